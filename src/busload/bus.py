@@ -1,0 +1,913 @@
+"""CommandBus and SyncCommandBus: send commands, follow their batches, operate on what went wrong.
+
+The two stand side by side: every call is checked and planned in `requests.py`, and performed here, awaited or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from uuid import UUID
+
+import psycopg
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from busload import settings as configuration
+from busload.completion import AsyncCompletions, Completions
+from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
+from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, NewCommand, SendResult, TroubleshootingItem
+from busload.domain.retry import RetryPolicy
+from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
+from busload.handlers import Function, Handlers
+from busload.requests import Requests, Write
+from busload.settings import Settings
+from busload.store import connection, report
+from busload.store.connection import AsyncConnection, Connection
+from busload.store.embedded import EmbeddedPostgres
+from busload.store.listen import BATCH
+from busload.store.plan import Plan, perform, perform_async
+from busload.store.schema import migrate
+from busload.store.schema.migrate import Migration
+
+log = logging.getLogger("busload")
+
+T = TypeVar("T")
+
+
+class _Face:
+    """What both faces share: where the database is, the handlers, and the checks."""
+
+    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
+        self.settings = settings or configuration.from_environment()
+        self.handlers = Handlers()
+        self._dsn = dsn or self.settings.database_url
+        self._embedded: EmbeddedPostgres | None = None
+        self._requests = Requests(self.settings.limits)
+        self._schema_checked = False
+
+    @property
+    def dsn(self) -> str:
+        """Where the database is; known once the bus is open."""
+        if self._dsn is None:
+            raise InvalidOperationError("The bus is not open. Use it in `with`, or call its open() first.")
+        return self._dsn
+
+    def handler(
+        self,
+        domain: str,
+        command_type: str,
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> Callable[[Function], Function]:
+        """Register the function below to run these commands; it is returned unchanged.
+
+        It is called with the `Command` and a `HandlerContext`, and may be `async def` or `def`, which runs in a thread.
+        What it returns is kept as the command's result.
+        """
+        return self.handlers.register(domain, command_type, retry=retry, timeout=timeout)
+
+    def _find_database(self) -> None:
+        if self._dsn is None:
+            self._embedded = EmbeddedPostgres(self.settings.home, pg_bin=self.settings.pg_bin).start()
+            self._dsn = self._embedded.dsn()
+
+    def _leave_database(self) -> None:
+        if self._embedded is not None:
+            self._embedded.close()
+            self._embedded, self._dsn = None, None
+
+
+class CommandBus(_Face):
+    """Send commands and follow their batches.
+
+    Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL. Pass `conn` to join a
+    transaction of your own: what you send then exists exactly if that transaction commits. Without it, each call opens
+    and commits its own, and has happened when it returns.
+    """
+
+    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
+        super().__init__(dsn, settings=settings)
+        self.troubleshooting = Troubleshooting(self)
+        self._pool: AsyncConnectionPool[AsyncConnection] | None = None
+        self._completions: AsyncCompletions | None = None
+
+    @property
+    def pool(self) -> AsyncConnectionPool[AsyncConnection]:
+        """The psycopg pool of an open bus. Its connections are in autocommit mode."""
+        if self._pool is None:
+            raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
+        return self._pool
+
+    async def open(self) -> Self:
+        if self._pool is None:
+            await asyncio.to_thread(self._find_database)
+            self._pool = connection.async_pool(self.dsn, self.settings.pool_size)
+            await self._pool.open(wait=False)
+            self._completions = AsyncCompletions(
+                self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
+            )
+        return self
+
+    async def close(self) -> None:
+        if self._completions is not None:
+            await self._completions.close()
+        if self._pool is not None:
+            await self._pool.close()
+        self._pool, self._completions, self._schema_checked = None, None, False
+        self._leave_database()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def migrate(self) -> list[Migration]:
+        """Bring the database's schema up to this release; safe to run from many processes at once."""
+        async with self.pool.connection() as conn, conn.transaction():
+            return await perform_async(conn, migrate.migrate())
+
+    async def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+        batch_id: UUID | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> SendResult:
+        """Send one command. With `batch_id` it joins a batch that is still open, whose total rises with it."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        return await self._write(self._requests.send(domain, command, batch_id), conn)
+
+    async def send_many(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        *,
+        batch_id: UUID | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> list[SendResult]:
+        """Send many commands, all or none; results come in the order of the input."""
+        return await self._write(self._requests.send_many(domain, commands, batch_id), conn)
+
+    async def create_batch(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        *,
+        batch_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: BatchCompletionCallback | BatchCommand | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> UUID:
+        """Create a batch with all its commands in one transaction, and return its id.
+
+        `on_complete` is called, or if it is a `BatchCommand` sent, once every command has ended. The command is durable:
+        it is inserted by the transaction that ends the last one, in the batch's domain, with the completed batch under
+        the key "batch" of its data. The function is best effort: it lives and dies with this process.
+        """
+        write = self._requests.create_batch(
+            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+        )
+        created = await self._write(write, conn)
+        self._register(created, on_complete)
+        return created
+
+    def open_batch(
+        self,
+        domain: str,
+        *,
+        batch_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: BatchCompletionCallback | BatchCommand | None = None,
+        checkpoint_size: int = 1000,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> OpenBatch:
+        """A batch to fill over time: `async with bus.open_batch(...) as batch: await batch.add(...)`.
+
+        Commands leave in checkpoints, each a transaction of its own, and run while the next ones are added. The batch is
+        sealed when the block ends and cannot complete before. If the block raises, it stays open: what was added runs on,
+        and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
+        """
+        write = self._requests.open_batch(
+            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+        )
+        return OpenBatch(self, domain, write, on_complete, checkpoint_size, conn)
+
+    async def seal_batch(
+        self, domain: str, batch_id: UUID, *, conn: AsyncConnection | Connection | None = None
+    ) -> bool:
+        """Let an open batch complete; returns False if it was sealed already."""
+        return await self._write(self._requests.seal(domain, batch_id), conn)
+
+    async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
+        return await self._read(self._requests.get_batch(domain, batch_id))
+
+    async def list_batches(
+        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0, after: UUID | None = None
+    ) -> list[BatchMetadata]:
+        """Newest first. `after`, the last batch of the page before, pages without drift while batches are created."""
+        return await self._read(
+            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after)
+        )
+
+    async def list_batch_commands(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        status: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | None = None,
+    ) -> list[CommandMetadata]:
+        """In the order in which they were added; `after` is the last command of the page before."""
+        return await self._read(
+            self._requests.list_batch_commands(
+                domain, batch_id, status=status, limit=limit, offset=offset, after=after
+            )
+        )
+
+    async def cancel_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> int:
+        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
+
+        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
+        What waits in troubleshooting stays there for its operator.
+        """
+        return await self._write(
+            self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn
+        )
+
+    async def wait_batch(
+        self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None
+    ) -> BatchMetadata:
+        """Return the batch once it is complete; `TimeoutError` says how far it came."""
+        batch: BatchMetadata | None = None
+        try:
+            async with asyncio.timeout(_seconds(timeout)):
+                async for batch in self.watch_batch(domain, batch_id):
+                    pass
+        except TimeoutError:
+            raise _late(batch_id, batch, timeout) from None
+        assert batch is not None
+        return batch
+
+    async def watch_batch(self, domain: str, batch_id: UUID) -> AsyncIterator[BatchMetadata]:
+        """Yield the batch now, whenever its counters have changed, and last when it is complete."""
+        assert self._completions is not None
+        changed = self._completions.watch(batch_id)
+        try:
+            last: BatchMetadata | None = None
+            while True:
+                changed.clear()
+                batch = await self.get_batch(domain, batch_id)
+                if batch is None:
+                    raise BatchNotFoundError(domain, batch_id)
+                if batch != last:
+                    last = batch
+                    yield batch
+                if batch.status.final:
+                    return
+                try:
+                    async with asyncio.timeout(self.settings.poll_every.total_seconds()):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            self._completions.unwatch(batch_id, changed)
+
+    async def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
+        return await self._read(self._requests.get_command(domain, command_id))
+
+    async def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
+        """Everything that happened to a command, oldest first; empty for an unknown one."""
+        return await self._read(self._requests.get_audit_trail(domain, command_id))
+
+    async def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
+        """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
+        return await self._read(self._requests.get_batch_audit_trail(domain, batch_id))
+
+    def _register(self, batch_id: UUID, on_complete: BatchCompletionCallback | BatchCommand | None) -> None:
+        if on_complete is not None and not isinstance(on_complete, BatchCommand):
+            assert self._completions is not None
+            self._completions.call(batch_id, on_complete)
+
+    async def _existing_batches(self, batch_ids: Sequence[UUID]) -> list[BatchMetadata]:
+        return await self._read(report.existing_batches(batch_ids)) if batch_ids else []
+
+    async def _read(self, plan: Plan[T]) -> T:
+        await self._check_schema()
+        async with self.pool.connection() as conn:
+            return await perform_async(conn, plan)
+
+    async def _write(self, write: Write[T], conn: AsyncConnection | Connection | None = None) -> T:
+        await self._check_schema()
+        if conn is not None:
+            connection.refuse_unusable(conn)
+            if isinstance(conn, psycopg.Connection):
+                with conn.transaction():
+                    return perform(conn, write.plan)
+            async with conn.transaction():
+                return await perform_async(conn, write.plan)
+        async with self.pool.connection() as own, self._commit(own, write):
+            return await perform_async(own, write.plan)
+
+    @asynccontextmanager
+    async def _commit(self, conn: AsyncConnection, write: Write[Any]) -> AsyncIterator[None]:
+        """A transaction whose COMMIT can be told from its statements when the connection breaks."""
+        committing = write.one_statement
+        try:
+            if write.one_statement:
+                yield
+            else:
+                async with conn.transaction():
+                    yield
+                    committing = True
+        except psycopg.OperationalError as error:
+            if committing and _connection_lost(error):
+                raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids) from error
+            raise
+
+    async def _check_schema(self) -> None:
+        if not self._schema_checked:
+            async with self.pool.connection() as conn:
+                await perform_async(conn, migrate.check())
+            self._schema_checked = True
+
+
+class Troubleshooting:
+    """What operators do: `bus.troubleshooting`."""
+
+    def __init__(self, bus: CommandBus) -> None:
+        self._bus = bus
+
+    async def list(
+        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
+    ) -> list[TroubleshootingItem]:
+        """Commands that wait for a person, newest first, with their original data."""
+        return await self._bus._read(
+            self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
+        )
+
+    async def retry(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> None:
+        """Back into the queue, with all its attempts to use again."""
+        await self._bus._write(self._bus._requests.retry(domain, command_id, operator=operator), conn)
+
+    async def complete(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        result: Any = None,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> None:
+        """Declare it done, with a result if there is one."""
+        await self._bus._write(
+            self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn
+        )
+
+    async def cancel(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> None:
+        """Give it up, with a reason."""
+        await self._bus._write(
+            self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn
+        )
+
+
+class OpenBatch:
+    """A batch that is being filled; made by `CommandBus.open_batch`."""
+
+    def __init__(
+        self,
+        bus: CommandBus,
+        domain: str,
+        opening: Write[UUID],
+        on_complete: BatchCompletionCallback | BatchCommand | None,
+        checkpoint_size: int,
+        conn: AsyncConnection | Connection | None,
+    ) -> None:
+        assert opening.batch_id is not None
+        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
+        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._waiting: list[NewCommand] = []
+
+    async def add(
+        self,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+    ) -> UUID:
+        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        checked = self._bus._requests.check(self.domain, command)
+        self._waiting.append(checked)
+        if len(self._waiting) >= self._checkpoint_size:
+            await self.checkpoint()
+        return checked.command_id
+
+    async def checkpoint(self) -> None:
+        """Write what was added so far."""
+        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
+        await self._bus._write(write, self._conn)
+        self.added += len(self._waiting)
+        self._waiting.clear()
+
+    async def seal(self) -> None:
+        """Write the rest and let the batch complete."""
+        await self.checkpoint()
+        await self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+
+    async def __aenter__(self) -> Self:
+        await self._bus._write(self._opening, self._conn)
+        self._bus._register(self.batch_id, self._on_complete)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.seal()
+        else:
+            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+
+
+class SyncCommandBus(_Face):
+    """`CommandBus` for code without an event loop; there is none hidden in it."""
+
+    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
+        super().__init__(dsn, settings=settings)
+        self.troubleshooting = SyncTroubleshooting(self)
+        self._pool: ConnectionPool[Connection] | None = None
+        self._completions: Completions | None = None
+
+    @property
+    def pool(self) -> ConnectionPool[Connection]:
+        """The psycopg pool of an open bus. Its connections are in autocommit mode."""
+        if self._pool is None:
+            raise InvalidOperationError("The bus is not open. Use it in `with`, or call its open() first.")
+        return self._pool
+
+    def open(self) -> Self:
+        if self._pool is None:
+            self._find_database()
+            self._pool = connection.pool(self.dsn, self.settings.pool_size)
+            self._pool.open(wait=False)
+            self._completions = Completions(
+                self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
+            )
+        return self
+
+    def close(self) -> None:
+        if self._completions is not None:
+            self._completions.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._pool, self._completions, self._schema_checked = None, None, False
+        self._leave_database()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def migrate(self) -> list[Migration]:
+        """Bring the database's schema up to this release; safe to run from many processes at once."""
+        with self.pool.connection() as conn, conn.transaction():
+            return perform(conn, migrate.migrate())
+
+    def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+        batch_id: UUID | None = None,
+        conn: Connection | None = None,
+    ) -> SendResult:
+        """Send one command. With `batch_id` it joins a batch that is still open, whose total rises with it."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        return self._write(self._requests.send(domain, command, batch_id), conn)
+
+    def send_many(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        *,
+        batch_id: UUID | None = None,
+        conn: Connection | None = None,
+    ) -> list[SendResult]:
+        """Send many commands, all or none; results come in the order of the input."""
+        return self._write(self._requests.send_many(domain, commands, batch_id), conn)
+
+    def create_batch(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        *,
+        batch_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
+        conn: Connection | None = None,
+    ) -> UUID:
+        """Create a batch with all its commands in one transaction, and return its id; see `CommandBus.create_batch`."""
+        write = self._requests.create_batch(
+            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+        )
+        created = self._write(write, conn)
+        self._register(created, on_complete)
+        return created
+
+    def open_batch(
+        self,
+        domain: str,
+        *,
+        batch_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
+        checkpoint_size: int = 1000,
+        conn: Connection | None = None,
+    ) -> SyncOpenBatch:
+        """A batch to fill over time; see `CommandBus.open_batch`."""
+        write = self._requests.open_batch(
+            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+        )
+        return SyncOpenBatch(self, domain, write, on_complete, checkpoint_size, conn)
+
+    def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
+        """Let an open batch complete; returns False if it was sealed already."""
+        return self._write(self._requests.seal(domain, batch_id), conn)
+
+    def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
+        return self._read(self._requests.get_batch(domain, batch_id))
+
+    def list_batches(
+        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0, after: UUID | None = None
+    ) -> list[BatchMetadata]:
+        """Newest first. `after`, the last batch of the page before, pages without drift while batches are created."""
+        return self._read(
+            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after)
+        )
+
+    def list_batch_commands(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        status: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | None = None,
+    ) -> list[CommandMetadata]:
+        """In the order in which they were added; `after` is the last command of the page before."""
+        return self._read(
+            self._requests.list_batch_commands(
+                domain, batch_id, status=status, limit=limit, offset=offset, after=after
+            )
+        )
+
+    def cancel_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> int:
+        """Cancel what has not started yet, and return how many that was; see `CommandBus.cancel_batch`."""
+        return self._write(
+            self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn
+        )
+
+    def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
+        """Return the batch once it is complete; `TimeoutError` says how far it came."""
+        batch: BatchMetadata | None = None
+        for batch in self._watch(domain, batch_id, _seconds(timeout)):
+            pass
+        if batch is None or not batch.status.final:
+            raise _late(batch_id, batch, timeout)
+        return batch
+
+    def watch_batch(self, domain: str, batch_id: UUID) -> Iterator[BatchMetadata]:
+        """Yield the batch now, whenever its counters have changed, and last when it is complete."""
+        return self._watch(domain, batch_id, None)
+
+    def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
+        return self._read(self._requests.get_command(domain, command_id))
+
+    def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
+        """Everything that happened to a command, oldest first; empty for an unknown one."""
+        return self._read(self._requests.get_audit_trail(domain, command_id))
+
+    def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
+        """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
+        return self._read(self._requests.get_batch_audit_trail(domain, batch_id))
+
+    def _watch(self, domain: str, batch_id: UUID, seconds: float | None) -> Iterator[BatchMetadata]:
+        """Yield changes until the batch is complete or the time is up, on a connection of its own."""
+        end = None if seconds is None else time.monotonic() + seconds
+        with psycopg.connect(self.dsn, autocommit=True, **connection.PARAMETERS) as conn:
+            conn.execute(f"LISTEN {BATCH}".encode())
+            last: BatchMetadata | None = None
+            while True:
+                batch = self.get_batch(domain, batch_id)
+                if batch is None:
+                    raise BatchNotFoundError(domain, batch_id)
+                if batch != last:
+                    last = batch
+                    yield batch
+                left = None if end is None else end - time.monotonic()
+                if batch.status.final or (left is not None and left <= 0):
+                    return
+                poll = self.settings.poll_every.total_seconds()
+                self._hear(conn, batch_id, poll if left is None else min(poll, left))
+
+    @staticmethod
+    def _hear(conn: Connection, batch_id: UUID, seconds: float) -> None:
+        for notification in conn.notifies(timeout=seconds):
+            if notification.payload == str(batch_id):
+                return
+
+    def _register(self, batch_id: UUID, on_complete: SyncBatchCompletionCallback | BatchCommand | None) -> None:
+        if on_complete is not None and not isinstance(on_complete, BatchCommand):
+            assert self._completions is not None
+            self._completions.call(batch_id, on_complete)
+
+    def _existing_batches(self, batch_ids: Sequence[UUID]) -> list[BatchMetadata]:
+        return self._read(report.existing_batches(batch_ids)) if batch_ids else []
+
+    def _read(self, plan: Plan[T]) -> T:
+        self._check_schema()
+        with self.pool.connection() as conn:
+            return perform(conn, plan)
+
+    def _write(self, write: Write[T], conn: Connection | None = None) -> T:
+        self._check_schema()
+        if conn is not None:
+            if not isinstance(conn, psycopg.Connection):
+                raise InvalidOperationError(
+                    f"A SyncCommandBus joins a psycopg.Connection, found {type(conn).__name__}. Use CommandBus for that one."
+                )
+            connection.refuse_unusable(conn)
+            with conn.transaction():
+                return perform(conn, write.plan)
+        with self.pool.connection() as own, self._commit(own, write):
+            return perform(own, write.plan)
+
+    @contextmanager
+    def _commit(self, conn: Connection, write: Write[Any]) -> Iterator[None]:
+        """A transaction whose COMMIT can be told from its statements when the connection breaks."""
+        committing = write.one_statement
+        try:
+            if write.one_statement:
+                yield
+            else:
+                with conn.transaction():
+                    yield
+                    committing = True
+        except psycopg.OperationalError as error:
+            if committing and _connection_lost(error):
+                raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids) from error
+            raise
+
+    def _check_schema(self) -> None:
+        if not self._schema_checked:
+            with self.pool.connection() as conn:
+                perform(conn, migrate.check())
+            self._schema_checked = True
+
+
+class SyncTroubleshooting:
+    """`Troubleshooting` for code without an event loop."""
+
+    def __init__(self, bus: SyncCommandBus) -> None:
+        self._bus = bus
+
+    def list(
+        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
+    ) -> list[TroubleshootingItem]:
+        """Commands that wait for a person, newest first, with their original data."""
+        return self._bus._read(
+            self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
+        )
+
+    def retry(
+        self, domain: str, command_id: UUID, *, operator: str | None = None, conn: Connection | None = None
+    ) -> None:
+        """Back into the queue, with all its attempts to use again."""
+        self._bus._write(self._bus._requests.retry(domain, command_id, operator=operator), conn)
+
+    def complete(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        result: Any = None,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> None:
+        """Declare it done, with a result if there is one."""
+        self._bus._write(
+            self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn
+        )
+
+    def cancel(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> None:
+        """Give it up, with a reason."""
+        self._bus._write(
+            self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn
+        )
+
+
+class SyncOpenBatch:
+    """A batch that is being filled; made by `SyncCommandBus.open_batch`."""
+
+    def __init__(
+        self,
+        bus: SyncCommandBus,
+        domain: str,
+        opening: Write[UUID],
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None,
+        checkpoint_size: int,
+        conn: Connection | None,
+    ) -> None:
+        assert opening.batch_id is not None
+        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
+        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._waiting: list[NewCommand] = []
+
+    def add(
+        self,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+    ) -> UUID:
+        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        checked = self._bus._requests.check(self.domain, command)
+        self._waiting.append(checked)
+        if len(self._waiting) >= self._checkpoint_size:
+            self.checkpoint()
+        return checked.command_id
+
+    def checkpoint(self) -> None:
+        """Write what was added so far."""
+        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
+        self._bus._write(write, self._conn)
+        self.added += len(self._waiting)
+        self._waiting.clear()
+
+    def seal(self) -> None:
+        """Write the rest and let the batch complete."""
+        self.checkpoint()
+        self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+
+    def __enter__(self) -> Self:
+        self._bus._write(self._opening, self._conn)
+        self._bus._register(self.batch_id, self._on_complete)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.seal()
+        else:
+            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+
+
+def _connection_lost(error: psycopg.OperationalError) -> bool:
+    """Whether the server could not say how it ended; an error that carries a code, other than its own shutdown, did."""
+    return error.sqlstate is None or error.sqlstate.startswith(("57P", "08"))
+
+
+def _seconds(timeout: timedelta | float | None) -> float | None:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
+    progress = f"{batch.finished_count} of {batch.total_count} commands have ended" if batch else "nothing was seen"
+    return TimeoutError(f"Batch {batch_id} is not complete after {_seconds(timeout)} s: {progress}.")
+
+
+def _checkpoint_size(size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"checkpoint_size must be a whole number from 1 on, found {size!r}.")
+    return size

@@ -1,0 +1,1 @@
+"""What our words mean: no I/O, and nothing else of ours but the errors."""

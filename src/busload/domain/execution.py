@@ -1,0 +1,154 @@
+"""One attempt: what is leased, how it ends, and where the command goes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeAlias
+from uuid import UUID
+
+from busload.domain import ids
+from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode, safe_str, storable
+from busload.domain.retry import RetryPolicy
+from busload.errors import BusinessRuleError, PermanentCommandError, TransientCommandError
+
+COMPLETED = "COMPLETED"
+FAILED = "FAILED"
+CANCELED = "CANCELED"
+TROUBLESHOOTING = "TROUBLESHOOTING"
+FAILED_ATTEMPT = "FAILED_ATTEMPT"
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A load that this worker holds: the fence for every result of its commands."""
+
+    lease_id: UUID
+    lo: int
+    hi: int
+    domain: str
+    batch_id: UUID | None
+    priority: int
+    attempt: int
+    forgiven: int
+    crashes: int
+    created_at: datetime
+    unsettled: int = 0
+    canceled: bool = False
+    lost: bool = False
+
+    @property
+    def round_attempt(self) -> int:
+        """The attempt as the retry policy counts it: an operator's retry starts over."""
+        return self.attempt - self.forgiven
+
+
+@dataclass(slots=True, eq=False)
+class Leased:
+    """One command of a lease, as it was read: its data is not decoded yet."""
+
+    lease: Lease
+    id: int
+    command_id: UUID
+    command_type: str
+    data: str | None
+    task_key: str | None = None
+    correlation_id: UUID | None = None
+    reply_to: str | None = None
+    max_attempts: int | None = None
+    started: float = 0.0
+
+    @property
+    def execution_id(self) -> UUID:
+        return ids.execution_id(self.lease.lease_id, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The handler raised, or ran out of its time."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The handler gave up because its batch was canceled."""
+
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The stored data could not be decoded: somebody else wrote it."""
+
+    error: BaseException
+
+
+Outcome: TypeAlias = Succeeded | Failed | Stopped | Unreadable
+
+
+@dataclass(slots=True, eq=False)
+class Transition:
+    """Where an attempt sends its command."""
+
+    leased: Leased
+    outcome: str
+    details: str | None = None
+    delay: float | None = None
+    reason: str | None = None
+    finished: float = 0.0
+
+
+def decide(leased: Leased, outcome: Outcome, retry: RetryPolicy, limits: PayloadLimits) -> Transition:
+    """Say where a command goes once its handler has returned or raised."""
+    match outcome:
+        case Succeeded(None):
+            return Transition(leased, COMPLETED)
+        case Succeeded(result):
+            try:
+                return Transition(leased, COMPLETED, encode(result, limits, path="/result"))
+            except PayloadRefused as refused:
+                # The handler has done its work: trying again would do it twice, so a person decides.
+                return Transition(leased, TROUBLESHOOTING, describe(refused), reason="RESULT_INVALID")
+        case Unreadable(error):
+            return Transition(leased, TROUBLESHOOTING, describe(error), reason="UNDECODABLE")
+        case Stopped(error):
+            return Transition(leased, CANCELED, describe(error) if error else None)
+        case Failed(BusinessRuleError() as error):
+            return Transition(leased, FAILED, describe(error))
+        case Failed(PermanentCommandError() as error):
+            return Transition(leased, TROUBLESHOOTING, describe(error), reason="PERMANENT")
+        case Failed(error) if retry.exhausted(leased.lease.round_attempt, leased.max_attempts):
+            return Transition(leased, TROUBLESHOOTING, describe(error), reason="EXHAUSTED")
+        case Failed(error):
+            return Transition(leased, FAILED_ATTEMPT, describe(error), delay=retry.delay(leased.lease.round_attempt))
+
+
+def describe(error: BaseException, max_bytes: int = 16 * 1024) -> str:
+    """An error as JSON text that can always be stored: type, code, message and, if they are JSON, details."""
+    code = getattr(error, "code", None) if isinstance(error, _CODED) else None
+    if isinstance(error, PayloadRefused):
+        code = error.problem.code
+    described: dict[str, Any] = {
+        "type": type(error).__name__,
+        "code": storable(code, 255) if isinstance(code, str) else None,
+        "message": safe_str(error, max_bytes),
+        "kind": "PERMANENT" if isinstance(error, PermanentCommandError) else "TRANSIENT",
+    }
+    if isinstance(error, BusinessRuleError):
+        described["kind"] = "BUSINESS_RULE"
+    details = getattr(error, "details", None) if isinstance(error, _CODED) else None
+    if details is not None:
+        try:
+            described["details"] = decode(encode(details, PayloadLimits(data_bytes=max_bytes)))
+        except PayloadRefused as refused:
+            described["details"] = str(refused.problem)
+    return encode(described, PayloadLimits(data_bytes=8 * max_bytes))
+
+
+_CODED = (BusinessRuleError, PermanentCommandError, TransientCommandError)

@@ -1,0 +1,170 @@
+"""Every exception busload raises on purpose.
+
+    BusloadError
+    ├── InvalidCommandError (also ValueError)   refused before anything was written; `problems` says what and where
+    ├── DuplicateCommandError                   a command_id is already taken in its domain
+    ├── BatchNotFoundError                      no such batch in this domain
+    ├── BatchSealedError                        the batch takes no more commands
+    ├── CommandNotFoundError                    no such command in this domain
+    ├── InvalidOperationError                   the thing exists, but not in the state this needs
+    │   └── HandlerAlreadyRegisteredError
+    ├── SchemaOutdated                          the database is older than this release
+    ├── OutcomeUnknown                          the connection broke while COMMIT was under way
+    ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
+    └── Superseded                              this execution lost its command to another one
+
+    For handlers to raise:
+    ├── TransientCommandError                   try again later
+    ├── PermanentCommandError                   a person must look: troubleshooting
+    └── BusinessRuleError                       a final, expected no: FAILED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+
+class BusloadError(Exception):
+    """The root of all errors that busload raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with an input: what was found, where, and the limit it broke."""
+
+    code: str
+    path: str
+    message: str
+    index: int | None = None
+    limit: int | None = None
+
+    def __str__(self) -> str:
+        where = self.path if self.index is None else f"[{self.index}]{self.path}"
+        return f"{self.code} at {where or '/'}: {self.message}"
+
+
+class InvalidCommandError(BusloadError, ValueError):
+    """An input was refused before anything was written.
+
+    `problems` holds the first hundred offenders with code, path and index; `total` counts all of them.
+    """
+
+    def __init__(self, problems: Sequence[Problem], total: int | None = None) -> None:
+        self.problems = tuple(problems[:100])
+        self.total = len(problems) if total is None else total
+        shown = "; ".join(str(problem) for problem in self.problems[:3])
+        more = f" (and {self.total - 3} more)" if self.total > 3 else ""
+        super().__init__(f"{shown}{more}. Nothing was written.")
+
+    @property
+    def code(self) -> str:
+        return self.problems[0].code
+
+
+class DuplicateCommandError(BusloadError):
+    """A `command_id` is unique in its domain for ever, also after the command has finished."""
+
+    def __init__(self, domain: str, command_ids: Sequence[UUID]) -> None:
+        shown = ", ".join(str(command_id) for command_id in command_ids[:3])
+        more = f" and {len(command_ids) - 3} more" if len(command_ids) > 3 else ""
+        super().__init__(
+            f"Domain {domain!r} already has command {shown}{more}. Nothing was written; "
+            "look at it with `busload command show`, or send with another command_id."
+        )
+        self.domain, self.command_ids = domain, tuple(command_ids)
+
+
+class BatchNotFoundError(BusloadError):
+    def __init__(self, domain: str, batch_id: UUID) -> None:
+        super().__init__(
+            f"There is no batch {batch_id} in domain {domain!r}. "
+            "Check the domain, or list what there is with `busload batch ls`."
+        )
+        self.domain, self.batch_id = domain, batch_id
+
+
+class BatchSealedError(BusloadError):
+    def __init__(self, domain: str, batch_id: UUID) -> None:
+        super().__init__(
+            f"Batch {batch_id} in domain {domain!r} is sealed and takes no more commands. "
+            "Open a batch with `open_batch` to add commands over time."
+        )
+        self.domain, self.batch_id = domain, batch_id
+
+
+class CommandNotFoundError(BusloadError):
+    def __init__(self, domain: str, command_id: UUID) -> None:
+        super().__init__(f"There is no command {command_id} in domain {domain!r}. Check the domain and the id.")
+        self.domain, self.command_id = domain, command_id
+
+
+class InvalidOperationError(BusloadError):
+    """What was asked for does not fit the state things are in; the message says which state was needed."""
+
+
+class HandlerAlreadyRegisteredError(InvalidOperationError):
+    def __init__(self, domain: str, command_type: str, existing: str) -> None:
+        super().__init__(
+            f"{domain!r} / {command_type!r} is already handled by {existing}, which stays. "
+            "Register one handler per command type."
+        )
+        self.domain, self.command_type = domain, command_type
+
+
+class SchemaOutdated(BusloadError):
+    def __init__(self, *, found: int, needed: int) -> None:
+        super().__init__(
+            f"The database holds busload schema {found}, this release needs {needed}. "
+            "Run `busload schema migrate` (or `await bus.migrate()`) before sending or starting workers."
+        )
+        self.found, self.needed = found, needed
+
+
+class OutcomeUnknown(BusloadError):
+    """The connection broke while COMMIT was under way: what was sent may or may not exist.
+
+    Repeat the call with the ids given here. It is then accepted exactly once: either now, or the repetition
+    raises `DuplicateCommandError` (for a batch `InvalidOperationError`), which proves that the first call was accepted.
+    """
+
+    def __init__(self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = ()) -> None:
+        what = f"batch {batch_id}" if batch_id else f"{len(command_ids)} command(s)"
+        super().__init__(
+            f"The connection broke while {what} was being committed, so it may or may not exist. "
+            "Repeat the call with the same ids: it will be accepted exactly once."
+        )
+        self.batch_id, self.command_ids = batch_id, tuple(command_ids)
+
+
+class DatabaseUnusable(BusloadError):
+    """The database cannot be used as it is; the message says what was found and what is needed."""
+
+
+class Superseded(BusloadError):
+    """This execution no longer holds its command: the lease was lost and another worker may run it.
+
+    Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it.
+    """
+
+
+class _HandlerError(BusloadError):
+    """What a handler says about its failure: a message, a code for programs, details for people."""
+
+    def __init__(self, message: str = "", *, code: str | None = None, details: Any = None) -> None:
+        super().__init__(message)
+        self.code, self.details = code, details
+
+
+class TransientCommandError(_HandlerError):
+    """It may work later: retried under the handler's retry policy."""
+
+
+class PermanentCommandError(_HandlerError):
+    """It will not work without a person: goes to troubleshooting at once."""
+
+
+class BusinessRuleError(_HandlerError):
+    """The business says no: the command ends as FAILED, without retries and without troubleshooting."""

@@ -1,0 +1,63 @@
+"""Every default of busload. The environment is read here and only here.
+
+| variable | meaning |
+|---|---|
+| `BUSLOAD_DATABASE_URL` | the PostgreSQL to use; without it an embedded one starts |
+| `BUSLOAD_HOME` | where the embedded PostgreSQL keeps its data; default `~/.local/share/busload` |
+| `BUSLOAD_PG_BIN` | the folder with `postgres` and `initdb` to use for the embedded server |
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from busload.domain.command import InputLimits
+
+VARIABLES = ("BUSLOAD_DATABASE_URL", "BUSLOAD_HOME", "BUSLOAD_PG_BIN")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker paces itself. Times are the database's, never the worker's own clock."""
+
+    concurrency: int = 100
+    lease_for: timedelta = timedelta(seconds=30)
+    poll_every: timedelta = timedelta(seconds=1)
+    sweep_every: timedelta = timedelta(seconds=5)
+    grace: timedelta = timedelta(seconds=30)
+    flush_size: int = 1000
+    flush_every: timedelta = timedelta(milliseconds=100)
+    flush_deadline: timedelta = timedelta(seconds=5)
+    no_handler_pause: timedelta = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the database is, what inputs may measure, and how often to look where a notification may have been lost."""
+
+    database_url: str | None = None
+    home: Path = field(default_factory=lambda: Path("~/.local/share/busload").expanduser())
+    pg_bin: Path | None = None
+    limits: InputLimits = InputLimits()
+    pool_size: int = 10
+    poll_every: timedelta = timedelta(seconds=1)
+
+
+def from_environment() -> Settings:
+    """Read `BUSLOAD_*`; an unknown variable is most likely a misspelt one, so it is warned about."""
+    for name in os.environ:
+        if name.startswith("BUSLOAD_") and name not in VARIABLES:
+            nearest = difflib.get_close_matches(name, VARIABLES, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(VARIABLES)}."
+            warnings.warn(f"{name} is not a setting of busload{hint}", stacklevel=2)
+    home, pg_bin = os.environ.get("BUSLOAD_HOME"), os.environ.get("BUSLOAD_PG_BIN")
+    return Settings(
+        database_url=os.environ.get("BUSLOAD_DATABASE_URL") or None,
+        home=Path(home).expanduser() if home else Settings().home,
+        pg_bin=Path(pg_bin).expanduser() if pg_bin else None,
+    )

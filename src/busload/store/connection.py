@@ -1,0 +1,116 @@
+"""Connections as busload wants them: checked when they are new, cheap to check when they are used again."""
+
+from __future__ import annotations
+
+import logging
+import select
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from busload.errors import DatabaseUnusable, InvalidOperationError
+
+log = logging.getLogger("busload")
+
+Connection: TypeAlias = psycopg.Connection[Any]
+AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
+
+OLDEST_SERVER = 150000
+
+# A peer that vanished without a word is noticed within 15 seconds instead of the kernel's many minutes.
+PARAMETERS: dict[str, Any] = {
+    "application_name": "busload",
+    "connect_timeout": 10,
+    "tcp_user_timeout": 15_000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+}
+
+
+def pool(dsn: str, max_size: int) -> ConnectionPool[Connection]:
+    return ConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=max_size,
+        open=False,
+        kwargs=PARAMETERS | {"autocommit": True},
+        configure=_configure,
+        check=_check,
+        name="busload",
+    )
+
+
+def async_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
+    return AsyncConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=max_size,
+        open=False,
+        kwargs=PARAMETERS | {"autocommit": True},
+        configure=_configure_async,
+        check=_check_async,
+        name="busload",
+    )
+
+
+def refuse_unusable(conn: Connection | AsyncConnection) -> None:
+    """A caller's connection must be able to take part in a transaction; nothing has been written when this raises."""
+    if conn.closed:
+        raise InvalidOperationError("The connection given as conn is closed. Pass an open one, or none.")
+    if conn.info.transaction_status == TransactionStatus.INERROR:
+        raise InvalidOperationError(
+            "The connection given as conn is in a failed transaction. Roll it back before you send."
+        )
+
+
+def _configure(conn: Connection) -> None:
+    _refuse_server(conn)
+    row = conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')").fetchone()
+    _adapt(conn, row)
+
+
+async def _configure_async(conn: AsyncConnection) -> None:
+    _refuse_server(conn)
+    row = await (await conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')")).fetchone()
+    _adapt(conn, row)
+
+
+def _refuse_server(conn: Connection | AsyncConnection) -> None:
+    version, encoding = conn.info.server_version, conn.info.parameter_status("server_encoding")
+    if version < OLDEST_SERVER:
+        raise DatabaseUnusable(f"The server is PostgreSQL {version // 10000}, busload needs 15 or later.")
+    if encoding != "UTF8":
+        raise DatabaseUnusable(
+            f"The database is encoded in {encoding}, busload needs UTF8. Create it with `createdb -E UTF8`."
+        )
+
+
+def _adapt(conn: Connection | AsyncConnection, row: Any) -> None:
+    backend, synchronous_commit = row
+    if backend != conn.info.backend_pid:
+        # A pooler stands in between: the next transaction may run on another server connection, which would not know
+        # the statements prepared on this one.
+        conn.prepare_threshold = None
+    if synchronous_commit == "off":
+        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
+
+
+def _check(conn: Connection) -> None:
+    if _something_arrived(conn):
+        ConnectionPool.check_connection(conn)
+
+
+async def _check_async(conn: AsyncConnection) -> None:
+    if _something_arrived(conn):
+        await AsyncConnectionPool.check_connection(conn)
+
+
+def _something_arrived(conn: Connection | AsyncConnection) -> bool:
+    """Whether an idle connection has been spoken to: that is its end, or a notice. Asking the kernel costs microseconds,
+    asking the server a round trip."""
+    poll = select.poll()
+    poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
+    return bool(poll.poll(0))

@@ -1,0 +1,129 @@
+"""Database work written once, for connections that wait and connections that are awaited.
+
+A plan is a generator that yields steps and is sent their rows; it never sees a connection. `perform` and
+`perform_async` are the only two places that wait. An error of the database is thrown into the plan at the step that
+caused it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import psycopg
+from psycopg.rows import tuple_row
+
+T = TypeVar("T")
+Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement with its parameters; answered with its rows."""
+
+    sql: bytes
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Several statements without parameters; answered with no rows."""
+
+    sql: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows that go into a table by COPY; answered with no rows."""
+
+    sql: bytes
+    rows: Iterable[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Savepoint:
+    """A plan that may fail without spoiling the transaction around it; answered with its result."""
+
+    plan: Generator[Any, Any, Any]
+
+
+Step: TypeAlias = Statement | Script | Copy | Savepoint
+Plan: TypeAlias = Generator[Step, Any, T]
+
+
+def execute(sql: bytes, **params: Any) -> Plan[list[Row]]:
+    rows: list[Row] = yield Statement(sql, params)
+    return rows
+
+
+def many(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[list[T]]:
+    rows: list[Row] = yield Statement(sql, params)
+    return [make(*row) for row in rows]
+
+
+def one(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[T | None]:
+    rows: list[Row] = yield Statement(sql, params)
+    return make(*rows[0]) if rows else None
+
+
+def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = _answer(conn, step)
+            except Exception as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = await _answer_async(conn, step)
+            except Exception as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
+    if isinstance(step, Savepoint):
+        with conn.transaction():
+            return perform(conn, step.plan)
+    if isinstance(step, Script):
+        conn.execute(step.sql)
+        return []
+    with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+        if isinstance(step, Copy):
+            with cursor.copy(step.sql) as copy:
+                for row in step.rows:
+                    copy.write_row(row)
+            return []
+        cursor.execute(step.sql, step.params)
+        return cursor.fetchall() if cursor.description else []
+
+
+async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
+    if isinstance(step, Savepoint):
+        async with conn.transaction():
+            return await perform_async(conn, step.plan)
+    if isinstance(step, Script):
+        await conn.execute(step.sql)
+        return []
+    async with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+        if isinstance(step, Copy):
+            async with cursor.copy(step.sql) as copy:
+                for row in step.rows:
+                    await copy.write_row(row)
+            return []
+        await cursor.execute(step.sql, step.params)
+        return await cursor.fetchall() if cursor.description else []

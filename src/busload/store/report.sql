@@ -1,0 +1,78 @@
+-- name: batch
+SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
+       in_troubleshooting_count, created_at, started_at, completed_at
+  FROM busload.batch
+ WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid;
+
+-- name: batches
+-- Newest first; `after` is the last batch of the page before.
+SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
+       in_troubleshooting_count, created_at, started_at, completed_at
+  FROM busload.batch
+ WHERE domain = %(domain)s::text
+   AND (%(status)s::text IS NULL OR status = %(status)s::text)
+   AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
+        (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
+ ORDER BY created_at DESC, batch_id DESC
+ LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: completed_batches
+-- Of these batches, those that exist: who waits for many of them asks once.
+SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
+       in_troubleshooting_count, created_at, started_at, completed_at
+  FROM busload.batch
+ WHERE batch_id = ANY (%(batch_ids)b::uuid[]);
+
+-- name: command
+SELECT command_id, domain, command_type, data::text, batch_id, task_key, correlation_id, reply_to, priority, created_at, status,
+       attempts, max_attempts, run_at, started_at, finished_at, worker, execution_id,
+       error ->> 'type', error ->> 'code', error ->> 'message', result::text
+  FROM busload.command_status
+ WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
+
+-- name: batch_commands
+-- In the order in which they were put in; `after` is the last command of the page before.
+SELECT command_id, domain, command_type, data::text, batch_id, task_key, correlation_id, reply_to, priority, created_at, status,
+       attempts, max_attempts, run_at, started_at, finished_at, worker, execution_id,
+       error ->> 'type', error ->> 'code', error ->> 'message', result::text
+  FROM busload.command_status
+ WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text
+   AND (%(status)s::text IS NULL OR status = %(status)s::text)
+   AND (%(after)s::uuid IS NULL OR id >
+        (SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid))
+ ORDER BY id
+ LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: troubleshooting
+-- Newest first.
+SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_key, coalesce(c.correlation_id, c.command_id), c.reply_to,
+       t.reason, t.attempt - t.forgiven, t.since, t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text
+  FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
+ WHERE t.domain = %(domain)s::text AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
+ ORDER BY t.since DESC, t.command DESC
+ LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: audit_trail
+SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, a.details::text
+  FROM busload.audit AS a LEFT JOIN busload.worker AS w ON w.worker = a.worker
+ WHERE a.domain = %(domain)s::text AND a.command_id = %(command_id)s::uuid
+ ORDER BY a.at, a.attempt NULLS FIRST, a.step;
+
+-- name: batch_audit_trail
+SELECT e.type, e.at, NULL::uuid, NULL::integer, w.name, e.operator, e.batch_id, e.details::text
+  FROM busload.event AS e LEFT JOIN busload.worker AS w ON w.worker = e.worker
+ WHERE e.lo IS NULL AND e.batch_id = (SELECT batch_id FROM busload.batch
+                                       WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text)
+ ORDER BY e.at, e.event;
+
+-- name: domains
+-- Every domain that has something to show.
+SELECT domain FROM busload.batch UNION SELECT domain FROM busload.queue UNION SELECT domain FROM busload.scheduled
+UNION SELECT domain FROM busload.lease UNION SELECT domain FROM busload.troubleshooting
+ORDER BY domain;
+
+-- name: find_batch_domain
+SELECT domain FROM busload.batch WHERE batch_id = %(batch_id)s::uuid;
+
+-- name: find_command_domains
+SELECT DISTINCT domain FROM busload.command WHERE command_id = %(command_id)s::uuid ORDER BY domain;

@@ -1,0 +1,82 @@
+"""How leases outlive nobody: workers say that they live, and what dead ones held goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import UUID
+
+from busload.store import cancel
+from busload.store.plan import Plan, execute
+from busload.store.statements import statements
+
+SQL = statements("rescue")
+
+MAX_CRASHES = 3
+"""How many workers a command may take down alone before it waits for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What a living worker holds; those in `settled` have been there for longer than a claim takes to answer."""
+
+    leases: frozenset[UUID]
+    canceled: frozenset[UUID]
+    settled: frozenset[UUID]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How many commands went back, and how many of them to troubleshooting."""
+
+    commands: int = 0
+    parked: int = 0
+
+
+def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta) -> Plan[int]:
+    [(worker,)] = yield from execute(
+        SQL.register, name=name, domains=list(domains), concurrency=concurrency, lease_for=lease_for
+    )
+    return int(worker)
+
+
+def renew(*, worker: int, settled: timedelta) -> Plan[Renewal | None]:
+    """Say that this worker lives; None means that it was declared dead."""
+    rows = yield from execute(SQL.renew, worker=worker, settled=settled)
+    return Renewal(*map(frozenset, rows[0])) if rows else None
+
+
+def retire(*, worker: int) -> Plan[None]:
+    yield from execute(SQL.retire, worker=worker)
+
+
+def release(leases: Sequence[UUID]) -> Plan[Returned]:
+    """Hand leases back on purpose: nobody is to blame."""
+    return (yield from _return(leases, blame=False))
+
+
+def rescue() -> Plan[Returned]:
+    """Take back what dead workers held; needs a transaction."""
+    leases = yield from execute(SQL.bury)
+    if not leases:
+        return Returned()
+    return (yield from _return([lease_id for (lease_id,) in leases], blame=True))
+
+
+def cancel_stragglers() -> Plan[int]:
+    """Cancel what came back to a place while its batch was being canceled; needs a transaction."""
+    batches = yield from execute(SQL.canceling_batches)
+    if not batches:
+        return 0
+    return (yield from cancel.cancel_waiting([batch_id for (batch_id,) in batches], reason=None, operator=None))
+
+
+def start_batches(*, worker: int) -> Plan[int]:
+    started = yield from execute(SQL.start_batches, worker=worker)
+    return len(started)
+
+
+def _return(leases: Sequence[UUID], *, blame: bool) -> Plan[Returned]:
+    [row] = yield from execute(SQL.return_leases, leases=list(leases), blame=blame, max_crashes=MAX_CRASHES)
+    return Returned(*row)

@@ -1,0 +1,124 @@
+-- name: register
+INSERT INTO busload.worker (name, domains, concurrency, lease_for)
+VALUES (%(name)s::text, %(domains)s::text[], %(concurrency)s::integer, %(lease_for)s::interval)
+RETURNING worker;
+
+-- name: renew
+-- One heartbeat keeps all leases of a worker. No row: it was declared dead, and its leases are not its own any more.
+-- Also tells the worker what it holds, so that it can notice a claim whose answer was lost, a lease that it lost, or a
+-- canceled batch.
+WITH alive AS (
+    UPDATE busload.worker SET seen_at = now() WHERE worker = %(worker)s::bigint AND stopped_at IS NULL RETURNING worker
+)
+SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}'),
+       coalesce(array_agg(l.lease_id) FILTER (WHERE b.canceled_at IS NOT NULL), '{}'),
+       coalesce(array_agg(l.lease_id) FILTER (WHERE l.since < now() - %(settled)s::interval), '{}')
+  FROM alive LEFT JOIN busload.lease AS l USING (worker) LEFT JOIN busload.batch AS b USING (batch_id)
+ GROUP BY alive.worker;
+
+-- name: retire
+-- A worker that stopped by itself.
+UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint AND stopped_at IS NULL;
+
+-- name: bury
+-- Declare workers dead that were not seen for as long as their leases last, and hold the leases of every worker that is
+-- not alive: dead, stopped, or without a row. A heartbeat that arrives now waits for us and then finds itself refused.
+WITH dead AS (
+    UPDATE busload.worker SET stopped_at = now(), lost = true
+     WHERE worker IN (SELECT worker FROM busload.worker
+                       WHERE stopped_at IS NULL AND seen_at < now() - lease_for ORDER BY worker FOR UPDATE SKIP LOCKED)
+    RETURNING worker
+)
+SELECT lease_id FROM busload.lease AS l
+ WHERE worker IN (SELECT worker FROM dead)
+    OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
+ ORDER BY lease_id LIMIT 1000 FOR UPDATE SKIP LOCKED;
+
+-- name: return_leases
+-- Close leases and put what they have not settled back into the queue; no attempt is burnt. With `blame`, a worker died
+-- under them: the suspect it ran, or, if it ran none, everything it ran, is a suspect from now on (crashes = 1) and is
+-- halved, so that a command that kills its worker is soon alone. A suspect that is alone, or a command that was all its
+-- worker ran, is blamed by name: one more crash each time, and after `max_crashes` of its own it waits for a person. What
+-- belongs to a canceled batch is canceled.
+WITH lease AS MATERIALIZED (
+    SELECT l.*, b.canceled_at IS NOT NULL AS canceled
+      FROM busload.lease AS l LEFT JOIN busload.batch AS b USING (batch_id)
+     WHERE lease_id = ANY (%(leases)b::uuid[])
+     ORDER BY lease_id FOR UPDATE OF l
+), rest AS (
+    SELECT l.lease_id, c.id, c.id - row_number() OVER (PARTITION BY l.lease_id ORDER BY c.id) AS island
+      FROM lease AS l JOIN busload.command AS c ON c.id BETWEEN l.lo AND l.hi
+     WHERE c.id <> ALL (l.returned)
+       AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt)
+), island AS (
+    SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
+), scene AS (
+    SELECT worker, bool_or(crashes > 0) AS had_suspect, sum(hi - lo + 1) = 1 AS alone
+      FROM (SELECT l.worker, l.crashes, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
+), load AS (
+    SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled, blamed,
+           CASE WHEN NOT blamed THEN l.crashes
+                WHEN i.lo = i.hi AND (l.crashes > 0 OR scene.alone) THEN greatest(l.crashes, 1) + 1
+                ELSE greatest(l.crashes, 1) END AS crashes
+      FROM island AS i JOIN lease AS l USING (lease_id) JOIN scene USING (worker)
+     CROSS JOIN LATERAL (SELECT %(blame)s::boolean AND (l.crashes > 0 OR NOT scene.had_suspect) AS blamed) AS verdict
+), routed AS (
+    SELECT *, CASE WHEN canceled THEN 'CANCELED'
+                   WHEN blamed AND crashes > %(max_crashes)s::integer THEN 'PARKED' ELSE 'QUEUED' END AS route
+      FROM load
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
+    SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+      FROM routed CROSS JOIN LATERAL (
+            SELECT routed.lo, routed.hi WHERE NOT blamed OR routed.lo = routed.hi
+            UNION ALL SELECT routed.lo, (routed.lo + routed.hi) / 2 WHERE blamed AND routed.lo < routed.hi
+            UNION ALL SELECT (routed.lo + routed.hi) / 2 + 1, routed.hi WHERE blamed AND routed.lo < routed.hi) AS part
+     WHERE route = 'QUEUED'
+    RETURNING domain
+), parked AS (
+    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason, error)
+    SELECT lo, domain, batch_id, priority, attempt, forgiven, 'CRASHED',
+           json_build_object('type', 'WorkerCrashed', 'kind', 'CRASHED',
+                             'message', format('The worker died %%s times while it ran this command.', crashes - 1))
+      FROM routed WHERE route = 'PARKED'
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT CASE WHEN %(blame)s::boolean THEN 'LEASE_LOST' ELSE 'RELEASED' END, lo, hi, batch_id, attempt, lease_id, worker,
+           CASE WHEN crashes > 0 THEN json_build_object('crashes', crashes) END
+      FROM load
+    UNION ALL
+    SELECT route, lo, hi, batch_id, attempt, lease_id, worker,
+           CASE route WHEN 'PARKED' THEN json_build_object('reason', 'CRASHED', 'crashes', crashes - 1) END
+      FROM routed WHERE route <> 'QUEUED'
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id IN (SELECT lease_id FROM lease)
+), replied AS (
+    SELECT busload.reply(id, 'CANCELED', NULL) AS domain
+      FROM routed CROSS JOIN LATERAL generate_series(lo, hi) AS id WHERE route = 'CANCELED' AND replies
+), told AS (
+    SELECT count(pg_notify('busload_ready', domain))
+      FROM (SELECT domain FROM queued UNION SELECT domain FROM replied WHERE domain IS NOT NULL) AS domains
+)
+SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
+       (SELECT count(*) FROM routed WHERE route = 'PARKED')::integer
+  FROM told;
+
+-- name: canceling_batches
+-- Batches that were canceled and have not completed, locked in order, as every other statement locks them.
+SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL
+ ORDER BY batch_id LIMIT 100 FOR NO KEY UPDATE SKIP LOCKED;
+
+-- name: start_batches
+-- Batches that have begun while their row was taken by somebody else.
+WITH begun AS (
+    SELECT batch_id FROM busload.batch
+     WHERE status = 'PENDING' AND batch_id IN (SELECT batch_id FROM busload.lease WHERE worker = %(worker)s::bigint)
+     FOR NO KEY UPDATE SKIP LOCKED
+), started AS (
+    UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
+     WHERE batch_id IN (SELECT batch_id FROM begun) AND status = 'PENDING'
+    RETURNING batch_id
+)
+INSERT INTO busload.event (type, batch_id, worker)
+SELECT 'BATCH_STARTED', batch_id, %(worker)s::bigint FROM started
+RETURNING batch_id;

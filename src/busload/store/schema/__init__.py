@@ -1,0 +1,1 @@
+"""The tables: numbered files, forward only."""

@@ -1,0 +1,44 @@
+"""How results are recorded: many attempts in one statement, each only while its lease exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from busload.domain.execution import Transition
+from busload.store.plan import Plan, execute
+from busload.store.statements import statements
+
+SQL = statements("settle")
+
+
+def settle(transitions: Sequence[Transition], *, now: float, finished: Sequence[UUID] = ()) -> Plan[set[int]]:
+    """Record attempts and close the finished leases; return the ids of the commands this credited.
+
+    `now` is the reading of the clock that `started` and `finished` were taken from: only differences are sent, so that
+    the database's clock dates everything.
+    """
+    ordinals: dict[UUID, int] = {}
+    for t in transitions:
+        ordinals.setdefault(t.leased.lease.lease_id, len(ordinals) + 1)
+    rows = yield from execute(
+        SQL.settle,
+        leases=list(ordinals),
+        ordinals=[ordinals[t.leased.lease.lease_id] for t in transitions],
+        ids=[t.leased.id for t in transitions],
+        outcomes=[t.outcome for t in transitions],
+        started_ago=[now - t.leased.started for t in transitions],
+        finished_ago=[now - t.finished for t in transitions],
+        details=[t.details for t in transitions],
+        delays=[t.delay for t in transitions],
+        reasons=[t.reason for t in transitions],
+        finished=list(finished),
+    )
+    if rows[0][0] == len(transitions):
+        return {t.leased.id for t in transitions}
+    credited = yield from execute(
+        SQL.credited,
+        ids=[t.leased.id for t in transitions],
+        lease_ids=[t.leased.lease.lease_id for t in transitions],
+    )
+    return {id for (id,) in credited}

@@ -1,0 +1,50 @@
+-- name: settle
+-- Record finished attempts of the leases this worker still holds. Attempts of a lease that was rescued meanwhile are
+-- skipped, not overwritten: its new holder will settle them. The key (command, attempt) makes a repetition harmless. The
+-- trigger on execution counts what was recorded. An attempt that would be tried again ends as canceled if its batch was.
+WITH held AS MATERIALIZED (
+    SELECT n.ordinal, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker,
+           b.canceled_at IS NOT NULL AS canceled
+      FROM unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal)
+      JOIN busload.lease AS l ON l.lease_id = n.lease_id
+      LEFT JOIN busload.batch AS b ON b.batch_id = l.batch_id
+     ORDER BY l.lease_id FOR UPDATE OF l
+), outcome AS MATERIALIZED (
+    SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker, o.delay, o.reason,
+           CASE WHEN o.outcome = 'FAILED_ATTEMPT' AND h.canceled THEN 'CANCELED' ELSE o.outcome END AS outcome,
+           now() - o.started_ago * interval '1 second' AS started_at,
+           now() - o.finished_ago * interval '1 second' AS finished_at,
+           o.details::json AS details
+      FROM unnest(%(ordinals)b::integer[], %(ids)b::bigint[], %(outcomes)b::text[], %(started_ago)b::float8[],
+                  %(finished_ago)b::float8[], %(details)b::text[], %(delays)b::float8[], %(reasons)b::text[])
+               AS o (ordinal, id, outcome, started_ago, finished_ago, details, delay, reason)
+      JOIN held AS h ON h.ordinal = o.ordinal
+), settled AS (
+    INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details)
+    SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details FROM outcome
+        ON CONFLICT (command, attempt) DO NOTHING
+    RETURNING command
+), waiting_again AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, run_at, reason)
+    SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies,
+           now() + o.delay * interval '1 second', 'RETRY'
+      FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'FAILED_ATTEMPT'
+), parked AS (
+    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason, error)
+    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, o.details
+      FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'TROUBLESHOOTING'
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id = ANY (%(finished)b::uuid[])
+), replied AS (
+    SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END, o.details) AS domain
+      FROM outcome AS o JOIN settled AS s ON s.command = o.id
+     WHERE o.replies AND o.outcome IN ('COMPLETED', 'FAILED', 'CANCELED')
+)
+SELECT (SELECT count(*) FROM settled)::integer,
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told WHERE domain IS NOT NULL);
+
+-- name: credited
+-- Which of these attempts are recorded under the lease that ran them: asked when a settlement moved fewer than it sent.
+SELECT e.command
+  FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[]) AS mine (id, lease_id)
+  JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id;

@@ -1,0 +1,7 @@
+"""What runs: a worker claims commands, runs their handlers, and settles the results."""
+
+from busload.worker.coalescer import Coalescer, CoalescerStats
+from busload.worker.context import HandlerContext, SyncHandlerContext
+from busload.worker.worker import Worker
+
+__all__ = ["Coalescer", "CoalescerStats", "HandlerContext", "SyncHandlerContext", "Worker"]

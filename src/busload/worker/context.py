@@ -1,0 +1,249 @@
+"""What a handler is given besides its command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from busload.domain.command import SendResult
+from busload.domain.execution import Leased, Transition
+from busload.errors import InvalidOperationError, Superseded
+from busload.store.connection import AsyncConnection, Connection
+from busload.store.plan import Plan, perform, perform_async
+
+if TYPE_CHECKING:
+    from busload.bus import CommandBus, SyncCommandBus
+
+Settle = Callable[[Transition], Plan[set[int]]]
+
+
+class _Context:
+    """Facts about this execution."""
+
+    def __init__(self, leased: Leased) -> None:
+        self._leased = leased
+        self._timed_out = False
+
+    @property
+    def execution_id(self) -> UUID:
+        """This attempt and no other: an idempotency key for what must happen once per attempt."""
+        return self._leased.execution_id
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first attempt; an operator's retry starts over."""
+        return self._leased.lease.round_attempt
+
+    @property
+    def batch_id(self) -> UUID | None:
+        return self._leased.lease.batch_id
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it would be better to stop: the batch was canceled, the time is up, or the command was lost."""
+        return self._leased.lease.canceled or self._leased.lease.lost or self._timed_out
+
+    def _give_up(self) -> None:
+        self._timed_out = True
+
+
+class HandlerContext(_Context):
+    """What an async handler is given besides its command."""
+
+    def __init__(self, leased: Leased, bus: CommandBus) -> None:
+        super().__init__(leased)
+        self._bus = bus
+        self._transaction: HandlerTransaction | None = None
+
+    def transaction(self) -> HandlerTransaction:
+        """`async with ctx.transaction() as conn`: what is written on `conn` commits together with this completion.
+
+        The transaction stays open until the handler returns, so that its result belongs to it; if the handler raises, or
+        has lost its command meanwhile, everything is rolled back.
+        """
+        _refuse_second(self._transaction)
+        self._transaction = HandlerTransaction(self._bus.pool)
+        return self._transaction
+
+    async def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+        batch_id: UUID | None = None,
+    ) -> SendResult:
+        """Send a command; inside `transaction()` it exists exactly if this execution completes."""
+        return await self._bus.send(
+            domain,
+            command_type,
+            data,
+            command_id=command_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            batch_id=batch_id,
+            conn=self._transaction.conn if self._transaction else None,
+        )
+
+
+class HandlerTransaction:
+    """A transaction that ends with the handler."""
+
+    def __init__(self, pool: AsyncConnectionPool[AsyncConnection]) -> None:
+        self._pool = pool
+        self.conn: AsyncConnection | None = None
+
+    async def __aenter__(self) -> AsyncConnection:
+        self.conn = await self._pool.getconn()
+        try:
+            await self.conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+        except BaseException:
+            await self._leave()
+            raise
+        return self.conn
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if error is not None:
+            await self.rollback()
+        return False
+
+    async def commit(self, settle: Plan[set[int]]) -> None:
+        """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
+        if self.conn is None:
+            return
+        try:
+            if not await perform_async(self.conn, settle):
+                raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
+            await self.conn.execute("COMMIT")
+        finally:
+            await self.rollback()
+
+    async def rollback(self) -> None:
+        """Undo what was not committed, and let the connection go."""
+        if self.conn is not None:
+            if not self.conn.closed:
+                await self.conn.rollback()
+            await self._leave()
+
+    async def _leave(self) -> None:
+        if self.conn is not None:
+            conn, self.conn = self.conn, None
+            await self._pool.putconn(conn)
+
+
+class SyncHandlerContext(_Context):
+    """What a handler written with `def` is given besides its command; it runs in a thread."""
+
+    def __init__(self, leased: Leased, bus: SyncCommandBus) -> None:
+        super().__init__(leased)
+        self._bus = bus
+        self._transaction: SyncHandlerTransaction | None = None
+
+    def transaction(self) -> SyncHandlerTransaction:
+        """`with ctx.transaction() as conn`: see `HandlerContext.transaction`."""
+        _refuse_second(self._transaction)
+        self._transaction = SyncHandlerTransaction(self._bus.pool)
+        return self._transaction
+
+    def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+        batch_id: UUID | None = None,
+    ) -> SendResult:
+        """Send a command; inside `transaction()` it exists exactly if this execution completes."""
+        return self._bus.send(
+            domain,
+            command_type,
+            data,
+            command_id=command_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            batch_id=batch_id,
+            conn=self._transaction.conn if self._transaction else None,
+        )
+
+
+class SyncHandlerTransaction:
+    """A transaction that ends with the handler."""
+
+    def __init__(self, pool: ConnectionPool[Connection]) -> None:
+        self._pool = pool
+        self.conn: Connection | None = None
+
+    def __enter__(self) -> Connection:
+        self.conn = self._pool.getconn()
+        try:
+            self.conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+        except BaseException:
+            self._leave()
+            raise
+        return self.conn
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if error is not None:
+            self.rollback()
+        return False
+
+    def commit(self, settle: Plan[set[int]]) -> None:
+        """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
+        if self.conn is None:
+            return
+        try:
+            if not perform(self.conn, settle):
+                raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
+            self.conn.execute("COMMIT")
+        finally:
+            self.rollback()
+
+    def rollback(self) -> None:
+        """Undo what was not committed, and let the connection go."""
+        if self.conn is not None:
+            if not self.conn.closed:
+                self.conn.rollback()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.conn is not None:
+            conn, self.conn = self.conn, None
+            self._pool.putconn(conn)
+
+
+def _refuse_second(transaction: object) -> None:
+    if transaction is not None:
+        raise InvalidOperationError(
+            "This execution has its transaction already: it ends with the handler, so there can be only one."
+        )

@@ -1,0 +1,268 @@
+"""Command, handler, outcome: runs what was claimed, as many at a time as there are slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from busload.bus import CommandBus, SyncCommandBus
+from busload.domain.command import Command
+from busload.domain.execution import (
+    COMPLETED,
+    Failed,
+    Leased,
+    Outcome,
+    Stopped,
+    Succeeded,
+    Transition,
+    Unreadable,
+    decide,
+)
+from busload.domain.payload import Undecodable, decode
+from busload.domain.retry import RetryPolicy
+from busload.errors import BusinessRuleError, PermanentCommandError, Superseded, TransientCommandError
+from busload.handlers import Handler
+from busload.store import settle
+from busload.worker.coalescer import Coalescer
+from busload.worker.context import HandlerContext, SyncHandlerContext
+from busload.worker.held import Held
+
+log = logging.getLogger("busload")
+
+FINAL_WORDS = (BusinessRuleError, PermanentCommandError)
+
+
+class Executor:
+    """Slots that take commands from a queue: a slot costs a fifth of a task per command."""
+
+    def __init__(
+        self,
+        bus: CommandBus,
+        threads: ThreadBus,
+        held: Held,
+        results: Coalescer[Transition],
+        concurrency: int,
+        on_free: Callable[[], None],
+    ) -> None:
+        self._bus, self._threads, self._held, self._results = bus, threads, held, results
+        self._concurrency, self._on_free = concurrency, on_free
+        self._waiting: asyncio.Queue[Leased] = asyncio.Queue()
+        self._slots: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self.in_hand = 0
+
+    @property
+    def free(self) -> int:
+        return self._concurrency - self.in_hand
+
+    def start(self) -> None:
+        self._slots = [asyncio.create_task(self._slot(), name=f"busload-slot-{n}") for n in range(self._concurrency)]
+
+    def take(self, leased: Iterable[Leased]) -> None:
+        for one in leased:
+            self.in_hand += 1
+            self._waiting.put_nowait(one)
+        if self.in_hand:
+            self._idle.clear()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def abandon_waiting(self) -> None:
+        """Do not start what has not started: it will be handed back."""
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+            self._one_less()
+
+    async def stop(self) -> None:
+        """Give up what still runs; it is not settled, so it will be handed back."""
+        self._stopping = True
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+
+    async def _slot(self) -> None:
+        while True:
+            leased = await self._waiting.get()
+            try:
+                if not leased.lease.lost:
+                    await self._run(leased)
+            finally:
+                self._one_less()
+
+    def _one_less(self) -> None:
+        self.in_hand -= 1
+        if self.in_hand == 0:
+            self._idle.set()
+            self._results.flush_soon()
+        self._on_free()
+
+    async def _run(self, leased: Leased) -> None:
+        leased.started = time.monotonic()
+        handler = self._bus.handlers.find(leased.lease.domain, leased.command_type)
+        try:
+            if handler is None:  # only one that was claimed by other means than Claimer
+                raise TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
+            transition = await self._execute(leased, handler)
+        except Superseded as superseded:
+            log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)
+            return
+        except Undecodable as error:
+            transition = self._decide(leased, Unreadable(error), RetryPolicy())
+        except asyncio.CancelledError as error:
+            if self._stopping:
+                raise
+            transition = self._decide(leased, _failure(leased, error), _retry(handler))
+        except BaseException as error:
+            # Also KeyboardInterrupt and SystemExit: raised in a handler they are the failure of that command.
+            transition = self._decide(leased, _failure(leased, error), _retry(handler))
+        if transition is not None:
+            transition.finished = time.monotonic()
+            await self._results.put(transition)
+
+    async def _execute(self, leased: Leased, handler: Handler) -> Transition | None:
+        """Run the handler; None if its own transaction has settled it already."""
+        command = _command(leased)
+        if not handler.is_async:
+            return await self._execute_in_thread(leased, handler, command)
+        context = HandlerContext(leased, self._bus)
+        try:
+            result = await _within(handler.timeout, handler.function, command, context)
+            transition = self._decide(leased, Succeeded(result), handler.retry)
+            transaction = context._transaction
+            if transaction is None or transaction.conn is None:
+                return transition
+            if transition.outcome != COMPLETED:  # the result cannot be stored, so nothing is
+                return transition
+            await transaction.commit(self._settle_now(transition))
+            self._held.forget_one(leased.lease)
+            return None
+        finally:
+            if context._transaction is not None:
+                await context._transaction.rollback()
+
+    async def _execute_in_thread(self, leased: Leased, handler: Handler, command: Command) -> Transition | None:
+        context = SyncHandlerContext(leased, self._threads.bus)
+
+        def call() -> Transition | None:
+            try:
+                transition = self._decide(leased, Succeeded(handler.function(command, context)), handler.retry)
+                transaction = context._transaction
+                if transaction is None or transaction.conn is None or transition.outcome != COMPLETED:
+                    return transition
+                if context._timed_out:
+                    raise Superseded("The handler outlived its time; what it wrote was rolled back.")
+                transaction.commit(self._settle_now(transition))
+                return None
+            finally:
+                if context._transaction is not None:
+                    context._transaction.rollback()
+
+        running = self._threads.submit(call)
+        done, _ = await asyncio.wait({running}, timeout=handler.timeout)
+        if done:
+            transition = running.result()
+            if transition is None:
+                self._held.forget_one(leased.lease)
+            return transition
+        # A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns.
+        context._give_up()
+        overdue = self._decide(leased, _failure(leased, _timeout(handler.timeout)), handler.retry)
+        overdue.finished = time.monotonic()
+        await self._results.put(overdue)
+        log.warning("A handler of %s outlived its %s s; its slot is taken until it returns", leased.command_type, handler.timeout)
+        await asyncio.wait({running})
+        return None
+
+    def _settle_now(self, transition: Transition) -> Any:
+        transition.finished = time.monotonic()
+        finished = self._held.finishing([transition])
+        return settle.settle([transition], now=time.monotonic(), finished=finished)
+
+    def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> Transition:
+        return decide(leased, outcome, retry, self._bus.settings.limits.payload)
+
+
+class ThreadBus:
+    """What handlers written with `def` need, made when the first one runs: threads, and a bus that waits."""
+
+    def __init__(self, bus: CommandBus, concurrency: int) -> None:
+        self._async_bus, self._concurrency = bus, concurrency
+        self._bus: SyncCommandBus | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: set[asyncio.Future[Any]] = set()
+
+    @property
+    def bus(self) -> SyncCommandBus:
+        if self._bus is None:
+            self._bus = SyncCommandBus(self._async_bus.dsn, settings=self._async_bus.settings).open()
+        return self._bus
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="busload-handler")
+        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._bus is not None and not self._running:
+            self._bus.close()
+
+
+async def _within(seconds: float | None, function: Callable[..., Any], *args: Any) -> Any:
+    if seconds is None:  # a timer per command costs more than the rest of the loop
+        return await function(*args)
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await function(*args)
+    except TimeoutError:
+        if limit.expired():
+            raise _timeout(seconds) from None
+        raise
+
+
+def _timeout(seconds: float | None) -> TransientCommandError:
+    return TransientCommandError(f"The handler did not finish within {seconds} s.", code="TIMEOUT")
+
+
+def _failure(leased: Leased, error: BaseException) -> Outcome:
+    """A handler of a canceled batch that raises has stopped as it was asked to, unless it says something final."""
+    if leased.lease.canceled and not isinstance(error, FINAL_WORDS):
+        return Stopped(error)
+    return Failed(error)
+
+
+def _retry(handler: Handler | None) -> RetryPolicy:
+    return handler.retry if handler else RetryPolicy()
+
+
+def _command(leased: Leased) -> Command:
+    lease = leased.lease
+    return Command(
+        leased.command_id,
+        lease.domain,
+        leased.command_type,
+        None if leased.data is None else decode(leased.data),
+        lease.batch_id,
+        leased.task_key,
+        leased.correlation_id or leased.command_id,
+        leased.reply_to,
+        lease.priority,
+        lease.created_at,
+    )
+
+

@@ -1,0 +1,57 @@
+"""Repeats a round of work until told to stop, the same way for everything a worker repeats."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("busload")
+
+LONGEST_PAUSE = 5.0
+
+
+class Loop:
+    """Calls `once`, which returns the seconds to wait before the next round; `wake` cuts the wait short.
+
+    A round that fails is repeated after a pause that grows to five seconds, so that an outage neither stops the loop nor
+    makes it spin.
+    """
+
+    def __init__(self, name: str, once: Callable[[], Awaitable[float | None]]) -> None:
+        self._name, self._once = name, once
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._failures = 0
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Do no further round; the one under way comes to its end."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            try:
+                pause = await self._once()
+                self._failures = 0
+            except Exception as error:
+                self._failures += 1
+                pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(self._failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
+                log.warning("%s failed, trying again in %.1f s: %s", self._name, pause, error)
+            if not self._stopping:
+                await self._rest(pause)
+
+    async def _rest(self, pause: float | None) -> None:
+        if pause == 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(pause):
+                await self._wake.wait()
+        except TimeoutError:
+            pass

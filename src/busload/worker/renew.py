@@ -1,0 +1,105 @@
+"""Keeps this worker's leases alive, from a thread and on a connection of its own.
+
+A handler that blocks the event loop then does not cost the worker its leases; it is reported instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import psycopg
+
+from busload.store import rescue
+from busload.store.connection import PARAMETERS, Connection
+from busload.store.plan import perform
+from busload.store.rescue import Renewal
+
+log = logging.getLogger("busload")
+
+
+class Heartbeat:
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        name: str,
+        domains: Sequence[str],
+        concurrency: int,
+        lease_for: timedelta,
+        on_renewal: Callable[[Renewal], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._dsn, self._lease_for = dsn, lease_for
+        self._facts = {"name": name, "domains": domains, "concurrency": concurrency, "lease_for": lease_for}
+        self._on_renewal, self._on_death = on_renewal, on_death
+        # Renew at a third of the lease, so that two renewals may fail before the commands are lost.
+        self._every = lease_for.total_seconds() / 3
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._answered = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="busload-renew", daemon=True)
+        self.worker = 0
+
+    def start(self) -> None:
+        """Register the worker; raises if the database cannot be reached at all."""
+        with self._connect() as conn:
+            self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
+        self._answered.set()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _connect(self) -> Connection:
+        return psycopg.connect(self._dsn, autocommit=True, **PARAMETERS)
+
+    def _run(self) -> None:
+        conn: Connection | None = None
+        pause = self._every
+        while not self._stopping.wait(pause):
+            self._watch_loop()
+            try:
+                conn = conn if conn is not None and not conn.closed else self._connect()
+                self._once(conn)
+                pause = self._every
+            except psycopg.Error as error:
+                pause = min(1.0, self._every)
+                log.warning("Could not renew leases, trying again in %.1f s: %s", pause, error)
+                if conn is not None:
+                    conn.close()
+                    conn = None
+        if conn is not None:
+            conn.close()
+
+    def _once(self, conn: Connection) -> None:
+        # A claim's answer takes milliseconds; what has been leased for two heartbeats and is unknown here never arrived.
+        renewal = perform(conn, rescue.renew(worker=self.worker, settled=self._lease_for * 2 / 3))
+        if renewal is not None:
+            self._tell(lambda: self._on_renewal(renewal))
+            return
+        log.warning("This worker was declared dead and its commands were given to others; it goes on under a new number")
+        self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
+        self._tell(self._on_death)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what)
+
+    def _watch_loop(self) -> None:
+        """Say where the event loop is stuck if it has not answered since the last heartbeat."""
+        if not self._answered.is_set():
+            frame = sys._current_frames().get(self._loop_thread)
+            where = "".join(traceback.format_stack(frame)[-4:]) if frame else "unknown\n"
+            log.warning("The event loop has been blocked for %.1f s; leases are kept meanwhile. It is at:\n%s", self._every, where)
+            return
+        self._answered.clear()
+        self._tell(self._answered.set)
