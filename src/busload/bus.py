@@ -21,7 +21,14 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from busload import settings as configuration
 from busload.completion import AsyncCompletions, Completions
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
-from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, NewCommand, SendResult, TroubleshootingItem
+from busload.domain.command import (
+    AuditEvent,
+    BatchCommand,
+    CommandMetadata,
+    NewCommand,
+    SendResult,
+    TroubleshootingItem,
+)
 from busload.domain.retry import RetryPolicy
 from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
 from busload.handlers import Function, Handlers
@@ -190,9 +197,9 @@ class CommandBus(_Face):
     ) -> UUID:
         """Create a batch with all its commands in one transaction, and return its id.
 
-        `on_complete` is called, or if it is a `BatchCommand` sent, once every command has ended. The command is durable:
-        it is inserted by the transaction that ends the last one, in the batch's domain, with the completed batch under
-        the key "batch" of its data. The function is best effort: it lives and dies with this process.
+        `on_complete` is called, or if it is a `BatchCommand` sent, once every command has ended. The command is
+        durable: it is inserted by the transaction that ends the last one, in the batch's domain, with the completed
+        batch under the key "batch" of its data. The function is best effort: it lives and dies with this process.
         """
         write = self._requests.create_batch(
             domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
@@ -214,9 +221,9 @@ class CommandBus(_Face):
     ) -> OpenBatch:
         """A batch to fill over time: `async with bus.open_batch(...) as batch: await batch.add(...)`.
 
-        Commands leave in checkpoints, each a transaction of its own, and run while the next ones are added. The batch is
-        sealed when the block ends and cannot complete before. If the block raises, it stays open: what was added runs on,
-        and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
+        Commands leave in checkpoints, each a transaction of its own, and run while the next ones are added. The batch
+        is sealed when the block ends and cannot complete before. If the block raises, it stays open: what was added
+        runs on, and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
         write = self._requests.open_batch(
             domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
@@ -252,9 +259,7 @@ class CommandBus(_Face):
     ) -> list[CommandMetadata]:
         """In the order in which they were added; `after` is the last command of the page before."""
         return await self._read(
-            self._requests.list_batch_commands(
-                domain, batch_id, status=status, limit=limit, offset=offset, after=after
-            )
+            self._requests.list_batch_commands(domain, batch_id, status=status, limit=limit, offset=offset, after=after)
         )
 
     async def cancel_batch(
@@ -271,19 +276,15 @@ class CommandBus(_Face):
         Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
         What waits in troubleshooting stays there for its operator.
         """
-        return await self._write(
-            self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn
-        )
+        return await self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
-    async def wait_batch(
-        self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None
-    ) -> BatchMetadata:
+    async def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
         """Return the batch once it is complete; `TimeoutError` says how far it came."""
         batch: BatchMetadata | None = None
         try:
             async with asyncio.timeout(_seconds(timeout)):
-                async for batch in self.watch_batch(domain, batch_id):
-                    pass
+                async for seen in self.watch_batch(domain, batch_id):
+                    batch = seen
         except TimeoutError:
             raise _late(batch_id, batch, timeout) from None
         assert batch is not None
@@ -407,9 +408,7 @@ class Troubleshooting:
         conn: AsyncConnection | Connection | None = None,
     ) -> None:
         """Declare it done, with a result if there is one."""
-        await self._bus._write(
-            self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn
-        )
+        await self._bus._write(self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn)
 
     async def cancel(
         self,
@@ -421,9 +420,7 @@ class Troubleshooting:
         conn: AsyncConnection | Connection | None = None,
     ) -> None:
         """Give it up, with a reason."""
-        await self._bus._write(
-            self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn
-        )
+        await self._bus._write(self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn)
 
 
 class OpenBatch:
@@ -522,9 +519,7 @@ class SyncCommandBus(_Face):
             self._find_database()
             self._pool = connection.pool(self.dsn, self.settings.pool_size)
             self._pool.open(wait=False)
-            self._completions = Completions(
-                self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
-            )
+            self._completions = Completions(self.dsn, self._existing_batches, self.settings.poll_every.total_seconds())
         return self
 
     def close(self) -> None:
@@ -636,9 +631,7 @@ class SyncCommandBus(_Face):
         self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0, after: UUID | None = None
     ) -> list[BatchMetadata]:
         """Newest first. `after`, the last batch of the page before, pages without drift while batches are created."""
-        return self._read(
-            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after)
-        )
+        return self._read(self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after))
 
     def list_batch_commands(
         self,
@@ -652,9 +645,7 @@ class SyncCommandBus(_Face):
     ) -> list[CommandMetadata]:
         """In the order in which they were added; `after` is the last command of the page before."""
         return self._read(
-            self._requests.list_batch_commands(
-                domain, batch_id, status=status, limit=limit, offset=offset, after=after
-            )
+            self._requests.list_batch_commands(domain, batch_id, status=status, limit=limit, offset=offset, after=after)
         )
 
     def cancel_batch(
@@ -667,15 +658,13 @@ class SyncCommandBus(_Face):
         conn: Connection | None = None,
     ) -> int:
         """Cancel what has not started yet, and return how many that was; see `CommandBus.cancel_batch`."""
-        return self._write(
-            self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn
-        )
+        return self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
     def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
         """Return the batch once it is complete; `TimeoutError` says how far it came."""
         batch: BatchMetadata | None = None
-        for batch in self._watch(domain, batch_id, _seconds(timeout)):
-            pass
+        for seen in self._watch(domain, batch_id, _seconds(timeout)):
+            batch = seen
         if batch is None or not batch.status.final:
             raise _late(batch_id, batch, timeout)
         return batch
@@ -738,7 +727,8 @@ class SyncCommandBus(_Face):
         if conn is not None:
             if not isinstance(conn, psycopg.Connection):
                 raise InvalidOperationError(
-                    f"A SyncCommandBus joins a psycopg.Connection, found {type(conn).__name__}. Use CommandBus for that one."
+                    f"A SyncCommandBus joins a psycopg.Connection, found {type(conn).__name__}. "
+                    "Use CommandBus for that one."
                 )
             connection.refuse_unusable(conn)
             with conn.transaction():
@@ -799,9 +789,7 @@ class SyncTroubleshooting:
         conn: Connection | None = None,
     ) -> None:
         """Declare it done, with a result if there is one."""
-        self._bus._write(
-            self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn
-        )
+        self._bus._write(self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn)
 
     def cancel(
         self,
@@ -813,9 +801,7 @@ class SyncTroubleshooting:
         conn: Connection | None = None,
     ) -> None:
         """Give it up, with a reason."""
-        self._bus._write(
-            self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn
-        )
+        self._bus._write(self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn)
 
 
 class SyncOpenBatch:

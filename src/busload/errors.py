@@ -1,22 +1,22 @@
 """Every exception busload raises on purpose.
 
-    BusloadError
-    ├── InvalidCommandError (also ValueError)   refused before anything was written; `problems` says what and where
-    ├── DuplicateCommandError                   a command_id is already taken in its domain
-    ├── BatchNotFoundError                      no such batch in this domain
-    ├── BatchSealedError                        the batch takes no more commands
-    ├── CommandNotFoundError                    no such command in this domain
-    ├── InvalidOperationError                   the thing exists, but not in the state this needs
-    │   └── HandlerAlreadyRegisteredError
-    ├── SchemaOutdated                          the database is older than this release
-    ├── OutcomeUnknown                          the connection broke while COMMIT was under way
-    ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
-    └── Superseded                              this execution lost its command to another one
+BusloadError
+├── InvalidCommandError (also ValueError)   refused before anything was written; `problems` says what and where
+├── DuplicateCommandError                   a command_id is already taken in its domain
+├── BatchNotFoundError                      no such batch in this domain
+├── BatchSealedError                        the batch takes no more commands
+├── CommandNotFoundError                    no such command in this domain
+├── InvalidOperationError                   the thing exists, but not in the state this needs
+│   └── HandlerAlreadyRegisteredError
+├── SchemaOutdated                          the database is older than this release
+├── OutcomeUnknown                          the connection broke while COMMIT was under way
+├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
+└── Superseded                              this execution lost its command to another one
 
-    For handlers to raise:
-    ├── TransientCommandError                   try again later
-    ├── PermanentCommandError                   a person must look: troubleshooting
-    └── BusinessRuleError                       a final, expected no: FAILED
+For handlers to raise:
+├── TransientCommandError                   try again later
+├── PermanentCommandError                   a person must look: troubleshooting
+└── BusinessRuleError                       a final, expected no: FAILED
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from busload.errors import InvalidCommandError, Problem
 from busload.store.plan import Plan
 
 T = TypeVar("T")
-PAGE = range(0, 2**31)
+PAGE = range(2**31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,11 @@ class Requests:
         checked = self._check(domain, commands)
         if not checked:
             raise InvalidCommandError(
-                [Problem("EMPTY_BATCH", "/commands", "found no commands, wanted at least one; open_batch may stay empty")]
+                [
+                    Problem(
+                        "EMPTY_BATCH", "/commands", "found no commands, wanted at least one; open_batch may stay empty"
+                    )
+                ]
             )
         plan = store.send.create_batch(batch, checked)
         return Write(plan, batch.batch_id, [command.command_id for command in checked])
@@ -240,9 +244,7 @@ class Requests:
             PayloadLimits(self._payload.data_bytes + 4096, self._payload.depth + 1, self._payload.integer_digits),
         )
 
-    def _check_operation(
-        self, domain: str, id: UUID, path: str, operator: str | None, reason: str | None = ""
-    ) -> None:
+    def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, reason: str | None = "") -> None:
         problems = self._name(domain) + check_uuid(id, path)
         if operator is not None:
             problems += check_text(operator, "operator", self._limits.name_bytes)
@@ -275,5 +277,3 @@ def _status(kind: Callable[[str], Status], status: str | None) -> Status | None:
         raise InvalidCommandError(
             [Problem("INVALID_OPTION", "/status", f"found {shown}, wanted one of {wanted}")]
         ) from None
-
-

@@ -308,9 +308,7 @@ class EqualsAnything:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_type_that_would_not_come_back_is_refused_by_name_path_and_advice_B10(
-    value: Any, advice: str
-) -> None:
+def test_a_type_that_would_not_come_back_is_refused_by_name_path_and_advice_B10(value: Any, advice: str) -> None:
     problem = problem_of(encode, {"items": [0, value]})
     assert (problem.code, problem.path) == ("UNSERIALISABLE", "/data/items/1")
     assert type(value).__name__ in problem.message
@@ -338,9 +336,7 @@ def test_a_scalar_at_the_deepest_level_is_accepted_B11() -> None:
     assert problem_of(encode, {"a": {"b": {}}}, PayloadLimits(depth=2)).path == "/data/a/b"
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: PlainList([v])]
-)
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: PlainList([v])])
 def test_100000_deep_is_too_deep_without_recursion_B12(wrap: Callable[[Any], Any]) -> None:
     value: Any = 0
     for _ in range(100_000):
@@ -426,7 +422,8 @@ def unfolding(depth: int) -> Any:
         [[0] * 1000] * 100_000,
         {f"{number}": 0 for number in range(300_000)},
         unfolding(60),
-        [10**4000] * 500_000,
+        [10**4000] * 20_000,
+        [{"k" * 60_000: 2**70}] * 2000,
         [2.2250738585072014e-308] * 2_000_000,
     ],
     ids=[
@@ -439,6 +436,7 @@ def unfolding(depth: int) -> Any:
         "B21",
         "B22",
         "B22-integers",
+        "B22-keys",
         "B22-floats",
     ],
 )
@@ -469,9 +467,7 @@ def test_the_path_starts_where_the_caller_says() -> None:
     assert problem_of(decode_strict, "[NaN]", path="/data").path == "/data/0"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"depth": 501}, {"depth": 0}, {"integer_digits": 4301}, {"data_bytes": 2**25}]
-)
+@pytest.mark.parametrize("wrong", [{"depth": 501}, {"depth": 0}, {"integer_digits": 4301}, {"data_bytes": 2**25}])
 def test_limits_beyond_what_can_be_read_back_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PayloadLimits(**wrong)
@@ -527,9 +523,7 @@ def test_stored_text_of_others_is_read_as_json() -> None:
 # What people and programs type
 
 
-@pytest.mark.parametrize(
-    "raw", [' {"a": [1, 2.5, null, true, "é"]}\n', '{"a": [1, 2.5, null, true, "é"]}'.encode()]
-)
+@pytest.mark.parametrize("raw", [' {"a": [1, 2.5, null, true, "é"]}\n', '{"a": [1, 2.5, null, true, "é"]}'.encode()])
 def test_strict_reading_takes_text_and_bytes(raw: str | bytes) -> None:
     assert decode_strict(raw) == {"a": [1, 2.5, None, True, "é"]}
 
@@ -611,9 +605,7 @@ def test_a_number_that_no_double_holds_is_refused_B08_B08a_B08b(number: str) -> 
     assert (problem.code, problem.path) == ("NUMBER_OUT_OF_RANGE", "/n/0")
 
 
-@pytest.mark.parametrize(
-    "number", ["5e-324", "1e308", "1E+308", "1e-308", "12345e-320", "0.0", "-0.0", "0e5", "0.10"]
-)
+@pytest.mark.parametrize("number", ["5e-324", "1e308", "1E+308", "1e-308", "12345e-320", "0.0", "-0.0", "0e5", "0.10"])
 def test_a_number_that_a_double_holds_is_read_as_that_double(number: str) -> None:
     assert repr(decode_strict(number)) == repr(float(number))
 
@@ -646,9 +638,7 @@ def test_strict_reading_counts_depth_at_every_scale_B11_B12() -> None:
         assert (problem.code, problem.limit) == ("TOO_DEEP", 64)
 
 
-@pytest.mark.parametrize(
-    "raw", ['"' + "x" * 9 + '"', b'"' + b"x" * 9 + b'"', '"' + "é" * 5 + '"', " " * 10 + "1"]
-)
+@pytest.mark.parametrize("raw", ['"' + "x" * 9 + '"', b'"' + b"x" * 9 + b'"', '"' + "é" * 5 + '"', " " * 10 + "1"])
 def test_strict_reading_refuses_text_over_the_limit_B19(raw: str | bytes) -> None:
     size = len(raw.encode() if isinstance(raw, str) else raw)
     decode_strict(raw, PayloadLimits(data_bytes=size))
@@ -677,9 +667,7 @@ def test_strict_reading_refuses_text_over_the_limit_B19(raw: str | bytes) -> Non
         ("abc", 0, ""),
     ],
 )
-def test_text_about_a_failure_is_made_storable_and_marked_as_cut_B53(
-    text: str, max_bytes: int, stored: str
-) -> None:
+def test_text_about_a_failure_is_made_storable_and_marked_as_cut_B53(text: str, max_bytes: int, stored: str) -> None:
     assert storable(text, max_bytes) == stored
 
 
@@ -698,9 +686,7 @@ class Mute(Exception):
         raise self.raised
 
 
-@pytest.mark.parametrize(
-    "raised", [RuntimeError(), SystemExit(), KeyboardInterrupt(), RecursionError()], ids=repr
-)
+@pytest.mark.parametrize("raised", [RuntimeError(), SystemExit(), KeyboardInterrupt(), RecursionError()], ids=repr)
 def test_an_exception_whose_str_raises_is_recorded_by_its_types_B53(raised: BaseException) -> None:
     assert safe_str(Mute(raised), 100) == f"<Mute; its str() raised {type(raised).__name__}>"
 
@@ -762,13 +748,9 @@ def as_builtins(value: Any) -> Any:
 
 
 @hypothesis_settings(max_examples=500, deadline=None)
-@given(
-    JSON_LIKE, st.sampled_from([PayloadLimits(), PayloadLimits(data_bytes=40, depth=2, integer_digits=19)])
-)
+@given(JSON_LIKE, st.sampled_from([PayloadLimits(), PayloadLimits(data_bytes=40, depth=2, integer_digits=19)]))
 @example({"account": 42, "amount": 1050, "note": "hello"}, PayloadLimits())
-def test_accepted_means_it_comes_back_exactly_and_refused_means_a_known_code(
-    value: Any, limits: PayloadLimits
-) -> None:
+def test_accepted_means_it_comes_back_exactly_and_refused_means_a_known_code(value: Any, limits: PayloadLimits) -> None:
     text, problem = outcome(encode, value, limits)
     if problem:
         assert problem.code in CODES
@@ -814,9 +796,7 @@ def test_a_refusal_is_for_a_reason(value: Any) -> None:
 
 
 @hypothesis_settings(max_examples=500, deadline=None)
-@given(
-    st.text(st.sampled_from(list('[]{}:,"\\u0d8 eE+-.19ntrueNa\ufeff\ud800é\n'))) | st.text() | st.binary()
-)
+@given(st.text(st.sampled_from(list('[]{}:,"\\u0d8 eE+-.19ntrueNa\ufeff\ud800é\n'))) | st.text() | st.binary())
 def test_any_text_is_read_or_refused_and_never_a_crash(raw: str | bytes) -> None:
     value, problem = outcome(decode_strict, raw)
     if problem:

@@ -63,9 +63,7 @@ class User:
     """Another process at work with the embedded server."""
 
     def __init__(self, home: Path, *, python: str = sys.executable, **options: Any) -> None:
-        paths = os.pathsep.join(
-            [str(SOURCES), *(path for path in sys.path if path.endswith("site-packages"))]
-        )
+        paths = os.pathsep.join([str(SOURCES), *(path for path in sys.path if path.endswith("site-packages"))])
         self.process = subprocess.Popen(
             [python, "-c", USER, str(home)],
             stdin=subprocess.PIPE,
@@ -231,7 +229,7 @@ def test_the_first_start_makes_a_private_durable_database(folder: Path) -> None:
         }
         assert {name: fetch(pg, f"SHOW {name}") for name in wanted} == wanted
         assert stat.S_IMODE((home / "data").stat().st_mode) == 0o700
-        assert {stat.S_IMODE(lock.stat().st_mode) for lock in home.glob("*.lock")} == {0o600}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in home.glob("*.lo*")} == {0o600}
         assert not (home / "new-abandoned").exists()
     assert gone(home)
 
@@ -242,6 +240,23 @@ def test_a_restart_keeps_the_data(home: Path) -> None:
     gone(home)
     with pg:
         assert fetch(pg, "SELECT sum(answer) FROM kept") == 85
+
+
+def test_the_data_may_lie_behind_a_link(home: Path) -> None:
+    (home / "data").rename(home.parent / "volume")
+    (home / "data").symlink_to(home.parent / "volume")
+    with EmbeddedPostgres(home) as pg:
+        assert pg.info.postmaster == int((home / "data" / "postmaster.pid").read_text().split()[0])
+        assert fetch(pg, "SELECT answer FROM kept") == 42
+        assert pg.stop() is True
+    assert not running(home.parent)
+
+
+def test_a_long_log_is_put_aside(home: Path) -> None:
+    (home / "server.log").write_bytes(b"x" * 9_000_000)
+    with EmbeddedPostgres(home):
+        assert (home / "server.log.1").stat().st_size == 9_000_000
+        assert "ready to accept connections" in (home / "server.log").read_text()
 
 
 def test_it_runs_until_the_last_of_its_users_has_left(home: Path, user: Callable[..., User]) -> None:
@@ -281,8 +296,7 @@ def test_the_notice_is_logged_once_per_process_also_when_it_attaches(
     caplog.set_level(logging.INFO, "busload")
     with EmbeddedPostgres(home) as pg, EmbeddedPostgres(home):
         notice = (
-            f"using embedded PostgreSQL {pg.info.version} in {home / 'data'}, "
-            "set BUSLOAD_DATABASE_URL for your own"
+            f"using embedded PostgreSQL {pg.info.version} in {home / 'data'}, set BUSLOAD_DATABASE_URL for your own"
         )
         assert [record.getMessage() for record in caplog.records] == [notice]
         assert user(home).started().leave().count(notice) == 1
@@ -323,9 +337,7 @@ def test_a_killed_postmaster_comes_back_with_its_data(home: Path, user: Callable
     assert gone(home)
 
 
-def test_a_killed_supervisor_comes_back_and_still_stops_in_the_end(
-    home: Path, user: Callable[..., User]
-) -> None:
+def test_a_killed_supervisor_comes_back_and_still_stops_in_the_end(home: Path, user: Callable[..., User]) -> None:
     users = [user(home).started(), user(home).started()]
     users[0].ask("INSERT INTO kept VALUES (43)")
     before = supervisor_pid(home)
@@ -363,9 +375,7 @@ def test_a_start_takes_over_from_a_server_without_supervisor(home: Path, user: C
     assert server_pid(home) != server
 
 
-def test_a_forked_process_does_not_keep_the_lease_of_its_parent(
-    home: Path, user: Callable[..., User]
-) -> None:
+def test_a_forked_process_does_not_keep_the_lease_of_its_parent(home: Path, user: Callable[..., User]) -> None:
     parent = user(home).started()
     child = parent.ask("fork")
     try:
@@ -527,9 +537,7 @@ def test_it_needs_no_root(folder: Path, user: Callable[..., User]) -> None:
 
 def test_data_of_another_major_version_is_refused_with_a_way_out(home: Path) -> None:
     (home / "data" / "PG_VERSION").write_text("15\n")
-    with pytest.raises(
-        DatabaseUnusable, match=r"made by PostgreSQL 15, .* are of 18\..* set BUSLOAD_PG_BIN to"
-    ):
+    with pytest.raises(DatabaseUnusable, match=r"made by PostgreSQL 15, .* are of 18\..* set BUSLOAD_PG_BIN to"):
         EmbeddedPostgres(home).start()
     assert not running(home)
 
@@ -537,9 +545,7 @@ def test_data_of_another_major_version_is_refused_with_a_way_out(home: Path) -> 
 def test_a_server_that_does_not_start_is_reported_with_its_last_words(home: Path) -> None:
     pg = EmbeddedPostgres(home, config={"shared_buffers": "plenty"})
     began = time.monotonic()
-    with pytest.raises(
-        DatabaseUnusable, match=r'did not start(?s:.*)invalid value for parameter "shared_buffers"'
-    ):
+    with pytest.raises(DatabaseUnusable, match=r'did not start(?s:.*)invalid value for parameter "shared_buffers"'):
         pg.start()
     assert time.monotonic() - began < 20
     assert gone(home)

@@ -222,7 +222,9 @@ def check_text(text: object, path: str, max_bytes: int) -> list[Problem]:
     except UnicodeEncodeError:
         return [Problem("LONE_SURROGATE", f"/{path}", f"found {_shown(text)}, wanted text that UTF-8 can hold")]
     if size > max_bytes:
-        return [Problem("TOO_LONG", f"/{path}", f"found {size} bytes, at most {max_bytes} are allowed", limit=max_bytes)]
+        return [
+            Problem("TOO_LONG", f"/{path}", f"found {size} bytes, at most {max_bytes} are allowed", limit=max_bytes)
+        ]
     return []
 
 

@@ -15,9 +15,7 @@ SQL = statements("cancel")
 
 def cancel_batch(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[int]:
     """Cancel what has not started and ask the rest to stop; needs a transaction."""
-    marked = yield from execute(
-        SQL.mark_canceled, domain=domain, batch_id=batch_id, reason=reason, operator=operator
-    )
+    marked = yield from execute(SQL.mark_canceled, domain=domain, batch_id=batch_id, reason=reason, operator=operator)
     if not marked:
         if not (yield from execute(send.SQL.find_batch, domain=domain, batch_id=batch_id)):
             raise BatchNotFoundError(domain, batch_id)

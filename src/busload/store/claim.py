@@ -45,9 +45,7 @@ def promote() -> Plan[Promotion]:
 
 def give_back(lease: Lease, commands: list[int], *, pause: float, details: str) -> Plan[bool]:
     """Let commands of a lease wait for a worker that knows their type."""
-    rows = yield from execute(
-        SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=pause, details=details
-    )
+    rows = yield from execute(SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=pause, details=details)
     return bool(rows)
 
 
@@ -75,7 +73,9 @@ def _read(
     """A lease comes as one row with an array per column; columns that hold nothing do not come at all."""
     if command_ids is None:  # the commands were deleted by other hands; the lease is closed by the next sweep
         return
-    lease = Lease(lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, created_at, len(command_ids))
+    lease = Lease(
+        lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, created_at, len(command_ids)
+    )
     positions = range(lo, hi + 1) if ids is None else ids
     if task_keys is correlation_ids is reply_tos is max_attempts is None:
         for id, command_id, command_type, text in zip(positions, command_ids, command_types, data, strict=True):

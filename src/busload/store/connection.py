@@ -109,8 +109,10 @@ async def _check_async(conn: AsyncConnection) -> None:
 
 
 def _something_arrived(conn: Connection | AsyncConnection) -> bool:
-    """Whether an idle connection has been spoken to: that is its end, or a notice. Asking the kernel costs microseconds,
-    asking the server a round trip."""
+    """Whether an idle connection has been spoken to: that is its end, or a notice.
+
+    Asking the kernel costs microseconds, asking the server a round trip.
+    """
     poll = select.poll()
     poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
     return bool(poll.poll(0))

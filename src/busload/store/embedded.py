@@ -49,6 +49,7 @@ __all__ = ["Binaries", "EmbeddedPostgres", "Info", "find_binaries"]
 
 START_WITHIN = timedelta(seconds=120)  # crash recovery takes its time
 GUARD_EVERY = timedelta(seconds=0.5)
+POLL_EVERY = 0.02  # seconds
 LONGEST_SOCKET_FOLDER = 85  # bytes: the path of the socket itself must stay below 108
 
 DEFAULTS = {"max_connections": "200"}
@@ -89,9 +90,7 @@ class EmbeddedPostgres:
     process holds no lease until it calls `start()` itself.
     """
 
-    def __init__(
-        self, home: Path, *, pg_bin: Path | None = None, config: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, home: Path, *, pg_bin: Path | None = None, config: Mapping[str, str] | None = None) -> None:
         self._home, self._pg_bin, self._config = home.expanduser().resolve(), pg_bin, dict(config or {})
         if refused := [name for name in OURS if name in self._config]:
             raise ValueError(f"The embedded server has a socket only, so {refused[0]!r} cannot be set.")
@@ -253,7 +252,9 @@ class EmbeddedPostgres:
             try:
                 return self._greet()
             except psycopg.OperationalError as error:
-                _pause(deadline, f"The embedded PostgreSQL does not answer: {error}. {self._last_words()}")
+                if time.monotonic() > deadline:
+                    raise DatabaseUnusable(f"It does not answer: {error}. {self._last_words()}") from error
+                time.sleep(POLL_EVERY)
 
     def _launch(self, lock: int) -> None:
         config = {
@@ -281,7 +282,7 @@ class EmbeddedPostgres:
         if not self._folder.supervisor.exists():
             return False
         deadline = time.monotonic() + limit.total_seconds()
-        late = f"The embedded PostgreSQL did not stop within {limit}. {self._last_words()}"
+        late = f"The embedded PostgreSQL did not stop within {limit}; {self._folder.log} may tell why."
         with self._mutex(deadline):
             running = supervisor.postmaster(self._folder.data) is not None
             if (lock := _try_lock(self._folder.supervisor, fcntl.LOCK_EX)) is None:
@@ -305,7 +306,7 @@ class EmbeddedPostgres:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise DatabaseUnusable(
                 f"The embedded PostgreSQL cannot use {self._home}: {error}. "
                 "Set BUSLOAD_HOME to a folder of yours, or BUSLOAD_DATABASE_URL to a server of yours."
@@ -356,7 +357,9 @@ def _try_lock(path: Path, kind: int) -> int | None:
 
 def _lock_by(deadline: float, path: Path, kind: int, late: str) -> int:
     while (descriptor := _try_lock(path, kind)) is None:
-        _pause(deadline, late)
+        if time.monotonic() > deadline:
+            raise DatabaseUnusable(late)
+        time.sleep(POLL_EVERY)
     return descriptor
 
 
@@ -369,12 +372,6 @@ def _let_go(descriptor: int) -> None:
 def _close(descriptor: int) -> None:
     _descriptors.discard(descriptor)
     os.close(descriptor)
-
-
-def _pause(deadline: float, late: str) -> None:
-    if time.monotonic() > deadline:
-        raise DatabaseUnusable(late)
-    time.sleep(0.02)
 
 
 _instances: weakref.WeakSet[EmbeddedPostgres] = weakref.WeakSet()

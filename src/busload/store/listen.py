@@ -36,9 +36,7 @@ class AsyncListener:
         failures = 0
         while True:
             try:
-                async with await psycopg.AsyncConnection.connect(
-                    self._dsn, autocommit=True, **PARAMETERS
-                ) as conn:
+                async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, **PARAMETERS) as conn:
                     await self._listen(conn)
             except psycopg.Error as error:
                 log.warning("Lost the connection that listens, polling until it is back: %s", error)

@@ -36,5 +36,6 @@ def _refuse(domain: str, command_id: UUID, action: str) -> Plan[None]:
     if found is None:
         raise CommandNotFoundError(domain, command_id)
     raise InvalidOperationError(
-        f"Command {command_id} is {found.status}; only one that is IN_TROUBLESHOOTING_QUEUE can be {action} by an operator."
+        f"Command {command_id} is {found.status}; "
+        f"only one that is IN_TROUBLESHOOTING_QUEUE can be {action} by an operator."
     )

@@ -23,7 +23,9 @@ def batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
 def batches(
     domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None
 ) -> Plan[list[BatchMetadata]]:
-    return many(_batch, SQL.batches, domain=domain, status=status and status.value, limit=limit, offset=offset, after=after)
+    return many(
+        _batch, SQL.batches, domain=domain, status=status and status.value, limit=limit, offset=offset, after=after
+    )
 
 
 def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
@@ -136,7 +138,7 @@ def _audit_event(*row: Any) -> AuditEvent:
 
 
 def _value(text: str | None) -> Any:
-    """A stored value; what other hands wrote and cannot be decoded is shown as its text, so that it can be looked at."""
+    """A stored value; what other hands wrote and cannot be decoded is shown as its text."""
     if text is None:
         return None
     try:

@@ -94,7 +94,7 @@ def launch(server: Server, lock: int) -> None:
     The lock passes without a gap: it is free again exactly when that process is dead. Afterwards close the
     descriptor, but do not unlock it.
     """
-    with Folder(Path(server.folder)).log.open("ab") as log:
+    with os.fdopen(_open_log(Path(server.folder)), "ab") as log:
         subprocess.run(
             [sys.executable, "-I", "-S", __file__, str(lock), json.dumps(asdict(server))],
             stdin=subprocess.DEVNULL,
@@ -105,6 +105,14 @@ def launch(server: Server, lock: int) -> None:
             start_new_session=True,
             check=True,
         )
+
+
+def _open_log(folder: Path) -> int:
+    """Open the log for its owner only, for statements may stand in it; what has grown too long is put aside."""
+    log = Folder(folder).log
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def try_lock(path: Path, kind: int) -> int | None:
@@ -129,9 +137,9 @@ def holders(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     # 14: FLOCK  ADVISORY  READ 4711 fe:00:1311 0 EOF
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     held = (line.split() for line in locks if "FLOCK" in line)
-    return tuple(sorted({int(lock[4]) for lock in held if lock[3] == "READ" and lock[5] == place}))
+    return tuple(sorted({int(lock[4]) for lock in held if lock[3] == "READ" and lock[5] == inode}))
 
 
 def postmaster(data: Path) -> int | None:
@@ -218,6 +226,9 @@ class Supervisor:
         if initdb.wait() != 0:
             raise SystemExit("initdb failed")
         Path(fresh).rename(self._folder.data)
+        folder = os.open(self._folder.path, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         data, sockets = self._folder.data, Path(self._server.sockets)
@@ -295,7 +306,7 @@ def _serves(pid: int, data: Path) -> bool:
         program = os.fsdecode((process / "cmdline").read_bytes().split(b"\0", 1)[0])
         if Path(program).name != "postgres" or process.stat().st_uid != data.stat().st_uid:
             return False
-        return (process / "cwd").readlink() == data
+        return (process / "cwd").readlink() == data.resolve()
     except PermissionError:
         return True
     except OSError:
@@ -323,11 +334,6 @@ def main() -> None:
     if os.fork() != 0:  # so that the process that started us need not reap us
         os._exit(0)
     os.set_inheritable(lock, False)
-    log = Folder(Path(server.folder)).log
-    if log.stat().st_size > LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-        os.dup2(2, 1)
     Supervisor(server, lock).run()
 
 

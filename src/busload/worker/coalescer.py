@@ -32,10 +32,10 @@ class CoalescerStats:
 class Coalescer(Generic[T]):
     """Collects items and passes them to `flush`, at most `max_size` at a time.
 
-    A flush begins when `max_size` items wait, when the oldest has waited `max_interval`, on `flush_soon()` and on close.
-    While one is under way the next items gather. Items are kept until `flush` has returned: if it raises, the same
-    items are passed again, after a pause that grows, so `flush` must be safe to repeat. When `capacity` items are held,
-    `put` waits; nothing is ever dropped. `merge` may fold the items of a flush before it.
+    A flush begins when `max_size` items wait, when the oldest has waited `max_interval`, on `flush_soon()` and on
+    close. While one is under way the next items gather. Items are kept until `flush` has returned: if it raises, the
+    same items are passed again, after a pause that grows, so `flush` must be safe to repeat. When `capacity` items are
+    held, `put` waits; nothing is ever dropped. `merge` may fold the items of a flush before it.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class HandlerContext(_Context):
     def transaction(self) -> HandlerTransaction:
         """`async with ctx.transaction() as conn`: what is written on `conn` commits together with this completion.
 
-        The transaction stays open until the handler returns, so that its result belongs to it; if the handler raises, or
-        has lost its command meanwhile, everything is rolled back.
+        The transaction stays open until the handler returns, so that its result belongs to it; if the handler raises,
+        or has lost its command meanwhile, everything is rolled back.
         """
         _refuse_second(self._transaction)
         self._transaction = HandlerTransaction(self._bus.pool)

@@ -176,7 +176,11 @@ class Executor:
         overdue = self._decide(leased, _failure(leased, _timeout(handler.timeout)), handler.retry)
         overdue.finished = time.monotonic()
         await self._results.put(overdue)
-        log.warning("A handler of %s outlived its %s s; its slot is taken until it returns", leased.command_type, handler.timeout)
+        log.warning(
+            "A handler of %s outlived its %s s; its slot is taken until it returns",
+            leased.command_type,
+            handler.timeout,
+        )
         await asyncio.wait({running})
         return None
 
@@ -264,5 +268,3 @@ def _command(leased: Leased) -> Command:
         lease.priority,
         lease.created_at,
     )
-
-

@@ -23,7 +23,7 @@ class Held:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a load is running that was there when a worker died: one at a time, so that the next crash has a name."""
+        """Whether a load is running that was there when a worker died; one at a time, so that a crash has a name."""
         return any(lease.crashes for lease in self._leases.values())
 
     def finishing(self, transitions: Sequence[Transition]) -> list[UUID]:

@@ -15,8 +15,8 @@ LONGEST_PAUSE = 5.0
 class Loop:
     """Calls `once`, which returns the seconds to wait before the next round; `wake` cuts the wait short.
 
-    A round that fails is repeated after a pause that grows to five seconds, so that an outage neither stops the loop nor
-    makes it spin.
+    A round that fails is repeated after a pause that grows to five seconds, so that an outage neither stops the loop
+    nor makes it spin.
     """
 
     def __init__(self, name: str, once: Callable[[], Awaitable[float | None]]) -> None:

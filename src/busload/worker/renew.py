@@ -81,12 +81,14 @@ class Heartbeat:
             conn.close()
 
     def _once(self, conn: Connection) -> None:
-        # A claim's answer takes milliseconds; what has been leased for two heartbeats and is unknown here never arrived.
+        # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
         renewal = perform(conn, rescue.renew(worker=self.worker, settled=self._lease_for * 2 / 3))
         if renewal is not None:
             self._tell(lambda: self._on_renewal(renewal))
             return
-        log.warning("This worker was declared dead and its commands were given to others; it goes on under a new number")
+        log.warning(
+            "This worker was declared dead and its commands were given to others; it goes on under a new number"
+        )
         self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
         self._tell(self._on_death)
 
@@ -99,7 +101,11 @@ class Heartbeat:
         if not self._answered.is_set():
             frame = sys._current_frames().get(self._loop_thread)
             where = "".join(traceback.format_stack(frame)[-4:]) if frame else "unknown\n"
-            log.warning("The event loop has been blocked for %.1f s; leases are kept meanwhile. It is at:\n%s", self._every, where)
+            log.warning(
+                "The event loop has been blocked for %.1f s; leases are kept meanwhile. It is at:\n%s",
+                self._every,
+                where,
+            )
             return
         self._answered.clear()
         self._tell(self._answered.set)

@@ -26,7 +26,9 @@ class Sweep:
             await perform_async(conn, rescue.start_batches(worker=self._worker()))
         if returned.commands:
             log.warning(
-                "Took back %d commands from dead workers, %d of them to troubleshooting", returned.commands, returned.parked
+                "Took back %d commands from dead workers, %d of them to troubleshooting",
+                returned.commands,
+                returned.parked,
             )
         if canceled:
             log.info("Canceled %d commands that came back to a canceled batch", canceled)

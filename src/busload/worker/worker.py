@@ -131,9 +131,7 @@ class _Running:
             capacity=max(5 * settings.flush_size, worker.concurrency),
         )
         self._threads = ThreadBus(bus, worker.concurrency)
-        self._executor = Executor(
-            bus, self._threads, self._held, self._results, worker.concurrency, self._wake_claimer
-        )
+        self._executor = Executor(bus, self._threads, self._held, self._results, worker.concurrency, self._wake_claimer)
         self._heartbeat = Heartbeat(
             bus.dsn,
             name=worker.name,
@@ -232,9 +230,7 @@ class _Running:
                 async with self._bus.pool.connection() as conn:
                     credited = await perform_async(
                         conn,
-                        settle.settle(
-                            transitions, now=time.monotonic(), finished=self._held.finishing(transitions)
-                        ),
+                        settle.settle(transitions, now=time.monotonic(), finished=self._held.finishing(transitions)),
                     )
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             if len(transitions) == 1:
@@ -287,7 +283,8 @@ class _Running:
         self._threads.close()
         if abandoned:
             raise InvalidOperationError(
-                f"{len(abandoned)} results could not be settled before the worker stopped; their commands will run again."
+                f"{len(abandoned)} results could not be settled before the worker stopped; "
+                "their commands will run again."
             )
 
     async def _drain_handlers(self) -> None:
@@ -295,7 +292,9 @@ class _Running:
         self._executor.abandon_waiting()
         idle = asyncio.create_task(self._executor.wait_idle())
         hurry = asyncio.create_task(self._worker._hurry.wait())
-        await asyncio.wait({idle, hurry}, timeout=self._settings.grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {idle, hurry}, timeout=self._settings.grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED
+        )
         for task in (idle, hurry):
             task.cancel()
         await asyncio.gather(idle, hurry, return_exceptions=True)

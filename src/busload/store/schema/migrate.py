@@ -47,7 +47,7 @@ def migrations() -> tuple[Migration, ...]:
 
 
 def migrate() -> Plan[list[Migration]]:
-    """Bring the database up to this release and return what was applied; needs a transaction, waits for other runners."""
+    """Bring the database up to this release and return what was applied; needs a transaction."""
     yield Statement(LOCK, {})
     yield Script(CREATE)
     present = {row[0] for row in (yield Statement(APPLIED, {}))}
@@ -77,6 +77,6 @@ def script() -> str:
     """All files as one script, for whoever applies them by other means."""
     parts = [CREATE.decode().strip()]
     for m in migrations():
-        record = f"INSERT INTO busload.migration (version, name) VALUES ({m.version}, '{m.name}');"
+        record = f"INSERT INTO busload.migration (version, name) VALUES ({m.version}, '{m.name}');"  # noqa: S608 - our own file names
         parts += [f"-- {m.version:04}_{m.name}", m.sql.strip(), record]
     return "BEGIN;\n\n" + "\n\n".join(parts) + "\n\nCOMMIT;\n"

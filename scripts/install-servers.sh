@@ -1,0 +1,20 @@
+#!/bin/sh
+# Install the servers that the tests need and that PyPI does not have. Quick when they are there.
+set -eu
+missing=""
+ls /usr/lib/postgresql/15/bin/postgres >/dev/null 2>&1 || missing="$missing postgresql-15"
+[ -z "$missing" ] && exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    echo "Installing$missing"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    # The package would start a cluster of its own; the tests start theirs.
+    mkdir -p /etc/postgresql-common
+    grep -qs '^create_main_cluster' /etc/postgresql-common/createcluster.conf ||
+        echo 'create_main_cluster = false' >> /etc/postgresql-common/createcluster.conf
+    # shellcheck disable=SC2086
+    apt-get install -y -qq --no-install-recommends $missing >/dev/null
+else
+    echo "The tests need:$missing. Install with: sudo apt-get install --no-install-recommends$missing" >&2
+    exit 1
+fi

@@ -1,0 +1,89 @@
+"""What every test is given: a real PostgreSQL, and a database of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
+from busload.testing import TestServer
+from tests.given import Database, Given
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TestServer]:
+    """One server for the whole run, also when it is spread over processes."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"alone-{os.getpid()}")
+    home = Path(tempfile.gettempdir()) / f"busload-tests-{run}"
+    home.mkdir(mode=0o755, exist_ok=True)
+    config = {"deadlock_timeout": "100ms", "log_lock_waits": "on", "max_connections": "300"}
+    with TestServer(home, config=config) as server:
+        yield server
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The last process to leave removes the folder; the server stops by itself."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"alone-{os.getpid()}")
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"busload-tests-{run}", ignore_errors=True)
+
+
+@pytest.fixture
+def dsn(server: TestServer) -> Iterator[str]:
+    """A database with busload's schema, used by this test alone."""
+    with server.database() as dsn:
+        yield dsn
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return Settings(poll_every=timedelta(milliseconds=200))
+
+
+@pytest.fixture
+async def bus(dsn: str, settings: Settings) -> AsyncIterator[CommandBus]:
+    async with CommandBus(dsn, settings=settings) as bus:
+        yield bus
+
+
+@pytest.fixture
+def sync_bus(dsn: str, settings: Settings) -> Iterator[SyncCommandBus]:
+    with SyncCommandBus(dsn, settings=settings) as bus:
+        yield bus
+
+
+@pytest.fixture
+def worker_settings() -> WorkerSettings:
+    """A worker that notices within milliseconds what takes seconds in production."""
+    return WorkerSettings(
+        poll_every=timedelta(milliseconds=50),
+        sweep_every=timedelta(milliseconds=100),
+        grace=timedelta(seconds=5),
+        no_handler_pause=timedelta(seconds=30),
+    )
+
+
+@pytest.fixture
+async def conn(dsn: str) -> AsyncIterator[psycopg.AsyncConnection]:
+    """A connection of the test's own, in autocommit mode."""
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+        yield conn
+
+
+@pytest.fixture
+def database(dsn: str) -> Iterator[Database]:
+    with Database(dsn) as database:
+        yield database
+
+
+@pytest.fixture
+def given(bus: CommandBus, database: Database, worker_settings: WorkerSettings) -> Given:
+    return Given(bus, database, worker_settings)

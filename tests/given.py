@@ -1,0 +1,187 @@
+"""Where a story starts: batches, claimed commands, workers that died. And the invariants every story ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+from uuid import UUID
+
+import psycopg
+
+from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Worker, WorkerSettings
+from busload.domain.command import Command
+from busload.domain.execution import COMPLETED, Leased, Transition
+from busload.store import claim, rescue, settle
+from busload.store.plan import Plan, perform
+
+DOMAIN = "payments"
+
+
+class Database:
+    """A second pair of eyes: plain SQL on the test's database, and plans performed at will."""
+
+    def __init__(self, dsn: str) -> None:
+        self._conn = psycopg.connect(dsn, autocommit=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._conn.close()
+
+    def rows(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
+        cursor = self._conn.execute(query.encode(), params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def value(self, query: str, *params: Any) -> Any:
+        return self.rows(query, *params)[0][0]
+
+    def perform(self, plan: Plan[Any]) -> Any:
+        with self._conn.transaction():
+            return perform(self._conn, plan)
+
+    def count(self, table: str) -> int:
+        return int(self.value(f"SELECT count(*) FROM busload.{table}"))
+
+    def check_invariants(self) -> None:
+        """I1 to I9 in our tables: counters equal the facts, and every command is in exactly one place."""
+        for name, query in INVARIANTS.items():
+            assert not self.rows(query), name
+
+
+class Given:
+    def __init__(self, bus: CommandBus, database: Database, settings: WorkerSettings) -> None:
+        self.bus, self.database, self.settings = bus, database, settings
+
+    def handler(
+        self, command_type: str = "Debit", function: Callable[..., Any] | None = None, **options: Any
+    ) -> list[Command]:
+        """Register a handler; without a function it succeeds. Returns the list of commands it has seen."""
+        seen: list[Command] = []
+
+        async def handle(command: Command, ctx: HandlerContext) -> Any:
+            seen.append(command)
+            return await function(command, ctx) if function else None
+
+        self.bus.handler(DOMAIN, command_type, **options)(handle)
+        return seen
+
+    async def batch(self, commands: int = 1, command_type: str = "Debit", **options: Any) -> UUID:
+        return await self.bus.create_batch(
+            DOMAIN, [BatchCommand(command_type, data={"n": n}) for n in range(commands)], **options
+        )
+
+    def worker(self, **options: Any) -> Worker:
+        return Worker(self.bus, **{"settings": self.settings, "domains": [DOMAIN], **options})
+
+    async def drained(self, **options: Any) -> int:
+        """Run a worker until nothing is ready or due."""
+        return await self.worker(**options).drain()
+
+    def registered_worker(self, *, lease_for: timedelta = timedelta(seconds=30)) -> int:
+        """The number of a worker that lives, though no process is behind it."""
+        return int(
+            self.database.perform(rescue.register(name="given", domains=[DOMAIN], concurrency=10, lease_for=lease_for))
+        )
+
+    def claimed(self, limit: int = 1, *, by: int | None = None, suspects: bool = True) -> list[Leased]:
+        """Commands that a worker has claimed and not settled."""
+        worker = self.registered_worker() if by is None else by
+        taken = self.database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=limit, suspects=suspects))
+        leased: list[Leased] = taken.leased
+        return leased
+
+    def settled(self, leased: Sequence[Leased], outcome: str = COMPLETED, **details: Any) -> set[int]:
+        """Settle as a worker would, closing the leases that these were all of."""
+        transitions = [Transition(one, outcome, **details) for one in leased]
+        finished = {one.lease.lease_id for one in leased if one.lease.hi - one.lease.lo + 1 <= len(leased)}
+        credited: set[int] = self.database.perform(settle.settle(transitions, now=0.0, finished=list(finished)))
+        return credited
+
+    def died(self, worker: int) -> None:
+        """Its process vanished: no heartbeat for longer than its leases last."""
+        self.database.rows(
+            "UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE worker = %s", worker
+        )
+
+    def rescued(self) -> rescue.Returned:
+        returned: rescue.Returned = self.database.perform(rescue.rescue())
+        return returned
+
+    def make_due(self) -> None:
+        """Move time: everything scheduled is due now."""
+        self.database.rows("UPDATE busload.scheduled SET run_at = now()")
+
+    async def in_troubleshooting(self, commands: int = 1, **options: Any) -> tuple[UUID, list[UUID]]:
+        """A batch whose commands have all failed for good."""
+
+        async def refuse(command: Command, ctx: HandlerContext) -> None:
+            raise PermanentCommandError("account closed", code="CLOSED")
+
+        if self.bus.handlers.find(DOMAIN, "Refuse") is None:
+            self.handler("Refuse", refuse)
+        batch_id = await self.batch(commands, "Refuse", **options)
+        await self.drained()
+        items = await self.bus.troubleshooting.list(DOMAIN)
+        return batch_id, [item.command_id for item in items if item.batch_id == batch_id]
+
+
+# Each query returns the offenders, so no row is right.
+INVARIANTS = {
+    "I1 every command is in one place or has ended, never both": """
+        SELECT id, places FROM (
+            SELECT c.id,
+                   (SELECT count(*) FROM busload.queue q
+                     WHERE q.lo >> 10 = c.id >> 10 AND c.id BETWEEN q.lo AND q.hi)
+                 + (SELECT count(*) FROM busload.scheduled s
+                     WHERE s.lo >> 10 = c.id >> 10 AND c.id BETWEEN s.lo AND s.hi)
+                 + (SELECT count(*) FROM busload.troubleshooting t WHERE t.command = c.id)
+                 + (SELECT count(*) FROM busload.lease l
+                     WHERE c.id BETWEEN l.lo AND l.hi AND c.id <> ALL (l.returned)
+                       AND NOT EXISTS (SELECT FROM busload.execution e WHERE e.command = c.id AND e.attempt = l.attempt))
+                 + (SELECT count(*) FROM busload.execution e
+                     WHERE e.command = c.id AND e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED'))
+                 + (SELECT count(*) FROM busload.event v
+                     WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
+                       AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) AS places
+              FROM busload.command c) AS found
+         WHERE places <> 1""",
+    "I2 a batch's total is the number of its commands": """
+        SELECT b.batch_id FROM busload.batch b
+         WHERE b.total_count <> (SELECT count(*) FROM busload.command c WHERE c.batch_id = b.batch_id)""",
+    "I3 counters equal the facts": """
+        SELECT b.batch_id FROM busload.batch b CROSS JOIN LATERAL (
+            SELECT count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
+                   count(*) FILTER (WHERE status = 'FAILED') AS failed,
+                   count(*) FILTER (WHERE status = 'CANCELED') AS canceled,
+                   count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE') AS troubleshooting
+              FROM busload.command_status s WHERE s.batch_id = b.batch_id) AS m
+         WHERE (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count)
+            IS DISTINCT FROM (m.completed, m.failed, m.canceled, m.troubleshooting)""",
+    "I4 completed exactly when sealed and nothing is open": """
+        SELECT b.batch_id FROM busload.batch b
+         WHERE (b.completed_at IS NOT NULL) IS DISTINCT FROM
+               (b.sealed_at IS NOT NULL AND b.completed_count + b.failed_count + b.canceled_count = b.total_count)
+            OR (b.completed_at IS NOT NULL) IS DISTINCT FROM (b.status LIKE 'COMPLETED%')""",
+    "I5 started and completed once each": """
+        SELECT batch_id, type FROM busload.event WHERE type IN ('BATCH_STARTED', 'BATCH_COMPLETED')
+         GROUP BY batch_id, type HAVING count(*) > 1
+        UNION ALL
+        SELECT b.batch_id, 'BATCH_COMPLETED' FROM busload.batch b WHERE b.completed_at IS NOT NULL
+           AND NOT EXISTS (SELECT FROM busload.event e WHERE e.batch_id = b.batch_id AND e.type = 'BATCH_COMPLETED')
+        UNION ALL
+        SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND
+               (b.completed_at IS NOT NULL)::int <> (SELECT count(*) FROM busload.command c
+                 WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid)""",
+    "I6 one final execution at most": """
+"
+        SELECT command FROM busload.execution
+         WHERE outcome IN ('COMPLETED', 'FAILED', 'CANCELED') GROUP BY command HAVING count(*) > 1""",
+    "I7 loads of one place do not overlap": """
+        SELECT a.hi FROM busload.queue a JOIN busload.queue b
+            ON a.hi <> b.hi AND a.lo >> 10 = b.lo >> 10 AND a.lo <= b.hi AND b.lo <= a.hi""",
+}
