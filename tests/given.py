@@ -142,7 +142,8 @@ INVARIANTS = {
                  + (SELECT count(*) FROM busload.troubleshooting t WHERE t.command = c.id)
                  + (SELECT count(*) FROM busload.lease l
                      WHERE c.id BETWEEN l.lo AND l.hi AND c.id <> ALL (l.returned)
-                       AND NOT EXISTS (SELECT FROM busload.execution e WHERE e.command = c.id AND e.attempt = l.attempt))
+                       AND NOT EXISTS (SELECT FROM busload.execution e
+                                        WHERE e.command = c.id AND e.attempt = l.attempt))
                  + (SELECT count(*) FROM busload.execution e
                      WHERE e.command = c.id AND e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED'))
                  + (SELECT count(*) FROM busload.event v
@@ -178,7 +179,6 @@ INVARIANTS = {
                (b.completed_at IS NOT NULL)::int <> (SELECT count(*) FROM busload.command c
                  WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid)""",
     "I6 one final execution at most": """
-"
         SELECT command FROM busload.execution
          WHERE outcome IN ('COMPLETED', 'FAILED', 'CANCELED') GROUP BY command HAVING count(*) > 1""",
     "I7 loads of one place do not overlap": """
