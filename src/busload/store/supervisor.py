@@ -107,14 +107,6 @@ def launch(server: Server, lock: int) -> None:
         )
 
 
-def _open_log(folder: Path) -> int:
-    """Open the log for its owner only, for statements may stand in it; what has grown too long is put aside."""
-    log = Folder(folder).log
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
-    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-
 def try_lock(path: Path, kind: int) -> int | None:
     """Lock a file until the descriptor returned is closed, or return None at once if somebody else holds it.
 
@@ -277,6 +269,14 @@ class Supervisor:
         received = signal.sigtimedwait(self._signals, seconds)
         if received is not None and received.si_signo != signal.SIGCHLD:
             self._told_to_end = True
+
+
+def _open_log(folder: Path) -> int:
+    """Open the log for its owner only, for statements may stand in it; what has grown too long is put aside."""
+    log = Folder(folder).log
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def _bound_to(parent: int, blocked: set[signal.Signals]) -> Callable[[], None]:

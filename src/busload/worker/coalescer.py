@@ -21,7 +21,7 @@ LONGEST_PAUSE = 5.0
 
 @dataclass(slots=True)
 class CoalescerStats:
-    """What a coalescer has done so far; `waiting` is what it holds now."""
+    """What a coalescer has done so far; `waiting` is what it holds now, also while it is being flushed."""
 
     items: int = 0
     flushes: int = 0
@@ -54,7 +54,6 @@ class Coalescer(Generic[T]):
         self._max_size, self._capacity = max_size, capacity
         self._interval = max_interval.total_seconds()
         self._items: deque[T] = deque()
-        self._held = 0  # waiting and being flushed
         self._due = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -64,12 +63,12 @@ class Coalescer(Generic[T]):
 
     async def put(self, item: T) -> None:
         """Hand over an item; waits while the coalescer is full, and is refused once it is closed."""
-        while self._held >= self._capacity and not self._closing:
+        while self.stats.waiting >= self._capacity and not self._closing:
             self._room.clear()
             await self._room.wait()
         if self._closing:
             raise InvalidOperationError("The coalescer is closed and takes no more items.")
-        self._held += 1
+        self.stats.waiting += 1
         self._items.append(item)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="busload-coalescer")
@@ -121,11 +120,10 @@ class Coalescer(Generic[T]):
         except BaseException:
             self._items.extendleft(reversed(items))  # still ours: close() hands it to the caller
             raise
-        self._held -= len(items)
+        self.stats.waiting -= len(items)
         self.stats.items += len(items)
         self.stats.flushes += 1
-        self.stats.waiting = self._held
-        if self._held < self._capacity:
+        if self.stats.waiting < self._capacity:
             self._room.set()
 
     async def _repeat(self, items: Sequence[T]) -> None:
