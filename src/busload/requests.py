@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from uuid import UUID
@@ -199,7 +199,7 @@ class Requests:
         domain: str,
         batch_id: UUID | None,
         name: str | None,
-        custom_data: dict[str, Any] | None,
+        custom_data: object,
         on_complete: object,
     ) -> store.send.NewBatch:
         problems = self._name(domain)
@@ -266,14 +266,11 @@ def _page(limit: int, offset: int, after: UUID | None) -> list[Problem]:
 Status = TypeVar("Status", BatchStatus, CommandStatus)
 
 
-def _status(kind: Callable[[str], Status], status: str | None) -> Status | None:
+def _status(kind: type[Status], status: str | None) -> Status | None:
     if status is None:
         return None
     try:
         return kind(status)
     except ValueError:
-        wanted = ", ".join(kind)  # type: ignore[call-overload]
-        shown = repr(status)[:80]
-        raise InvalidCommandError(
-            [Problem("INVALID_OPTION", "/status", f"found {shown}, wanted one of {wanted}")]
-        ) from None
+        message = f"found {status!r:.80}, wanted one of {', '.join(kind)}"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/status", message)]) from None

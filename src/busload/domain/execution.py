@@ -57,6 +57,7 @@ class Leased:
     reply_to: str | None = None
     max_attempts: int | None = None
     started: float = 0.0
+    settled: bool = False
 
     @property
     def execution_id(self) -> UUID:

@@ -77,7 +77,7 @@ def _read(
         lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, created_at, len(command_ids)
     )
     positions = range(lo, hi + 1) if ids is None else ids
-    if task_keys is correlation_ids is reply_tos is max_attempts is None:
+    if not (task_keys or correlation_ids or reply_tos or max_attempts):
         for id, command_id, command_type, text in zip(positions, command_ids, command_types, data, strict=True):
             leased.append(Leased(lease, id, command_id, command_type, text))
         return

@@ -29,9 +29,9 @@ WITH wanted AS (
 ), split AS (
     UPDATE busload.queue AS q SET lo = t.upto + 1 FROM taken AS t WHERE q.hi = t.hi AND t.upto < t.hi
 ), leased AS (
-    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker)
+    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
     SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes,
-           replies, %(worker)s::bigint
+           replies, %(worker)s::bigint, upto - lo + 1
       FROM taken
     RETURNING *
 ), starting AS (
@@ -82,7 +82,7 @@ SELECT (SELECT count(*) FROM due)::integer,
 -- Commands of a lease whose type this worker does not know: they wait a while for one that does, and burn no attempt.
 -- The lease remembers them, so repeating this is harmless. The first time leaves an event; later ones would only repeat it.
 WITH lease AS (
-    UPDATE busload.lease SET returned = returned || %(commands)b::bigint[]
+    UPDATE busload.lease SET returned = returned || %(commands)b::bigint[], open = open - cardinality(%(commands)b::bigint[])
      WHERE lease_id = %(lease_id)s::uuid AND NOT returned && %(commands)b::bigint[]
     RETURNING *
 ), rest AS (

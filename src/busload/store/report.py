@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import fields
 from typing import Any
 from uuid import UUID
 
@@ -87,54 +87,31 @@ def domains_of_command(command_id: UUID) -> Plan[list[str]]:
     return [domain for (domain,) in rows]
 
 
-def _batch(
-    batch_id: UUID, domain: str, name: str | None, custom_data: str | None, status: str, *counts_and_times: Any
-) -> BatchMetadata:
-    return BatchMetadata(batch_id, domain, name, _value(custom_data), BatchStatus(status), *counts_and_times)
+def _batch(*row: Any) -> BatchMetadata:
+    values = dict(zip(_BATCH, row, strict=True))
+    values |= {"custom_data": _value(values["custom_data"]), "status": BatchStatus(values["status"])}
+    return BatchMetadata(**values)
 
 
-def _command(
-    command_id: UUID,
-    domain: str,
-    command_type: str,
-    data: str | None,
-    batch_id: UUID | None,
-    task_key: str | None,
-    correlation_id: UUID,
-    reply_to: str | None,
-    priority: int,
-    created_at: datetime,
-    status: str,
-    *rest: Any,
-) -> CommandMetadata:
-    *facts, result = rest
-    return CommandMetadata(
-        command_id,
-        domain,
-        command_type,
-        _value(data),
-        batch_id,
-        task_key,
-        correlation_id,
-        reply_to,
-        priority,
-        created_at,
-        CommandStatus(status),
-        *facts,
-        _value(result),
-    )
+def _command(*row: Any) -> CommandMetadata:
+    values = dict(zip(_COMMAND, row, strict=True))
+    values |= {
+        "data": _value(values["data"]),
+        "status": CommandStatus(values["status"]),
+        "result": _value(values["result"]),
+    }
+    return CommandMetadata(**values)
 
 
-def _troubleshooting_item(
-    command_id: UUID, domain: str, command_type: str, data: str | None, *rest: Any
-) -> TroubleshootingItem:
-    *facts, details = rest
-    return TroubleshootingItem(command_id, domain, command_type, _value(data), *facts, _value(details))
+def _troubleshooting_item(*row: Any) -> TroubleshootingItem:
+    values = dict(zip(_ITEM, row, strict=True))
+    values |= {"data": _value(values["data"]), "details": _value(values["details"])}
+    return TroubleshootingItem(**values)
 
 
 def _audit_event(*row: Any) -> AuditEvent:
-    *facts, details = row
-    return AuditEvent(*facts, _value(details))
+    values = dict(zip(_EVENT, row, strict=True))
+    return AuditEvent(**values | {"details": _value(values["details"])})
 
 
 def _value(text: str | None) -> Any:
@@ -145,3 +122,9 @@ def _value(text: str | None) -> Any:
         return decode(text)
     except Undecodable:
         return text[:1000]
+
+
+# The statements select their columns in the order of these fields.
+_BATCH, _COMMAND, _ITEM, _EVENT = (
+    [field.name for field in fields(kind)] for kind in (BatchMetadata, CommandMetadata, TroubleshootingItem, AuditEvent)
+)

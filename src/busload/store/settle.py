@@ -12,8 +12,8 @@ from busload.store.statements import statements
 SQL = statements("settle")
 
 
-def settle(transitions: Sequence[Transition], *, now: float, finished: Sequence[UUID] = ()) -> Plan[set[int]]:
-    """Record attempts and close the finished leases; return the ids of the commands this credited.
+def settle(transitions: Sequence[Transition], *, now: float) -> Plan[set[int]]:
+    """Record attempts; return the ids of the commands this credited.
 
     `now` is the reading of the clock that `started` and `finished` were taken from: only differences are sent, so that
     the database's clock dates everything.
@@ -32,7 +32,6 @@ def settle(transitions: Sequence[Transition], *, now: float, finished: Sequence[
         details=[t.details for t in transitions],
         delays=[t.delay for t in transitions],
         reasons=[t.reason for t in transitions],
-        finished=list(finished),
     )
     if rows[0][0] == len(transitions):
         return {t.leased.id for t in transitions}

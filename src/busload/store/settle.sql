@@ -2,6 +2,7 @@
 -- Record finished attempts of the leases this worker still holds. Attempts of a lease that was rescued meanwhile are
 -- skipped, not overwritten: its new holder will settle them. The key (command, attempt) makes a repetition harmless. The
 -- trigger on execution counts what was recorded. An attempt that would be tried again ends as canceled if its batch was.
+-- A lease is closed with its last command.
 WITH held AS MATERIALIZED (
     SELECT n.ordinal, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker,
            b.canceled_at IS NOT NULL AS canceled
@@ -12,8 +13,8 @@ WITH held AS MATERIALIZED (
 ), outcome AS MATERIALIZED (
     SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker, o.delay, o.reason,
            CASE WHEN o.outcome = 'FAILED_ATTEMPT' AND h.canceled THEN 'CANCELED' ELSE o.outcome END AS outcome,
-           now() - o.started_ago * interval '1 second' AS started_at,
-           now() - o.finished_ago * interval '1 second' AS finished_at,
+           statement_timestamp() - o.started_ago * interval '1 second' AS started_at,
+           statement_timestamp() - o.finished_ago * interval '1 second' AS finished_at,
            o.details::json AS details
       FROM unnest(%(ordinals)b::integer[], %(ids)b::bigint[], %(outcomes)b::text[], %(started_ago)b::float8[],
                   %(finished_ago)b::float8[], %(details)b::text[], %(delays)b::float8[], %(reasons)b::text[])
@@ -23,18 +24,22 @@ WITH held AS MATERIALIZED (
     INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details)
     SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details FROM outcome
         ON CONFLICT (command, attempt) DO NOTHING
-    RETURNING command
+    RETURNING command, lease_id
 ), waiting_again AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, run_at, reason)
     SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies,
-           now() + o.delay * interval '1 second', 'RETRY'
+           statement_timestamp() + o.delay * interval '1 second', 'RETRY'
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'FAILED_ATTEMPT'
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason, error)
     SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, o.details
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'TROUBLESHOOTING'
+), progress AS (
+    SELECT lease_id, count(*)::integer AS settled FROM settled GROUP BY lease_id
 ), closed AS (
-    DELETE FROM busload.lease WHERE lease_id = ANY (%(finished)b::uuid[])
+    DELETE FROM busload.lease AS l USING progress AS p WHERE l.lease_id = p.lease_id AND l.open <= p.settled
+), kept AS (
+    UPDATE busload.lease AS l SET open = l.open - p.settled FROM progress AS p WHERE l.lease_id = p.lease_id AND l.open > p.settled
 ), replied AS (
     SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END, o.details) AS domain
       FROM outcome AS o JOIN settled AS s ON s.command = o.id

@@ -87,8 +87,7 @@ class Claimer:
                 await perform_async(
                     conn, claim.give_back(lease, [one.id for one in commands], pause=pause, details=details)
                 )
-                for _ in commands:
-                    self._held.forget_one(lease)
+                self._held.settled(commands)
                 if lease.unsettled <= 0:
                     await perform_async(conn, rescue.release([lease.lease_id]))
         refused = set(map(id, unknown))

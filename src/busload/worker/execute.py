@@ -27,6 +27,7 @@ from busload.domain.retry import RetryPolicy
 from busload.errors import BusinessRuleError, PermanentCommandError, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
+from busload.store.plan import Plan
 from busload.worker.coalescer import Coalescer
 from busload.worker.context import HandlerContext, SyncHandlerContext
 from busload.worker.held import Held
@@ -141,7 +142,7 @@ class Executor:
             if transition.outcome != COMPLETED:  # the result cannot be stored, so nothing is
                 return transition
             await transaction.commit(self._settle_now(transition))
-            self._held.forget_one(leased.lease)
+            self._held.settled([leased])
             return None
         finally:
             if context._transaction is not None:
@@ -167,9 +168,9 @@ class Executor:
         running = self._threads.submit(call)
         done, _ = await asyncio.wait({running}, timeout=handler.timeout)
         if done:
-            transition = running.result()
+            transition: Transition | None = running.result()
             if transition is None:
-                self._held.forget_one(leased.lease)
+                self._held.settled([leased])
             return transition
         # A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns.
         context._give_up()
@@ -184,10 +185,10 @@ class Executor:
         await asyncio.wait({running})
         return None
 
-    def _settle_now(self, transition: Transition) -> Any:
+    @staticmethod
+    def _settle_now(transition: Transition) -> Plan[set[int]]:
         transition.finished = time.monotonic()
-        finished = self._held.finishing([transition])
-        return settle.settle([transition], now=time.monotonic(), finished=finished)
+        return settle.settle([transition], now=transition.finished)
 
     def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> Transition:
         return decide(leased, outcome, retry, self._bus.settings.limits.payload)

@@ -1,17 +1,17 @@
-"""The leases a worker holds, and how much of each is still unsettled."""
+"""The leases a worker holds: what it runs, and what it should stop running."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from uuid import UUID
 
-from busload.domain.execution import Lease, Leased, Transition
+from busload.domain.execution import Lease, Leased
 
 
 class Held:
     def __init__(self) -> None:
         self._leases: dict[UUID, Lease] = {}
+        self._missing: set[UUID] = set()
 
     def take(self, leased: Iterable[Leased]) -> None:
         for one in leased:
@@ -26,19 +26,14 @@ class Held:
         """Whether a load is running that was there when a worker died; one at a time, so that a crash has a name."""
         return any(lease.crashes for lease in self._leases.values())
 
-    def finishing(self, transitions: Sequence[Transition]) -> list[UUID]:
-        """The leases that have nothing left once these are settled."""
-        times = Counter(transition.leased.lease.lease_id for transition in transitions)
-        return [id for id, n in times.items() if id in self._leases and self._leases[id].unsettled <= n]
-
-    def settled(self, transitions: Iterable[Transition]) -> None:
-        for transition in transitions:
-            self.forget_one(transition.leased.lease)
-
-    def forget_one(self, lease: Lease) -> None:
-        lease.unsettled -= 1
-        if lease.unsettled <= 0:
-            self._leases.pop(lease.lease_id, None)
+    def settled(self, leased: Iterable[Leased]) -> None:
+        """These are not ours to run any more; saying so twice changes nothing."""
+        for one in leased:
+            if not one.settled:
+                one.settled = True
+                one.lease.unsettled -= 1
+                if one.lease.unsettled <= 0:
+                    self._leases.pop(one.lease.lease_id, None)
 
     def drop(self, lease_ids: Iterable[UUID]) -> None:
         for lease_id in lease_ids:
@@ -51,11 +46,21 @@ class Held:
                 lease.canceled = True
 
     def reconcile(self, *, present: Set[UUID], canceled: Set[UUID]) -> int:
-        """Compare with what the database says; returns how many leases were lost."""
-        lost = [lease for lease_id, lease in self._leases.items() if lease_id not in present]
-        for lease in lost:
-            lease.lost = True
-            del self._leases[lease.lease_id]
+        """Compare with what the database says; returns how many leases were lost.
+
+        A lease that was just claimed or closed may be in one picture and not yet in the other, so it is lost only when
+        it is missing twice in a row.
+        """
+        missing = self._leases.keys() - present
+        lost = missing & self._missing
+        self._missing = missing
+        for lease_id in lost:
+            self._leases.pop(lease_id).lost = True
         for lease_id in canceled & self._leases.keys():
             self._leases[lease_id].canceled = True
         return len(lost)
+
+    def lose_all(self) -> None:
+        for lease in self._leases.values():
+            lease.lost = True
+        self._leases.clear()

@@ -212,16 +212,15 @@ class _Running:
             self._claiming.wake()
 
     def _on_renewal(self, renewal: Renewal) -> None:
-        before = set(self._held.lease_ids)
-        lost = self._held.reconcile(present=renewal.leases | (before - renewal.settled), canceled=renewal.canceled)
+        strange = renewal.settled.difference(self._held.lease_ids)
+        lost = self._held.reconcile(present=renewal.leases, canceled=renewal.canceled)
         if lost:
             log.warning("Lost %d leases; what their commands return will not count", lost)
-        strange = [lease_id for lease_id in renewal.settled if lease_id not in before]
         if strange:
-            self._tasks.append(asyncio.create_task(self._hand_back(strange)))
+            self._tasks.append(asyncio.create_task(self._hand_back(list(strange))))
 
     def _on_death(self) -> None:
-        self._held.reconcile(present=frozenset(), canceled=frozenset())
+        self._held.lose_all()
 
     async def _settle(self, transitions: Sequence[Transition]) -> None:
         """Settle results; a lost answer is safe to repeat. One that cannot be stored is parked alone."""
@@ -230,7 +229,7 @@ class _Running:
                 async with self._bus.pool.connection() as conn:
                     credited = await perform_async(
                         conn,
-                        settle.settle(transitions, now=time.monotonic(), finished=self._held.finishing(transitions)),
+                        settle.settle(transitions, now=time.monotonic()),
                     )
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             if len(transitions) == 1:
@@ -240,7 +239,7 @@ class _Running:
             await self._settle(transitions[:middle])
             await self._settle(transitions[middle:])
             return
-        self._held.settled(transitions)
+        self._held.settled(transition.leased for transition in transitions)
         self.settled += len(credited)
         if len(credited) < len(transitions):
             log.warning("%d results came after their lease was lost and do not count", len(transitions) - len(credited))

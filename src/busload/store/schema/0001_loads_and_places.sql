@@ -87,6 +87,7 @@ CREATE TABLE busload.lease (
     replies  boolean     NOT NULL,
     worker   bigint      NOT NULL,
     since    timestamptz NOT NULL DEFAULT now(),
+    open     integer     NOT NULL,                -- commands not settled yet; with the last one the lease is closed
     returned bigint[]    NOT NULL DEFAULT '{}',   -- commands given back one by one; the rest is still held
     CONSTRAINT one_load CHECK (lo <= hi AND lo >> 10 = hi >> 10)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
@@ -182,7 +183,7 @@ DECLARE
 BEGIN
     FOR done IN
         UPDATE busload.batch
-           SET completed_at = now(), notified_at = now(), stalled_at = NULL,
+           SET completed_at = statement_timestamp(), notified_at = now(), stalled_at = NULL,
                status = CASE WHEN failed_count + canceled_count > 0 THEN 'COMPLETED_WITH_FAILURES' ELSE 'COMPLETED' END
          WHERE batch_id = ANY (batches) AND sealed_at IS NOT NULL AND completed_at IS NULL
            AND completed_count + failed_count + canceled_count = total_count
@@ -215,7 +216,7 @@ BEGIN
     -- Only a person can move such a batch on, so say so, once for each time it gets there.
     WITH stalled AS (
         UPDATE busload.batch
-           SET stalled_at = now(), notified_at = now()
+           SET stalled_at = statement_timestamp(), notified_at = now()
          WHERE batch_id = ANY (batches) AND sealed_at IS NOT NULL AND completed_at IS NULL AND stalled_at IS NULL
            AND in_troubleshooting_count > 0
            AND completed_count + failed_count + canceled_count + in_troubleshooting_count = total_count
@@ -237,7 +238,7 @@ BEGIN
 
     IF ran THEN     -- a claim that could not have the batch row at once leaves its start to us
         WITH started AS (
-            UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
+            UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = statement_timestamp()
              WHERE batch_id = ANY (batches) AND status = 'PENDING'
             RETURNING batch_id
         )
@@ -332,7 +333,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data, c.batch_id, c.task_
             WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome
             WHEN f.type = 'OPERATOR_COMPLETED' THEN 'COMPLETED'
             WHEN f.type IN ('CANCELED', 'OPERATOR_CANCELED') THEN 'CANCELED'
-            ELSE 'LOST' END AS status,
+            ELSE 'PENDING_QUEUE' END AS status,   -- in no place: other hands removed it, or nothing has put it there yet
        CASE WHEN t.command IS NOT NULL THEN t.attempt - t.forgiven
             WHEN q.hi IS NOT NULL THEN q.attempt - q.forgiven - 1
             WHEN s.hi IS NOT NULL THEN s.attempt - s.forgiven - 1
