@@ -341,7 +341,7 @@ class CommandBus(_Face):
     async def _write(self, write: Write[T], conn: AsyncConnection | Connection | None = None) -> T:
         await self._check_schema()
         if conn is not None:
-            connection.refuse_unusable(conn)
+            connection.refuse_unusable(conn, psycopg.AsyncConnection, psycopg.Connection)
             if isinstance(conn, psycopg.Connection):
                 with conn.transaction():
                     return perform(conn, write.plan)
@@ -725,12 +725,7 @@ class SyncCommandBus(_Face):
     def _write(self, write: Write[T], conn: Connection | None = None) -> T:
         self._check_schema()
         if conn is not None:
-            if not isinstance(conn, psycopg.Connection):
-                raise InvalidOperationError(
-                    f"A SyncCommandBus joins a psycopg.Connection, found {type(conn).__name__}. "
-                    "Use CommandBus for that one."
-                )
-            connection.refuse_unusable(conn)
+            connection.refuse_unusable(conn, psycopg.Connection)
             with conn.transaction():
                 return perform(conn, write.plan)
         with self.pool.connection() as own, self._commit(own, write):

@@ -32,8 +32,13 @@ class WorkerSettings:
     grace: timedelta = timedelta(seconds=30)
     flush_size: int = 1000
     flush_every: timedelta = timedelta(milliseconds=100)
-    flush_deadline: timedelta = timedelta(seconds=5)
+    flush_deadline: timedelta | None = None
     no_handler_pause: timedelta = timedelta(seconds=30)
+
+    @property
+    def deadline(self) -> timedelta:
+        """How long one settlement may take: `flush_deadline`, or a quarter of the lease, at most five seconds."""
+        return self.flush_deadline or min(self.lease_for / 4, timedelta(seconds=5))
 
 
 @dataclass(frozen=True, slots=True)

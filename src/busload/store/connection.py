@@ -56,8 +56,13 @@ def async_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
     )
 
 
-def refuse_unusable(conn: Connection | AsyncConnection) -> None:
+def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection] | type[AsyncConnection]) -> None:
     """A caller's connection must be able to take part in a transaction; nothing has been written when this raises."""
+    if not isinstance(conn, kinds):
+        wanted = " or ".join(f"psycopg.{kind.__name__}" for kind in kinds)
+        raise InvalidOperationError(
+            f"The connection given as conn is a {type(conn).__name__}; this bus joins a {wanted}."
+        )
     if conn.closed:
         raise InvalidOperationError("The connection given as conn is closed. Pass an open one, or none.")
     if conn.info.transaction_status == TransactionStatus.INERROR:

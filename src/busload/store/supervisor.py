@@ -184,10 +184,12 @@ class Supervisor:
             self._wait(0.05 * 2**failures)
 
     def _over(self) -> bool:
-        """Say whether the server should end: it is unused, was stopped, or its folder was taken away."""
+        return self._told_to_end or self._displaced() or self._folder.stopped.exists() or self._unused()
+
+    def _displaced(self) -> bool:
+        """Say whether our folder was taken away, or replaced by another one, which then is not ours to touch."""
         try:
-            ours = os.path.samestat(os.fstat(self._lock), self._folder.supervisor.stat())
-            return self._told_to_end or not ours or self._folder.stopped.exists() or self._unused()
+            return not os.path.samestat(os.fstat(self._lock), self._folder.supervisor.stat())
         except FileNotFoundError:
             return True
 
@@ -255,7 +257,8 @@ class Supervisor:
         )
 
     def _shut_down(self, postgres: subprocess.Popen[bytes]) -> None:
-        postgres.send_signal(signal.SIGINT)
+        # A server that may clean up would remove the socket of the one that has its place now.
+        postgres.send_signal(signal.SIGKILL if self._displaced() else signal.SIGINT)
         try:
             postgres.wait(SHUT_DOWN_WITHIN)
         except subprocess.TimeoutExpired:

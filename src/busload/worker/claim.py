@@ -32,18 +32,29 @@ class Claimer:
         self._bus, self._executor, self._held = bus, executor, held
         self._domains, self._settings, self._worker = domains, settings, worker
         self._unknown: set[tuple[str, str]] = set()
+        self.found_nothing = False
 
     async def once(self) -> float | None:
         """Claim for all free slots in one statement; returns how long to wait before the next look."""
         limit = self._executor.free
         if limit <= 0:
             return None  # a slot that comes free wakes the loop
-        taken = await self.claim(limit)
+        taken = await self._claim(limit)
+        self.found_nothing = not taken.leased and not taken.contended
         if taken.contended:
             return random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
         return 0 if len(taken.leased) >= limit else self._settings.poll_every.total_seconds()
 
-    async def claim(self, limit: int) -> claim.Claim:
+    async def promote(self) -> float:
+        """Make ready what is due; returns how long to wait for the next that will be."""
+        async with self._bus.pool.connection() as conn:
+            promotion = await perform_async(conn, claim.promote())
+        if promotion.loads:
+            return 0
+        poll = self._settings.poll_every.total_seconds()
+        return poll if promotion.next_due is None else max(0.001, min(poll, promotion.next_due))
+
+    async def _claim(self, limit: int) -> claim.Claim:
         async with self._bus.pool.connection() as conn:
             taken = await perform_async(
                 conn,
@@ -54,15 +65,6 @@ class Claimer:
         self._held.take(taken.leased)
         self._executor.take(await self._known(taken.leased))
         return taken
-
-    async def promote(self) -> float:
-        """Make ready what is due; returns how long to wait for the next that will be."""
-        async with self._bus.pool.connection() as conn:
-            promotion = await perform_async(conn, claim.promote())
-        if promotion.loads:
-            return 0
-        poll = self._settings.poll_every.total_seconds()
-        return poll if promotion.next_due is None else max(0.001, min(poll, promotion.next_due))
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:
         """Give back what this worker has no handler for; it waits for one that has."""

@@ -28,9 +28,9 @@ from busload.errors import BusinessRuleError, PermanentCommandError, Superseded,
 from busload.handlers import Handler
 from busload.store import settle
 from busload.store.plan import Plan
-from busload.worker.coalescer import Coalescer
 from busload.worker.context import HandlerContext, SyncHandlerContext
 from busload.worker.held import Held
+from busload.worker.settle import Settlement
 
 log = logging.getLogger("busload")
 
@@ -45,11 +45,11 @@ class Executor:
         bus: CommandBus,
         threads: ThreadBus,
         held: Held,
-        results: Coalescer[Transition],
+        settlement: Settlement,
         concurrency: int,
         on_free: Callable[[], None],
     ) -> None:
-        self._bus, self._threads, self._held, self._results = bus, threads, held, results
+        self._bus, self._threads, self._held, self._settlement = bus, threads, held, settlement
         self._concurrency, self._on_free = concurrency, on_free
         self._waiting: asyncio.Queue[Leased] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
@@ -101,7 +101,7 @@ class Executor:
         self.in_hand -= 1
         if self.in_hand == 0:
             self._idle.set()
-            self._results.flush_soon()
+            self._settlement.flush_soon()
         self._on_free()
 
     async def _run(self, leased: Leased) -> None:
@@ -125,7 +125,7 @@ class Executor:
             transition = self._decide(leased, _failure(leased, error), _retry(handler))
         if transition is not None:
             transition.finished = time.monotonic()
-            await self._results.put(transition)
+            await self._settlement.put(transition)
 
     async def _execute(self, leased: Leased, handler: Handler) -> Transition | None:
         """Run the handler; None if its own transaction has settled it already."""
@@ -176,7 +176,7 @@ class Executor:
         context._give_up()
         overdue = self._decide(leased, _failure(leased, _timeout(handler.timeout)), handler.retry)
         overdue.finished = time.monotonic()
-        await self._results.put(overdue)
+        await self._settlement.put(overdue)
         log.warning(
             "A handler of %s outlived its %s s; its slot is taken until it returns",
             leased.command_type,
