@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -10,13 +13,41 @@ from uuid import UUID
 
 import psycopg
 
-from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Worker, WorkerSettings
+from busload import (
+    BatchCommand,
+    BatchMetadata,
+    CommandBus,
+    CommandMetadata,
+    HandlerContext,
+    InvalidOperationError,
+    PermanentCommandError,
+    Worker,
+    WorkerSettings,
+)
 from busload.domain.command import Command
 from busload.domain.execution import COMPLETED, Leased, Transition
 from busload.store import claim, rescue, settle
 from busload.store.plan import Plan, perform
 
 DOMAIN = "payments"
+
+
+def until(condition: Callable[[], Any], within: float = 20.0) -> Any:
+    """Return the first truthy answer. Tests wait here, or in `eventually`, and nowhere else."""
+    deadline = time.monotonic() + within
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still not so after {within} s"
+        time.sleep(0.01)
+    return found
+
+
+async def eventually(condition: Callable[[], Any], within: float = 20.0) -> Any:
+    """The same, while the event loop goes on."""
+    deadline = time.monotonic() + within
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still not so after {within} s"
+        await asyncio.sleep(0.01)
+    return found
 
 
 class Database:
@@ -44,6 +75,11 @@ class Database:
         with self._conn.transaction():
             return perform(self._conn, plan)
 
+    def everything(self) -> dict[str, int]:
+        """How many rows every table of ours holds: what a refused call must not change."""
+        tables = self.rows("SELECT tablename FROM pg_tables WHERE schemaname = 'busload' AND tablename <> 'worker'")
+        return {table: self.count(table) for (table,) in tables}
+
     def count(self, table: str) -> int:
         return int(self.value(f"SELECT count(*) FROM busload.{table}"))
 
@@ -51,6 +87,26 @@ class Database:
         """I1 to I9 in our tables: counters equal the facts, and every command is in exactly one place."""
         for name, query in INVARIANTS.items():
             assert not self.rows(query), name
+
+
+def raising(error: BaseException) -> Callable[..., Awaitable[None]]:
+    """A handler that can only fail."""
+
+    async def fail(command: Command, ctx: HandlerContext) -> None:
+        raise error
+
+    return fail
+
+
+def counts(batch: BatchMetadata) -> tuple[int, int, int, int, int]:
+    """Total, completed, failed, canceled, in troubleshooting."""
+    return (
+        batch.total_count,
+        batch.completed_count,
+        batch.failed_count,
+        batch.canceled_count,
+        batch.in_troubleshooting_count,
+    )
 
 
 class Given:
@@ -75,12 +131,41 @@ class Given:
             DOMAIN, [BatchCommand(command_type, data={"n": n}) for n in range(commands)], **options
         )
 
+    async def batch_now(self, batch_id: UUID, domain: str = DOMAIN) -> BatchMetadata:
+        batch = await self.bus.get_batch(domain, batch_id)
+        assert batch is not None
+        return batch
+
+    async def command_now(self, command_id: UUID, domain: str = DOMAIN) -> CommandMetadata:
+        command = await self.bus.get_command(domain, command_id)
+        assert command is not None
+        return command
+
+    async def sent(self, command_type: str = "Debit", data: Any = None, **options: Any) -> UUID:
+        return (await self.bus.send(DOMAIN, command_type, data, **options)).command_id
+
     def worker(self, **options: Any) -> Worker:
         return Worker(self.bus, **{"settings": self.settings, "domains": [DOMAIN], **options})
 
     async def drained(self, **options: Any) -> int:
         """Run a worker until nothing is ready or due."""
         return await self.worker(**options).drain()
+
+    @asynccontextmanager
+    async def running(self, **options: Any) -> AsyncIterator[Worker]:
+        """A worker that runs beside the test, and is stopped with the block."""
+        worker = self.worker(**options)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            while not task.done():
+                try:
+                    worker.stop()
+                    break
+                except InvalidOperationError:  # it has not begun yet
+                    await asyncio.sleep(0.005)
+            await task
 
     def registered_worker(self, *, lease_for: timedelta = timedelta(seconds=30)) -> int:
         """The number of a worker that lives, though no process is behind it."""
@@ -96,10 +181,9 @@ class Given:
         return leased
 
     def settled(self, leased: Sequence[Leased], outcome: str = COMPLETED, **details: Any) -> set[int]:
-        """Settle as a worker would, closing the leases that these were all of."""
+        """Settle as a worker would; a lease is closed with its last command."""
         transitions = [Transition(one, outcome, **details) for one in leased]
-        finished = {one.lease.lease_id for one in leased if one.lease.hi - one.lease.lo + 1 <= len(leased)}
-        credited: set[int] = self.database.perform(settle.settle(transitions, now=0.0, finished=list(finished)))
+        credited: set[int] = self.database.perform(settle.settle(transitions, now=0.0))
         return credited
 
     def died(self, worker: int) -> None:

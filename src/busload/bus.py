@@ -30,7 +30,7 @@ from busload.domain.command import (
     TroubleshootingItem,
 )
 from busload.domain.retry import RetryPolicy
-from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
+from busload.errors import BatchNotFoundError, BatchSealedError, InvalidOperationError, OutcomeUnknown
 from busload.handlers import Function, Handlers
 from busload.requests import Requests, Write
 from busload.settings import Settings
@@ -292,8 +292,10 @@ class CommandBus(_Face):
 
     async def watch_batch(self, domain: str, batch_id: UUID) -> AsyncIterator[BatchMetadata]:
         """Yield the batch now, whenever its counters have changed, and last when it is complete."""
-        assert self._completions is not None
-        changed = self._completions.watch(batch_id)
+        completions = self._completions
+        if completions is None:
+            raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
+        changed = completions.watch(batch_id)
         try:
             last: BatchMetadata | None = None
             while True:
@@ -312,7 +314,7 @@ class CommandBus(_Face):
                 except TimeoutError:
                     pass
         finally:
-            self._completions.unwatch(batch_id, changed)
+            completions.unwatch(batch_id, changed)
 
     async def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
         return await self._read(self._requests.get_command(domain, command_id))
@@ -343,8 +345,12 @@ class CommandBus(_Face):
         if conn is not None:
             connection.refuse_unusable(conn, psycopg.AsyncConnection, psycopg.Connection)
             if isinstance(conn, psycopg.Connection):
+                if connection.about_to_begin(conn):
+                    conn.execute("SELECT")
                 with conn.transaction():
                     return perform(conn, write.plan)
+            if connection.about_to_begin(conn):
+                await conn.execute("SELECT")
             async with conn.transaction():
                 return await perform_async(conn, write.plan)
         async with self.pool.connection() as own, self._commit(own, write):
@@ -440,6 +446,7 @@ class OpenBatch:
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
         self._waiting: list[NewCommand] = []
+        self._sealed = False
 
     async def add(
         self,
@@ -466,6 +473,8 @@ class OpenBatch:
             run_at=run_at,
             max_attempts=max_attempts,
         )
+        if self._sealed:
+            raise BatchSealedError(self.domain, self.batch_id)
         checked = self._bus._requests.check(self.domain, command)
         self._waiting.append(checked)
         if len(self._waiting) >= self._checkpoint_size:
@@ -483,6 +492,7 @@ class OpenBatch:
         """Write the rest and let the batch complete."""
         await self.checkpoint()
         await self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+        self._sealed = True
 
     async def __aenter__(self) -> Self:
         await self._bus._write(self._opening, self._conn)
@@ -705,9 +715,15 @@ class SyncCommandBus(_Face):
 
     @staticmethod
     def _hear(conn: Connection, batch_id: UUID, seconds: float) -> None:
-        for notification in conn.notifies(timeout=seconds):
-            if notification.payload == str(batch_id):
+        try:
+            if not conn.closed:
+                for notification in conn.notifies(timeout=seconds):
+                    if notification.payload == str(batch_id):
+                        return
                 return
+        except psycopg.OperationalError as error:
+            log.warning("Lost the connection that listens, polling instead: %s", error)
+        time.sleep(seconds)
 
     def _register(self, batch_id: UUID, on_complete: SyncBatchCompletionCallback | BatchCommand | None) -> None:
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
@@ -726,6 +742,8 @@ class SyncCommandBus(_Face):
         self._check_schema()
         if conn is not None:
             connection.refuse_unusable(conn, psycopg.Connection)
+            if connection.about_to_begin(conn):
+                conn.execute("SELECT")
             with conn.transaction():
                 return perform(conn, write.plan)
         with self.pool.connection() as own, self._commit(own, write):
@@ -816,6 +834,7 @@ class SyncOpenBatch:
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
         self._waiting: list[NewCommand] = []
+        self._sealed = False
 
     def add(
         self,
@@ -842,6 +861,8 @@ class SyncOpenBatch:
             run_at=run_at,
             max_attempts=max_attempts,
         )
+        if self._sealed:
+            raise BatchSealedError(self.domain, self.batch_id)
         checked = self._bus._requests.check(self.domain, command)
         self._waiting.append(checked)
         if len(self._waiting) >= self._checkpoint_size:
@@ -859,6 +880,7 @@ class SyncOpenBatch:
         """Write the rest and let the batch complete."""
         self.checkpoint()
         self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+        self._sealed = True
 
     def __enter__(self) -> Self:
         self._bus._write(self._opening, self._conn)

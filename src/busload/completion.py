@@ -64,6 +64,7 @@ class AsyncCompletions:
         self._callbacks = _Callbacks()
         self._watchers: dict[UUID, set[asyncio.Event]] = {}
         self._heard = asyncio.Event()
+        self._closing = False
         self._listening: asyncio.Task[None] | None = None
         self._calling: asyncio.Task[None] | None = None
 
@@ -89,6 +90,7 @@ class AsyncCompletions:
             self._watchers.pop(batch_id, None)
 
     async def close(self) -> None:
+        self._closing = True
         for task in (self._calling, self._listening):
             if task is not None:
                 task.cancel()
@@ -125,7 +127,9 @@ class AsyncCompletions:
             for waiting, batch in self._callbacks.due(found):
                 try:
                     await waiting.callback(batch)  # type: ignore[misc]
-                except Exception:
+                except (Exception, asyncio.CancelledError):
+                    if self._closing:
+                        raise
                     log.exception("The on_complete function of batch %s failed", batch.batch_id)
 
 
@@ -173,7 +177,7 @@ class Completions:
             for waiting, batch in self._callbacks.due(found):
                 try:
                     waiting.callback(batch)
-                except Exception:
+                except BaseException:  # it belongs to the callback: not even SystemExit may end the others
                     log.exception("The on_complete function of batch %s failed", batch.batch_id)
 
 

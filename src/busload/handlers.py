@@ -43,7 +43,7 @@ class Handlers:
         limits = InputLimits()
         refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and not 0 < seconds < 10**9:
+        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
             raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")
 
         def add(function: Function) -> Function:

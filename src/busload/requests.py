@@ -28,7 +28,7 @@ from busload.domain.command import (
 )
 from busload.domain.ids import new_id
 from busload.domain.payload import PayloadLimits, PayloadRefused, encode
-from busload.errors import InvalidCommandError, Problem
+from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 from busload.store.plan import Plan
 
 T = TypeVar("T")
@@ -94,6 +94,8 @@ class Requests:
                     )
                 ]
             )
+        if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
+            raise DuplicateCommandError(domain, [batch.callback_id])
         plan = store.send.create_batch(batch, checked)
         return Write(plan, batch.batch_id, [command.command_id for command in checked])
 
@@ -110,6 +112,7 @@ class Requests:
         return Write(store.send.open_batch(batch), batch.batch_id, one_statement=True)
 
     def seal(self, domain: str, batch_id: UUID) -> Write[bool]:
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
         return Write(store.send.seal(domain, batch_id), batch_id)
 
     def check(self, domain: str, command: BatchCommand) -> NewCommand:
@@ -212,15 +215,13 @@ class Requests:
         if on_complete is not None and not callable(on_complete) and not isinstance(on_complete, BatchCommand):
             problems.append(Problem("INVALID_OPTION", "/on_complete", "wanted a function or a BatchCommand"))
         refuse(problems)
-        return store.send.NewBatch(
-            batch_id or new_id(),
-            domain,
-            name,
-            None if custom_data is None else self._encode(custom_data, "/custom_data"),
-            self._callback(domain, on_complete) if isinstance(on_complete, BatchCommand) else None,
-        )
+        callback, callback_id = None, None
+        if isinstance(on_complete, BatchCommand):
+            callback, callback_id = self._callback(domain, on_complete)
+        text = None if custom_data is None else self._encode(custom_data, "/custom_data")
+        return store.send.NewBatch(batch_id or new_id(), domain, name, text, callback, callback_id)
 
-    def _callback(self, domain: str, command: BatchCommand) -> str:
+    def _callback(self, domain: str, command: BatchCommand) -> tuple[str, UUID]:
         """The command to send on completion, as the batch row keeps it; the batch itself is added to its data then."""
         data = {} if command.data is None else command.data
         if not isinstance(data, dict) or "batch" in data:
@@ -230,7 +231,7 @@ class Requests:
             message = "a callback is sent when its batch completes and cannot have a time of its own"
             raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
         [checked] = self._check(domain, [command])
-        return encode(
+        text = encode(
             {
                 "command_id": str(checked.command_id),
                 "command_type": checked.command_type,
@@ -243,13 +244,14 @@ class Requests:
             },
             PayloadLimits(self._payload.data_bytes + 4096, self._payload.depth + 1, self._payload.integer_digits),
         )
+        return text, checked.command_id
 
-    def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, reason: str | None = "") -> None:
+    def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, *reason: str) -> None:
         problems = self._name(domain) + check_uuid(id, path)
         if operator is not None:
             problems += check_text(operator, "operator", self._limits.name_bytes)
-        if reason != "" or reason is None:
-            problems += check_text(reason, "reason", 4096)
+        for text in reason:
+            problems += check_text(text, "reason", 4096)
         refuse(problems)
 
 

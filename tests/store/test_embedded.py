@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import pytest
 import busload.store.embedded
 from busload.errors import DatabaseUnusable
 from busload.store.embedded import EmbeddedPostgres, find_binaries
-from busload.store.supervisor import postmaster
+from busload.store.supervisor import postmaster, try_lock
 
 ROOT = os.geteuid() == 0
 SOURCES = Path(busload.store.embedded.__file__).parents[2]
@@ -290,6 +291,15 @@ def test_a_start_while_it_stops_gets_a_server(home: Path) -> None:
             assert fetch(pg, "SELECT answer FROM kept") == 42
 
 
+def test_it_does_not_stop_while_somebody_is_starting(home: Path) -> None:
+    with EmbeddedPostgres(home):
+        starting = try_lock(home / "mutex.lock", fcntl.LOCK_EX)
+        assert starting is not None
+    assert never(lambda: postmaster(home / "data") is None, within=0.8)
+    os.close(starting)
+    assert gone(home)
+
+
 def test_the_notice_is_logged_once_per_process_also_when_it_attaches(
     home: Path, user: Callable[..., User], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,20 +369,20 @@ def test_no_server_survives_the_death_of_supervisor_and_users(home: Path, user: 
     assert gone(home)
 
 
-def test_a_start_takes_over_from_a_server_without_supervisor(home: Path, user: Callable[..., User]) -> None:
-    one = user(home).started()
-    one.process.send_signal(signal.SIGSTOP)
-    server = server_pid(home)
-    os.kill(server, signal.SIGSTOP)  # so that it cannot follow its supervisor yet
-    os.kill(supervisor_pid(home), signal.SIGKILL)
-    one.kill()
-    another = user(home)
-    another.tell("start")
-    until(lambda: running(home, "supervisor.py"))
-    os.kill(server, signal.SIGCONT)
-    assert another.hear() == "started"
-    assert another.ask("SELECT answer FROM kept") == 42
-    assert server_pid(home) != server
+def test_a_start_takes_over_from_a_server_without_supervisor(home: Path) -> None:
+    pg = EmbeddedPostgres(home)
+    owner = (home / "data").stat()
+    switch: dict[str, Any] = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []} if ROOT else {}
+    orphan = subprocess.Popen(
+        [pg.info.binaries / "postgres", "-D", home / "data", "-k", home / "data", "-h", ""],
+        stderr=subprocess.DEVNULL,
+        **switch,
+    )
+    assert server_pid(home) == orphan.pid
+    with pg:
+        assert fetch(pg, "SELECT answer FROM kept") == 42
+        assert server_pid(home) != orphan.pid
+    assert orphan.wait(10) == 0
 
 
 def test_a_forked_process_does_not_keep_the_lease_of_its_parent(home: Path, user: Callable[..., User]) -> None:
@@ -411,19 +421,37 @@ def test_a_stale_pid_that_now_belongs_to_a_stranger_does_not_matter(
     stranger: str, home: Path, folder: Path, made: Path
 ) -> None:
     with EmbeddedPostgres(copied(made, folder / "other")) as other:
-        pid = os.getpid() if stranger == "a process" else server_pid(folder / "other")
+        others = server_pid(folder / "other")
+        pid = os.getpid() if stranger == "a process" else others
         noted = (folder / "other" / "data" / "postmaster.pid").read_text().split("\n", 1)[1]
         for note in (home / "data" / "postmaster.pid", home / "data" / ".s.PGSQL.5432.lock"):
             note.write_text(f"{pid}\n{noted}")
         with EmbeddedPostgres(home) as pg:
             assert fetch(pg, "SELECT answer FROM kept") == 42
         assert fetch(other, "SELECT answer FROM kept") == 42
+        assert server_pid(folder / "other") == others
 
 
 def test_a_server_whose_folder_was_taken_away_ends(home: Path, user: Callable[..., User]) -> None:
     user(home).started()
     home.rename(home.with_name("elsewhere"))
     assert gone(home.parent)
+
+
+def test_a_server_whose_folder_was_replaced_leaves_it_to_the_new_one(
+    home: Path, made: Path, user: Callable[..., User]
+) -> None:
+    user(home).started()
+    old = supervisor_pid(home)
+    os.kill(old, signal.SIGSTOP)  # so that it does not look before the new folder is there
+    home.rename(home.with_name("elsewhere"))
+    with EmbeddedPostgres(copied(made, home)) as pg:
+        new = server_pid(home)
+        os.kill(old, signal.SIGCONT)
+        until(lambda: old not in running(home.parent))
+        assert postmaster(home.with_name("elsewhere") / "data") is None
+        assert fetch(pg, "SELECT answer FROM kept") == 42
+        assert server_pid(home) == new
 
 
 # -- where it runs -------------------------------------------------------------------------------------------
@@ -494,13 +522,14 @@ def test_binaries_in_a_private_tree_are_copied_and_the_tree_stays_private(home: 
     package = find_binaries(None).path.parent.parent
     private = folder / "private"
     private.mkdir(mode=0o700)
-    for part in (package.name, f"{package.name}.libs"):
-        if (package.parent / part).exists():
-            subprocess.run(["cp", "-a", package.parent / part, private / part], check=True)
+    parts = [part for part in package.parent.iterdir() if part.name in (package.name, f"{package.name}.libs")]
+    for part in parts:
+        subprocess.run(["cp", "-a", part, private / part.name], check=True)
     pg = EmbeddedPostgres(home, pg_bin=private / find_binaries(None).path.relative_to(package.parent))
     copy = pg.info.binaries
     try:
         assert copy.is_relative_to("/var/lib/busload/binaries")
+        assert all((copy.parents[2] / part.name).is_dir() for part in parts)
         with pg:
             assert fetch(pg, "SELECT answer FROM kept") == 42
             assert Path(f"/proc/{server_pid(home)}/exe").readlink() == copy / "postgres"

@@ -192,7 +192,8 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
                 command.correlation_id,
                 command.task_key,
                 command.priority,
-                command.run_at,
+                # Long past means now; some zones put year 1 before the first one that comes back as a datetime.
+                None if command.run_at is None or command.run_at.year == 1 else command.run_at,
                 command.max_attempts,
             )
         )
@@ -268,7 +269,7 @@ def _problems_of(command: object, known_names: set[str], limits: InputLimits) ->
     if not isinstance(command, BatchCommand):
         return [Problem("INVALID_OPTION", "", f"found {_shown(command)}, wanted a BatchCommand")]
     problems: list[Problem] = []
-    if command.command_type not in known_names:
+    if not isinstance(command.command_type, str) or command.command_type not in known_names:
         problems = check_name(command.command_type, "command_type", limits)
         if not problems:
             known_names.add(command.command_type)
@@ -280,7 +281,7 @@ def _problems_of(command: object, known_names: set[str], limits: InputLimits) ->
         problems += check_uuid(command.correlation_id, "correlation_id")
     if command.task_key is not None:
         problems += check_text(command.task_key, "task_key", limits.task_key_bytes)
-    if command.priority != 0 or isinstance(command.priority, bool):
+    if type(command.priority) is not int or command.priority != 0:
         problems += check_number(command.priority, "priority", PRIORITIES)
     if command.max_attempts is not None:
         problems += check_number(command.max_attempts, "max_attempts", MAX_ATTEMPTS)

@@ -339,15 +339,11 @@ def _text_flaw(text: str) -> _Flaw | None:
 
 def _too_large(size: str, limits: PayloadLimits) -> _Flaw:
     found = f"The JSON takes {size} bytes, at most {limits.data_bytes:,}"
-    return _Flaw(
-        "TOO_LARGE", f"{found}; keep the data elsewhere and pass a reference to it.", limits.data_bytes
-    )
+    return _Flaw("TOO_LARGE", f"{found}; keep the data elsewhere and pass a reference to it.", limits.data_bytes)
 
 
 def _too_long(digits: str, most: int) -> _Flaw:
-    return _Flaw(
-        "NUMBER_TOO_LONG", f"A number of {digits} digits, at most {most:,}; pass it as a string.", most
-    )
+    return _Flaw("NUMBER_TOO_LONG", f"A number of {digits} digits, at most {most:,}; pass it as a string.", most)
 
 
 def _too_deep(limits: PayloadLimits) -> _Flaw:
@@ -409,7 +405,7 @@ def _parse_float(digits: str) -> Any:
         return _too_long(f"{len(digits):,}", _LONGEST - 1)
     number = float(digits)
     mantissa, _, exponent = digits.lower().partition("e")
-    size = int(exponent or 0)
+    size = float(exponent or 0)  # of any length, where int() would stop at 4300 digits
     lost = number == 0 and (size < -308 or mantissa.strip("-0."))
     if size > 308 or lost or not isfinite(number):
         return _Flaw("NUMBER_OUT_OF_RANGE", "A double cannot hold this number; pass it as a string.", 308)
@@ -417,9 +413,7 @@ def _parse_float(digits: str) -> Any:
 
 
 _LONGEST = 4301  # 4300 digits, as CPython reads them, and a sign
-_STRICT = json.JSONDecoder(
-    object_pairs_hook=_parse_object, parse_int=_parse_integer, parse_float=_parse_float
-)
+_STRICT = json.JSONDecoder(object_pairs_hook=_parse_object, parse_int=_parse_integer, parse_float=_parse_float)
 _WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
 
 
@@ -432,4 +426,4 @@ def _decode_long_integers(text: str) -> Any:
 
 
 def _undecodable(reason: str) -> Undecodable:
-    return Undecodable(f"The stored text cannot be read as JSON: {reason[:80]}")
+    return Undecodable(f"The stored text cannot be read as JSON: {reason}")

@@ -56,6 +56,24 @@ def async_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
     )
 
 
+def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
+    """The pool of a worker's own statements, so that handlers cannot starve them of connections.
+
+    They are few and always the same: each is prepared at once and planned once, since planning a claim anew takes as
+    long as running it.
+    """
+    return AsyncConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=max_size,
+        open=False,
+        kwargs=PARAMETERS | {"autocommit": True, "prepare_threshold": 0},
+        configure=_configure_engine,
+        check=_check_async,
+        name="busload-engine",
+    )
+
+
 def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection] | type[AsyncConnection]) -> None:
     """A caller's connection must be able to take part in a transaction; nothing has been written when this raises."""
     if not isinstance(conn, kinds):
@@ -71,6 +89,14 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
         )
 
 
+def about_to_begin(conn: Connection | AsyncConnection) -> bool:
+    """Whether the caller's transaction begins with its next statement.
+
+    It has to have one before ours: psycopg would take our block for the whole transaction, and commit it.
+    """
+    return not conn.autocommit and conn.info.transaction_status == TransactionStatus.IDLE
+
+
 def _configure(conn: Connection) -> None:
     _refuse_server(conn)
     row = conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')").fetchone()
@@ -81,6 +107,12 @@ async def _configure_async(conn: AsyncConnection) -> None:
     _refuse_server(conn)
     row = await (await conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')")).fetchone()
     _adapt(conn, row)
+
+
+async def _configure_engine(conn: AsyncConnection) -> None:
+    await _configure_async(conn)
+    if conn.prepare_threshold is not None:
+        await conn.execute("SET plan_cache_mode = force_generic_plan")
 
 
 def _refuse_server(conn: Connection | AsyncConnection) -> None:

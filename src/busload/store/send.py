@@ -29,6 +29,7 @@ class NewBatch:
     name: str | None
     custom_data: str | None
     on_complete: str | None
+    callback_id: UUID | None = None
 
     def columns(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("batch_id", "domain", "name", "custom_data", "on_complete")}
@@ -78,6 +79,10 @@ def create_batch(batch: NewBatch, commands: Sequence[NewCommand]) -> Plan[UUID]:
 
 
 def open_batch(batch: NewBatch) -> Plan[UUID]:
+    if batch.callback_id is not None:
+        ids = [batch.callback_id]
+        if (yield from execute(SQL.existing_commands, domain=batch.domain, command_ids=ids)):
+            raise DuplicateCommandError(batch.domain, ids)
     try:
         yield from execute(SQL.open_batch, **batch.columns())
     except pg.UniqueViolation:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 from uuid import UUID
 
-from busload.domain.execution import Transition
+from busload.domain.execution import COMPLETED, Transition
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
 
@@ -26,12 +28,12 @@ def settle(transitions: Sequence[Transition], *, now: float) -> Plan[set[int]]:
         leases=list(ordinals),
         ordinals=[ordinals[t.leased.lease.lease_id] for t in transitions],
         ids=[t.leased.id for t in transitions],
-        outcomes=[t.outcome for t in transitions],
+        outcomes=_column(transitions, "outcome", usual=COMPLETED),
         started_ago=[now - t.leased.started for t in transitions],
         finished_ago=[now - t.finished for t in transitions],
-        details=[t.details for t in transitions],
-        delays=[t.delay for t in transitions],
-        reasons=[t.reason for t in transitions],
+        details=_column(transitions, "details"),
+        delays=_column(transitions, "delay"),
+        reasons=_column(transitions, "reason"),
     )
     if rows[0][0] == len(transitions):
         return {t.leased.id for t in transitions}
@@ -41,3 +43,9 @@ def settle(transitions: Sequence[Transition], *, now: float) -> Plan[set[int]]:
         lease_ids=[t.leased.lease.lease_id for t in transitions],
     )
     return {id for (id,) in credited}
+
+
+def _column(transitions: Sequence[Transition], name: str, usual: str | None = None) -> list[Any]:
+    """The values of a column, or none at all if every one is the usual: unnest fills up what is missing."""
+    values = list(map(attrgetter(name), transitions))
+    return [] if values.count(usual) == len(values) else values

@@ -7,14 +7,18 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from busload.bus import CommandBus
+from psycopg_pool import AsyncConnectionPool
+
 from busload.domain.execution import Lease, Leased
 from busload.domain.payload import encode
+from busload.handlers import Handlers
 from busload.settings import WorkerSettings
 from busload.store import claim, rescue
+from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
 from busload.worker.execute import Executor
 from busload.worker.held import Held
+from busload.worker.settle import Settlement
 
 log = logging.getLogger("busload")
 
@@ -22,14 +26,17 @@ log = logging.getLogger("busload")
 class Claimer:
     def __init__(
         self,
-        bus: CommandBus,
+        pool: AsyncConnectionPool[AsyncConnection],
+        handlers: Handlers,
         executor: Executor,
+        settlement: Settlement,
         held: Held,
         domains: list[str],
         settings: WorkerSettings,
         worker: Callable[[], int],
     ) -> None:
-        self._bus, self._executor, self._held = bus, executor, held
+        self._pool, self._handlers = pool, handlers
+        self._executor, self._settlement, self._held = executor, settlement, held
         self._domains, self._settings, self._worker = domains, settings, worker
         self._unknown: set[tuple[str, str]] = set()
         self.found_nothing = False
@@ -41,13 +48,15 @@ class Claimer:
             return None  # a slot that comes free wakes the loop
         taken = await self._claim(limit)
         self.found_nothing = not taken.leased and not taken.contended
+        if self.found_nothing and self._executor.in_hand == 0:
+            self._settlement.flush_soon()  # no further result will join those that wait
         if taken.contended:
             return random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
         return 0 if len(taken.leased) >= limit else self._settings.poll_every.total_seconds()
 
     async def promote(self) -> float:
         """Make ready what is due; returns how long to wait for the next that will be."""
-        async with self._bus.pool.connection() as conn:
+        async with self._pool.connection() as conn:
             promotion = await perform_async(conn, claim.promote())
         if promotion.loads:
             return 0
@@ -55,7 +64,7 @@ class Claimer:
         return poll if promotion.next_due is None else max(0.001, min(poll, promotion.next_due))
 
     async def _claim(self, limit: int) -> claim.Claim:
-        async with self._bus.pool.connection() as conn:
+        async with self._pool.connection() as conn:
             taken = await perform_async(
                 conn,
                 claim.claim(
@@ -68,7 +77,7 @@ class Claimer:
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:
         """Give back what this worker has no handler for; it waits for one that has."""
-        find = self._bus.handlers.find
+        find = self._handlers.find
         unknown = [one for one in leased if find(one.lease.domain, one.command_type) is None]
         if not unknown:
             return leased
@@ -82,7 +91,7 @@ class Claimer:
                     one.command_type,
                     one.lease.domain,
                 )
-        async with self._bus.pool.connection() as conn:
+        async with self._pool.connection() as conn:
             for lease, commands in by_lease.items():
                 details = encode({"command_types": sorted({one.command_type for one in commands})})
                 pause = self._settings.no_handler_pause.total_seconds()

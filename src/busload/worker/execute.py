@@ -101,7 +101,6 @@ class Executor:
         self.in_hand -= 1
         if self.in_hand == 0:
             self._idle.set()
-            self._settlement.flush_soon()
         self._on_free()
 
     async def _run(self, leased: Leased) -> None:
@@ -161,6 +160,8 @@ class Executor:
                     raise Superseded("The handler outlived its time; what it wrote was rolled back.")
                 transaction.commit(self._settle_now(transition))
                 return None
+            except StopIteration as error:  # no future can carry it: the slot would never hear of it
+                raise RuntimeError("The handler raised StopIteration.") from error
             finally:
                 if context._transaction is not None:
                     context._transaction.rollback()

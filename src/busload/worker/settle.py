@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import psycopg
+from psycopg_pool import AsyncConnectionPool
 
-from busload.bus import CommandBus
 from busload.domain.execution import TROUBLESHOOTING, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
+from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
 from busload.worker.coalescer import Coalescer, CoalescerStats
 from busload.worker.held import Held
@@ -26,13 +27,13 @@ class Settlement:
 
     def __init__(
         self,
-        bus: CommandBus,
+        pool: AsyncConnectionPool[AsyncConnection],
         held: Held,
         settings: WorkerSettings,
         concurrency: int,
         on_settled: Callable[[], None],
     ) -> None:
-        self._bus, self._held, self._on_settled = bus, held, on_settled
+        self._pool, self._held, self._on_settled = pool, held, on_settled
         self._deadline = settings.deadline
         self._results: Coalescer[Transition] = Coalescer(
             self._flush,
@@ -59,7 +60,7 @@ class Settlement:
     async def _flush(self, transitions: Sequence[Transition]) -> None:
         """A lost answer is safe to repeat. A result that cannot be stored is found by halving, and parked alone."""
         try:
-            async with asyncio.timeout(self._deadline.total_seconds()), self._bus.pool.connection() as conn:
+            async with asyncio.timeout(self._deadline.total_seconds()), self._pool.connection() as conn:
                 credited = await perform_async(conn, settle.settle(transitions, now=time.monotonic()))
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             if len(transitions) > 1:

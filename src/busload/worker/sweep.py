@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 
-from busload.bus import CommandBus
+from psycopg_pool import AsyncConnectionPool
+
 from busload.store import rescue
+from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
 
 log = logging.getLogger("busload")
 
 
 class Sweep:
-    def __init__(self, bus: CommandBus, every: timedelta, worker: Callable[[], int]) -> None:
-        self._bus, self._every, self._worker = bus, every, worker
+    def __init__(self, pool: AsyncConnectionPool[AsyncConnection], every: timedelta, worker: Callable[[], int]) -> None:
+        self._pool, self._every, self._worker = pool, every, worker
 
     async def once(self) -> float:
-        async with self._bus.pool.connection() as conn:
+        async with self._pool.connection() as conn:
             async with conn.transaction():
                 returned = await perform_async(conn, rescue.rescue())
             async with conn.transaction():

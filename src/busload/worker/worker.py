@@ -23,6 +23,7 @@ from busload.domain.command import check_name, refuse
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
+from busload.store.connection import engine_pool
 from busload.store.listen import CANCEL, READY, AsyncListener
 from busload.store.plan import perform_async
 from busload.store.rescue import Renewal
@@ -35,6 +36,9 @@ from busload.worker.settle import Settlement
 from busload.worker.sweep import Sweep
 
 log = logging.getLogger("busload")
+
+ENGINE_CONNECTIONS = 4
+"""One each for claiming, settling, promoting and sweeping."""
 
 
 class Worker:
@@ -117,6 +121,7 @@ class _Running:
             await self._bus._check_schema()
             self._assemble()
             await asyncio.to_thread(self._heartbeat.start)
+            await self._pool.open()
         except BaseException:
             await self._leave()
             raise
@@ -131,6 +136,7 @@ class _Running:
         try:
             await self._stop()
         finally:
+            await self._pool.close()
             await self._leave()
 
     async def until_stopped(self) -> None:
@@ -165,9 +171,10 @@ class _Running:
         self._stopping = worker._stopping = asyncio.Event()
         self._hurry = worker._hurry = asyncio.Event()
         self._moved = asyncio.Event()
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS)
         self._held = Held()
         self._threads = ThreadBus(bus, worker.concurrency)
-        self._settlement = Settlement(bus, self._held, settings, worker.concurrency, self._moved.set)
+        self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._moved.set)
         self._executor = Executor(bus, self._threads, self._held, self._settlement, worker.concurrency, self._on_free)
         self._heartbeat = Heartbeat(
             bus.dsn,
@@ -178,8 +185,17 @@ class _Running:
             on_renewal=self._on_renewal,
             on_death=self._held.lose_all,
         )
-        self._claimer = Claimer(bus, self._executor, self._held, worker.domains, settings, self._number)
-        self._sweep = Sweep(bus, settings.sweep_every, self._number)
+        self._claimer = Claimer(
+            pool,
+            bus.handlers,
+            self._executor,
+            self._settlement,
+            self._held,
+            worker.domains,
+            settings,
+            self._number,
+        )
+        self._sweep = Sweep(pool, settings.sweep_every, self._number)
         self._claiming = Loop("Claiming", self._claimer.once)
         self._promoting = Loop("Promoting", self._claimer.promote)
         self._sweeping = Loop("Sweeping", self._sweep.once)
@@ -224,7 +240,7 @@ class _Running:
 
     async def _hand_back(self, lease_ids: Sequence[UUID]) -> None:
         """Leases of ours whose commands do not run here: the answer to a claim was lost, or we stop."""
-        async with self._bus.pool.connection() as conn:
+        async with self._pool.connection() as conn:
             returned = await perform_async(conn, rescue.release(list(lease_ids)))
         self._held.drop(lease_ids)
         if returned.commands:
@@ -241,7 +257,7 @@ class _Running:
         try:
             async with asyncio.timeout(self._settings.deadline.total_seconds()):
                 await self._hand_back(self._held.lease_ids)
-                async with self._bus.pool.connection() as conn:
+                async with self._pool.connection() as conn:
                     await perform_async(conn, rescue.retire(worker=self._number()))
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back what is left; others will take it when the lease ends: %s", error)

@@ -207,7 +207,8 @@ BEGIN
                         'created_at', done.created_at, 'started_at', done.started_at, 'completed_at', done.completed_at)) AS pair),
                c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts
           FROM json_to_record(done.on_complete) AS c (command_id uuid, command_type text, data json, correlation_id uuid,
-                                                     reply_to text, task_key text, priority smallint, max_attempts smallint);
+                                                     reply_to text, task_key text, priority smallint, max_attempts smallint)
+            ON CONFLICT ON CONSTRAINT command_once DO NOTHING;     -- somebody used the id meanwhile: no reason to hold the batch up
         INSERT INTO busload.queue (lo, hi, domain, priority, replies)
         SELECT id, id, domain, priority, reply_to IS NOT NULL FROM busload.command WHERE id = callback;
         PERFORM pg_notify('busload_ready', done.domain);
@@ -250,7 +251,7 @@ BEGIN
            failed_count             = b.failed_count + d.failed,
            canceled_count           = b.canceled_count + d.canceled,
            in_troubleshooting_count = b.in_troubleshooting_count + d.troubleshooting,
-           stalled_at               = CASE WHEN d.troubleshooting < 0 THEN NULL ELSE b.stalled_at END,
+           stalled_at               = CASE WHEN d.completed + d.canceled + d.troubleshooting < 0 THEN NULL ELSE b.stalled_at END,
            notified_at              = CASE WHEN b.notified_at < now() - interval '100 ms' THEN now() ELSE b.notified_at END
       FROM unnest(batches, completed, failed, canceled, troubleshooting) AS d (batch_id, completed, failed, canceled, troubleshooting)
      WHERE b.batch_id = d.batch_id;

@@ -1,0 +1,144 @@
+"""`busload batch`: how a person at a shell sees batches."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import click
+
+from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
+from busload.cli.output import as_json, counters, echo_json, facts, progress, table
+from busload.domain.batch import BatchMetadata, BatchStatus
+from busload.errors import BatchNotFoundError
+
+
+@click.group()
+def batch() -> None:
+    """Follow batches, and cancel them.
+
+    \b
+        busload batch ls --status IN_PROGRESS
+        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+    """
+
+
+@batch.command()
+@domain_option
+@click.option(
+    "--status", type=click.Choice([status.value for status in BatchStatus], case_sensitive=False), help="Only those."
+)
+@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True)
+@click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
+@as_json
+def ls(domain: str | None, status: str | None, limit: int, offset: int, as_json: bool) -> None:
+    """List batches, newest first.
+
+    \b
+        busload batch ls
+        busload batch ls --domain payments --status COMPLETED_WITH_FAILURES --limit 5
+        busload batch ls --json | jq -r '.[].batch_id'
+    """
+    with open_bus() as bus:
+
+        def ask(domain: str, *, limit: int, offset: int) -> list[BatchMetadata]:
+            return bus.list_batches(domain, status=status, limit=limit, offset=offset)
+
+        found = everywhere(bus, domain, ask, newest=lambda b: (b.created_at, b.batch_id), limit=limit, offset=offset)
+    if as_json:
+        echo_json(found)
+        return
+    columns = ("BATCH", "DOMAIN", "NAME", "STATUS", "TOTAL", "COMPLETED", "FAILED", "CANCELED", "TROUBLE", "CREATED")
+    rows = [(b.batch_id, b.domain, b.name, b.status, b.total_count, *counters(b).values(), b.created_at) for b in found]
+    table(columns, rows, nothing="There are no such batches.")
+
+
+@batch.command()
+@click.argument("batch_id", type=click.UUID)
+@domain_option
+@as_json
+def show(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Show how far a batch has come, and what happened to it.
+
+    \b
+        busload batch show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload batch show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .completed_count
+    """
+    with open_bus() as bus:
+        domain = domain_of_batch(bus, batch_id, domain)
+        found = bus.get_batch(domain, batch_id)
+        trail = bus.get_batch_audit_trail(domain, batch_id)
+    if found is None:
+        raise BatchNotFoundError(domain, batch_id)
+    if as_json:
+        echo_json({**_fields(found), "audit_trail": trail})
+        return
+    facts(
+        [
+            ("batch", found.batch_id),
+            ("domain", found.domain),
+            ("name", found.name),
+            ("custom data", found.custom_data),
+            ("status", found.status),
+            ("total", found.total_count),
+            *counters(found).items(),
+            ("remaining", found.remaining_count),
+            ("created", found.created_at),
+            ("started", found.started_at),
+            ("completed at", found.completed_at),
+        ]
+    )
+    click.echo()
+    rows = [(event.at, event.type, event.operator, event.details) for event in trail]
+    table(("AT", "EVENT", "OPERATOR", "DETAILS"), rows, nothing="Nothing has happened to it yet.")
+
+
+@batch.command()
+@click.argument("batch_id", type=click.UUID)
+@domain_option
+@as_json
+def watch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Follow a batch until it completes.
+
+    Ends with exit code 0 if every command completed, and with 1 if some failed or were canceled. With --json it prints
+    one JSON object per change, each on a line of its own.
+
+    \b
+        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 && echo all completed
+        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .completed_count
+    """
+    with open_bus() as bus:
+        seen = bus.watch_batch(domain_of_batch(bus, batch_id, domain), batch_id)
+        if as_json:
+            for found in seen:
+                echo_json(found)
+        else:
+            with progress() as show:
+                for found in seen:
+                    show(found)
+    if found.status != BatchStatus.COMPLETED:
+        raise click.exceptions.Exit(1)
+
+
+@batch.command()
+@click.argument("batch_id", type=click.UUID)
+@click.option("--reason", required=True, help="Why; it is kept in the audit trail.")
+@click.option("--operator", default=operator, show_default="your user name", help="Who; kept in the audit trail.")
+@domain_option
+@as_json
+def cancel(batch_id: UUID, reason: str, operator: str, domain: str | None, as_json: bool) -> None:
+    """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
+
+    \b
+        busload batch cancel 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --reason 'wrong price list'
+    """
+    with open_bus() as bus:
+        domain = domain_of_batch(bus, batch_id, domain)
+        canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
+    if as_json:
+        echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
+    else:
+        click.echo(f"Canceled {canceled:,} commands.")
+
+
+def _fields(batch: BatchMetadata) -> dict[str, object]:
+    return {name: getattr(batch, name) for name in batch.__dataclass_fields__}

@@ -1,0 +1,91 @@
+"""`busload command`: one command and all that happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+import click
+
+from busload.cli.database import domain_of_command, domain_option, open_bus
+from busload.cli.output import as_json, echo_json, facts, table
+from busload.domain.command import AuditEvent, CommandMetadata
+from busload.errors import CommandNotFoundError
+
+
+@click.group()
+def command() -> None:
+    """Look at one command and all that happened to it.
+
+    \b
+        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+    """
+
+
+@command.command()
+@click.argument("command_id", type=click.UUID)
+@domain_option
+@as_json
+def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Show a command and its audit trail: every attempt, every operator, oldest first.
+
+    \b
+        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.audit_trail[].type'
+    """
+    with open_bus() as bus:
+        domain = domain_of_command(bus, command_id, domain)
+        found, trail = bus.get_command(domain, command_id), bus.get_audit_trail(domain, command_id)
+    if found is None:
+        raise CommandNotFoundError(domain, command_id)
+    if as_json:
+        echo_json({**{name: getattr(found, name) for name in found.__dataclass_fields__}, "audit_trail": trail})
+        return
+    _print_command(found)
+    click.echo()
+    print_trail(trail)
+
+
+def print_trail(trail: Sequence[AuditEvent]) -> None:
+    """The audit trail as a table; the dashboard has the same columns."""
+    rows = [
+        (event.at, event.type, event.attempt, event.operator or event.worker, _said(event.details)) for event in trail
+    ]
+    table(("AT", "EVENT", "ATTEMPT", "BY", "DETAILS"), rows, nothing="Nothing has happened to it yet.")
+
+
+def _print_command(found: CommandMetadata) -> None:
+    error = ": ".join(
+        part for part in (found.last_error_type, found.last_error_code, found.last_error_message) if part is not None
+    )
+    facts(
+        [
+            ("command", found.command_id),
+            ("domain", found.domain),
+            ("type", found.command_type),
+            ("status", found.status),
+            ("data", found.data),
+            ("result", found.result),
+            ("last error", error or None),
+            ("batch", found.batch_id),
+            ("task key", found.task_key),
+            ("correlation", found.correlation_id),
+            ("reply to", found.reply_to),
+            ("priority", found.priority),
+            ("attempts", found.attempts),
+            ("max attempts", found.max_attempts),
+            ("run at", found.run_at),
+            ("created", found.created_at),
+            ("started", found.started_at),
+            ("finished", found.finished_at),
+            ("worker", found.worker),
+        ]
+    )
+
+
+def _said(details: object) -> object:
+    """An error in one line; anything else as it is."""
+    if isinstance(details, dict) and "message" in details:
+        code = details.get("code") or details.get("type")
+        return f"{code}: {details['message']}" if code else details["message"]
+    return details

@@ -1,0 +1,88 @@
+"""Which database a CLI command works on, and in which domain an id is."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+from uuid import UUID
+
+import click
+import psycopg
+
+from busload.bus import SyncCommandBus
+from busload.errors import DatabaseUnusable, InvalidOperationError
+from busload.settings import from_environment
+from busload.store import report
+from busload.store.connection import PARAMETERS
+from busload.store.embedded import EmbeddedPostgres
+
+T = TypeVar("T")
+
+domain_option = click.option("--domain", help="The domain to look in; default all.")
+
+
+class _ListOne(Protocol[T]):
+    def __call__(self, domain: str, *, limit: int, offset: int) -> list[T]: ...
+
+
+@contextmanager
+def open_bus() -> Iterator[SyncCommandBus]:
+    """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once."""
+    settings = from_environment()
+    if settings.database_url is not None:
+        reach(settings.database_url)
+        with SyncCommandBus(settings.database_url, settings=settings) as bus:
+            yield bus
+        return
+    with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:
+        click.echo(server.info.notice, err=True)
+        with SyncCommandBus(server.dsn(), settings=settings) as bus:
+            yield bus
+
+
+def reach(dsn: str) -> None:
+    """Fail at once and say why, where a pool would go on trying."""
+    try:
+        psycopg.connect(dsn, **PARAMETERS).close()
+    except psycopg.ProgrammingError:
+        # The reason is not shown: it quotes the text, and that may hold a password.
+        raise DatabaseUnusable(
+            "BUSLOAD_DATABASE_URL is no connection string; wanted e.g. postgresql://user@host:5432/database"
+        ) from None
+
+
+def everywhere(
+    bus: SyncCommandBus, domain: str | None, ask: _ListOne[T], *, newest: Callable[[T], Any], limit: int, offset: int
+) -> list[T]:
+    """A page of one domain or, without one, of all domains together, newest first."""
+    if domain is not None:
+        return ask(domain, limit=limit, offset=offset)
+    found = [one for each in bus._read(report.domains()) for one in ask(each, limit=limit + offset, offset=0)]
+    return sorted(found, key=newest, reverse=True)[offset : offset + limit]
+
+
+def domain_of_batch(bus: SyncCommandBus, batch_id: UUID, domain: str | None) -> str:
+    return domain or _only("batch", batch_id, bus._read(report.domains_of_batch(batch_id)))
+
+
+def domain_of_command(bus: SyncCommandBus, command_id: UUID, domain: str | None) -> str:
+    return domain or _only("command", command_id, bus._read(report.domains_of_command(command_id)))
+
+
+def operator() -> str:
+    """Who is at the shell; a user without a name goes by number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+def _only(noun: str, id: UUID, domains: Sequence[str]) -> str:
+    if not domains:
+        raise InvalidOperationError(f"There is no {noun} {id} in any domain. Check the id, and which database is used.")
+    if len(domains) > 1:
+        raise click.UsageError(f"{noun.capitalize()} {id} is in several domains: {', '.join(domains)}. Add --domain.")
+    return domains[0]

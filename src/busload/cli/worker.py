@@ -1,0 +1,303 @@
+"""`busload worker`: runs the commands of an application, in one process or several."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import click
+import msgspec
+
+from busload.bus import CommandBus, SyncCommandBus
+from busload.cli.database import reach
+from busload.settings import WorkerSettings
+from busload.worker import Worker
+
+log = logging.getLogger("busload")
+
+DEFAULTS = WorkerSettings()
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
+LEAVE_WITHIN = 2.0
+"""Seconds that threads of handlers have to end once everything was settled or handed back."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@click.command()
+@click.argument("application", metavar="MODULE:BUS")
+@click.option("--domains", metavar="D1,D2", help="Which domains to serve; default all that have handlers.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 100_000),
+    default=DEFAULTS.concurrency,
+    show_default=True,
+    help="How many commands a process runs at a time.",
+)
+@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 86_400),
+    default=DEFAULTS.grace.total_seconds(),
+    show_default=True,
+    metavar="SECONDS",
+    help="How long running commands may go on once the worker is told to stop.",
+)
+@click.option(
+    "--lease",
+    type=click.FloatRange(1, 86_400),
+    default=DEFAULTS.lease_for.total_seconds(),
+    show_default=True,
+    metavar="SECONDS",
+    help="After how much silence of a process others take over its commands.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="info",
+    show_default=True,
+)
+@click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
+@click.option("--parent", type=int, hidden=True, help="End when this process has ended.")
+def worker(
+    application: str,
+    domains: str | None,
+    concurrency: int,
+    processes: int,
+    grace: float,
+    lease: float,
+    log_level: str,
+    log_json: bool,
+    parent: int | None,
+) -> None:
+    """Run the commands of an application: BUS is the CommandBus in MODULE that its handlers are registered on.
+
+    On SIGTERM or Ctrl-C it stops claiming, lets running commands finish within the grace time, settles every result
+    and hands the rest back; a second signal does not wait. Exit code 0 says that nothing was left behind.
+
+    \b
+        busload worker app:bus
+        busload worker app:bus --domains payments,crm --concurrency 100 --processes 2
+    """
+    if parent is not None:
+        end_with(parent)
+    set_up_logging(log_level, as_json=log_json)
+    bus = load(application)
+    served = _domains(domains, bus, application)
+    settings = WorkerSettings(
+        concurrency=concurrency, lease_for=timedelta(seconds=lease), grace=timedelta(seconds=grace)
+    )
+    if bus._dsn is not None:
+        reach(bus._dsn)
+    if processes == 1:
+        _serve(Worker(bus, domains=served, settings=settings))
+        return
+    options = ["--domains", ",".join(served), "--concurrency", concurrency, "--grace", grace, "--lease", lease]
+    options += ["--log-level", log_level, *(["--log-json"] if log_json else [])]
+    with SyncCommandBus(bus._dsn, settings=bus.settings) as probe:
+        # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
+        probe._check_schema()
+        longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
+        code = asyncio.run(Processes(processes, [application, *map(str, options)], longest).run())
+    raise click.exceptions.Exit(code)
+
+
+def load(application: str) -> CommandBus | SyncCommandBus:
+    """The bus that `module:attribute` names, looked for in the current folder too, as `python -m` does."""
+    module_name, colon, path = application.partition(":")
+    if not module_name or not colon or not path:
+        raise click.BadParameter(f"found {application!r}, wanted e.g. app:bus", param_hint="MODULE:BUS")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        message = f"there is no module {error.name!r}, neither in {here} nor among the installed ones"
+        raise click.BadParameter(message, param_hint="MODULE:BUS") from None
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise click.BadParameter(f"{module_name!r} has no {path!r}", param_hint="MODULE:BUS")
+        found = getattr(found, name)
+    if not isinstance(found, CommandBus | SyncCommandBus):
+        message = f"{application!r} is a {type(found).__name__}, wanted a CommandBus or SyncCommandBus"
+        raise click.BadParameter(message, param_hint="MODULE:BUS")
+    if not found.handlers.domains:
+        message = f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)"
+        raise click.BadParameter(message, param_hint="MODULE:BUS")
+    given = os.environ.get("BUSLOAD_DATABASE_URL")
+    root = click.get_current_context().find_root()
+    if root.params.get("dsn") is not None and found._dsn != given:
+        message = f"{application!r} names a database of its own, which --dsn does not change"
+        raise click.BadParameter(message, param_hint="MODULE:BUS")
+    return found
+
+
+class Processes:
+    """Keeps some worker processes running, each a `busload worker` of its own, until it is told to stop."""
+
+    def __init__(self, count: int, arguments: Sequence[str], stop_within: timedelta) -> None:
+        self._count, self._arguments, self._stop_within = count, arguments, stop_within
+        self._running: set[asyncio.subprocess.Process] = set()
+
+    async def run(self) -> int:
+        """Return the exit code: 0 if every process that was told to stop has stopped cleanly."""
+        self._stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        clean = await asyncio.gather(*(self._keep_one() for _ in range(self._count)))
+        return 0 if all(clean) else 1
+
+    async def _keep_one(self) -> bool:
+        """One place for a process: whoever ends there without having been told to is replaced."""
+        pause = FIRST_PAUSE
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            process = await self._spawn()
+            code = await self._wait_for(process)
+            if self._stopping.is_set():
+                # Killed by our signal: it had not begun to serve, or had ended to.
+                return code in (0, -signal.SIGTERM)
+            pause = FIRST_PAUSE if time.monotonic() - began > 60 else pause
+            log.error("Worker process %d ended with %d, starting another in %.1f s", process.pid, code, pause)
+            await self._pause(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        # In a process group of its own, so that Ctrl-C at a terminal reaches it once: through us.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "busload.cli", "worker", *self._arguments, "--parent", str(os.getpid())),
+            process_group=0,
+        )
+        self._running.add(process)
+        log.info("Started worker process %d", process.pid)
+        if self._stopping.is_set():
+            process.terminate()
+        return process
+
+    async def _wait_for(self, process: asyncio.subprocess.Process) -> int:
+        """Its exit code; one that hangs after it was told to stop is killed."""
+        ended = asyncio.create_task(process.wait())
+        told = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        try:
+            async with asyncio.timeout(self._stop_within.total_seconds()):
+                code = await asyncio.shield(ended)
+        except TimeoutError:
+            log.error("Worker process %d did not stop in time and is killed", process.pid)
+            process.kill()
+            code = await ended
+        self._running.discard(process)
+        return code
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for process in self._running:
+            if process.returncode is None:
+                process.terminate()
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel tell this process to stop when its parent ends, however that ends. Only Linux can."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        raise click.ClickException(f"Process {parent}, which started this one, has ended.")
+
+
+def set_up_logging(level: str, *, as_json: bool) -> None:
+    """The library logs and leaves it to programs where that goes; this program writes it to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if as_json else logging.Formatter(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+_TEXT = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode(errors="replace")
+
+
+def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: str) -> list[str]:
+    if text is None:
+        return bus.handlers.domains
+    named = [name.strip() for name in text.split(",")]
+    unknown = [name for name in named if name not in bus.handlers.domains]
+    if unknown:
+        known = ", ".join(bus.handlers.domains)
+        message = f"{application!r} has no handler in {', '.join(map(repr, unknown))}, only in {known}"
+        raise click.BadParameter(message, param_hint="--domains")
+    return list(dict.fromkeys(named))
+
+
+def _serve(worker: Worker) -> None:
+    """Serve until told to stop, then end, also when a handler's thread never returns: its command was handed back."""
+    before, error = set(threading.enumerate()), None
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(worker.run())
+    except Exception as raised:
+        error = raised
+    finally:
+        _close(loop)
+    if _threads_left(before):
+        log.warning("Left behind threads whose handlers did not return; their commands were handed back")
+        if error is not None:
+            log.error("%s", error)
+        logging.shutdown()
+        os._exit(1 if error else 0)
+    if error is not None:
+        raise error
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """As `asyncio.run` does, but without waiting for threads."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+def _threads_left(before: set[threading.Thread]) -> bool:
+    """Whether threads remain that Python would wait for at its end, after a moment to finish."""
+    deadline = time.monotonic() + LEAVE_WITHIN
+    ours = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return any(thread.is_alive() for thread in ours)

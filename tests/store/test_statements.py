@@ -1,0 +1,209 @@
+"""Every statement we own, prepared by the servers we support; and the plans of the hot ones over a backlog."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.resources import files
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
+from busload.store import claim, rescue, settle
+from busload.store.plan import Plan, Statement, perform
+from busload.store.schema import migrate
+from busload.store.statements import statements
+from busload.testing import TestServer
+
+STORE = files("busload.store")
+SUBJECTS = sorted(file.name.removesuffix(".sql") for file in STORE.iterdir() if file.name.endswith(".sql"))
+OWNED = {
+    f"{subject}.{name}": text.decode() for subject in SUBJECTS for name, text in statements(subject).by_name.items()
+} | {
+    "migrate.lock": migrate.LOCK.decode(),
+    "migrate.exists": migrate.EXISTS.decode(),
+    "migrate.applied": migrate.APPLIED.decode(),
+    "migrate.record": migrate.RECORD.decode(),
+}
+PARAMETER = re.compile(r"%\((\w+)\)[sbt]")
+HOT = {"queue", "lease", "command", "execution", "batch", "scheduled"}
+BACKLOG = 100_000
+
+
+def as_prepared(text: str) -> tuple[str, list[str]]:
+    """A statement as the server sees it: `$1` for each parameter, and their names in that order."""
+    names = list(dict.fromkeys(PARAMETER.findall(text)))
+    numbered = PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", text)
+    return numbered.replace("%%", "%"), names
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_every_parameter_carries_its_cast(name: str) -> None:
+    assert re.findall(r"%\(\w+\)[sbt](?!::[a-z])", OWNED[name]) == []
+
+
+def test_the_server_prepares_every_statement(either_server: TestServer) -> None:
+    assert len(OWNED) > 30
+    refused = []
+    with either_server.database() as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        for name, text in OWNED.items():
+            if re.match(r"(--[^\n]*\n)*\s*COPY\b", text):
+                continue  # cannot be prepared; the tests that send commands run it
+            try:
+                conn.execute(f'PREPARE "{name}" AS {as_prepared(text)[0]}'.encode())
+            except psycopg.Error as error:
+                refused.append(f"{name}: {error}")
+    assert refused == []
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_python_asks_for_statements_that_exist_and_no_statement_is_left_over(subject: str) -> None:
+    code = "\n".join(file.read_text() for file in STORE.iterdir() if file.name.endswith(".py"))
+    own = STORE.joinpath(f"{subject}.py").read_text()
+    asked = set(re.findall(r"(?<![\w.])SQL\.(\w+)", own))
+    asked |= set(re.findall(rf"\b{subject}\.SQL\.(\w+)", code))
+    assert asked == set(statements(subject).by_name)
+
+
+# -- the plans --------------------------------------------------------------------------------------------------
+
+FILL = """
+    INSERT INTO busload.worker (name, domains, concurrency, lease_for)
+    SELECT 'w' || n, '{payments}', 10, '1 hour' FROM generate_series(1, 20) AS n;
+    INSERT INTO busload.batch (batch_id, domain, status, total_count, sealed_at)
+    SELECT gen_random_uuid(), 'payments', 'IN_PROGRESS', 1000, now() FROM generate_series(1, 5000);
+    SELECT setval('busload.load_number', 1000000);
+
+    -- the past: 200,000 commands that have ended
+    INSERT INTO busload.command (id, domain, command_id, command_type, data)
+    SELECT n / 1000 * 1024 + n % 1000, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(0, 199999) AS n;
+    INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at)
+    SELECT id, 1, 'COMPLETED', gen_random_uuid(), 1, now(), now() FROM busload.command;
+
+    -- the backlog: 100,000 single commands ready, and as many not due
+    INSERT INTO busload.command (id, domain, command_id, command_type, data)
+    SELECT (100000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 2 * %(backlog)s) AS n;
+    INSERT INTO busload.queue (lo, hi, domain)
+    SELECT (100000 + n) * 1024, (100000 + n) * 1024, 'payments' FROM generate_series(1, %(backlog)s) AS n;
+    INSERT INTO busload.scheduled (lo, hi, domain, run_at, reason)
+    SELECT (100000 + n) * 1024, (100000 + n) * 1024, 'payments', now() + n * interval '1 s', 'RUN_AT'
+      FROM generate_series(%(backlog)s + 1, 2 * %(backlog)s) AS n;
+
+    -- what runs: 2,000 leases of one, and a hundred of a batch each
+    INSERT INTO busload.command (id, domain, command_id, command_type, data)
+    SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 2000) AS n;
+    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
+    SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, (500000 + n) * 1024, (500000 + n) * 1024, 'payments',
+           (SELECT batch_id FROM busload.batch OFFSET n LIMIT 1), 0, 1, 0, 0, false, n %% 20 + 1, 1
+      FROM generate_series(1, 2000) AS n;
+    ANALYZE busload.worker; ANALYZE busload.batch; ANALYZE busload.command; ANALYZE busload.execution;
+    ANALYZE busload.queue; ANALYZE busload.scheduled; ANALYZE busload.lease;
+"""
+
+
+@pytest.fixture(scope="module", params=["18", "15"])
+def backlog(request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
+    """A connection to a database that holds a backlog; what a test does there is rolled back."""
+    server: TestServer = request.getfixturevalue("server" if request.param == "18" else "oldest_server")
+    with server.database() as dsn, psycopg.connect(dsn) as conn:
+        conn.execute((FILL.replace("%(backlog)s", str(BACKLOG)).replace("%%", "%")).encode())
+        conn.commit()
+        yield conn
+        conn.rollback()
+
+
+def leased_ones(conn: psycopg.Connection[Any], count: int) -> list[Leased]:
+    rows = conn.execute(
+        "SELECT lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes FROM busload.lease"
+        " WHERE hi > 512000000 ORDER BY hi LIMIT %s",
+        [count],
+    ).fetchall()
+    return [Leased(Lease(*row, None, 1), row[1], uuid4(), "Debit", None) for row in rows]  # type: ignore[arg-type]
+
+
+def settlement(leased: list[Leased]) -> Plan[set[int]]:
+    outcomes = [COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING]
+    transitions = [
+        Transition(one, outcomes[n % 3], "{}", delay=10.0, reason="PERMANENT" if n % 3 == 2 else None)
+        for n, one in enumerate(leased)
+    ]
+    return settle.settle(transitions, now=0.0)
+
+
+def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
+    one, *many = leased_ones(conn, 101)
+    ids: list[UUID] = [leased.lease.lease_id for leased in many]
+    return {
+        "claim": claim.claim(worker=1, domains=["payments"], limit=100),
+        "claim one of two domains": claim.claim(worker=1, domains=["payments", "crm"], limit=1),
+        "promote": claim.promote(),
+        "settle": settlement(many),
+        "settle one": settlement([one]),
+        "renew": rescue.renew(worker=1, settled=timedelta(seconds=20)),
+        "return_leases": rescue._return(ids, blame=True),
+        "return one": rescue._return([one.lease.lease_id], blame=False),
+    }
+
+
+def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if "Relation Name" in node:
+        yield node["Node Type"], node["Relation Name"]
+    for child in node.get("Plans", ()):
+        yield from scans(child)
+
+
+PLANS = ["claim", "claim one of two domains", "promote", "settle", "settle one", "renew", "return_leases", "return one"]
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+@pytest.mark.parametrize("name", PLANS)
+def test_with_a_backlog_of_100_000_the_hot_statements_use_their_indexes(
+    backlog: psycopg.Connection[Any], name: str, mode: str
+) -> None:
+    with backlog.transaction(force_rollback=True):
+        backlog.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+        statement = next(hot_plans(backlog)[name])
+        assert isinstance(statement, Statement)
+        text, names = as_prepared(statement.sql.decode())
+        backlog.execute(f"PREPARE hot AS {text}".encode())
+        try:
+            values = sql.SQL(", ").join(sql.Literal(statement.params[name]) for name in names)
+            call = sql.SQL("EXECUTE hot ({})").format(values) if names else sql.SQL("EXECUTE hot")
+            [(found,)] = backlog.execute(sql.SQL("EXPLAIN (FORMAT JSON) {}").format(call)).fetchall()
+        finally:
+            backlog.execute("DEALLOCATE hot")
+    read = list(scans(found[0]["Plan"]))
+    assert [table for kind, table in read if kind == "Seq Scan" and table in HOT] == []
+    assert any(table in HOT for _, table in read)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nor_do_their_triggers_read_a_hot_table_from_end_to_end(backlog: psycopg.Connection[Any], name: str) -> None:
+    """What EXPLAIN cannot show, because it happens inside functions: counted by the server while it runs."""
+    with backlog.transaction(force_rollback=True):
+        plan = hot_plans(backlog)[name]
+        before = seq_scans(backlog)
+        perform(backlog, plan)
+        assert {table: n - before[table] for table, n in seq_scans(backlog).items() if n > before[table]} == {}
+
+
+def seq_scans(conn: psycopg.Connection[Any]) -> dict[str, int]:
+    rows = conn.execute(
+        "SELECT relname, coalesce(seq_scan, 0) FROM pg_stat_xact_user_tables WHERE schemaname = 'busload'"
+    ).fetchall()
+    return {table: n for table, n in rows if table in HOT}
+
+
+def test_a_claim_of_a_hundred_reads_about_as_many_rows_of_the_backlog(backlog: psycopg.Connection[Any]) -> None:
+    with backlog.transaction(force_rollback=True):
+        reads = "SELECT sum(idx_tup_fetch + seq_tup_read) FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
+        before = backlog.execute(reads).fetchone()
+        taken = perform(backlog, claim.claim(worker=1, domains=["payments"], limit=100))
+        after = backlog.execute(reads).fetchone()
+        assert len(taken.leased) == 100
+        assert before is not None and after is not None and after[0] - before[0] <= 500
