@@ -2,8 +2,8 @@
 
     python examples/bulk_import.py
 
-The file is never held in memory: rows leave in checkpoints of 1,000, each a transaction of its own, and run at once. The
-batch cannot complete before it is sealed, which is when the `async with` block ends.
+The file is never held in memory: rows leave in checkpoints of 1,000, each a transaction of its own, and run at once.
+The batch cannot complete before it is sealed, which is when the `async with` block ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Be told when a batch completes: by a command that survives every crash, or by a function of this process.
 
-    python examples/callbacks.py
+python examples/callbacks.py
 """
 
 from __future__ import annotations

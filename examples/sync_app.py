@@ -20,10 +20,11 @@ bus = SyncCommandBus()
 @bus.handler("shop", "ShipOrder", timeout=30)
 def ship(command: Command, ctx: SyncHandlerContext) -> str:
     """A `def` handler runs in a thread, so it may block."""
-    time.sleep(0.01)
-    with ctx.transaction() as conn:
-        conn.execute("UPDATE orders SET shipped = true WHERE id = %s", [command.data["order"]])
-    return f"parcel-{command.data['order']}"
+    time.sleep(0.01)  # the carrier takes its time
+    parcel = f"parcel {command.data['order']}"
+    with ctx.transaction() as conn:  # the order is updated exactly if this command completes
+        conn.execute("UPDATE orders SET parcel = %s WHERE id = %s", [parcel, command.data["order"]])
+    return parcel
 
 
 def place_order(conn: psycopg.Connection, item: str, *, in_stock: bool) -> None:
@@ -39,9 +40,7 @@ def main() -> None:
     with bus, psycopg.connect(bus.dsn, autocommit=True) as conn:
         bus.migrate()
         conn.execute("DROP TABLE IF EXISTS orders")
-        conn.execute(
-            "CREATE TABLE orders (id integer GENERATED ALWAYS AS IDENTITY, item text, shipped boolean DEFAULT false)"
-        )
+        conn.execute("CREATE TABLE orders (id integer GENERATED ALWAYS AS IDENTITY, item text, parcel text)")
 
         place_order(conn, "a kettle", in_stock=True)
         place_order(conn, "a teapot", in_stock=True)
@@ -51,10 +50,9 @@ def main() -> None:
             print(f"Refused: {error}")
 
         # In an application this is another process: `busload worker examples.sync_app:bus`.
-        settled = asyncio.run(Worker(bus).drain())
-        print(f"{settled} commands ran")
-        for item, shipped in conn.execute("SELECT item, shipped FROM orders ORDER BY id"):
-            print(f"{item}: {'shipped' if shipped else 'waiting'}")
+        asyncio.run(Worker(bus).drain())
+        for item, parcel in conn.execute("SELECT item, parcel FROM orders ORDER BY id"):
+            print(f"{item}: shipped by {parcel}" if parcel else f"{item}: waits")
 
 
 if __name__ == "__main__":

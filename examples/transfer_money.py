@@ -2,8 +2,8 @@
 
     python examples/transfer_money.py
 
-The first attempt of every transfer moves the money and then fails. Its writes are rolled back with it, so the money moves
-once, on the second attempt. The same holds when the worker is killed: nothing of an unfinished attempt stays.
+The first attempt of every transfer moves the money and then fails. Its writes are rolled back with it, so the money
+moves once, on the second attempt. The same holds when the worker is killed: nothing of an unfinished attempt stays.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -13,27 +14,40 @@ import psycopg
 import pytest
 
 from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
+from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
 from tests.given import Database, Given
+
+RUN = "PYTEST_BUSLOAD_RUN"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the run; the processes it is spread over inherit the name."""
+    os.environ.setdefault(RUN, secrets.token_hex(4))
+
+
+def server_home(name: str = "server") -> Path:
+    """Where this run keeps a server: the same folder for all its processes, reachable for the server's own user."""
+    return Path(tempfile.gettempdir()) / f"busload-tests-{os.environ[RUN]}" / name
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[TestServer]:
     """One server for the whole run, also when it is spread over processes."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"alone-{os.getpid()}")
-    home = Path(tempfile.gettempdir()) / f"busload-tests-{run}"
-    home.mkdir(mode=0o755, exist_ok=True)
+    home = server_home()
+    home.mkdir(mode=0o755, parents=True, exist_ok=True)
     config = {"deadlock_timeout": "100ms", "log_lock_waits": "on", "max_connections": "300"}
     with TestServer(home, config=config) as server:
         yield server
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The last process to leave removes the folder; the server stops by itself."""
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        return
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"alone-{os.getpid()}")
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"busload-tests-{run}", ignore_errors=True)
+    """The process that leads the run leaves last: it stops the servers and removes their folders."""
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = server_home().parent
+        for home in folder.glob("*"):
+            EmbeddedPostgres(home).stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

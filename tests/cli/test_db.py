@@ -93,7 +93,7 @@ def test_psql_runs_on_the_embedded_server(run: Run, capfd: pytest.CaptureFixture
 def test_psql_runs_on_a_server_of_your_own(
     run: Run, server: EmbeddedPostgres, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    url = server.dsn("template1").replace("busload@", "busload:secret@")
+    url = server.dsn("template1").replace("postgres@", "postgres:secret@")
     result = run("psql", "-X", "-Atc", "SELECT current_database()", BUSLOAD_DATABASE_URL=url)
     assert capfd.readouterr().out == "template1\n"
     assert (result.exit_code, result.stderr) == (0, "")

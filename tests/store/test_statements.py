@@ -74,9 +74,9 @@ def test_python_asks_for_statements_that_exist_and_no_statement_is_left_over(sub
 
 FILL = """
     INSERT INTO busload.worker (name, domains, concurrency, lease_for)
-    SELECT 'w' || n, '{payments}', 10, '1 hour' FROM generate_series(1, 20) AS n;
+    SELECT 'w' || n, '{payments}', 100, '1 hour' FROM generate_series(1, 500) AS n;
     INSERT INTO busload.batch (batch_id, domain, status, total_count, sealed_at)
-    SELECT gen_random_uuid(), 'payments', 'IN_PROGRESS', 1000, now() FROM generate_series(1, 5000);
+    SELECT gen_random_uuid(), 'payments', 'IN_PROGRESS', 1000, now() FROM generate_series(1, 20000);
     SELECT setval('busload.load_number', 1000000);
 
     -- the past: 200,000 commands that have ended
@@ -94,13 +94,14 @@ FILL = """
     SELECT (100000 + n) * 1024, (100000 + n) * 1024, 'payments', now() + n * interval '1 s', 'RUN_AT'
       FROM generate_series(%(backlog)s + 1, 2 * %(backlog)s) AS n;
 
-    -- what runs: 2,000 leases of one, and a hundred of a batch each
+    -- what runs: 500 workers with a hundred leases each
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
-    SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 2000) AS n;
+    SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 50000) AS n;
     INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
     SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, (500000 + n) * 1024, (500000 + n) * 1024, 'payments',
-           (SELECT batch_id FROM busload.batch OFFSET n LIMIT 1), 0, 1, 0, 0, false, n %% 20 + 1, 1
-      FROM generate_series(1, 2000) AS n;
+           batch_id, 0, 1, 0, 0, false, n %% 500 + 1, 1
+      FROM generate_series(1, 50000) AS n
+      JOIN (SELECT batch_id, row_number() OVER () - 1 AS place FROM busload.batch) AS b ON place = n %% 20000;
     ANALYZE busload.worker; ANALYZE busload.batch; ANALYZE busload.command; ANALYZE busload.execution;
     ANALYZE busload.queue; ANALYZE busload.scheduled; ANALYZE busload.lease;
 """

@@ -119,7 +119,7 @@ class EmbeddedPostgres:
 
     def dsn(self, database: str = "busload") -> str:
         host = quote(str(self._sockets))
-        return f"postgresql://busload@/{quote(database, safe='')}?host={host}&port=5432"
+        return f"postgresql://postgres@/{quote(database, safe='')}?host={host}&port=5432"
 
     def close(self) -> None:
         """Give up the lease. If it was the last one the server stops by itself; this does not wait for it."""

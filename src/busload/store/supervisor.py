@@ -214,7 +214,7 @@ class Supervisor:
         if self._server.uid is not None and self._server.gid is not None:
             os.chown(fresh, self._server.uid, self._server.gid)
         initdb = self._start(
-            "initdb", "-D", fresh, "-U", "busload", "--auth-local=trust", "--auth-host=reject",
+            "initdb", "-D", fresh, "-U", "postgres", "--auth-local=trust", "--auth-host=reject",
             "--encoding=UTF8", "--locale=C", "--data-checksums",
         )  # fmt: skip
         if initdb.wait() != 0:

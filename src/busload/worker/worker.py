@@ -73,8 +73,8 @@ class Worker:
 
     async def run(self) -> None:
         """Work until told to stop."""
-        async with _Running(self) as running:
-            with self._signals():
+        with self._signals():  # also while it starts and stops: a second signal hurries
+            async with _Running(self) as running:
                 await running.until_stopped()
 
     async def drain(self) -> int:
@@ -115,9 +115,11 @@ class _Running:
 
     async def __aenter__(self) -> Self:
         self._refuse_domains()
+        self._stopping = self._worker._stopping = asyncio.Event()
+        self._hurry = self._worker._hurry = asyncio.Event()
         self._opened_bus = self._bus._pool is None
-        await self._bus.open()
         try:
+            await self._bus.open()
             await self._bus._check_schema()
             self._assemble()
             await asyncio.to_thread(self._heartbeat.start)
@@ -168,8 +170,6 @@ class _Running:
 
     def _assemble(self) -> None:
         worker, settings, bus = self._worker, self._settings, self._bus
-        self._stopping = worker._stopping = asyncio.Event()
-        self._hurry = worker._hurry = asyncio.Event()
         self._moved = asyncio.Event()
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS)
         self._held = Held()
@@ -202,9 +202,9 @@ class _Running:
         self._listener = AsyncListener(bus.dsn, [READY, CANCEL], self._hear)
 
     async def _leave(self) -> None:
-        self._worker._stopping = self._worker._hurry = None
         if self._opened_bus:
             await self._bus.close()
+        self._worker._stopping = self._worker._hurry = None
 
     async def _wait_for_a_move(self) -> None:
         try:

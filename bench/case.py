@@ -1,0 +1,145 @@
+"""One measurement, in a process of its own: `python -m bench.case measure busload/create DSN 20000`.
+
+`prepare` fills the database before the clock runs, `measure` prints what it found as a line of JSON, and `work` is a
+helper process that a measurement starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import statistics
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Extent = Literal["size", "sends", "samples", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run took. CPU is None where the server's processes cannot be seen."""
+
+    count: int
+    seconds: float
+    client_cpu: float
+    server_cpu: float | None
+    latencies: Sequence[float] = field(default=(), repr=False)
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something to measure. `extent` says which number of the run's it is given, `most` how much it can bear.
+
+    `prepare` and `measure` are called with the DSN of a fresh database, with busload's schema if `migrated`.
+    """
+
+    subject: str
+    metric: str
+    title: str
+    measure: Callable[[str, int], Awaitable[Measured]]
+    prepare: Callable[[str, int], Awaitable[None]] | None = None
+    work: Callable[[str, int], Awaitable[None]] | None = None
+    migrated: bool = True
+    extent: Extent = "size"
+    most: int | None = None
+    needs: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.subject}/{self.metric}"
+
+    @property
+    def possible(self) -> bool:
+        """Whether the packages it needs are installed."""
+        return all(importlib.util.find_spec(name) for name in self.needs)
+
+
+class Helper:
+    """A process that works for a measurement: it says lines, and ends when its input does."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._in, self._out = process, process.stdin, process.stdout
+
+    async def hear(self, timeout: float = 60) -> str:
+        async with asyncio.timeout(timeout):
+            line = await self._out.readline()
+        if not line:
+            raise RuntimeError(f"A helper process ended early, with exit code {await self._process.wait()}.")
+        return line.decode().strip()
+
+    def say(self, line: str) -> None:
+        self._in.write(f"{line}\n".encode())
+
+
+@asynccontextmanager
+async def helpers(key: str, dsn: str, size: int, count: int = 1) -> AsyncIterator[list[Helper]]:
+    """Start `count` processes that run the `work` of a case; they are told to end afterwards."""
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "bench.case", "work", key, dsn, str(size)]
+    processes = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(count)]
+    try:
+        yield [Helper(process) for process in processes]
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            try:
+                async with asyncio.timeout(30):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def heard() -> str:
+    """In a helper: the next line of its input, or "" when it should end."""
+    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+
+
+def say(line: object) -> None:
+    """In a helper: a line to the measurement."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def main(phase: str, key: str, dsn: str, size: str) -> None:
+    from bench import cases
+
+    [case] = [case for case in cases.ALL if case.key == key]
+    if phase == "prepare":
+        assert case.prepare is not None
+        asyncio.run(_run(case.prepare, dsn, int(size)))
+    elif phase == "work":
+        assert case.work is not None
+        asyncio.run(_run(case.work, dsn, int(size)))
+    else:
+        say(json.dumps(asdict(asyncio.run(_measure(case, dsn, int(size))))))
+
+
+async def _run(function: Callable[[str, int], Awaitable[None]], dsn: str, size: int) -> None:
+    await function(dsn, size)
+
+
+async def _measure(case: Case, dsn: str, size: int) -> Measured:
+    return await case.measure(dsn, size)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

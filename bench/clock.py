@@ -1,0 +1,79 @@
+"""Wall time and CPU time of a stretch of work, on both sides of the connection.
+
+On a machine that others use too, CPU seconds are the steadier figure: they say what a command costs, not how long it
+had to wait for a processor.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Lap:
+    seconds: float = 0.0
+    client_cpu: float = 0.0
+    server_cpu: float | None = None
+
+
+@contextmanager
+def timed(dsn: str) -> Iterator[Lap]:
+    """Measure the block, right after a checkpoint so that every run meets the same WAL traffic."""
+    server = settle_down(dsn)
+    gc.collect()
+    lap = Lap()
+    client_cpu, server_cpu, began = _cpu_of_family(os.getpid()), _server_cpu(server), time.perf_counter()
+    yield lap
+    lap.seconds = time.perf_counter() - began
+    lap.client_cpu = (_cpu_of_family(os.getpid()) or 0.0) - (client_cpu or 0.0)
+    after = _server_cpu(server)
+    if server_cpu is not None and after is not None:
+        lap.server_cpu = after - server_cpu
+
+
+def settle_down(dsn: str) -> int | None:
+    """Write out what earlier work left behind, and say which process is the server's, if it runs here."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("CHECKPOINT")
+        try:
+            return int(_stat(conn.info.backend_pid)[1])
+        except OSError:
+            return None
+
+
+def _server_cpu(postmaster: int | None) -> float | None:
+    return None if postmaster is None else _cpu_of_family(postmaster)
+
+
+def _cpu_of_family(pid: int) -> float | None:
+    """CPU seconds of a process, its living children and those it has buried."""
+    try:
+        ticks = sum(map(int, _stat(pid)[11:15]))
+        for child in _children(pid):
+            try:
+                ticks += sum(map(int, _stat(child)[11:15]))
+            except OSError:
+                continue  # it ended just now
+    except OSError:
+        return None
+    return ticks / TICK
+
+
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name of the program, which may hold anything: state, parent, …, user and system time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,165 @@
+"""What busload does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from functools import partial
+from typing import Any
+
+import psycopg
+
+from bench.case import Case, Measured, heard, helpers, say
+from bench.clock import timed
+from busload import BatchCommand, Command, CommandBus, HandlerContext, Worker
+
+DOMAIN = "bench"
+WARM_UP = 20
+
+
+def commands(count: int) -> list[BatchCommand]:
+    return [BatchCommand("Nothing", data={"n": n}) for n in range(count)]
+
+
+async def nothing(command: Command, ctx: HandlerContext) -> None:
+    """The handler of every drain: what is left is the price of the bus."""
+
+
+async def fill(dsn: str, size: int) -> None:
+    async with CommandBus(dsn) as bus:
+        await bus.create_batch(DOMAIN, commands(size))
+
+
+async def create(dsn: str, size: int) -> Measured:
+    batch = commands(size)
+    async with CommandBus(dsn) as bus:
+        await bus.list_batches(DOMAIN)  # connected, and the schema is checked
+        with timed(dsn) as lap:
+            await bus.create_batch(DOMAIN, batch)
+    expect(dsn, "SELECT count(*) FROM busload.command", size)
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+
+
+async def drain(dsn: str, size: int, *, concurrency: int | None = None) -> Measured:
+    async with CommandBus(dsn) as bus:
+        bus.handler(DOMAIN, "Nothing")(nothing)
+        worker = Worker(bus, concurrency=concurrency)
+        with timed(dsn) as lap:
+            settled = await worker.drain()
+    assert settled == size, f"settled {settled} of {size}"
+    expect_completed(dsn)
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+
+
+async def drain_together(dsn: str, size: int) -> Measured:
+    async with helpers("busload/drain-2", dsn, size, count=2) as both:
+        for helper in both:
+            assert await helper.hear() == "ready"
+        with timed(dsn) as lap:
+            for helper in both:
+                helper.say("go")
+            settled = [int(await helper.hear(600)) for helper in both]
+    assert sum(settled) == size, f"settled {settled} of {size}"
+    expect_completed(dsn)
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+
+
+async def drain_when_told(dsn: str, size: int) -> None:
+    async with CommandBus(dsn) as bus:
+        bus.handler(DOMAIN, "Nothing")(nothing)
+        await bus.list_batches(DOMAIN)
+        say("ready")
+        if await heard():
+            say(await Worker(bus).drain())
+
+
+async def send(dsn: str, size: int, *, senders: int = 1) -> Measured:
+    async with CommandBus(dsn) as bus:
+        for _ in range(WARM_UP):
+            await bus.send(DOMAIN, "Nothing", {"n": 0})
+        numbers = iter(range(size))
+
+        async def sender() -> None:
+            for n in numbers:
+                await bus.send(DOMAIN, "Nothing", {"n": n})
+
+        with timed(dsn) as lap:
+            await asyncio.gather(*(sender() for _ in range(senders)))
+    expect(dsn, "SELECT count(*) FROM busload.command", size + WARM_UP)
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+
+
+async def latency(dsn: str, samples: int) -> Measured:
+    """From the call of `send` to the first line of the handler in another process that had nothing to do."""
+    async with helpers("busload/latency", dsn, samples) as [worker], CommandBus(dsn) as bus:
+
+        async def once() -> float:
+            began = time.monotonic()
+            await bus.send(DOMAIN, "Stamp", None)
+            return float(await worker.hear()) - began
+
+        return await latencies(dsn, samples, once)
+
+
+async def latencies(dsn: str, samples: int, once: Any) -> Measured:
+    """Send one at a time, with a pause in which both sides come to rest."""
+    for _ in range(WARM_UP):
+        await once()
+    taken = []
+    with timed(dsn) as lap:
+        for _ in range(samples):
+            await asyncio.sleep(random.uniform(0.005, 0.015))
+            taken.append(await once())
+    return Measured(samples, lap.seconds, lap.client_cpu, lap.server_cpu, taken)
+
+
+async def stamp_until_told(dsn: str, size: int) -> None:
+    async def stamp(command: Command, ctx: HandlerContext) -> None:
+        say(time.monotonic())
+
+    async with CommandBus(dsn) as bus:
+        bus.handler(DOMAIN, "Stamp")(stamp)
+        bus.handler(DOMAIN, "Nothing")(nothing)
+        worker = Worker(bus)
+        running = asyncio.create_task(worker.run())
+        await heard()
+        worker.stop()
+        await running
+
+
+async def batch_with_callback(dsn: str, size: int) -> Measured:
+    """From the call of `create_batch` to the first line of its durable callback, with one idle worker process."""
+    batch = commands(size)
+    async with helpers("busload/batch", dsn, size) as [worker], CommandBus(dsn) as bus:
+        await bus.send(DOMAIN, "Stamp", None)
+        await worker.hear()
+        await asyncio.sleep(0.3)
+        with timed(dsn) as lap:
+            began = time.monotonic()
+            await bus.create_batch(DOMAIN, batch, on_complete=BatchCommand("Stamp"))
+            seconds = float(await worker.hear(600)) - began
+    return Measured(size, seconds, lap.client_cpu, lap.server_cpu)
+
+
+def expect_completed(dsn: str) -> None:
+    expect(dsn, "SELECT count(*) FROM busload.batch WHERE status <> 'COMPLETED'", 0)
+
+
+def expect(dsn: str, query: str, wanted: int) -> None:
+    """A run that lost something has no rate."""
+    with psycopg.connect(dsn) as conn:
+        [[found]] = conn.execute(query.encode()).fetchall()
+    assert found == wanted, f"{query}: found {found}, wanted {wanted}"
+
+
+CASES = [
+    Case("busload", "create", "create_batch", create),
+    Case("busload", "drain", "drain, concurrency 100", drain, prepare=fill),
+    Case("busload", "drain-1000", "drain, concurrency 1,000", partial(drain, concurrency=1000), prepare=fill),
+    Case("busload", "drain-2", "drain, 2 processes", drain_together, prepare=fill, work=drain_when_told),
+    Case("busload", "send", "send, one after the other", send, extent="sends"),
+    Case("busload", "send-10", "send, ten at a time", partial(send, senders=10), extent="sends"),
+    Case("busload", "latency", "send to start", latency, work=stamp_until_told, extent="samples"),
+    Case("busload", "batch", "batch with callback", batch_with_callback, work=stamp_until_told, extent="batch"),
+]

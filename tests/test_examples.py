@@ -1,0 +1,231 @@
+"""What the README, the docs and the examples show really runs, and what they name really exists.
+
+In a page, `<!-- run -->` above a fenced `python` or `sql` block has it run, all blocks of a page in order and on one
+fresh database. Python blocks share their names and may `await` at the top, as at the prompt of `python -m asyncio`.
+`<!-- prints -->` above a `text` block compares it with what was printed since the last one; `…` stands for anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import psycopg
+import pytest
+
+import busload
+from busload.settings import VARIABLES, Settings, WorkerSettings
+from busload.testing import TestServer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+EXPECTED = {
+    "bulk_import.py": ["COMPLETED_WITH_FAILURES     5000 of   5000, 5 failed", "Contact 1000: BAD_EMAIL, …"],
+    "callbacks.py": [
+        "Mail to cfo@example.com: March is COMPLETED, 100 pages",
+        "This process hears: April is COMPLETED",
+    ],
+    "operators.py": [
+        "IN_PROGRESS: 1 completed, 4 wait for a person",
+        "  A-5 EXHAUSTED after 2: The bank did not answer.",
+        "COMPLETED_WITH_FAILURES: 3 completed, 2 canceled",
+        "  OPERATOR_RETRIED by rosa",
+    ],
+    "quickstart.py": [
+        "Monthly billing: COMPLETED, 1000 of 1000 completed",
+        "The first one: COMPLETED, attempt 1, result {'debited': 10}",
+    ],
+    "sync_app.py": ["Refused: a samovar is out of stock", "a kettle: shipped by …", "a teapot: shipped by …"],
+    "transfer_money.py": ["20 transfers, each tried twice", "alice has 900, bob has 100, 20 receipts"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page: its language, the mark above it, and the line it begins on."""
+
+    language: str
+    mark: str
+    text: str
+    line: int
+
+
+FENCE = re.compile(r"(?:^<!-- (\w+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in FENCE.finditer(text):
+        line = text.count("\n", 0, found.start(3)) + 1
+        yield Block(found[2], found[1] or "", found[3], line)
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_block_marked_to_run_does(page: Path, dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    with asyncio.Runner() as runner, psycopg.connect(dsn, autocommit=True) as conn:
+        for block in blocks(page):
+            if block.mark == "run" and block.language == "python":
+                with contextlib.redirect_stdout(printed):
+                    run_python(block, page, names, runner)
+            elif block.mark == "run" and block.language == "sql":
+                conn.execute(block.text.encode())
+            elif block.mark == "prints":
+                assert matches(block.text, printed.getvalue()), f"{page.name}:{block.line}\n{printed.getvalue()}"
+                printed = io.StringIO()
+            else:
+                assert block.mark == "", f"{page.name}:{block.line} is marked {block.mark!r} and cannot run"
+
+
+def run_python(block: Block, page: Path, names: dict[str, Any], runner: asyncio.Runner) -> None:
+    source = "\n" * (block.line - 1) + block.text  # so that a traceback names the line of the page
+    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    if code.co_flags & inspect.CO_COROUTINE:
+        runner.run(eval(code, names))
+    else:
+        exec(code, names)
+
+
+def matches(expected: str, found: str) -> bool:
+    pattern = ".*?".join(re.escape(part) for part in expected.strip().split("…"))
+    return re.fullmatch(pattern, found.strip()) is not None
+
+
+@pytest.mark.parametrize("page", PROSE, ids=names(PROSE))
+def test_every_python_block_is_python(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, f"{page.name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=names(EXAMPLES))
+def test_every_example_ends_by_itself_and_says_what_it_should(example: Path, dsn: str) -> None:
+    environment = {**os.environ, "BUSLOAD_DATABASE_URL": dsn, "PYTHONWARNINGS": "error"}
+    ran = subprocess.run(
+        [sys.executable, str(example)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    for expected in EXPECTED[example.name]:
+        assert any(matches(expected, line) for line in lines), f"{expected!r} is not in:\n{ran.stdout}"
+
+
+def test_every_example_is_short_and_expected() -> None:
+    assert {path.name for path in EXAMPLES} == EXPECTED.keys()
+    assert not [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 80]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=names(PROSE))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings get: lower case, without punctuation, words joined by dashes."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_site_has_every_page() -> None:
+    nav = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert nav == {page.name for page in PAGES[1:]}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference.md").read_text()
+    assert not [name for name in busload.__all__ if f"`{name}" not in text]
+
+
+def test_the_reference_has_every_public_method() -> None:
+    text = (ROOT / "docs/reference.md").read_text()
+    for kind in (busload.CommandBus, busload.OpenBatch, busload.Worker, busload.HandlerContext, busload.Coalescer):
+        missing = [name for name in dir(kind) if not name.startswith("_") and f"{name}" not in text]
+        assert not missing, kind.__name__
+
+
+def test_the_docs_have_every_setting_with_its_default() -> None:
+    text = (ROOT / "docs/workers.md").read_text()
+    for field in dataclasses.fields(WorkerSettings):
+        assert f"| `{field.name}` | {for_people(field.default)} |" in text, field.name
+    text = (ROOT / "docs/production.md").read_text()
+    for field in dataclasses.fields(Settings):
+        assert f"| `{field.name}` |" in text, field.name
+    text = (ROOT / "docs/reference.md").read_text()
+    assert not [name for name in VARIABLES if f"`{name}`" not in text]
+
+
+def for_people(default: object) -> str:
+    if isinstance(default, timedelta):
+        seconds = default.total_seconds()
+        return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+    return f"{default:,}" if isinstance(default, int) else str(default)
+
+
+def test_the_docs_have_every_code_of_a_refusal() -> None:
+    text = (ROOT / "docs/sending.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "src/busload").rglob("*.py"))
+    codes = set(re.findall(r"""(?:Problem|_Flaw)\(\s*"([A-Z][A-Z0-9_]+)",""", source))
+    assert len(codes) > 15
+    assert not [code for code in codes if f"`{code}`" not in text]
+
+
+def test_the_reference_has_every_cli_command_and_the_docs_no_other() -> None:
+    from busload.cli import main
+
+    known = set(paths_of(main, ()))
+    reference = (ROOT / "docs/reference.md").read_text()
+    assert not [path for path in known if f"busload {' '.join(path)}" not in reference]
+    for page in PROSE:
+        for line in re.findall(r"(?:^|`|\$ |\| )busload ([a-z]+(?: [a-z]+)?)", page.read_text(), re.MULTILINE):
+            words = tuple(line.split())
+            assert words in known or words[:1] in known, f"{page.name} says `busload {line}`"
+
+
+def paths_of(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from paths_of(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_a_server_of_ones_own_is_what_the_testing_page_says(server: TestServer) -> None:
+    """The fixture to copy is a block that cannot run here: it would start a second server."""
+    fixture = next(block for block in blocks(ROOT / "docs/testing.md") if "TestServer(" in block.text)
+    assert "def database_url" in fixture.text
+    with server.database(migrated=False) as dsn, psycopg.connect(dsn) as conn:
+        assert conn.execute("SELECT to_regnamespace('busload')").fetchone() == (None,)
