@@ -114,7 +114,9 @@ async def statements(dsn: str, size: int, *, limit: int) -> Measured:
     """busload's own claim and settle, one after the other and without handlers: all that a drain could save is Python."""
     done = 0
     with psycopg.connect(dsn, autocommit=True, **PARAMETERS) as conn:
-        worker = perform(conn, rescue.register(name="bench", domains=[DOMAIN], concurrency=limit, lease_for=timedelta(minutes=5)))
+        worker = perform(
+            conn, rescue.register(name="bench", domains=[DOMAIN], concurrency=limit, lease_for=timedelta(minutes=5))
+        )
         with timed(dsn) as lap:
             while found := _claim_and_settle(conn, worker, limit):
                 done += found
@@ -135,9 +137,7 @@ def _claim_and_settle(conn: Connection, worker: int, limit: int) -> int:
 
 async def insert(dsn: str, size: int) -> Measured:
     """One row per statement and commit, into a table indexed as ours."""
-    rows = [
-        (n, DOMAIN, command_id, "Nothing", f'{{"n":{n}}}') for n, command_id in enumerate(new_ids(size))
-    ]
+    rows = [(n, DOMAIN, command_id, "Nothing", f'{{"n":{n}}}') for n, command_id in enumerate(new_ids(size))]
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute(COMMAND_COPY)
         with timed(dsn) as lap:
@@ -188,7 +188,13 @@ CASES = [
     Case("limit", "create", "COPY into the same table", copy),
     Case("limit", "drain", "bare claim and complete, 1,000 at a time", claim_and_complete, prepare=fill_bare),
     Case("statements", "drain", "busload's statements, 100 at a time", partial(statements, limit=100), prepare=fill),
-    Case("statements", "drain-1000", "busload's statements, 1,000 at a time", partial(statements, limit=1000), prepare=fill),
+    Case(
+        "statements",
+        "drain-1000",
+        "busload's statements, 1,000 at a time",
+        partial(statements, limit=1000),
+        prepare=fill,
+    ),
     Case("limit", "send", "INSERT and commit", insert, extent="sends"),
     Case("limit", "latency", "INSERT with NOTIFY", notify, work=listen_until_told, extent="samples"),
 ]

@@ -89,18 +89,6 @@ class Database:
             assert not self.rows(query), name
 
 
-async def eventually(look: Callable[[], Any], within: float = 10.0) -> Any:
-    """What `look` returns, awaited if it has to be, once that is true; the test fails if it never is."""
-    async with asyncio.timeout(within):
-        while True:
-            found = look()
-            if inspect.isawaitable(found):
-                found = await found
-            if found:
-                return found
-            await asyncio.sleep(0.005)
-
-
 def raising(error: BaseException) -> Callable[..., Awaitable[None]]:
     """A handler that can only fail."""
 

@@ -99,6 +99,9 @@ def test_every_block_marked_to_run_does(page: Path, dsn: str, monkeypatch: pytes
                 printed = io.StringIO()
             else:
                 assert block.mark == "", f"{page.name}:{block.line} is marked {block.mark!r} and cannot run"
+        for bus in names.values():
+            if isinstance(bus, busload.CommandBus):
+                runner.run(bus.close())
 
 
 def run_python(block: Block, page: Path, names: dict[str, Any], runner: asyncio.Runner) -> None:

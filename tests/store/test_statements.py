@@ -148,6 +148,7 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
         "renew": rescue.renew(worker=1, settled=timedelta(seconds=20)),
         "return_leases": rescue._return(ids, blame=True),
         "return one": rescue._return([one.lease.lease_id], blame=False),
+        "start_batches": rescue.start_batches(worker=1),
     }
 
 
@@ -158,7 +159,7 @@ def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from scans(child)
 
 
-PLANS = ["claim", "claim one of two domains", "promote", "settle", "settle one", "renew", "return_leases", "return one"]
+PLANS = ["claim", "claim one of two domains", "promote", "settle", "settle one", "renew", "return_leases", "return one", "start_batches"]
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])

@@ -49,7 +49,7 @@ def ls(domain: str | None, status: str | None, limit: int, offset: int, as_json:
         return
     columns = ("BATCH", "DOMAIN", "NAME", "STATUS", "TOTAL", "COMPLETED", "FAILED", "CANCELED", "TROUBLE", "CREATED")
     rows = [(b.batch_id, b.domain, b.name, b.status, b.total_count, *counters(b).values(), b.created_at) for b in found]
-    table(columns, rows, nothing="There are no such batches.")
+    table(columns, rows, nothing="There are no such batches.", elastic="NAME", spare=("CREATED", "NAME"))
 
 
 @batch.command()
@@ -89,7 +89,7 @@ def show(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     )
     click.echo()
     rows = [(event.at, event.type, event.operator, event.details) for event in trail]
-    table(("AT", "EVENT", "OPERATOR", "DETAILS"), rows, nothing="Nothing has happened to it yet.")
+    table(("AT", "EVENT", "OPERATOR", "DETAILS"), rows, nothing="Nothing has happened to it yet.", elastic="DETAILS")
 
 
 @batch.command()

@@ -51,7 +51,9 @@ def print_trail(trail: Sequence[AuditEvent]) -> None:
     rows = [
         (event.at, event.type, event.attempt, event.operator or event.worker, _said(event.details)) for event in trail
     ]
-    table(("AT", "EVENT", "ATTEMPT", "BY", "DETAILS"), rows, nothing="Nothing has happened to it yet.")
+    table(
+        ("AT", "EVENT", "ATTEMPT", "BY", "DETAILS"), rows, nothing="Nothing has happened to it yet.", elastic="DETAILS"
+    )
 
 
 def _print_command(found: CommandMetadata) -> None:

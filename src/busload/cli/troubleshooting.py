@@ -11,7 +11,7 @@ import click
 from busload.bus import SyncCommandBus
 from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, shorten, table
+from busload.cli.output import as_json, echo_json, table
 from busload.domain.command import TroubleshootingItem
 from busload.domain.payload import decode_strict
 from busload.store.connection import Connection
@@ -120,7 +120,7 @@ def print_queue(found: Sequence[TroubleshootingItem]) -> None:
         (item.command_id, item.domain, item.command_type, item.reason, item.attempts, _error(item), item.since)
         for item in found
     ]
-    table(columns, rows, nothing="Nothing waits for a person.")
+    table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR", spare=("SINCE", "TYPE"))
 
 
 def _resolve(
@@ -145,4 +145,4 @@ def _resolve(
 
 def _error(item: TroubleshootingItem) -> str | None:
     parts = (item.last_error_code or item.last_error_type, item.last_error_message)
-    return shorten(": ".join(part for part in parts if part) or None, 60)
+    return ": ".join(part for part in parts if part) or None

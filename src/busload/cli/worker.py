@@ -286,10 +286,14 @@ def _serve(worker: Worker) -> None:
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     """As `asyncio.run` does, but without waiting for threads."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    async def end_tasks() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    loop.run_until_complete(end_tasks())
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
 

@@ -25,9 +25,9 @@ WITH wanted AS (
 ), taken AS (
     SELECT *, least(hi, lo + %(limit)s::integer - before - 1)::bigint AS upto FROM locked WHERE before < %(limit)s::integer
 ), whole AS (
-    DELETE FROM busload.queue WHERE hi IN (SELECT hi FROM taken WHERE upto = hi)
-), split AS (
-    UPDATE busload.queue AS q SET lo = t.upto + 1 FROM taken AS t WHERE q.hi = t.hi AND t.upto < t.hi
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi))
+), split AS (   -- only the last one can be: a scalar, so that no plan reads the whole queue for it
+    UPDATE busload.queue SET lo = (SELECT upto FROM taken WHERE upto < hi) + 1 WHERE hi = (SELECT hi FROM taken WHERE upto < hi)
 ), leased AS (
     INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
     SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes,
@@ -36,10 +36,10 @@ WITH wanted AS (
     RETURNING *
 ), starting AS (
     SELECT batch_id FROM busload.batch
-     WHERE batch_id IN (SELECT batch_id FROM leased) AND status = 'PENDING' FOR NO KEY UPDATE SKIP LOCKED
+     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased)) AND status = 'PENDING' FOR NO KEY UPDATE SKIP LOCKED
 ), started AS (
     UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
-     WHERE batch_id IN (SELECT batch_id FROM starting) AND status = 'PENDING'
+     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM starting)) AND status = 'PENDING'
     RETURNING batch_id
 ), noted AS (
     INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, %(worker)s::bigint FROM started

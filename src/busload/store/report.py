@@ -87,6 +87,12 @@ def domains_of_command(command_id: UUID) -> Plan[list[str]]:
     return [domain for (domain,) in rows]
 
 
+def living_workers(domain: str) -> Plan[list[str]]:
+    """The names of the workers that serve a domain now."""
+    rows = yield from execute(SQL.living_workers, domain=domain)
+    return [name for (name,) in rows]
+
+
 def _batch(*row: Any) -> BatchMetadata:
     values = dict(zip(_BATCH, row, strict=True))
     values |= {"custom_data": _value(values["custom_data"]), "status": BatchStatus(values["status"])}

@@ -76,3 +76,9 @@ SELECT domain FROM busload.batch WHERE batch_id = %(batch_id)s::uuid;
 
 -- name: find_command_domains
 SELECT DISTINCT domain FROM busload.command WHERE command_id = %(command_id)s::uuid ORDER BY domain;
+
+-- name: living_workers
+-- Who serves a domain: workers that have not stopped and were seen within the time that their leases last.
+SELECT name FROM busload.worker
+ WHERE stopped_at IS NULL AND seen_at > now() - lease_for AND %(domain)s::text = ANY (domains)
+ ORDER BY name;

@@ -52,7 +52,8 @@ def retire(*, worker: int) -> Plan[None]:
 
 
 def release(leases: Sequence[UUID]) -> Plan[Returned]:
-    """Hand leases back on purpose: nobody is to blame."""
+    """Hand leases back on purpose: nobody is to blame. Needs a transaction."""
+    yield from execute(SQL.hold, leases=list(leases))
     return (yield from _return(leases, blame=False))
 
 

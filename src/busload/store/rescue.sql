@@ -34,6 +34,10 @@ SELECT lease_id FROM busload.lease AS l
     OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
  ORDER BY lease_id LIMIT 1000 FOR UPDATE SKIP LOCKED;
 
+-- name: hold
+-- Wait for whoever settles commands of these leases right now: only the next statement sees what that recorded.
+SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE;
+
 -- name: return_leases
 -- Close leases and put what they have not settled back into the queue; no attempt is burnt. With `blame`, a worker died
 -- under them: the suspect it ran, or, if it ran none, everything it ran, is a suspect from now on (crashes = 1) and is
@@ -48,8 +52,9 @@ WITH lease AS MATERIALIZED (
 ), rest AS (
     SELECT l.lease_id, c.id, c.id - row_number() OVER (PARTITION BY l.lease_id ORDER BY c.id) AS island
       FROM lease AS l JOIN busload.command AS c ON c.id BETWEEN l.lo AND l.hi
-     WHERE c.id <> ALL (l.returned)
-       AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt)
+      LEFT JOIN LATERAL (   -- OFFSET keeps the planner from reading all executions for an anti join
+            SELECT true AS recorded FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt OFFSET 0) AS e ON true
+     WHERE c.id <> ALL (l.returned) AND e.recorded IS NULL
 ), island AS (
     SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
 ), scene AS (
@@ -112,11 +117,11 @@ SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_a
 -- Batches that have begun while their row was taken by somebody else.
 WITH begun AS (
     SELECT batch_id FROM busload.batch
-     WHERE status = 'PENDING' AND batch_id IN (SELECT batch_id FROM busload.lease WHERE worker = %(worker)s::bigint)
+     WHERE status = 'PENDING' AND batch_id = ANY (ARRAY(SELECT batch_id FROM busload.lease WHERE worker = %(worker)s::bigint))
      FOR NO KEY UPDATE SKIP LOCKED
 ), started AS (
     UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
-     WHERE batch_id IN (SELECT batch_id FROM begun) AND status = 'PENDING'
+     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM begun)) AND status = 'PENDING'
     RETURNING batch_id
 )
 INSERT INTO busload.event (type, batch_id, worker)

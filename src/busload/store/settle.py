@@ -7,6 +7,8 @@ from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
+from psycopg import errors as pg
+
 from busload.domain.execution import COMPLETED, Transition
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
@@ -23,24 +25,29 @@ def settle(transitions: Sequence[Transition], *, now: float) -> Plan[set[int]]:
     ordinals: dict[UUID, int] = {}
     for t in transitions:
         ordinals.setdefault(t.leased.lease.lease_id, len(ordinals) + 1)
-    rows = yield from execute(
-        SQL.settle,
-        leases=list(ordinals),
-        ordinals=[ordinals[t.leased.lease.lease_id] for t in transitions],
-        ids=[t.leased.id for t in transitions],
-        outcomes=_column(transitions, "outcome", usual=COMPLETED),
-        started_ago=[now - t.leased.started for t in transitions],
-        finished_ago=[now - t.finished for t in transitions],
-        details=_column(transitions, "details"),
-        delays=_column(transitions, "delay"),
-        reasons=_column(transitions, "reason"),
-    )
+    columns = {
+        "leases": list(ordinals),
+        "ordinals": [ordinals[t.leased.lease.lease_id] for t in transitions],
+        "ids": [t.leased.id for t in transitions],
+        "outcomes": _column(transitions, "outcome", usual=COMPLETED),
+        "started_ago": [now - t.leased.started for t in transitions],
+        "finished_ago": [now - t.finished for t in transitions],
+        "details": _column(transitions, "details"),
+        "delays": _column(transitions, "delay"),
+        "reasons": _column(transitions, "reason"),
+    }
+    try:
+        rows = yield from execute(SQL.settle, **columns)
+    except pg.UniqueViolation:
+        # The same attempts were just settled by a flush that we had given up waiting for: now it can be seen.
+        rows = yield from execute(SQL.settle, **columns)
     if rows[0][0] == len(transitions):
         return {t.leased.id for t in transitions}
     credited = yield from execute(
         SQL.credited,
         ids=[t.leased.id for t in transitions],
         lease_ids=[t.leased.lease.lease_id for t in transitions],
+        outcomes=columns["outcomes"],
     )
     return {id for (id,) in credited}
 

@@ -5,7 +5,7 @@
 -- trigger on execution counts what was recorded. An attempt that would be tried again ends as canceled if its batch was.
 -- A lease is closed with its last command.
 WITH held AS MATERIALIZED (
-    SELECT n.ordinal, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker,
+    SELECT n.ordinal, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.open,
            b.canceled_at IS NOT NULL AS canceled
       FROM unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal)
       JOIN busload.lease AS l ON l.lease_id = n.lease_id
@@ -35,12 +35,12 @@ WITH held AS MATERIALIZED (
     INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason, error)
     SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, o.details
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'TROUBLESHOOTING'
-), progress AS (
-    SELECT lease_id, count(*)::integer AS settled FROM settled GROUP BY lease_id
+), progress AS (   -- from the row as it was locked: this statement's snapshot may be older than that
+    SELECT h.lease_id, h.open - count(*)::integer AS open FROM settled AS s JOIN held AS h USING (lease_id) GROUP BY h.lease_id, h.open
 ), closed AS (
-    DELETE FROM busload.lease AS l USING progress AS p WHERE l.lease_id = p.lease_id AND l.open <= p.settled
+    DELETE FROM busload.lease AS l USING progress AS p WHERE l.lease_id = p.lease_id AND p.open <= 0
 ), kept AS (
-    UPDATE busload.lease AS l SET open = l.open - p.settled FROM progress AS p WHERE l.lease_id = p.lease_id AND l.open > p.settled
+    UPDATE busload.lease AS l SET open = p.open FROM progress AS p WHERE l.lease_id = p.lease_id AND p.open > 0
 ), replied AS (
     SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END, o.details) AS domain
       FROM outcome AS o JOIN settled AS s ON s.command = o.id
@@ -50,7 +50,9 @@ SELECT (SELECT count(*) FROM settled)::integer,
        (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told WHERE domain IS NOT NULL);
 
 -- name: credited
--- Which of these attempts are recorded under the lease that ran them: asked when a settlement moved fewer than it sent.
+-- Which of these attempts are recorded as they ended, under the lease that ran them: asked when a settlement moved fewer
+-- than it sent. A retry that a canceled batch turned into a cancel is recorded too.
 SELECT e.command
-  FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[]) AS mine (id, lease_id)
-  JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id;
+  FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[], %(outcomes)b::text[]) AS mine (id, lease_id, outcome)
+  JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id
+   AND (e.outcome = coalesce(mine.outcome, 'COMPLETED') OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED');

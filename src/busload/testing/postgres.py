@@ -56,7 +56,7 @@ class TestServer:
         template = TEMPLATE if migrated else "template0"
         with self._admin() as conn:
             conn.execute(
-                sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
+                sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY wal_log").format(
                     sql.Identifier(name), sql.Identifier(template)
                 )
             )

@@ -100,6 +100,7 @@ class Claimer:
                 )
                 self._held.settled(commands)
                 if lease.unsettled <= 0:
-                    await perform_async(conn, rescue.release([lease.lease_id]))
+                    async with conn.transaction():
+                        await perform_async(conn, rescue.release([lease.lease_id]))
         refused = set(map(id, unknown))
         return [one for one in leased if id(one) not in refused]

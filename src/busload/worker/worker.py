@@ -240,7 +240,7 @@ class _Running:
 
     async def _hand_back(self, lease_ids: Sequence[UUID]) -> None:
         """Leases of ours whose commands do not run here: the answer to a claim was lost, or we stop."""
-        async with self._pool.connection() as conn:
+        async with self._pool.connection() as conn, conn.transaction():
             returned = await perform_async(conn, rescue.release(list(lease_ids)))
         self._held.drop(lease_ids)
         if returned.commands:

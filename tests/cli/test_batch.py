@@ -1,0 +1,123 @@
+"""`busload batch` at a shell."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from datetime import datetime
+
+import pytest
+
+from busload import BatchCommand, BatchStatus, SyncCommandBus
+from tests.cli.conftest import Busload, Spawn
+from tests.given import DOMAIN, Database, Given
+
+
+def test_ls_shows_the_batches_of_all_domains_newest_first(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    batch_ids = [sync_bus.create_batch(d, [BatchCommand("Debit")]) for d in ("payments", "crm", "payments")]
+    found = json.loads(busload("batch", "ls", "--json").stdout)
+    assert [batch["batch_id"] for batch in found] == [str(batch_id) for batch_id in reversed(batch_ids)]
+    said = busload("batch", "ls").stdout.splitlines()
+    assert said[0].split()[:4] == ["BATCH", "DOMAIN", "NAME", "STATUS"]
+    assert said[1].split()[:5] == [str(batch_ids[2]), "payments", "-", "PENDING", "1"]
+
+
+def test_ls_can_be_narrowed_to_a_domain_a_status_and_a_page(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    batch_ids = [str(sync_bus.create_batch("payments", [BatchCommand("Debit")])) for _ in range(4)]
+    sync_bus.create_batch("crm", [BatchCommand("Push")])
+    sync_bus.cancel_batch("payments", sync_bus.list_batches("payments")[0].batch_id, reason="test")
+
+    def ls(*options: object) -> list[str]:
+        return [batch["batch_id"] for batch in json.loads(busload("batch", "ls", "--json", *options).stdout)]
+
+    assert ls("--domain", "payments") == batch_ids[::-1]
+    assert ls("--domain", "payments", "--status", "completed_with_failures") == batch_ids[3:]
+    assert ls("--domain", "payments", "--limit", 2, "--offset", 1) == [batch_ids[2], batch_ids[1]]
+    assert ls("--limit", 2, "--offset", 1) == [batch_ids[3], batch_ids[2]]
+    assert ls("--domain", "unknown") == []
+
+
+@pytest.mark.parametrize("wrong", [("--status", "DONE"), ("--limit", "-1"), ("--offset", "-1"), ("--domain", "a b")])
+def test_ls_refuses_what_makes_no_sense(busload: Busload, wrong: tuple[str, str]) -> None:
+    assert busload("batch", "ls", *wrong).exit_code == 2
+
+
+def test_ls_says_when_there_is_nothing(busload: Busload) -> None:
+    result = busload("batch", "ls")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "There are no such batches.\n")
+
+
+async def test_show_has_the_counters_and_what_happened(busload: Busload, given: Given) -> None:
+    given.handler()
+    batch_id = await given.batch(commands=1500, name="January", custom_data={"run": 7})
+    await given.drained()
+
+    found = json.loads(busload("batch", "show", batch_id, "--json").stdout)
+    assert (found["total_count"], found["completed_count"], found["status"]) == (1500, 1500, "COMPLETED")
+    assert found["custom_data"] == {"run": 7}
+    assert datetime.fromisoformat(found["completed_at"]).tzinfo is not None
+    assert [event["type"] for event in found["audit_trail"]][-1] == "BATCH_COMPLETED"
+
+    said = busload("batch", "show", batch_id, "--domain", DOMAIN).stdout
+    assert "completed           1,500\n" in said
+    assert "name                January\n" in said
+    assert "BATCH_COMPLETED" in said
+    assert "\x1b" not in said
+
+
+async def test_watch_ends_with_zero_when_all_completed(busload: Busload, given: Given) -> None:
+    given.handler()
+    batch_id = await given.batch(commands=3)
+    await given.drained()
+    result = busload("batch", "watch", batch_id)
+    assert result.exit_code == 0
+    assert result.stdout == "3/3  completed 3  failed 0  canceled 0  in troubleshooting 0  COMPLETED\n"
+
+
+def test_watch_follows_until_the_end_and_ends_with_one_when_some_did_not_complete(
+    spawn: Spawn, sync_bus: SyncCommandBus
+) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit") for _ in range(3)])
+    process = spawn("batch", "watch", batch_id, "--json", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["canceled_count"] == 0
+    sync_bus.cancel_batch("payments", batch_id, reason="test")
+    last = json.loads(process.stdout.read().splitlines()[-1])
+    assert (last["canceled_count"], last["status"]) == (3, BatchStatus.COMPLETED_WITH_FAILURES)
+    assert process.wait() == 1
+    process.stdout.close()
+
+
+def test_watch_ends_with_130_when_interrupted(spawn: Spawn, sync_bus: SyncCommandBus) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")])
+    process = spawn("batch", "watch", batch_id, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(b"0/1  completed 0")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    process.stdout.close()
+
+
+def test_cancel_keeps_the_reason_and_the_operator(
+    busload: Busload, sync_bus: SyncCommandBus, database: Database
+) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit") for _ in range(3)])
+    result = busload("batch", "cancel", batch_id, "--reason", "wrong prices", "--operator", "ada")
+    assert (result.exit_code, result.stdout) == (0, "Canceled 3 commands.\n")
+    trail = json.loads(busload("batch", "show", batch_id, "--json").stdout)["audit_trail"]
+    [canceled] = [event for event in trail if event["type"] == "BATCH_CANCELED"]
+    assert canceled["operator"] == "ada"
+    assert "wrong prices" in json.dumps(canceled["details"])
+    again = json.loads(busload("batch", "cancel", batch_id, "--reason", "again", "--json").stdout)
+    assert again == {"batch_id": str(batch_id), "domain": "payments", "canceled": 0}
+    database.check_invariants()
+
+
+def test_cancel_needs_a_reason(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")])
+    assert busload("batch", "cancel", batch_id).exit_code == 2
+    assert busload("batch", "cancel", batch_id, "--reason", "").exit_code == 2
+    found = sync_bus.get_batch("payments", batch_id)
+    assert found is not None
+    assert found.canceled_count == 0

@@ -1,0 +1,146 @@
+"""What all commands have in common: help, errors, exit codes, and which database they use."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from uuid import UUID, uuid4
+
+import click
+import pytest
+
+from busload import BatchCommand, BatchNotFoundError, SyncCommandBus
+from busload.cli import NOUNS, main
+from busload.cli.output import shown
+from busload.testing import TestServer
+from tests.cli.conftest import Busload, Spawn
+
+
+def verbs() -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, by its whole name."""
+    ctx = click.Context(main)
+    for noun in NOUNS:
+        command = main.get_command(ctx, noun)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from ((f"{noun} {verb}", each) for verb, each in command.commands.items())
+        else:
+            yield noun, command
+
+
+@pytest.mark.parametrize("name", [name for name, _ in verbs()])
+def test_the_help_of_every_command_has_a_line_to_copy(busload: Busload, name: str) -> None:
+    result = busload(*name.split(), "--help")
+    assert result.exit_code == 0
+    assert any(
+        line.strip().startswith("busload ") and f" {name}" in line
+        for line in result.stdout.splitlines()[1:]
+        if line.startswith("      ")
+    )
+
+
+def test_every_command_that_prints_can_print_json() -> None:
+    without = [name for name, command in verbs() if not any(p.name == "as_json" for p in command.params)]
+    assert without == ["db psql", "worker"]
+
+
+def test_every_noun_says_in_its_help_what_the_overview_says_of_it(busload: Busload) -> None:
+    for noun, summary in NOUNS.items():
+        assert f"\n\n  {summary.removesuffix('.')}" in busload(noun, "--help").stdout
+
+
+def test_the_overview_needs_nothing_that_only_a_command_needs() -> None:
+    program = (
+        "import sys; from click.testing import CliRunner; from busload.cli import main;"
+        "assert CliRunner().invoke(main, ['--help']).exit_code == 0;"
+        "sys.exit('rich' in sys.modules or 'busload.cli.worker' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_password_on_the_command_line_is_warned_about_and_not_repeated(busload: Busload) -> None:
+    result = busload("--dsn", "postgresql://ada:geheim@127.0.0.1:1/shop", "batch", "ls")
+    assert result.exit_code == 1
+    assert "Warning: --dsn holds a password" in result.stderr
+    assert "geheim" not in result.output
+
+
+@pytest.mark.parametrize("by", ["--dsn", "environment"])
+def test_what_is_no_connection_string_is_refused_without_being_repeated(busload: Busload, by: str) -> None:
+    wrong = "postgresql//ada:geheim@127.0.0.1:1/shop"
+    if by == "--dsn":
+        result = busload("--dsn", wrong, "batch", "ls")
+        assert result.exit_code == 2
+    else:
+        result = busload("batch", "ls", env={"BUSLOAD_DATABASE_URL": wrong})
+        assert result.exit_code == 1
+    assert "wanted e.g. postgresql://user@host:5432/database" in result.stderr
+    assert "geheim" not in result.output
+
+
+def test_the_command_line_wins_over_the_environment(busload: Busload, dsn: str) -> None:
+    nowhere = "postgresql://nobody@127.0.0.1:1/nowhere"
+    result = busload("--dsn", dsn, "batch", "ls", "--json", env={"BUSLOAD_DATABASE_URL": nowhere})
+    assert (result.exit_code, result.stdout) == (0, "[]\n")
+    assert os.environ.get("BUSLOAD_DATABASE_URL") != dsn
+
+
+def test_a_server_that_cannot_be_reached_is_one_line_and_at_once(busload: Busload) -> None:
+    result = busload("batch", "ls", env={"BUSLOAD_DATABASE_URL": "postgresql://ada@127.0.0.1:1/shop"})
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: The database cannot be reached: ")
+
+
+def test_a_database_without_our_schema_is_told_how_to_get_it(busload: Busload, server: TestServer) -> None:
+    with server.database(migrated=False) as empty:
+        result = busload("--dsn", empty, "batch", "ls")
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert "busload schema migrate" in line
+
+
+@pytest.mark.parametrize("where", [("batch", "show"), ("batch", "watch"), ("command", "show")])
+def test_an_id_that_is_unknown_is_one_and_one_that_is_none_is_two(busload: Busload, where: tuple[str, str]) -> None:
+    unknown = busload(*where, uuid4())
+    assert unknown.exit_code == 1
+    assert unknown.stderr.count("\n") == 1
+    assert unknown.stderr.startswith("Error: There is no ")
+    assert busload(*where, uuid4(), "--domain", "payments").exit_code == 1
+    assert busload(*where, "4711").exit_code == 2
+    assert busload(*where, UUID(int=0), "--domain", "payments").exit_code == 2
+    assert busload(*where, uuid4(), "--domain", "not a domain").exit_code == 2
+
+
+def test_debug_lets_the_error_itself_through(busload: Busload) -> None:
+    result = busload("--debug", "batch", "show", uuid4(), "--domain", "payments")
+    assert isinstance(result.exception, BatchNotFoundError)
+
+
+def test_what_would_steer_a_terminal_is_shown_and_not_obeyed() -> None:
+    assert shown("\x1b[2Jgone\r\n") == "\\x1b[2Jgone\\r\\n"
+    assert shown({"text": "Zoë \u202e"}) == '{"text":"Zoë \\u202e"}'
+
+
+def test_a_narrow_terminal_gets_whole_ids(spawn: Spawn, sync_bus: SyncCommandBus) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")], name="a rather long name for a batch")
+    ours, theirs = pty.openpty()
+    process = spawn("batch", "ls", stdout=theirs)
+    os.close(theirs)
+    said = b""
+    while chunk := _read(ours):
+        said += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    assert str(batch_id).encode() in said
+    assert b"\x1b[" in said  # a table with style
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # how Linux says that the other side has closed
+        return b""

@@ -1,0 +1,244 @@
+"""`busload worker` at a shell: real processes and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from busload import BatchCommand, BatchStatus, SyncCommandBus
+from busload.store import report
+from busload.store.plan import perform
+from tests.cli.conftest import Busload, Spawn, Until
+from tests.given import DOMAIN, Database
+
+APPLICATION = """
+import asyncio
+import threading
+from pathlib import Path
+
+from busload import CommandBus
+
+bus = CommandBus()
+empty = CommandBus()
+number = 42
+
+@bus.handler("payments", "Debit")
+async def debit(command, ctx):
+    await asyncio.sleep(0.02)
+
+@bus.handler("payments", "Wait")
+async def wait(command, ctx):
+    while not Path("go").exists():
+        await asyncio.sleep(0.01)
+
+@bus.handler("payments", "Block")
+def block(command, ctx):
+    threading.Event().wait()
+
+@bus.handler("crm", "Push")
+async def push(command, ctx):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def app(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APPLICATION)
+
+
+def workers(database: Database) -> list[int]:
+    """The processes that serve payments, from the names under which they registered: host:pid:random."""
+    with database._conn.transaction():
+        return [int(name.split(":")[1]) for name in perform(database._conn, report.living_workers(DOMAIN))]
+
+
+def completed(database: Database) -> int:
+    return int(database.value("SELECT coalesce(sum(completed_count), 0) FROM busload.batch"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_lets_commands_finish_and_leaves_nothing_leased(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, processes: int
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(5000)])
+    process = spawn("worker", "app:bus", "--domains", DOMAIN, "--concurrency", 10, "--processes", processes)
+    until(lambda: len(workers(database)) == processes and completed(database))
+
+    process.terminate()
+
+    assert process.wait(timeout=30) == 0
+    assert workers(database) == []
+    assert database.count("lease") == 0
+    assert 0 < completed(database) < 5000
+    assert not database.rows("SELECT FROM busload.event WHERE type = 'LEASE_LOST'")
+    database.check_invariants()
+
+
+def test_what_outlives_the_grace_time_is_handed_back(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(5)])
+    process = spawn("worker", "app:bus", "--grace", 0.1)
+    until(lambda: database.count("lease"))
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(5, 1)]
+    database.check_invariants()
+
+
+def test_a_thread_that_never_returns_does_not_keep_the_process(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Block")])
+    process = spawn("worker", "app:bus", "--grace", 0.1)
+    until(lambda: database.count("lease"))
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
+    assert "Left behind threads whose handlers did not return" in (tmp_path / "said.txt").read_text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_does_not_wait(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, processes: int
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(5)])
+    process = spawn("worker", "app:bus", "--grace", 600, "--processes", processes)
+    until(lambda: len(workers(database)) == processes and database.count("lease"))
+
+    def insist() -> bool:
+        process.send_signal(signal.SIGINT)
+        return process.poll() is not None
+
+    until(insist)
+    assert process.returncode == 0
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+def test_a_process_that_is_killed_is_replaced_and_its_commands_run(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
+) -> None:
+    batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(20)])
+    process = spawn("worker", "app:bus", "--processes", 2, "--concurrency", 10, "--lease", 2)
+    first, second = until(lambda: len(pids := workers(database)) == 2 and database.count("lease") == 2 and pids)
+
+    os.kill(first, signal.SIGKILL)
+    until(lambda: set(workers(database)) - {first, second})
+    (tmp_path / "go").touch()
+
+    assert until(lambda: (b := sync_bus.get_batch(DOMAIN, batch_id)) and b.status.final and b.status)
+    found = sync_bus.get_batch(DOMAIN, batch_id)
+    assert found is not None
+    assert (found.status, found.completed_count) == (BatchStatus.COMPLETED, 20)
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    assert f"Worker process {first} ended with -9, starting another" in (tmp_path / "said.txt").read_text()
+    database.check_invariants()
+
+
+def test_processes_stop_when_their_parent_is_killed(spawn: Spawn, until: Until, database: Database) -> None:
+    process = spawn("worker", "app:bus", "--processes", 2)
+    children = until(lambda: len(pids := workers(database)) == 2 and pids)
+    process.kill()
+    until(lambda: not any(map(alive, children)))
+    assert workers(database) == []
+
+
+def test_results_that_cannot_be_settled_are_an_error(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, dsn: str, tmp_path: Path
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Wait")])
+    process = spawn("worker", "app:bus", "--lease", 4, "--grace", 5)
+    until(lambda: database.count("lease"))
+    name = conninfo_to_dict(dsn)["dbname"]
+    with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
+        admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(sql.Identifier(str(name))))
+        admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+    (tmp_path / "go").touch()
+    process.terminate()
+    assert process.wait(timeout=60) == 1
+    assert "1 results could not be settled before the worker stopped" in (tmp_path / "said.txt").read_text()
+
+
+def test_a_log_for_programs_is_one_json_object_per_line(
+    spawn: Spawn, until: Until, database: Database, tmp_path: Path
+) -> None:
+    process = spawn("worker", "app:bus", "--log-json")
+    until(lambda: workers(database))
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    lines = [json.loads(line) for line in (tmp_path / "said.txt").read_text().splitlines()]
+    assert any("serves crm, payments, 100 at a time" in line["message"] for line in lines)
+    assert {"at", "level", "logger", "process", "message"} <= lines[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("application", "because"),
+    [
+        ("app", "wanted e.g. app:bus"),
+        ("nowhere:bus", "there is no module 'nowhere'"),
+        ("app.inner:bus", "there is no module 'app.inner'"),
+        ("app:missing", "'app' has no 'missing'"),
+        ("app:number", "'app:number' is a int, wanted a CommandBus or SyncCommandBus"),
+        ("app:empty", "'app:empty' has no handlers; register some with @bus.handler"),
+    ],
+)
+def test_an_application_that_cannot_be_served_is_explained(
+    busload: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, application: str, because: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    result = busload("worker", application)
+    assert result.exit_code == 2
+    assert because in " ".join(result.stderr.split())
+
+
+def test_a_module_that_fails_to_import_something_else_says_what(
+    busload: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_library")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = busload("worker", "broken:bus")
+    assert result.exit_code == 1
+    assert "No module named 'no_such_library'" in result.stderr
+
+
+def test_domains_without_a_handler_are_refused(spawn: Spawn, tmp_path: Path) -> None:
+    assert spawn("worker", "app:bus", "--domains", "payments,sales").wait(timeout=30) == 2
+    said = " ".join((tmp_path / "said.txt").read_text().split())
+    assert "'app:bus' has no handler in 'sales', only in crm, payments" in said
+
+
+def test_an_application_with_a_database_of_its_own_refuses_another(spawn: Spawn, dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(APPLICATION.replace("bus = CommandBus()", "bus = CommandBus('dbname=own')", 1))
+    assert spawn("--dsn", dsn, "worker", "own:bus").wait(timeout=30) == 2
+    assert "names a database of its own" in " ".join((tmp_path / "said.txt").read_text().split())
+
+
+def test_a_database_without_our_schema_stops_all_processes_before_they_start(
+    spawn: Spawn, tmp_path: Path, dsn: str
+) -> None:
+    bare = make_conninfo(dsn, dbname="postgres")
+    for processes in (1, 2):
+        assert spawn("--dsn", bare, "worker", "app:bus", "--processes", processes).wait(timeout=30) == 1
+    said = (tmp_path / "said.txt").read_text()
+    assert said.count("Run `busload schema migrate`") == 2
+    assert "Traceback" not in said

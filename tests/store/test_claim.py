@@ -1,0 +1,358 @@
+"""How PostgreSQL hands out commands."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from busload import BatchCommand, CommandBus
+from busload.domain.execution import FAILED_ATTEMPT, Leased
+from busload.store import claim
+from busload.store.plan import perform
+from tests.given import DOMAIN, Database, Given
+
+
+def numbers(leased: list[Leased]) -> list[int]:
+    return [one.id & 1023 for one in leased]
+
+
+def loads(database: Database, place: str = "queue") -> list[tuple[int, int]]:
+    """The loads of a place as positions from 0 to 1023."""
+    return database.rows(f"SELECT lo & 1023, hi & 1023 FROM busload.{place} ORDER BY lo")
+
+
+async def test_a_load_is_split_and_the_rest_stays(given: Given, database: Database) -> None:
+    await given.batch(commands=10)
+
+    first = given.claimed(limit=4)
+    second = given.claimed(limit=4)
+
+    assert numbers(first) == [0, 1, 2, 3]
+    assert numbers(second) == [4, 5, 6, 7]
+    assert loads(database) == [(8, 9)]
+    assert loads(database, "lease") == [(0, 3), (4, 7)]
+    database.check_invariants()
+
+
+async def test_a_claim_takes_whole_loads_and_a_part_of_the_last_one(given: Given, database: Database) -> None:
+    for _ in range(3):
+        await given.batch(commands=4)
+
+    taken = given.claimed(limit=10)
+
+    assert numbers(taken) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert len({one.lease.lease_id for one in taken}) == 3
+    assert loads(database) == [(2, 3)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("limit", [1, 7, 999, 1000, 1001, 2500, 9999])
+async def test_a_claim_takes_as_many_as_asked_for_and_no_more(given: Given, database: Database, limit: int) -> None:
+    await given.batch(commands=2500)
+    taken = given.claimed(limit=limit)
+    assert len({one.id for one in taken}) == len(taken) == min(limit, 2500)
+    assert database.value("SELECT coalesce(sum(hi - lo + 1), 0) FROM busload.queue") == 2500 - len(taken)
+    database.check_invariants()
+
+
+async def test_many_single_loads_are_taken_at_once(bus: CommandBus, given: Given, database: Database) -> None:
+    for n in range(12):
+        await bus.send(DOMAIN, "Debit", {"n": n})
+    taken = given.claimed(limit=10)
+    assert [one.data for one in taken] == [f'{{"n":{n}}}' for n in range(10)]
+    assert database.count("queue") == 2
+
+
+async def test_higher_priority_first_then_age(bus: CommandBus, given: Given) -> None:
+    for name, priority in [("old", 0), ("low", -5), ("urgent", 9), ("young", 0), ("urgent too", 9)]:
+        await bus.send(DOMAIN, "Debit", name, priority=priority)
+    assert [one.data for one in given.claimed(limit=5)] == ['"urgent"', '"urgent too"', '"old"', '"young"', '"low"']
+
+
+async def test_priority_decides_between_a_large_batch_and_a_late_single_command(bus: CommandBus, given: Given) -> None:
+    await given.batch(commands=1000)
+    await bus.send(DOMAIN, "Debit", "late", priority=1)
+    assert [one.data for one in given.claimed(limit=2)] == ['"late"', '{"n":0}']
+
+
+async def test_several_domains_share_the_slots_by_priority(bus: CommandBus, given: Given, database: Database) -> None:
+    await bus.send("crm", "Push", "crm", priority=1)
+    await given.batch(commands=3)
+    worker = given.registered_worker()
+    taken = database.perform(claim.claim(worker=worker, domains=["crm", DOMAIN], limit=3))
+    assert [(one.lease.domain, numbers([one])) for one in taken.leased] == [("crm", [0]), (DOMAIN, [0]), (DOMAIN, [1])]
+
+
+async def test_other_domains_are_left_alone(bus: CommandBus, given: Given, database: Database) -> None:
+    await bus.send("crm", "Push")
+    assert given.claimed(limit=5) == []
+    assert database.count("queue") == 1
+
+
+async def test_a_claim_brings_everything_the_handler_needs(bus: CommandBus, given: Given) -> None:
+    correlation_id, command_id = UUID(int=7), UUID(int=8)
+    full = BatchCommand(
+        "Debit", command_id, {"n": 1}, reply_to="crm", correlation_id=correlation_id, task_key="t", max_attempts=9
+    )
+    await bus.send_many(DOMAIN, [full, BatchCommand("Credit", data=None, reply_to="crm")])
+    one, other = given.claimed(limit=2)
+    assert (one.command_id, one.command_type, one.data) == (command_id, "Debit", '{"n":1}')
+    assert (one.correlation_id, one.task_key, one.reply_to, one.max_attempts) == (correlation_id, "t", "crm", 9)
+    assert (other.command_type, other.correlation_id, other.task_key, other.max_attempts) == ("Credit", None, None, None)
+    assert one.lease is other.lease and one.lease.unsettled == 2
+
+
+async def test_the_execution_id_is_the_lease_and_the_position(given: Given, database: Database) -> None:
+    await given.batch(commands=3)
+    for one in given.claimed(limit=3):
+        shown = database.value("SELECT execution_id FROM busload.command_status WHERE id = %s", one.id)
+        assert shown == one.execution_id
+        assert one.execution_id.int & 0xFFF == one.id & 1023
+        assert one.execution_id.int >> 12 == one.lease.lease_id.int >> 12
+
+
+async def test_eight_workers_claiming_at_once_never_take_a_command_twice(
+    given: Given, database: Database, dsn: str
+) -> None:
+    await given.batch(commands=2000)
+    for _ in range(100):
+        await given.sent()
+    workers = [given.registered_worker() for _ in range(8)]
+    barrier = threading.Barrier(len(workers))
+    taken: list[int] = []
+    failures: list[BaseException] = []
+
+    def work(worker: int, limit: int) -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                barrier.wait()
+                while True:
+                    found = perform(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=limit))
+                    taken.extend(one.id for one in found.leased)
+                    if not found.leased and not found.contended:
+                        return
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(w, 3 + 7 * n)) for n, w in enumerate(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert [id for id, times in Counter(taken).items() if times > 1] == []
+    assert len(taken) == 2100
+    assert database.count("queue") == 0
+    database.check_invariants()
+
+
+def held_open(dsn: str, query: str, *params: Any) -> psycopg.Connection[Any]:
+    """A connection whose transaction holds what the query locked."""
+    conn = psycopg.connect(dsn)
+    conn.execute(query.encode(), params or None)
+    return conn
+
+
+async def test_what_others_have_locked_is_skipped_and_said_to_be_contended(
+    given: Given, database: Database, dsn: str
+) -> None:
+    worker = given.registered_worker()
+    empty = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=1))
+    assert (empty.leased, empty.contended) == ([], False)
+    await given.batch(commands=3)
+    with held_open(dsn, "SELECT FROM busload.queue FOR UPDATE"):
+        locked = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=1))
+        assert (locked.leased, locked.contended) == ([], True)
+    found = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=9))
+    assert (len(found.leased), found.contended) == (3, False)
+
+
+async def test_a_claim_locks_no_more_loads_than_it_needs(given: Given, dsn: str) -> None:
+    for _ in range(4):
+        await given.batch(commands=5)
+    worker, other = given.registered_worker(), given.registered_worker()
+    with psycopg.connect(dsn) as conn:
+        perform(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=7))  # two loads, not committed
+        with Database(dsn) as beside:
+            taken = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
+            assert len(taken.leased) == 0 or {one.id >> 10 for one in taken.leased}.isdisjoint({1, 2})
+            # `limit` loads were looked at, so the two that are free are found by a claim that looks beyond the locked ones
+            rest = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
+            assert len(taken.leased) + len(rest.leased) == 10
+        conn.commit()
+
+
+async def test_suspects_are_taken_one_at_a_time(given: Given, database: Database) -> None:
+    for _ in range(3):
+        await given.batch(commands=2)
+    database.rows("UPDATE busload.queue SET crashes = 1")
+    worker = given.registered_worker()
+
+    first = given.claimed(limit=10, by=worker)
+    assert numbers(first) == [0, 1] and first[0].lease.crashes == 1
+    assert given.claimed(limit=10, by=worker, suspects=False) == []
+    assert len({one.lease.lease_id for one in given.claimed(limit=10, by=worker)}) == 1
+    database.check_invariants()
+
+
+async def test_a_suspect_does_not_hide_behind_its_age(given: Given, database: Database) -> None:
+    await given.batch(commands=2)
+    database.rows("UPDATE busload.queue SET crashes = 1")
+    await given.batch(commands=2)
+    without = given.claimed(limit=10, suspects=False)
+    assert [one.lease.crashes for one in without] == [0, 0]
+    assert [one.lease.crashes for one in given.claimed(limit=10)] == [1, 1]
+
+
+async def test_the_first_claim_starts_the_batch_once(given: Given, database: Database) -> None:
+    batch_id = await given.batch(commands=3)
+    assert (await given.batch_now(batch_id)).status == "PENDING"
+    worker = given.registered_worker()
+    given.claimed(by=worker)
+    given.claimed(by=worker)
+    started = await given.batch_now(batch_id)
+    assert started.status == "IN_PROGRESS" and started.started_at is not None
+    events = database.rows("SELECT worker FROM busload.event WHERE type = 'BATCH_STARTED'")
+    assert events == [(worker,)]
+
+
+async def test_a_locked_batch_row_neither_delays_a_claim_nor_is_its_start_forgotten(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=2)
+    with held_open(dsn, "SELECT FROM busload.batch FOR UPDATE"):
+        database.rows("SET statement_timeout = '5 s'")
+        one, other = given.claimed(limit=2)
+    assert (await given.batch_now(batch_id)).status == "PENDING"
+    given.settled([one])
+    assert (await given.batch_now(batch_id)).status == "IN_PROGRESS"
+    given.settled([other])
+    trail = [event.type for event in await given.bus.get_batch_audit_trail(DOMAIN, batch_id)]
+    assert trail.count("BATCH_STARTED") == 1 and trail[-1] == "BATCH_COMPLETED"
+    database.check_invariants()
+
+
+async def test_what_is_not_due_waits_and_what_is_due_is_promoted(bus: CommandBus, given: Given) -> None:
+    later = datetime.now(UTC) + timedelta(hours=1)
+    await bus.send(DOMAIN, "Debit", "later", run_at=later)
+    assert given.claimed() == []
+    waiting = given.database.perform(claim.promote())
+    assert waiting.loads == 0 and 3500 < waiting.next_due <= 3600
+
+    given.make_due()
+    promoted = given.database.perform(claim.promote())
+    assert (promoted.loads, promoted.next_due) == (1, None)
+    assert [one.data for one in given.claimed()] == ['"later"']
+
+
+async def test_promotion_keeps_priority_attempt_and_suspicion(bus: CommandBus, given: Given) -> None:
+    await bus.send(DOMAIN, "Debit", run_at=datetime.now(UTC) + timedelta(hours=1), priority=4, reply_to="crm")
+    given.database.rows("UPDATE busload.scheduled SET attempt = 5, forgiven = 3, crashes = 2, run_at = now()")
+    given.database.perform(claim.promote())
+    row = given.database.rows("SELECT priority, attempt, forgiven, crashes, replies FROM busload.queue")
+    assert row == [(4, 5, 3, 2, True)]
+
+
+async def test_two_promotions_at_once_move_everything_once(given: Given, database: Database, dsn: str) -> None:
+    await given.batch(commands=3)
+    given.settled(given.claimed(limit=3), FAILED_ATTEMPT, delay=0.0)
+    assert database.count("scheduled") == 3
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, claim.promote()).loads == 3
+        assert database.perform(claim.promote()).loads == 0  # locked by the other one, not waited for
+        conn.commit()
+    assert database.count("queue") == 3
+    database.check_invariants()
+
+
+async def test_unknown_commands_are_given_back_without_burning_an_attempt(given: Given, database: Database) -> None:
+    await given.batch(commands=6)
+    leased = given.claimed(limit=6)
+    unknown = [leased[1].id, leased[2].id, leased[5].id]
+
+    assert database.perform(claim.give_back(leased[0].lease, unknown, pause=30, details="{}")) is True
+
+    assert loads(database, "scheduled") == [(1, 2), (5, 5)]
+    assert database.rows("SELECT DISTINCT attempt, reason FROM busload.scheduled") == [(1, "NO_HANDLER")]
+    assert database.value("SELECT count(*) FROM busload.event WHERE type = 'NO_HANDLER'") == 2
+    database.check_invariants()
+    given.settled([leased[0], leased[3], leased[4]])
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_giving_back_twice_changes_nothing(given: Given, database: Database) -> None:
+    await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    database.perform(claim.give_back(leased[0].lease, [leased[0].id], pause=30, details="{}"))
+    before = database.everything()
+    assert database.perform(claim.give_back(leased[0].lease, [leased[0].id], pause=30, details="{}")) is False
+    assert database.everything() == before
+    database.check_invariants()
+
+
+async def test_only_the_first_give_back_leaves_an_event(given: Given, database: Database) -> None:
+    await given.batch(commands=1)
+    for _ in range(3):
+        [one] = given.claimed()
+        database.perform(claim.give_back(one.lease, [one.id], pause=0, details="{}"))
+        database.rows("DELETE FROM busload.lease")
+        given.make_due()
+        database.perform(claim.promote())
+    assert database.value("SELECT count(*) FROM busload.event WHERE type = 'NO_HANDLER'") == 1
+    assert database.value("SELECT attempt FROM busload.queue") == 1
+
+
+async def test_a_returned_command_can_be_claimed_while_its_neighbours_still_run(
+    given: Given, database: Database
+) -> None:
+    """Its lease stays open for them, and covers its id."""
+    await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    database.perform(claim.give_back(leased[0].lease, [leased[2].id], pause=0, details="{}"))
+    database.perform(claim.promote())
+
+    [again] = given.claimed(limit=5)
+
+    assert again.id == leased[2].id and again.lease.lease_id != leased[0].lease.lease_id
+    database.check_invariants()
+    assert given.settled([again]) == {again.id}
+    assert given.settled(leased[:2]) == {leased[0].id, leased[1].id}
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+async def test_a_retry_can_be_claimed_while_its_neighbours_still_run(
+    given: Given, database: Database, position: int
+) -> None:
+    """The last command of a load is the one whose id the load is known by: its retry must not collide with it."""
+    batch_id = await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    failed = leased.pop(position)
+    given.settled([failed], FAILED_ATTEMPT, delay=0.0)
+    database.perform(claim.promote())
+
+    [again] = given.claimed(limit=5)
+
+    assert (again.id, again.lease.attempt) == (failed.id, 2)
+    database.check_invariants()
+    given.settled([again])
+    given.settled(leased)
+    assert (await given.batch_now(batch_id)).status == "COMPLETED"
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_a_lease_whose_commands_were_deleted_by_other_hands_yields_nothing(
+    given: Given, database: Database
+) -> None:
+    await given.sent()
+    database.rows("DELETE FROM busload.command")
+    assert given.claimed() == []

@@ -1,0 +1,408 @@
+"""How results are recorded: only while the lease exists, and once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from busload import CommandBus
+from busload.domain.execution import (
+    CANCELED,
+    COMPLETED,
+    FAILED,
+    FAILED_ATTEMPT,
+    TROUBLESHOOTING,
+    Lease,
+    Leased,
+    Transition,
+)
+from busload.store import cancel, claim, rescue, settle
+from busload.store.plan import Plan, perform
+from tests.given import DOMAIN, Database, Given, counts, until
+
+OUTCOMES = [
+    (COMPLETED, {}),
+    (FAILED, {}),
+    (CANCELED, {}),
+    (TROUBLESHOOTING, {"reason": "PERMANENT"}),
+    (FAILED_ATTEMPT, {"delay": 60.0}),
+]
+
+
+def settlement(leased: list[Leased], outcome: str = COMPLETED, **details: Any) -> Plan[set[int]]:
+    return settle.settle([Transition(one, outcome, **details) for one in leased], now=0.0)
+
+
+def beside(
+    dsn: str, plan: Callable[[], Plan[Any]], *, autocommit: bool = False
+) -> tuple[threading.Thread, list[Any]]:
+    """Perform a plan in another session and thread, and return once it waits for a lock."""
+    answers: list[Any] = []
+    conn = psycopg.connect(dsn, autocommit=autocommit)
+    pid = conn.info.backend_pid
+
+    def work() -> None:
+        with conn:
+            try:
+                answers.append(perform(conn, plan()))
+            except BaseException as error:
+                answers.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with psycopg.connect(dsn, autocommit=True) as watch:
+        until(lambda: answers or watch.execute("SELECT cardinality(pg_blocking_pids(%s))", [pid]).fetchone() != (0,))
+    return thread, answers
+
+
+@pytest.mark.parametrize(("outcome", "details"), OUTCOMES)
+async def test_each_outcome_leads_to_its_place_and_its_counter(
+    given: Given, database: Database, outcome: str, details: dict[str, Any]
+) -> None:
+    batch_id = await given.batch(commands=2)
+    one, _ = given.claimed(limit=2)
+    assert given.settled([one], outcome, **details) == {one.id}
+    batch = await given.batch_now(batch_id)
+    expected = {
+        COMPLETED: (2, 1, 0, 0, 0),
+        FAILED: (2, 0, 1, 0, 0),
+        CANCELED: (2, 0, 0, 1, 0),
+        TROUBLESHOOTING: (2, 0, 0, 0, 1),
+        FAILED_ATTEMPT: (2, 0, 0, 0, 0),
+    }
+    assert counts(batch) == expected[outcome]
+    places = {place: database.count(place) for place in ("scheduled", "troubleshooting")}
+    assert places == {
+        "scheduled": int(outcome == FAILED_ATTEMPT),
+        "troubleshooting": int(outcome == TROUBLESHOOTING),
+    }
+    database.check_invariants()
+
+
+async def test_the_last_settlement_closes_the_lease(given: Given, database: Database) -> None:
+    await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    given.settled(leased[:2])
+    assert database.count("lease") == 1
+    given.settled(leased[2:])
+    assert database.count("lease") == 0
+
+
+async def test_many_leases_and_batches_in_one_statement(given: Given, database: Database) -> None:
+    batches = [await given.batch(commands=3) for _ in range(5)]
+    leased = given.claimed(limit=15)
+    mixed = [
+        Transition(one, *[COMPLETED, FAILED][n % 2 : n % 2 + 1], details="{}") for n, one in enumerate(leased[:-1])
+    ]
+    assert len(database.perform(settle.settle(mixed, now=0.0))) == 14
+    assert database.count("lease") == 1
+    given.settled(leased[-1:])
+    assert database.count("lease") == 0
+    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED_WITH_FAILURES"] * 5
+    database.check_invariants()
+
+
+async def test_a_late_worker_cannot_settle_a_rescued_command(given: Given, database: Database) -> None:
+    batch_id = await given.batch(commands=1)
+    dead = given.registered_worker()
+    [late] = given.claimed(by=dead)
+    given.died(dead)
+    assert given.rescued().commands == 1
+    before = database.everything()
+
+    for outcome, details in OUTCOMES:
+        assert given.settled([late], outcome, **details) == set()
+
+    assert database.everything() == before
+    assert (await given.batch_now(batch_id)).completed_count == 0
+    database.check_invariants()
+
+
+async def test_a_late_worker_cannot_settle_for_the_new_holder(given: Given, database: Database) -> None:
+    await given.batch(commands=1)
+    dead = given.registered_worker()
+    [late] = given.claimed(by=dead)
+    given.died(dead)
+    given.rescued()
+    [current] = given.claimed()
+
+    assert given.settled([late], FAILED) == set()
+    assert given.settled([current]) == {current.id}
+    assert given.settled([late], FAILED) == set()
+
+    assert database.rows("SELECT outcome, lease_id FROM busload.execution") == [(COMPLETED, current.lease.lease_id)]
+    database.check_invariants()
+
+
+async def test_a_forged_lease_moves_nothing(given: Given, database: Database) -> None:
+    await given.batch(commands=1)
+    [one] = given.claimed()
+    lease = one.lease
+    forged = Lease(uuid4(), lease.lo, lease.hi, lease.domain, lease.batch_id, 0, 1, 0, 0, lease.created_at, 1)
+    assert given.settled([Leased(forged, one.id, one.command_id, "Debit", None)]) == set()
+    assert database.count("execution") == 0
+
+
+@pytest.mark.parametrize(("outcome", "details"), OUTCOMES)
+async def test_repeating_a_settlement_is_harmless_and_credited(
+    given: Given, database: Database, outcome: str, details: dict[str, Any]
+) -> None:
+    await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    first = given.settled(leased[:2], outcome, **details)
+    before = database.everything()
+    assert given.settled(leased[:2], outcome, **details) == first == {leased[0].id, leased[1].id}
+    assert database.everything() == before
+    database.check_invariants()
+
+
+async def test_a_repetition_after_the_lease_was_closed_is_credited_too(given: Given, database: Database) -> None:
+    """The commit was done and only its answer was lost."""
+    await given.batch(commands=2)
+    leased = given.claimed(limit=2)
+    assert given.settled(leased) == {one.id for one in leased}
+    assert given.settled(leased) == {one.id for one in leased}
+    database.check_invariants()
+
+
+async def test_a_repetition_that_carries_new_results_settles_those(given: Given, database: Database) -> None:
+    batch_id = await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    given.settled(leased[:1])
+    assert given.settled(leased) == {one.id for one in leased}
+    assert (await given.batch_now(batch_id)).completed_count == 3
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_a_second_different_result_of_the_same_attempt_does_not_count(given: Given, database: Database) -> None:
+    batch_id = await given.batch(commands=2)
+    leased = given.claimed(limit=2)
+    given.settled(leased[:1], FAILED_ATTEMPT, delay=60.0)
+    given.settled(leased[:1], COMPLETED)
+    assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 0, 0)
+    assert database.count("scheduled") == 1
+    database.check_invariants()
+
+
+async def test_a_result_after_a_retry_was_scheduled_is_refused(given: Given, database: Database) -> None:
+    """Otherwise a handler that outlived its timeout could commit its writes although it will run again."""
+    await given.batch(commands=2)
+    leased = given.claimed(limit=2)
+    given.settled(leased[:1], FAILED_ATTEMPT, delay=60.0)
+    assert given.settled(leased[:1], COMPLETED) == set()
+
+
+async def test_two_settlements_of_one_lease_at_once_both_count_and_close_it(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=2)
+    one, other = given.claimed(limit=2)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement([one]))
+        thread, answers = beside(dsn, lambda: settlement([other]))
+        first.commit()
+    thread.join(10)
+    assert answers == [{other.id}]
+    assert (await given.batch_now(batch_id)).status == "COMPLETED"
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_the_same_settlement_twice_at_once_counts_once(given: Given, database: Database, dsn: str) -> None:
+    """A flush that ran into its deadline is repeated while the first one is still under way in the server."""
+    batch_id = await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement(leased[:2]))
+        thread, answers = beside(dsn, lambda: settlement(leased[:2]), autocommit=True)
+        first.commit()
+    thread.join(10)
+    assert answers == [{leased[0].id, leased[1].id}]
+    assert (await given.batch_now(batch_id)).completed_count == 2
+    assert database.count("lease") == 1
+    given.settled(leased[2:])
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_settlements_over_many_batches_in_clashing_order_do_not_deadlock(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batches = [await given.batch(commands=40) for _ in range(6)]
+    worker = given.registered_worker()
+    shares: list[list[list[Leased]]] = [[], []]
+    for n in range(40):
+        leased = [given.claimed(limit=1, by=worker)[0] for _ in range(6)]
+        shares[n % 2].append(leased[:: 1 if n % 2 else -1])
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def work(share: list[list[Leased]]) -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                barrier.wait()
+                for leased in share:
+                    perform(conn, settlement(leased))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(share,)) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 6
+    database.check_invariants()
+
+
+async def test_the_last_two_members_settled_at_once_complete_the_batch_once(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=2)
+    worker = given.registered_worker()
+    [one], [other] = given.claimed(by=worker), given.claimed(by=worker)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement([one]))
+        thread, answers = beside(dsn, lambda: settlement([other]))  # waits for the batch row
+        assert answers == []
+        first.commit()
+    thread.join(10)
+    assert answers == [{other.id}]
+    assert (await given.batch_now(batch_id)).status == "COMPLETED"
+    assert database.value("SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED'") == 1
+    database.check_invariants()
+
+
+async def test_when_the_first_of_two_rolls_back_the_second_stands_alone(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=2)
+    one, other = given.claimed(limit=2)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement([one]))
+        thread, answers = beside(dsn, lambda: settlement([one, other]))
+        first.rollback()
+    thread.join(10)
+    assert answers == [{one.id, other.id}]
+    assert (await given.batch_now(batch_id)).completed_count == 2
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_a_failed_attempt_of_a_canceled_batch_is_not_tried_again(given: Given, database: Database) -> None:
+    batch_id = await given.batch(commands=1)
+    [one] = given.claimed()
+    database.perform(cancel.cancel_batch(DOMAIN, batch_id, reason="x", operator=None))
+    given.settled([one], FAILED_ATTEMPT, delay=1.0)
+    assert counts(await given.batch_now(batch_id)) == (1, 0, 0, 1, 0)
+    assert (await given.batch_now(batch_id)).status == "COMPLETED_WITH_FAILURES"
+    database.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "details", "said"),
+    [(COMPLETED, {"details": "7"}, "SUCCESS"), (FAILED, {}, "FAILED"), (CANCELED, {}, "CANCELED")],
+)
+async def test_a_reply_is_sent_by_the_settlement_that_ends_the_command(
+    bus: CommandBus, given: Given, database: Database, outcome: str, details: dict[str, Any], said: str
+) -> None:
+    sent = await bus.send(DOMAIN, "Debit", reply_to="crm")
+    [one] = given.claimed()
+    given.settled([one], outcome, **details)
+    given.settled([one], outcome, **details)
+    rows = database.rows("SELECT command_type, data FROM busload.command WHERE domain = 'crm'")
+    assert [(kind, data["outcome"], data["command_id"]) for kind, data in rows] == [
+        ("DebitReply", said, str(sent.command_id))
+    ]
+    assert database.value("SELECT count(*) FROM busload.queue WHERE domain = 'crm'") == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "details"), [(FAILED_ATTEMPT, {"delay": 1.0}), (TROUBLESHOOTING, {"reason": "PERMANENT"})]
+)
+async def test_no_reply_before_the_end(
+    bus: CommandBus, given: Given, database: Database, outcome: str, details: dict[str, Any]
+) -> None:
+    await bus.send(DOMAIN, "Debit", reply_to="crm")
+    given.settled(given.claimed(), outcome, **details)
+    assert database.value("SELECT count(*) FROM busload.command WHERE domain = 'crm'") == 0
+
+
+async def test_times_come_from_the_database_clock(given: Given, database: Database) -> None:
+    await given.sent()
+    [one] = given.claimed()
+    one.started = 1000.0
+    transition = Transition(one, COMPLETED, finished=1002.0)
+    database.perform(settle.settle([transition], now=1003.0))
+    took, ago = database.rows(
+        "SELECT extract(epoch FROM finished_at - started_at)::float, extract(epoch FROM now() - finished_at)::float"
+        "  FROM busload.execution"
+    )[0]
+    assert took == pytest.approx(2.0, abs=0.01)
+    assert 1.0 <= ago < 5.0
+
+
+async def test_what_was_settled_is_seen_by_a_release_that_waited_for_it(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """A handler's own transaction commits while its worker, which stops, hands the lease back."""
+    batch_id = await given.batch(commands=2)
+    one, other = given.claimed(limit=2)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement([one]))
+        thread, answers = beside(dsn, lambda: rescue.release([one.lease.lease_id]))
+        first.commit()
+    thread.join(10)
+    assert answers[0].commands == 1
+    assert [again.id for again in given.claimed(limit=5)] == [other.id]
+    assert (await given.batch_now(batch_id)).completed_count == 1
+    database.check_invariants()
+
+
+async def test_a_settlement_that_waited_for_a_rescue_moves_nothing(given: Given, database: Database, dsn: str) -> None:
+    await given.batch(commands=2)
+    dead = given.registered_worker()
+    late = given.claimed(limit=2, by=dead)
+    given.died(dead)
+    with psycopg.connect(dsn) as rescuer:
+        assert perform(rescuer, rescue.rescue()).commands == 2
+        thread, answers = beside(dsn, lambda: settlement(late))
+        rescuer.commit()
+    thread.join(10)
+    assert answers == [set()]
+    assert database.count("execution") == 0
+    database.check_invariants()
+
+
+async def test_a_rescue_leaves_what_is_just_being_settled(given: Given, database: Database, dsn: str) -> None:
+    await given.batch(commands=2)
+    dead = given.registered_worker()
+    late = given.claimed(limit=2, by=dead)
+    given.died(dead)
+    with psycopg.connect(dsn) as settler:
+        perform(settler, settlement(late[:1]))
+        assert given.rescued().commands == 0
+        settler.commit()
+    assert given.rescued().commands == 1
+    assert [one.id for one in given.claimed(limit=5)] == [late[1].id]
+    database.check_invariants()
+
+
+async def test_the_order_of_a_claim_and_its_settlement_survives_many_small_flushes(
+    given: Given, database: Database
+) -> None:
+    batch_id = await given.batch(commands=50)
+    leased = given.claimed(limit=50)
+    for one in reversed(leased):
+        given.settled([one])
+    assert (await given.batch_now(batch_id)).status == "COMPLETED"
+    assert database.count("lease") == 0
+    assert given.database.perform(claim.claim(worker=1, domains=[DOMAIN], limit=1)).leased == []
+    database.check_invariants()

@@ -1,0 +1,208 @@
+"""A batch that is filled over time: streamed in checkpoints, and never complete before its seal."""
+
+from __future__ import annotations
+
+import tracemalloc
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from busload import (
+    BatchCommand,
+    BatchNotFoundError,
+    BatchSealedError,
+    CommandBus,
+    DuplicateCommandError,
+    InvalidCommandError,
+)
+from tests.given import DOMAIN, Given, counts
+
+
+async def test_commands_leave_in_checkpoints_and_run_while_others_are_added(bus: CommandBus, given: Given) -> None:
+    """S4-32, S4-33, C11, C12"""
+    seen = given.handler()
+    async with bus.open_batch(DOMAIN, name="import", custom_data={"file": "a.csv"}, checkpoint_size=10) as batch:
+        ids = [await batch.add("Debit", {"n": n}) for n in range(25)]
+        assert batch.added == 20
+        assert counts(await given.batch_now(batch.batch_id)) == (20, 0, 0, 0, 0)
+
+        await given.drained()
+
+        assert len(seen) == 20
+        running = await given.batch_now(batch.batch_id)
+        assert (running.status, running.completed_at) == ("IN_PROGRESS", None)
+        assert (running.name, running.custom_data) == ("import", {"file": "a.csv"})
+    assert batch.added == 25
+    commands = await bus.list_batch_commands(DOMAIN, batch.batch_id)
+    assert [command.command_id for command in commands] == ids
+    await given.drained()
+    assert counts(done := await given.batch_now(batch.batch_id)) == (25, 25, 0, 0, 0)
+    assert done.status == "COMPLETED"
+
+
+async def test_a_batch_whose_members_have_all_ended_completes_with_its_seal_and_not_before(
+    bus: CommandBus, given: Given
+) -> None:
+    """S4-D3, C12"""
+    given.handler()
+    async with bus.open_batch(DOMAIN) as batch:
+        for _ in range(3):
+            await batch.add("Debit")
+        await batch.checkpoint()
+        await given.drained()
+        open_still = await given.batch_now(batch.batch_id)
+        assert (open_still.status, counts(open_still)) == ("IN_PROGRESS", (3, 3, 0, 0, 0))
+        assert open_still.completed_at is None
+
+    assert (await given.batch_now(batch.batch_id)).status == "COMPLETED"
+    types = [event.type for event in await bus.get_batch_audit_trail(DOMAIN, batch.batch_id)]
+    assert types == ["BATCH_STARTED", "BATCH_SEALED", "BATCH_COMPLETED"]
+
+
+async def test_an_empty_batch_completes_with_its_seal(bus: CommandBus, given: Given) -> None:
+    """C11, B40"""
+    async with bus.open_batch(DOMAIN) as batch:
+        assert (await given.batch_now(batch.batch_id)).status == "PENDING"
+    done = await given.batch_now(batch.batch_id)
+    assert (done.status, counts(done), done.started_at) == ("COMPLETED", (0, 0, 0, 0, 0), None)
+
+
+async def test_an_error_in_the_block_leaves_the_batch_open(bus: CommandBus, given: Given) -> None:
+    """C11, B42: what was written runs on; it can be added to, and sealed by hand"""
+    given.handler()
+    with pytest.raises(OSError, match="disk"):
+        async with bus.open_batch(DOMAIN, checkpoint_size=2) as batch:
+            for _ in range(4):
+                await batch.add("Debit")
+            raise OSError("disk")
+
+    await given.drained()
+    left = await given.batch_now(batch.batch_id)
+    assert (left.status, counts(left)) == ("IN_PROGRESS", (4, 4, 0, 0, 0))
+    await given.sent(batch_id=batch.batch_id)
+    await given.drained()
+    assert (await given.batch_now(batch.batch_id)).status == "IN_PROGRESS"
+
+    assert await bus.seal_batch(DOMAIN, batch.batch_id) is True
+
+    done = await given.batch_now(batch.batch_id)
+    assert (done.status, counts(done)) == ("COMPLETED", (5, 5, 0, 0, 0))
+    assert await bus.seal_batch(DOMAIN, batch.batch_id) is False
+
+
+async def test_sending_into_an_open_batch_raises_its_total(bus: CommandBus, given: Given) -> None:
+    """S4-12, S4-D3, C11: one or many, so that it cannot complete early"""
+    given.handler()
+    async with bus.open_batch(DOMAIN) as batch:
+        command_id = await given.sent(batch_id=batch.batch_id)
+        await bus.send_many(DOMAIN, [BatchCommand("Debit"), BatchCommand("Debit")], batch_id=batch.batch_id)
+        assert counts(await given.batch_now(batch.batch_id)) == (3, 0, 0, 0, 0)
+        assert (await given.command_now(command_id)).batch_id == batch.batch_id
+        await given.drained()
+    done = await given.batch_now(batch.batch_id)
+    assert (done.status, counts(done)) == ("COMPLETED", (3, 3, 0, 0, 0))
+
+
+async def test_a_sealed_batch_takes_no_more_commands(bus: CommandBus, given: Given) -> None:
+    """S4-D3, C11, B39: sealed, and completed as well; total unchanged"""
+    sealed = await given.batch()
+    given.handler("Quick")
+    completed = await given.batch(command_type="Quick")
+    await given.drained()
+    before = given.database.everything()
+    for batch_id in (sealed, completed):
+        with pytest.raises(BatchSealedError, match=str(batch_id)) as refused:
+            await bus.send(DOMAIN, "Debit", batch_id=batch_id)
+        assert (refused.value.domain, refused.value.batch_id) == (DOMAIN, batch_id)
+        with pytest.raises(BatchSealedError):
+            await bus.send_many(DOMAIN, [BatchCommand("Debit")], batch_id=batch_id)
+        assert (await given.batch_now(batch_id)).total_count == 1
+    assert given.database.everything() == before
+
+
+async def test_adding_after_the_seal_is_refused(bus: CommandBus, given: Given) -> None:
+    """C11: rather than kept in memory for ever"""
+    async with bus.open_batch(DOMAIN) as batch:
+        await batch.add("Debit")
+    with pytest.raises(BatchSealedError):
+        await batch.add("Debit")
+    assert counts(await given.batch_now(batch.batch_id)) == (1, 0, 0, 0, 0)
+
+
+async def test_a_batch_that_does_not_exist_is_named_with_its_domain(bus: CommandBus, given: Given) -> None:
+    """S4-12, S044, B38: unknown, or of another domain"""
+    unknown = uuid4()
+    async with bus.open_batch(DOMAIN) as batch:
+        before = given.database.everything()
+        for domain, batch_id in ((DOMAIN, unknown), ("crm", batch.batch_id)):
+            with pytest.raises(BatchNotFoundError, match=f"{batch_id} in domain '{domain}'") as refused:
+                await bus.send(domain, "Debit", batch_id=batch_id)
+            assert (refused.value.domain, refused.value.batch_id) == (domain, batch_id)
+            with pytest.raises(BatchNotFoundError):
+                await bus.send_many(domain, [BatchCommand("Debit")], batch_id=batch_id)
+            with pytest.raises(BatchNotFoundError):
+                await bus.seal_batch(domain, batch_id)
+            with pytest.raises(BatchNotFoundError):
+                await bus.cancel_batch(domain, batch_id, reason="no such thing")
+            with pytest.raises(BatchNotFoundError):
+                await bus.wait_batch(domain, batch_id, timeout=1)
+        assert given.database.everything() == before
+
+
+async def test_a_duplicate_leaves_the_total_as_it_was(bus: CommandBus, given: Given) -> None:
+    """S002, S4-D3"""
+    taken = await given.sent()
+    async with bus.open_batch(DOMAIN) as batch:
+        with pytest.raises(DuplicateCommandError):
+            await bus.send(DOMAIN, "Debit", command_id=taken, batch_id=batch.batch_id)
+        assert (await given.batch_now(batch.batch_id)).total_count == 0
+
+
+async def test_a_bad_command_is_refused_when_it_is_added(bus: CommandBus, given: Given) -> None:
+    """B41: not with its checkpoint; what was added before stays"""
+    async with bus.open_batch(DOMAIN) as batch:
+        await batch.add("Debit")
+        with pytest.raises(InvalidCommandError):
+            await batch.add("Debit", {"amount": float("nan")})
+        await batch.add("Debit")
+    assert (await given.batch_now(batch.batch_id)).total_count == 2
+
+
+async def test_a_stream_takes_the_memory_of_a_checkpoint(bus: CommandBus, given: Given) -> None:
+    """S4-33, C12: 24 MB of data pass through"""
+    text = "x" * 8000
+    async with bus.open_batch(DOMAIN, checkpoint_size=100) as batch:
+        await batch.add("Debit", text)
+        await batch.checkpoint()
+        tracemalloc.start()
+        try:
+            for n in range(3000):
+                await batch.add("Debit", f"{n}{text}")
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 4_000_000
+    assert (await given.batch_now(batch.batch_id)).total_count == 3001
+
+
+async def test_a_whole_stream_may_join_a_transaction(bus: CommandBus, given: Given, dsn: str) -> None:
+    """S4-13, C12"""
+    async with await psycopg.AsyncConnection.connect(dsn) as conn:
+        async with bus.open_batch(DOMAIN, checkpoint_size=2, conn=conn) as lost:
+            for _ in range(5):
+                await lost.add("Debit")
+        await conn.rollback()
+        async with bus.open_batch(DOMAIN, checkpoint_size=2, conn=conn) as kept:
+            for _ in range(5):
+                await kept.add("Debit")
+        await conn.commit()
+    assert await bus.get_batch(DOMAIN, lost.batch_id) is None
+    assert counts(await given.batch_now(kept.batch_id)) == (5, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "10"])
+async def test_a_checkpoint_holds_at_least_one(bus: CommandBus, size: int) -> None:
+    """B48"""
+    with pytest.raises(ValueError, match="checkpoint_size"):
+        bus.open_batch(DOMAIN, checkpoint_size=size)
