@@ -236,17 +236,18 @@ INVARIANTS = {
               FROM busload.command c) AS found
          WHERE places <> 1""",
     "I2 a batch's total is the number of its commands": """
-        SELECT b.batch_id FROM busload.batch b
-         WHERE b.total_count <> (SELECT count(*) FROM busload.command c WHERE c.batch_id = b.batch_id)""",
+        SELECT batch_id FROM busload.batch
+          LEFT JOIN (SELECT batch_id, count(*) AS n FROM busload.command GROUP BY batch_id) AS members USING (batch_id)
+         WHERE total_count <> coalesce(n, 0)""",
     "I3 counters equal the facts": """
-        SELECT b.batch_id FROM busload.batch b CROSS JOIN LATERAL (
-            SELECT count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
+        SELECT batch_id FROM busload.batch AS b LEFT JOIN (
+            SELECT batch_id, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
                    count(*) FILTER (WHERE status = 'FAILED') AS failed,
                    count(*) FILTER (WHERE status = 'CANCELED') AS canceled,
                    count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE') AS troubleshooting
-              FROM busload.command_status s WHERE s.batch_id = b.batch_id) AS m
-         WHERE (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count)
-            IS DISTINCT FROM (m.completed, m.failed, m.canceled, m.troubleshooting)""",
+              FROM busload.command_status GROUP BY batch_id) AS m USING (batch_id)
+         WHERE (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count) IS DISTINCT FROM
+               (coalesce(completed, 0), coalesce(failed, 0), coalesce(canceled, 0), coalesce(troubleshooting, 0))""",
     "I4 completed exactly when sealed and nothing is open": """
         SELECT b.batch_id FROM busload.batch b
          WHERE (b.completed_at IS NOT NULL) IS DISTINCT FROM

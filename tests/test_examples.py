@@ -211,9 +211,11 @@ def test_the_reference_has_every_cli_command_and_the_docs_no_other() -> None:
     reference = (ROOT / "docs/reference.md").read_text()
     assert not [path for path in known if f"busload {' '.join(path)}" not in reference]
     for page in PROSE:
-        for line in re.findall(r"(?:^|`|\$ |\| )busload ([a-z]+(?: [a-z]+)?)", page.read_text(), re.MULTILINE):
-            words = tuple(line.split())
-            assert words in known or words[:1] in known, f"{page.name} says `busload {line}`"
+        inline = re.findall(r"`busload ([a-z]+(?: [a-z]+)?)", FENCE.sub("", page.read_text()))
+        shell = "".join(block.text for block in blocks(page) if block.language == "sh")
+        for said in inline + re.findall(r"(?:^|xargs )busload ([a-z]+(?: [a-z]+)?)", shell, re.MULTILINE):
+            words = tuple(said.split())
+            assert words in known or words[:1] in known, f"{page.name} says `busload {said}`"
 
 
 def paths_of(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -20,20 +20,32 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., Any]
 
 
+NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
+
+
 @pytest.fixture
 def busload(dsn: str) -> Busload:
-    """Run `busload` on the test's database; `env` adds to the environment, None takes away."""
+    """Run `busload` on the test's database."""
 
-    def run(*arguments: object, env: dict[str, str | None] | None = None) -> Result:
-        told = {"BUSLOAD_DATABASE_URL": dsn, **(env or {})}
-        return CliRunner().invoke(main, [str(argument) for argument in arguments], env=told)
+    def run(*arguments: object, url: str = dsn) -> Result:
+        return CliRunner().invoke(main, list(map(str, arguments)), env={"BUSLOAD_DATABASE_URL": url})
+
+    return run
+
+
+@pytest.fixture
+def offline() -> Busload:
+    """Run what needs no database, and is given none."""
+
+    def run(*arguments: object, url: str = NOWHERE) -> Result:
+        return CliRunner().invoke(main, list(map(str, arguments)), env={"BUSLOAD_DATABASE_URL": url})
 
     return run
 
 
 @pytest.fixture
 def spawn(dsn: str, tmp_path: Path) -> Iterator[Spawn]:
-    """Start `busload` as a process in `tmp_path`, with its words in `said.txt`; what still runs at the end is killed."""
+    """Start `busload` as a process in `tmp_path`, its words in `said.txt`; what still runs at the end is killed."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:

@@ -32,8 +32,8 @@ def verbs() -> Iterator[tuple[str, click.Command]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in verbs()])
-def test_the_help_of_every_command_has_a_line_to_copy(busload: Busload, name: str) -> None:
-    result = busload(*name.split(), "--help")
+def test_the_help_of_every_command_has_a_line_to_copy(offline: Busload, name: str) -> None:
+    result = offline(*name.split(), "--help")
     assert result.exit_code == 0
     assert any(
         line.strip().startswith("busload ") and f" {name}" in line
@@ -47,9 +47,9 @@ def test_every_command_that_prints_can_print_json() -> None:
     assert without == ["db psql", "worker"]
 
 
-def test_every_noun_says_in_its_help_what_the_overview_says_of_it(busload: Busload) -> None:
+def test_every_noun_says_in_its_help_what_the_overview_says_of_it(offline: Busload) -> None:
     for noun, summary in NOUNS.items():
-        assert f"\n\n  {summary.removesuffix('.')}" in busload(noun, "--help").stdout
+        assert f"\n\n  {summary.removesuffix('.')}" in offline(noun, "--help").stdout
 
 
 def test_the_overview_needs_nothing_that_only_a_command_needs() -> None:
@@ -61,43 +61,42 @@ def test_the_overview_needs_nothing_that_only_a_command_needs() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_password_on_the_command_line_is_warned_about_and_not_repeated(busload: Busload) -> None:
-    result = busload("--dsn", "postgresql://ada:geheim@127.0.0.1:1/shop", "batch", "ls")
+def test_a_password_on_the_command_line_is_warned_about_and_not_repeated(offline: Busload) -> None:
+    result = offline("--dsn", "postgresql://ada:geheim@127.0.0.1:1/shop", "batch", "ls")
     assert result.exit_code == 1
     assert "Warning: --dsn holds a password" in result.stderr
     assert "geheim" not in result.output
 
 
 @pytest.mark.parametrize("by", ["--dsn", "environment"])
-def test_what_is_no_connection_string_is_refused_without_being_repeated(busload: Busload, by: str) -> None:
+def test_what_is_no_connection_string_is_refused_without_being_repeated(offline: Busload, by: str) -> None:
     wrong = "postgresql//ada:geheim@127.0.0.1:1/shop"
     if by == "--dsn":
-        result = busload("--dsn", wrong, "batch", "ls")
+        result = offline("--dsn", wrong, "batch", "ls")
         assert result.exit_code == 2
     else:
-        result = busload("batch", "ls", env={"BUSLOAD_DATABASE_URL": wrong})
+        result = offline("batch", "ls", url=wrong)
         assert result.exit_code == 1
     assert "wanted e.g. postgresql://user@host:5432/database" in result.stderr
     assert "geheim" not in result.output
 
 
-def test_the_command_line_wins_over_the_environment(busload: Busload, dsn: str) -> None:
-    nowhere = "postgresql://nobody@127.0.0.1:1/nowhere"
-    result = busload("--dsn", dsn, "batch", "ls", "--json", env={"BUSLOAD_DATABASE_URL": nowhere})
+def test_the_command_line_wins_over_the_environment(offline: Busload, dsn: str) -> None:
+    result = offline("--dsn", dsn, "batch", "ls", "--json")
     assert (result.exit_code, result.stdout) == (0, "[]\n")
     assert os.environ.get("BUSLOAD_DATABASE_URL") != dsn
 
 
-def test_a_server_that_cannot_be_reached_is_one_line_and_at_once(busload: Busload) -> None:
-    result = busload("batch", "ls", env={"BUSLOAD_DATABASE_URL": "postgresql://ada@127.0.0.1:1/shop"})
+def test_a_server_that_cannot_be_reached_is_one_line_and_at_once(offline: Busload) -> None:
+    result = offline("batch", "ls")
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
     assert line.startswith("Error: The database cannot be reached: ")
 
 
-def test_a_database_without_our_schema_is_told_how_to_get_it(busload: Busload, server: TestServer) -> None:
+def test_a_database_without_our_schema_is_told_how_to_get_it(offline: Busload, server: TestServer) -> None:
     with server.database(migrated=False) as empty:
-        result = busload("--dsn", empty, "batch", "ls")
+        result = offline("--dsn", empty, "batch", "ls")
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
     assert "busload schema migrate" in line

@@ -19,33 +19,32 @@ def empty(server: TestServer) -> Iterator[str]:
         yield dsn
 
 
-def test_migrate_brings_a_database_up_to_date_once(busload: Busload, empty: str) -> None:
-    assert busload("--dsn", empty, "schema", "status").exit_code == 1
-    first = busload("--dsn", empty, "schema", "migrate")
+def test_migrate_brings_a_database_up_to_date_once(offline: Busload, empty: str) -> None:
+    assert offline("--dsn", empty, "schema", "status").exit_code == 1
+    first = offline("--dsn", empty, "schema", "migrate")
     assert first.exit_code == 0
     assert first.stdout.startswith("Applied 0001_")
-    assert busload("--dsn", empty, "schema", "migrate").stdout == "Nothing to do: the database is up to date.\n"
-    assert busload("--dsn", empty, "schema", "migrate", "--json").stdout == "[]\n"
-    status = busload("--dsn", empty, "schema", "status", "--json")
+    assert offline("--dsn", empty, "schema", "migrate").stdout == "Nothing to do: the database is up to date.\n"
+    assert offline("--dsn", empty, "schema", "migrate", "--json").stdout == "[]\n"
+    status = offline("--dsn", empty, "schema", "status", "--json")
     assert status.exit_code == 0
     assert all(migration["applied_at"] for migration in json.loads(status.stdout))
 
 
-def test_status_names_what_is_missing(busload: Busload, empty: str) -> None:
-    said = busload("--dsn", empty, "schema", "status").stdout.splitlines()
+def test_status_names_what_is_missing(offline: Busload, empty: str) -> None:
+    said = offline("--dsn", empty, "schema", "status").stdout.splitlines()
     assert said[0].split() == ["VERSION", "NAME", "APPLIED"]
     assert said[1].split()[0] == "0001"
     assert said[1].endswith("missing")
-    found = json.loads(busload("--dsn", empty, "schema", "status", "--json").stdout)
+    found = json.loads(offline("--dsn", empty, "schema", "status", "--json").stdout)
     assert found[0]["applied_at"] is None
 
 
-def test_what_print_prints_does_what_migrate_does(busload: Busload, empty: str) -> None:
-    nowhere: dict[str, str | None] = {"BUSLOAD_DATABASE_URL": "postgresql://ada@127.0.0.1:1/shop"}
-    printed = busload("schema", "print", env=nowhere)
+def test_what_print_prints_does_what_migrate_does(offline: Busload, empty: str) -> None:
+    printed = offline("schema", "print")
     assert printed.exit_code == 0
     with psycopg.connect(empty, autocommit=True) as conn:
         conn.execute(printed.stdout.encode())
-    assert busload("--dsn", empty, "schema", "status").exit_code == 0
-    files = json.loads(busload("schema", "print", "--json").stdout)
+    assert offline("--dsn", empty, "schema", "status").exit_code == 0
+    files = json.loads(offline("schema", "print", "--json").stdout)
     assert all(file["sql"].strip() in printed.stdout for file in files)

@@ -200,23 +200,23 @@ def test_a_log_for_programs_is_one_json_object_per_line(
     ],
 )
 def test_an_application_that_cannot_be_served_is_explained(
-    busload: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, application: str, because: str
+    offline: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, application: str, because: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "app", raising=False)
-    result = busload("worker", application)
+    result = offline("worker", application)
     assert result.exit_code == 2
     assert because in " ".join(result.stderr.split())
 
 
 def test_a_module_that_fails_to_import_something_else_says_what(
-    busload: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    offline: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text("import no_such_library")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    result = busload("worker", "broken:bus")
+    result = offline("worker", "broken:bus")
     assert result.exit_code == 1
     assert "No module named 'no_such_library'" in result.stderr
 

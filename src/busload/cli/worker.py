@@ -158,6 +158,9 @@ class Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         clean = await asyncio.gather(*(self._keep_one() for _ in range(self._count)))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
         return 0 if all(clean) else 1
 
     async def _keep_one(self) -> bool:
@@ -273,6 +276,8 @@ def _serve(worker: Worker) -> None:
     except Exception as raised:
         error = raised
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
         _close(loop)
     if _threads_left(before):
         log.warning("Left behind threads whose handlers did not return; their commands were handed back")

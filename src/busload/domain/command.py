@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from busload.domain.ids import new_ids
@@ -142,9 +142,8 @@ class AuditEvent:
     details: Any
 
 
-@dataclass(frozen=True, slots=True)
-class NewCommand:
-    """A `BatchCommand` that was checked: what goes into the table."""
+class NewCommand(NamedTuple):
+    """A `BatchCommand` that was checked: what goes into the table. A tuple, because a million of them are made."""
 
     command_id: UUID
     command_type: str

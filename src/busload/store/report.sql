@@ -31,16 +31,19 @@ SELECT command_id, domain, command_type, data::text, batch_id, task_key, correla
  WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
 
 -- name: batch_commands
--- In the order in which they were put in; `after` is the last command of the page before.
-SELECT command_id, domain, command_type, data::text, batch_id, task_key, correlation_id, reply_to, priority, created_at, status,
-       attempts, max_attempts, run_at, started_at, finished_at, worker, execution_id,
-       error ->> 'type', error ->> 'code', error ->> 'message', result::text
-  FROM busload.command_status
- WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text
-   AND (%(status)s::text IS NULL OR status = %(status)s::text)
-   AND (%(after)s::uuid IS NULL OR id >
-        (SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid))
- ORDER BY id
+-- In the order in which they were put in; `after` is the last command of the page before. The first command of each
+-- load finds the others.
+WITH last AS (
+    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
+)
+SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
+       s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+  FROM busload.command AS first JOIN busload.command_status AS s ON s.id BETWEEN first.id AND (first.id | 1023)
+ WHERE first.batch_id = %(batch_id)s::uuid AND first.id & 1023 = 0 AND first.domain = %(domain)s::text
+   AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
+   AND (%(after)s::uuid IS NULL OR s.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
+ ORDER BY first.id, s.id
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
 
 -- name: troubleshooting
