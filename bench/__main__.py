@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import report
 from bench.case import Case
-from bench.run import Run, measure
+from bench.run import Result, Run, measure
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "n,n,…"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
@@ -83,7 +83,7 @@ def own_server(config: dict[str, str] | None = None) -> Iterator[TestServer]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _measure_visibly(server: TestServer, run: Run) -> list[report.Result]:
+def _measure_visibly(server: TestServer, run: Run) -> list[Result]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(run.jobs()) * run.repeat)

@@ -7,14 +7,15 @@ helper process that a measurement starts.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Extent = Literal["size", "sends", "samples", "batch"]
 
@@ -44,13 +45,14 @@ class Case:
     subject: str
     metric: str
     title: str
-    measure: Callable[[str, int], Awaitable[Measured]]
-    prepare: Callable[[str, int], Awaitable[None]] | None = None
-    work: Callable[[str, int], Awaitable[None]] | None = None
+    measure: Callable[[str, int], Coroutine[Any, Any, Measured]]
+    prepare: Callable[[str, int], Coroutine[Any, Any, None]] | None = None
+    work: Callable[[str, int], Coroutine[Any, Any, None]] | None = None
     migrated: bool = True
     extent: Extent = "size"
     most: int | None = None
     needs: tuple[str, ...] = ()
+    uvloop: bool = False
 
     @property
     def key(self) -> str:
@@ -104,7 +106,8 @@ async def helpers(key: str, dsn: str, size: int, count: int = 1) -> AsyncIterato
 
 async def heard() -> str:
     """In a helper: the next line of its input, or "" when it should end."""
-    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+    line: str = await asyncio.to_thread(sys.stdin.readline)
+    return line.strip()
 
 
 def say(line: object) -> None:
@@ -123,22 +126,13 @@ def main(phase: str, key: str, dsn: str, size: str) -> None:
     from bench import cases
 
     [case] = [case for case in cases.ALL if case.key == key]
-    if phase == "prepare":
-        assert case.prepare is not None
-        asyncio.run(_run(case.prepare, dsn, int(size)))
-    elif phase == "work":
-        assert case.work is not None
-        asyncio.run(_run(case.work, dsn, int(size)))
+    run = importlib.import_module("uvloop").run if case.uvloop else asyncio.run
+    if phase == "measure":
+        say(json.dumps(asdict(run(case.measure(dsn, int(size))))))
     else:
-        say(json.dumps(asdict(asyncio.run(_measure(case, dsn, int(size))))))
-
-
-async def _run(function: Callable[[str, int], Awaitable[None]], dsn: str, size: int) -> None:
-    await function(dsn, size)
-
-
-async def _measure(case: Case, dsn: str, size: int) -> Measured:
-    return await case.measure(dsn, size)
+        function = case.prepare if phase == "prepare" else case.work
+        assert function is not None
+        run(function(dsn, int(size)))
 
 
 if __name__ == "__main__":

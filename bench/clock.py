@@ -58,15 +58,22 @@ def _server_cpu(postmaster: int | None) -> float | None:
 def _cpu_of_family(pid: int) -> float | None:
     """CPU seconds of a process, its living children and those it has buried."""
     try:
-        ticks = sum(map(int, _stat(pid)[11:15]))
-        for child in _children(pid):
-            try:
-                ticks += sum(map(int, _stat(child)[11:15]))
-            except OSError:
-                continue  # it ended just now
+        buried = sum(map(int, _stat(pid)[13:15])) / TICK
+        return buried + sum(map(_cpu, (pid, *_children(pid))))
     except OSError:
         return None
-    return ticks / TICK
+
+
+def _cpu(pid: int) -> float:
+    """CPU seconds of a process: to the nanosecond where the kernel tells, else in ticks."""
+    try:
+        threads = [thread / "schedstat" for thread in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+    except OSError:
+        try:
+            return sum(map(int, _stat(pid)[11:13])) / TICK
+        except OSError:
+            return 0.0  # it ended just now, and is among the buried
 
 
 def _children(pid: int) -> list[int]:

@@ -24,13 +24,17 @@ LOAD = 1000
 COMMAND_COPY = """
     CREATE TABLE bare_command (LIKE busload.command INCLUDING ALL)
 """
+COPY = """
+    COPY bare_command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id, reply_to,
+                       priority, max_attempts, run_at) FROM STDIN
+"""
 BARE = """
     CREATE TABLE bare_command (id bigint PRIMARY KEY, command_id uuid NOT NULL, command_type text NOT NULL, data json);
     CREATE TABLE bare_load (hi bigint PRIMARY KEY, lo bigint NOT NULL);
     CREATE TABLE bare_lease (lease_id uuid PRIMARY KEY, hi bigint NOT NULL, lo bigint NOT NULL);
     CREATE TABLE bare_execution (command bigint, attempt integer, outcome text NOT NULL, lease_id uuid NOT NULL,
-                                 batch_id uuid NOT NULL, started_at timestamptz NOT NULL, finished_at timestamptz NOT NULL,
-                                 PRIMARY KEY (command, attempt));
+                                 batch_id uuid NOT NULL, started_at timestamptz NOT NULL,
+                                 finished_at timestamptz NOT NULL, PRIMARY KEY (command, attempt));
     CREATE TABLE bare_batch (batch_id uuid PRIMARY KEY, completed integer NOT NULL) WITH (fillfactor = 50);
 """
 BARE_CLAIM = """
@@ -67,13 +71,9 @@ async def copy(dsn: str, size: int) -> Measured:
     ]
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute(COMMAND_COPY)
-        with timed(dsn) as lap, conn.cursor() as cursor:
-            with cursor.copy(
-                "COPY bare_command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id,"
-                " reply_to, priority, max_attempts, run_at) FROM STDIN"
-            ) as copying:
-                for row in rows:
-                    copying.write_row(row)
+        with timed(dsn) as lap, conn.cursor() as cursor, cursor.copy(COPY) as copying:
+            for row in rows:
+                copying.write_row(row)
     expect(dsn, "SELECT count(*) FROM bare_command", size)
     return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
 
@@ -111,7 +111,7 @@ async def claim_and_complete(dsn: str, size: int) -> Measured:
 
 
 async def statements(dsn: str, size: int, *, limit: int) -> Measured:
-    """busload's own claim and settle, one after the other and without handlers: all that a drain could save is Python."""
+    """busload's own claim and settle, one after the other, without handlers: more than that a drain cannot save."""
     done = 0
     with psycopg.connect(dsn, autocommit=True, **PARAMETERS) as conn:
         worker = perform(

@@ -1,8 +1,8 @@
 """What others do with the same work on the same server. A peer that is not installed is left out.
 
 PgQueuer runs as its guide recommends for short jobs: asyncpg, one connection for the queue manager, uvloop, its
-autovacuum settings, and a large batch. reliable-cmd needs PGMQ, which comes as plain SQL, and two columns that its own
-migration leaves out.
+autovacuum settings, and a large batch. reliable-cmd needs PGMQ, which comes as plain SQL, two columns that its own
+migration leaves out, and `pgmq.read` with the columns of the PGMQ it was written for.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ PUBLISHED = [
 PGQUEUER_CHUNK = 10_000
 PGQUEUER_BATCH = 1_000
 RELIABLE_CONCURRENCY = 10
+PGMQ_READ = """
+    ALTER FUNCTION pgmq.read(text, integer, integer, jsonb) RENAME TO read_newer;
+    CREATE FUNCTION pgmq.read(queue text, visibility integer, quantity integer)
+        RETURNS TABLE (msg_id bigint, read_ct integer, enqueued_at timestamptz, vt timestamptz, message jsonb)
+        LANGUAGE sql AS $$
+            SELECT m.msg_id, m.read_ct, m.enqueued_at, m.vt, m.message FROM pgmq.read_newer($1, $2, $3) AS m $$;
+"""
 
 
 def _import(name: str) -> Any:
@@ -172,6 +179,7 @@ async def reliable_install(dsn: str, size: int) -> None:
         conn.execute(schema.replace("CREATE EXTENSION IF NOT EXISTS pgmq;", ""))
         conn.execute("ALTER TABLE commandbus.batch ADD COLUMN batch_type text NOT NULL DEFAULT 'COMMAND'")
         conn.execute("ALTER TABLE commandbus.batch ADD COLUMN failed_count integer NOT NULL DEFAULT 0")
+        conn.execute(PGMQ_READ.encode())
         conn.execute("SELECT pgmq.create(%s)", [f"{DOMAIN}__commands"])
 
 
@@ -233,7 +241,7 @@ async def reliable_send(dsn: str, size: int) -> Measured:
     return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
 
 
-PGQUEUER: dict[str, Any] = {"migrated": False, "needs": ("pgqueuer", "asyncpg")}
+PGQUEUER: dict[str, Any] = {"migrated": False, "needs": ("pgqueuer", "asyncpg", "uvloop"), "uvloop": True}
 RELIABLE: dict[str, Any] = {"migrated": False, "needs": ("commandbus", "pgmq")}
 
 CASES = [

@@ -18,7 +18,6 @@ from uuid import UUID
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from busload import settings as configuration
 from busload.completion import AsyncCompletions, Completions
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
 from busload.domain.command import (
@@ -51,7 +50,7 @@ class _Face:
     """What both faces share: where the database is, the handlers, and the checks."""
 
     def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
-        self.settings = settings or configuration.from_environment()
+        self.settings = settings or Settings()
         self.handlers = Handlers()
         self._dsn = dsn or self.settings.database_url
         self._embedded: EmbeddedPostgres | None = None

@@ -22,6 +22,9 @@ log = logging.getLogger("busload")
 FORGET_AFTER = 3600.0
 """Seconds after which a callback of a batch that nobody ever saw is dropped: its transaction was rolled back."""
 
+LAST_CALLS = 5.0
+"""Seconds that functions which are due have to finish when the bus is closed."""
+
 Look = Callable[[Sequence[UUID]], list[BatchMetadata]]
 LookAsync = Callable[[Sequence[UUID]], Awaitable[list[BatchMetadata]]]
 
@@ -90,7 +93,11 @@ class AsyncCompletions:
             self._watchers.pop(batch_id, None)
 
     async def close(self) -> None:
+        """Call what is due by now, for a few seconds at most; the rest is forgotten."""
         self._closing = True
+        self._heard.set()
+        if self._calling is not None:
+            await asyncio.wait({self._calling}, timeout=LAST_CALLS)
         for task in (self._calling, self._listening):
             if task is not None:
                 task.cancel()
@@ -120,17 +127,19 @@ class AsyncCompletions:
                 pass
             self._heard.clear()
             try:
-                found = await self._look(list(self._callbacks.waiting))
+                found: list[BatchMetadata] | None = await self._look(list(self._callbacks.waiting))
             except Exception as error:
                 log.warning("Could not look for completed batches, trying again: %s", error)
-                continue
-            for waiting, batch in self._callbacks.due(found):
+                found = None
+            for waiting, batch in self._callbacks.due(found) if found is not None else []:
                 try:
                     await waiting.callback(batch)  # type: ignore[misc]
                 except (Exception, asyncio.CancelledError):
-                    if self._closing:
+                    if self._closing and self._calling is not None and self._calling.cancelling():
                         raise
                     log.exception("The on_complete function of batch %s failed", batch.batch_id)
+            if self._closing:
+                return
 
 
 class Completions:
@@ -153,6 +162,7 @@ class Completions:
         self._heard.set()
 
     def close(self) -> None:
+        """Call what is due by now; the rest is forgotten."""
         self._stopping = True
         self._heard.set()
         if self._listener is not None and self._thread is not None:
@@ -167,18 +177,18 @@ class Completions:
         while True:
             self._heard.wait(self._poll_every if self._callbacks.waiting else None)
             self._heard.clear()
-            if self._stopping:
-                return
             try:
-                found = self._look(list(self._callbacks.waiting))
+                found: list[BatchMetadata] | None = self._look(list(self._callbacks.waiting))
             except Exception as error:
                 log.warning("Could not look for completed batches, trying again: %s", error)
-                continue
-            for waiting, batch in self._callbacks.due(found):
+                found = None
+            for waiting, batch in self._callbacks.due(found) if found is not None else []:
                 try:
                     waiting.callback(batch)
                 except BaseException:  # it belongs to the callback: not even SystemExit may end the others
                     log.exception("The on_complete function of batch %s failed", batch.batch_id)
+            if self._stopping:
+                return
 
 
 def _uuid(payload: str | None) -> UUID:

@@ -43,7 +43,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = self.path if self.index is None else f"[{self.index}]{self.path}"
-        return f"{self.code} at {where or '/'}: {self.message}"
+        return f"{self.code} at {where or '/'}: {self.message.removesuffix('.')}"
 
 
 class InvalidCommandError(BusloadError, ValueError):

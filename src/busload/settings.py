@@ -19,6 +19,7 @@ from pathlib import Path
 from busload.domain.command import InputLimits
 
 VARIABLES = ("BUSLOAD_DATABASE_URL", "BUSLOAD_HOME", "BUSLOAD_PG_BIN")
+HOME = Path("~/.local/share/busload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +42,33 @@ class WorkerSettings:
         return self.flush_deadline or min(self.lease_for / 4, timedelta(seconds=5))
 
 
+def _from_environment(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def _path_from_environment(name: str) -> Path | None:
+    value = _from_environment(name)
+    return Path(value).expanduser() if value else None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the database is, what inputs may measure, and how often to look where a notification may have been lost."""
+    """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
 
-    database_url: str | None = None
-    home: Path = field(default_factory=lambda: Path("~/.local/share/busload").expanduser())
-    pg_bin: Path | None = None
+    What is not given comes from the environment. A `BUSLOAD_*` variable that is not ours is most likely a misspelt one,
+    so it is warned about.
+    """
+
+    database_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_DATABASE_URL"), repr=False)
+    home: Path = field(default_factory=lambda: _path_from_environment("BUSLOAD_HOME") or HOME.expanduser())
+    pg_bin: Path | None = field(default_factory=lambda: _path_from_environment("BUSLOAD_PG_BIN"))
     limits: InputLimits = InputLimits()
     pool_size: int = 10
     poll_every: timedelta = timedelta(seconds=1)
 
-
-def from_environment() -> Settings:
-    """Read `BUSLOAD_*`; an unknown variable is most likely a misspelt one, so it is warned about."""
-    for name in os.environ:
-        if name.startswith("BUSLOAD_") and name not in VARIABLES:
-            nearest = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(VARIABLES)}."
-            warnings.warn(f"{name} is not a setting of busload{hint}", stacklevel=2)
-    home, pg_bin = os.environ.get("BUSLOAD_HOME"), os.environ.get("BUSLOAD_PG_BIN")
-    return Settings(
-        database_url=os.environ.get("BUSLOAD_DATABASE_URL") or None,
-        home=Path(home).expanduser() if home else Settings().home,
-        pg_bin=Path(pg_bin).expanduser() if pg_bin else None,
-    )
+    def __post_init__(self) -> None:
+        for name in os.environ:
+            if name.startswith("BUSLOAD_") and name not in VARIABLES:
+                nearest = difflib.get_close_matches(name, VARIABLES, n=1)
+                hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(VARIABLES)}."
+                warnings.warn(f"{name} is not a setting of busload{hint}", stacklevel=3)

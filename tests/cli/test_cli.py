@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from uuid import UUID, uuid4
 
 import click
+import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from busload import BatchCommand, BatchNotFoundError, SyncCommandBus
 from busload.cli import NOUNS, main
@@ -100,6 +102,19 @@ def test_a_database_without_our_schema_is_told_how_to_get_it(offline: Busload, s
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
     assert "busload schema migrate" in line
+
+
+def test_a_database_that_cannot_hold_our_text_is_refused_at_once(offline: Busload, server: TestServer) -> None:
+    with server.database(migrated=False) as any_database, psycopg.connect(any_database, autocommit=True) as conn:
+        conn.execute("CREATE DATABASE ascii_only ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
+        try:
+            ascii_only = make_conninfo(any_database, dbname="ascii_only")
+            result = offline("--dsn", ascii_only, "schema", "migrate")
+        finally:
+            conn.execute("DROP DATABASE ascii_only")
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert line == "Error: The database is encoded in SQL_ASCII, busload needs UTF8. Create it with `createdb -E UTF8`."
 
 
 @pytest.mark.parametrize("where", [("batch", "show"), ("batch", "watch"), ("command", "show")])

@@ -70,7 +70,8 @@ from busload import BatchCommand, CommandBus
 
 async def main(dsn):
     async with CommandBus(dsn) as bus:
-        await bus.create_batch("payments", [BatchCommand("Debit")], on_complete=BatchCommand("Done", data={"mail": "x"}))
+        done = BatchCommand("Done", data={"mail": "x"})
+        await bus.create_batch("payments", [BatchCommand("Debit")], on_complete=done)
         os._exit(0)
 
 asyncio.run(main(sys.argv[1]))

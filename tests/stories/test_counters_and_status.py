@@ -208,9 +208,7 @@ async def test_many_results_write_the_batch_row_once(given: Given) -> None:
         """CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql AS
            'BEGIN INSERT INTO public.written DEFAULT VALUES; RETURN NULL; END'"""
     )
-    given.database.rows(
-        "CREATE TRIGGER note AFTER UPDATE ON busload.batch FOR EACH ROW EXECUTE FUNCTION public.note()"
-    )
+    given.database.rows("CREATE TRIGGER note AFTER UPDATE ON busload.batch FOR EACH ROW EXECUTE FUNCTION public.note()")
 
     given.settled(leased[:500])
     assert given.database.value("SELECT count(*) FROM public.written") == 1

@@ -150,7 +150,12 @@ async def test_a_generator_that_raises_halfway_writes_nothing(bus: CommandBus, d
 async def test_a_batch_of_a_million_would_be_a_thousand_waiting_rows(given: Given) -> None:
     """S025, S032: 3,500 commands travel as four loads"""
     await given.batch(commands=3500)
-    assert given.database.rows("SELECT hi - lo + 1 FROM busload.queue ORDER BY hi") == [(1000,), (1000,), (1000,), (500,)]
+    assert given.database.rows("SELECT hi - lo + 1 FROM busload.queue ORDER BY hi") == [
+        (1000,),
+        (1000,),
+        (1000,),
+        (500,),
+    ]
 
 
 def test_the_batch_table_has_the_columns_that_were_promised(database: Database) -> None:

@@ -188,9 +188,9 @@ async def test_a_finished_command_tells_how_it_went(bus: CommandBus, given: Give
     assert (done.last_error_type, done.last_error_code, done.last_error_message) == (None, None, None)
 
 
-@pytest.mark.parametrize("status", ["DONE", "completed", "", "PENDING ", "FAILED"])
-async def test_a_status_that_no_batch_has_is_refused(bus: CommandBus, status: str) -> None:
+async def test_a_status_that_no_batch_has_is_refused(bus: CommandBus) -> None:
     """S4-23: FAILED is a command's"""
-    with pytest.raises(InvalidCommandError) as refused:
-        await bus.list_batches(DOMAIN, status=status)
-    assert (refused.value.code, refused.value.problems[0].path) == ("INVALID_OPTION", "/status")
+    for status in ("DONE", "completed", "", "PENDING ", "FAILED"):
+        with pytest.raises(InvalidCommandError) as refused:
+            await bus.list_batches(DOMAIN, status=status)
+        assert (refused.value.code, refused.value.problems[0].path) == ("INVALID_OPTION", "/status")

@@ -149,18 +149,19 @@ async def test_an_operator_cancels_with_a_reason(bus: CommandBus, given: Given) 
     assert event.details == {"reason": "account closed"}
 
 
-@pytest.mark.parametrize("reason", ["", None, 7, "x\0", "x" * 5000])
-async def test_a_cancel_needs_a_reason(bus: CommandBus, given: Given, reason: Any) -> None:
+async def test_a_cancel_needs_a_reason(bus: CommandBus, given: Given) -> None:
     """S013: of a command and of a batch"""
     batch_id, [command_id] = await given.in_troubleshooting()
     before = given.database.everything()
-    for call in (
-        bus.troubleshooting.cancel(DOMAIN, command_id, reason=reason),
-        bus.cancel_batch(DOMAIN, batch_id, reason=reason),
-    ):
-        with pytest.raises(InvalidCommandError) as refused:
-            await call
-        assert [problem.path for problem in refused.value.problems] == ["/reason"]
+    reasons: list[Any] = ["", None, 7, "x\0", "x" * 5000]
+    for reason in reasons:
+        for call in (
+            bus.troubleshooting.cancel(DOMAIN, command_id, reason=reason),
+            bus.cancel_batch(DOMAIN, batch_id, reason=reason),
+        ):
+            with pytest.raises(InvalidCommandError) as refused:
+                await call
+            assert [problem.path for problem in refused.value.problems] == ["/reason"]
     with pytest.raises(TypeError, match="reason"):
         await bus.troubleshooting.cancel(DOMAIN, command_id)  # type: ignore[call-arg]
     assert given.database.everything() == before
@@ -208,9 +209,7 @@ async def test_the_second_of_two_operators_is_refused(bus: CommandBus, given: Gi
 
 
 @every_action
-async def test_an_operator_may_act_in_a_transaction(
-    bus: CommandBus, given: Given, action: Action, dsn: str, request: pytest.FixtureRequest
-) -> None:
+async def test_an_operator_may_act_in_a_transaction(bus: CommandBus, given: Given, action: Action, dsn: str) -> None:
     """S4-13"""
     batch_id, [command_id] = await given.in_troubleshooting()
     before = given.database.everything()

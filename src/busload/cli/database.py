@@ -14,9 +14,8 @@ import psycopg
 
 from busload.bus import SyncCommandBus
 from busload.errors import DatabaseUnusable, InvalidOperationError
-from busload.settings import from_environment
-from busload.store import report
-from busload.store.connection import PARAMETERS
+from busload.settings import Settings
+from busload.store import connection, report
 from busload.store.embedded import EmbeddedPostgres
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ class _ListOne(Protocol[T]):
 @contextmanager
 def open_bus() -> Iterator[SyncCommandBus]:
     """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once."""
-    settings = from_environment()
+    settings = Settings()
     if settings.database_url is not None:
         reach(settings.database_url)
         with SyncCommandBus(settings.database_url, settings=settings) as bus:
@@ -46,7 +45,8 @@ def open_bus() -> Iterator[SyncCommandBus]:
 def reach(dsn: str) -> None:
     """Fail at once and say why, where a pool would go on trying."""
     try:
-        psycopg.connect(dsn, **PARAMETERS).close()
+        with psycopg.connect(dsn, **connection.PARAMETERS) as conn:
+            connection._refuse_server(conn)
     except psycopg.ProgrammingError:
         # The reason is not shown: it quotes the text, and that may hold a password.
         raise DatabaseUnusable(

@@ -14,7 +14,7 @@ import msgspec
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from busload.errors import DatabaseUnusable
-from busload.settings import from_environment
+from busload.settings import Settings
 from busload.store.embedded import EmbeddedPostgres
 
 
@@ -37,7 +37,7 @@ def info(as_json: bool) -> None:
         busload db info
         busload db info --json | jq -r .dsn
     """
-    settings = from_environment()
+    settings = Settings()
     try:
         found = _embedded().info
     except DatabaseUnusable as error:
@@ -84,7 +84,7 @@ def psql(ctx: click.Context, arguments: tuple[str, ...]) -> None:
         busload db psql
         busload db psql -c 'SELECT count(*) FROM busload.command'
     """
-    settings = from_environment()
+    settings = Settings()
     try:
         if settings.database_url is not None:
             ctx.exit(_run_psql(settings.database_url, arguments, shutil.which("psql")))
@@ -98,7 +98,7 @@ def psql(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
 
 def _embedded() -> EmbeddedPostgres:
-    settings = from_environment()
+    settings = Settings()
     return EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin)
 
 

@@ -146,6 +146,8 @@ def _ordinary(value: object, limits: PayloadLimits) -> bool:
     Level by level, so that depth needs no recursion. The size is a lower bound: enough to turn a huge value
     down before it is encoded.
     """
+    if limits.integer_digits < 19:  # what fits into 64 bits may be too long all the same
+        return False
     room = limits.data_bytes + 1  # for the comma that the last item does not have
     levels = limits.depth
     level: Sequence[Any] = (value,) if type(value) in _CONTAINERS else ((value,),)

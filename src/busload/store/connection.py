@@ -30,26 +30,30 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
-def pool(dsn: str, max_size: int) -> ConnectionPool[Connection]:
+def pool(dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0) -> ConnectionPool[Connection]:
     return ConnectionPool(
         dsn,
-        min_size=1,
+        min_size=min_size,
         max_size=max_size,
         open=False,
         kwargs=PARAMETERS | {"autocommit": True},
+        timeout=timeout,
         configure=_configure,
         check=_check,
         name="busload",
     )
 
 
-def async_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
+def async_pool(
+    dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0
+) -> AsyncConnectionPool[AsyncConnection]:
     return AsyncConnectionPool(
         dsn,
-        min_size=1,
+        min_size=min_size,
         max_size=max_size,
         open=False,
         kwargs=PARAMETERS | {"autocommit": True},
+        timeout=timeout,
         configure=_configure_async,
         check=_check_async,
         name="busload",

@@ -57,9 +57,10 @@ WITH lease AS MATERIALIZED (
      WHERE c.id <> ALL (l.returned) AND e.recorded IS NULL
 ), island AS (
     SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
-), scene AS (
-    SELECT worker, bool_or(crashes > 0) AS had_suspect, sum(hi - lo + 1) = 1 AS alone
-      FROM (SELECT l.worker, l.crashes, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
+), scene AS (   -- what is found of a worker that was buried before may be the end of a longer list: not alone
+    SELECT worker, bool_or(crashes > 0) AS had_suspect, sum(hi - lo + 1) = 1 AND bool_or(w.stopped_at = now()) AS alone
+      FROM (SELECT l.worker, l.crashes, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran
+      LEFT JOIN busload.worker AS w USING (worker) GROUP BY worker
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled, blamed,
            CASE WHEN NOT blamed THEN l.crashes
@@ -109,8 +110,9 @@ SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
   FROM told;
 
 -- name: canceling_batches
--- Batches that were canceled and have not completed, locked in order, as every other statement locks them.
+-- Canceled batches that have something waiting all the same, locked in order, as every other statement locks them.
 SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL
+   AND (batch_id IN (SELECT batch_id FROM busload.queue) OR batch_id IN (SELECT batch_id FROM busload.scheduled))
  ORDER BY batch_id LIMIT 100 FOR NO KEY UPDATE SKIP LOCKED;
 
 -- name: start_batches

@@ -55,9 +55,9 @@ class _Context:
 class HandlerContext(_Context):
     """What an async handler is given besides its command."""
 
-    def __init__(self, leased: Leased, bus: CommandBus) -> None:
+    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]) -> None:
         super().__init__(leased)
-        self._bus = bus
+        self._bus, self._transactions = bus, transactions
         self._transaction: HandlerTransaction | None = None
 
     def transaction(self) -> HandlerTransaction:
@@ -67,7 +67,7 @@ class HandlerContext(_Context):
         or has lost its command meanwhile, everything is rolled back.
         """
         _refuse_second(self._transaction)
-        self._transaction = HandlerTransaction(self._bus.pool)
+        self._transaction = HandlerTransaction(self._transactions)
         return self._transaction
 
     async def send(
@@ -152,15 +152,15 @@ class HandlerTransaction:
 class SyncHandlerContext(_Context):
     """What a handler written with `def` is given besides its command; it runs in a thread."""
 
-    def __init__(self, leased: Leased, bus: SyncCommandBus) -> None:
+    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
         super().__init__(leased)
-        self._bus = bus
+        self._bus, self._transactions = bus, transactions
         self._transaction: SyncHandlerTransaction | None = None
 
     def transaction(self) -> SyncHandlerTransaction:
         """`with ctx.transaction() as conn`: see `HandlerContext.transaction`."""
         _refuse_second(self._transaction)
-        self._transaction = SyncHandlerTransaction(self._bus.pool)
+        self._transaction = SyncHandlerTransaction(self._transactions)
         return self._transaction
 
     def send(

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from busload.bus import CommandBus, SyncCommandBus
+from psycopg_pool import AsyncConnectionPool
+
+from busload.bus import CommandBus
 from busload.domain.command import Command
 from busload.domain.execution import (
     COMPLETED,
@@ -27,10 +28,12 @@ from busload.domain.retry import RetryPolicy
 from busload.errors import BusinessRuleError, PermanentCommandError, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
+from busload.store.connection import AsyncConnection
 from busload.store.plan import Plan
-from busload.worker.context import HandlerContext, SyncHandlerContext
+from busload.worker.context import HandlerContext
 from busload.worker.held import Held
 from busload.worker.settle import Settlement
+from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 
@@ -43,13 +46,15 @@ class Executor:
     def __init__(
         self,
         bus: CommandBus,
-        threads: ThreadBus,
+        transactions: AsyncConnectionPool[AsyncConnection],
+        threads: Threads,
         held: Held,
         settlement: Settlement,
         concurrency: int,
         on_free: Callable[[], None],
     ) -> None:
-        self._bus, self._threads, self._held, self._settlement = bus, threads, held, settlement
+        self._bus, self._transactions, self._threads = bus, transactions, threads
+        self._held, self._settlement = held, settlement
         self._concurrency, self._on_free = concurrency, on_free
         self._waiting: asyncio.Queue[Leased] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
@@ -131,7 +136,7 @@ class Executor:
         command = _command(leased)
         if not handler.is_async:
             return await self._execute_in_thread(leased, handler, command)
-        context = HandlerContext(leased, self._bus)
+        context = HandlerContext(leased, self._bus, self._transactions)
         try:
             result = await _within(handler.timeout, handler.function, command, context)
             transition = self._decide(leased, Succeeded(result), handler.retry)
@@ -141,14 +146,14 @@ class Executor:
             if transition.outcome != COMPLETED:  # the result cannot be stored, so nothing is
                 return transition
             await transaction.commit(self._settle_now(transition))
-            self._held.settled([leased])
+            self._settlement.settled_elsewhere(leased)
             return None
         finally:
             if context._transaction is not None:
                 await context._transaction.rollback()
 
     async def _execute_in_thread(self, leased: Leased, handler: Handler, command: Command) -> Transition | None:
-        context = SyncHandlerContext(leased, self._threads.bus)
+        context = self._threads.context(leased)
 
         def call() -> Transition | None:
             try:
@@ -171,7 +176,7 @@ class Executor:
         if done:
             transition: Transition | None = running.result()
             if transition is None:
-                self._held.settled([leased])
+                self._settlement.settled_elsewhere(leased)
             return transition
         # A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns.
         context._give_up()
@@ -193,40 +198,6 @@ class Executor:
 
     def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> Transition:
         return decide(leased, outcome, retry, self._bus.settings.limits.payload)
-
-
-class ThreadBus:
-    """What handlers written with `def` need, made when the first one runs: threads, and a bus that waits."""
-
-    def __init__(self, bus: CommandBus, concurrency: int) -> None:
-        self._async_bus, self._concurrency = bus, concurrency
-        self._bus: SyncCommandBus | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._running: set[asyncio.Future[Any]] = set()
-
-    @property
-    def bus(self) -> SyncCommandBus:
-        if self._bus is None:
-            self._bus = SyncCommandBus(self._async_bus.dsn, settings=self._async_bus.settings).open()
-        return self._bus
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="busload-handler")
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._bus is not None and not self._running:
-            self._bus.close()
 
 
 async def _within(seconds: float | None, function: Callable[..., Any], *args: Any) -> Any:

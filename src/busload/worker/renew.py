@@ -60,7 +60,7 @@ class Heartbeat:
             self._thread.join()
 
     def _connect(self) -> Connection:
-        return psycopg.connect(self._dsn, autocommit=True, **PARAMETERS)
+        return psycopg.connect(self._dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
 
     def _run(self) -> None:
         conn: Connection | None = None

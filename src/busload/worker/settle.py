@@ -11,7 +11,7 @@ from datetime import timedelta
 import psycopg
 from psycopg_pool import AsyncConnectionPool
 
-from busload.domain.execution import TROUBLESHOOTING, Transition, describe
+from busload.domain.execution import TROUBLESHOOTING, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
 from busload.store.connection import AsyncConnection
@@ -49,6 +49,12 @@ class Settlement:
 
     async def put(self, transition: Transition) -> None:
         await self._results.put(transition)
+
+    def settled_elsewhere(self, leased: Leased) -> None:
+        """The handler's own transaction has settled this one."""
+        self.settled += 1
+        self._held.settled([leased])
+        self._on_settled()
 
     def flush_soon(self) -> None:
         self._results.flush_soon()

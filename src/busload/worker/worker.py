@@ -23,22 +23,26 @@ from busload.domain.command import check_name, refuse
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
-from busload.store.connection import engine_pool
+from busload.store.connection import async_pool, engine_pool
 from busload.store.listen import CANCEL, READY, AsyncListener
 from busload.store.plan import perform_async
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
-from busload.worker.execute import Executor, ThreadBus
+from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.loop import Loop
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement
 from busload.worker.sweep import Sweep
+from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 
 ENGINE_CONNECTIONS = 4
 """One each for claiming, settling, promoting and sweeping."""
+
+PATIENCE = 24 * 3600.0
+"""Seconds a handler waits for the connection of its transaction: those before it give theirs back sooner or later."""
 
 
 class Worker:
@@ -78,7 +82,7 @@ class Worker:
                 await running.until_stopped()
 
     async def drain(self) -> int:
-        """Work until nothing is ready or due, then return how many commands were settled."""
+        """Work until nothing is ready or due, then return how many attempts were settled."""
         async with _Running(self) as running:
             return await running.until_drained()
 
@@ -112,6 +116,7 @@ class _Running:
     def __init__(self, worker: Worker) -> None:
         self._worker, self._settings, self._bus = worker, worker.settings, worker._bus
         self._tasks: list[asyncio.Task[None]] = []
+        self._rounds: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         self._refuse_domains()
@@ -124,6 +129,7 @@ class _Running:
             self._assemble()
             await asyncio.to_thread(self._heartbeat.start)
             await self._pool.open()
+            await self._transactions.open()
         except BaseException:
             await self._leave()
             raise
@@ -138,16 +144,18 @@ class _Running:
         try:
             await self._stop()
         finally:
+            await self._transactions.close()
             await self._pool.close()
             await self._leave()
 
     async def until_stopped(self) -> None:
-        self._tasks += [asyncio.create_task(loop.run()) for loop in (self._claiming, self._promoting, self._sweeping)]
+        self._rounds = [asyncio.create_task(loop.run()) for loop in (self._claiming, self._promoting)]
+        self._tasks += [*self._rounds, asyncio.create_task(self._sweeping.run())]
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         await self._stopping.wait()
 
     async def until_drained(self) -> int:
-        """Claim and run until a look finds nothing ready and nothing due, then return how many were settled."""
+        """Claim and run until a look finds nothing ready and nothing due; return how many attempts were settled."""
         await self._sweep.once()
         while not self._stopping.is_set():
             self._moved.clear()
@@ -173,9 +181,12 @@ class _Running:
         self._moved = asyncio.Event()
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS)
         self._held = Held()
-        self._threads = ThreadBus(bus, worker.concurrency)
+        self._threads = Threads(bus, worker.concurrency, PATIENCE)
+        self._transactions = async_pool(bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE)
         self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._moved.set)
-        self._executor = Executor(bus, self._threads, self._held, self._settlement, worker.concurrency, self._on_free)
+        self._executor = Executor(
+            bus, self._transactions, self._threads, self._held, self._settlement, worker.concurrency, self._on_free
+        )
         self._heartbeat = Heartbeat(
             bus.dsn,
             name=worker.name,
@@ -250,6 +261,8 @@ class _Running:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
         self._claiming.stop()
         self._promoting.stop()
+        if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
+            await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
         await self._finish_handlers()
         await self._executor.stop()
         abandoned = await self._settlement.close(self._settings.deadline)

@@ -341,7 +341,9 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data, c.batch_id, c.task_
             WHEN q.hi IS NOT NULL THEN q.attempt - q.forgiven - 1
             WHEN s.hi IS NOT NULL THEN s.attempt - s.forgiven - 1
             WHEN l.lease_id IS NOT NULL THEN l.attempt - l.forgiven
-            ELSE coalesce(e.attempt, 0) END AS attempts,
+            ELSE coalesce(e.attempt, 0) - coalesce(   -- as an operator's retry left it
+                (SELECT max(r.attempt) FROM busload.event AS r
+                  WHERE r.lo >> 10 = c.id >> 10 AND r.lo = c.id AND r.type = 'OPERATOR_RETRIED'), 0) END AS attempts,
        coalesce(l.since, e.started_at) AS started_at,
        CASE WHEN t.command IS NULL AND q.hi IS NULL AND s.hi IS NULL AND l.lease_id IS NULL
             THEN coalesce(CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.finished_at END, f.at) END AS finished_at,

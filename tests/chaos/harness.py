@@ -1,0 +1,258 @@
+"""The parts of a fault run: processes to kill, a ledger that busload does not write, and what must hold at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import UUID
+
+import psycopg
+
+import busload
+from busload.store.embedded import EmbeddedPostgres
+from busload.store.plan import perform
+from busload.store.schema import migrate
+from busload.store.supervisor import postmaster
+from tests.given import Database, until
+
+ROOT = Path(__file__).parents[2]
+SOURCES = Path(busload.__file__).parents[1]
+
+
+class Workers:
+    """Worker processes that can be started, killed, frozen and told to stop."""
+
+    def __init__(self, dsn: str, folder: Path, **options: Any) -> None:
+        self.ledger, self.log = folder / "handlers", folder / "workers.log"
+        self._options = {"dsn": dsn, "ledger": str(self.ledger), "log": str(self.log), **options}
+        self.ledger.touch()
+        self.alive: list[int] = []
+        self.ended: dict[int, int] = {}
+        self._lock = threading.Lock()
+        paths = os.pathsep.join([str(SOURCES), str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={"PYTHONPATH": paths, "PATH": os.defpath, "HOME": "/"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill what is left, frozen ones too."""
+        try:
+            self._process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def start(self, count: int = 1, **options: Any) -> list[int]:
+        pids = [int(self._ask({"start": {**self._options, **options}})) for _ in range(count)]
+        self.alive += pids
+        return pids
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        if number == signal.SIGKILL and pid in self.alive:
+            self.alive.remove(pid)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass  # it ended by itself; `ended` tells how
+
+    def look(self) -> dict[int, int]:
+        """The exit status of every worker that has ended so far, by pid."""
+        self.ended |= {int(pid): status for pid, status in self._ask({"ended": True}).items()}
+        self.alive = [pid for pid in self.alive if pid not in self.ended]
+        return self.ended
+
+    def stop(self, within: float = 20) -> list[int]:
+        """SIGTERM to all that live; returns their exit statuses."""
+        pids = list(self.alive)
+        for pid in pids:
+            self.kill(pid, signal.SIGTERM)
+        until(lambda: self.look().keys() >= set(pids), within)
+        return [self.ended[pid] for pid in pids]
+
+    def notes(self) -> list[tuple[str, UUID, UUID, int]]:
+        """What handlers wrote: fact, command, execution and process."""
+        lines = (line.split() for line in self.ledger.read_text().splitlines())
+        return [(fact, UUID(command), UUID(execution), int(pid)) for fact, command, execution, pid in lines]
+
+    def noted(self, fact: str) -> Counter[UUID]:
+        return Counter(command for found, command, _, _ in self.notes() if found == fact)
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        with self._lock:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+
+class Accepted:
+    """What the producer was told is safe: written and synced after each acknowledgement."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a")
+
+    def note(self, command_ids: list[UUID]) -> None:
+        self._file.writelines(f"{command_id}\n" for command_id in command_ids)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def all(self) -> list[UUID]:
+        return [UUID(line) for line in self._path.read_text().split()]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Server:
+    """A PostgreSQL of the test's own, so that its restarts hurt nobody else."""
+
+    def __init__(self, home: Path) -> None:
+        self._postgres = EmbeddedPostgres(home, config={"deadlock_timeout": "100ms", "max_connections": "300"})
+
+    def __enter__(self) -> Self:
+        self._postgres.start()
+        with psycopg.connect(self.dsn) as conn:
+            perform(conn, migrate.migrate())
+            conn.execute("CREATE TABLE effect (command_id uuid)")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._postgres.stop()
+        self._postgres.close()
+
+    @property
+    def dsn(self) -> str:
+        return self._postgres.dsn()
+
+    def restart(self) -> None:
+        """What a power cut is to the server: no checkpoint, no goodbye. Returns once it answers again."""
+        data = self._postgres.info.data
+        pid = until(lambda: postmaster(data))
+        os.kill(pid, signal.SIGQUIT)
+        until(lambda: postmaster(data) not in (None, pid), 30)
+        until(self.answers, 60)
+
+    def answers(self) -> bool:
+        try:
+            psycopg.connect(self.dsn, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A folder that others can enter (the server runs as another user than root) and that is removed."""
+    path = Path(tempfile.mkdtemp(prefix="busload-chaos-"))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def deadlocks(database: Database) -> int:
+    return int(database.value("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"))
+
+
+def seeded() -> random.Random:
+    """Randomness that can be repeated: the seed is printed with a failure."""
+    seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"CHAOS_SEED={seed}")
+    return random.Random(seed)
+
+
+# In one snapshot: what the counters of a batch say against what the facts say. No row is right.
+AUDIT = """
+WITH ended AS (
+    SELECT batch_id, count(*) FILTER (WHERE outcome = 'COMPLETED') AS completed,
+           count(*) FILTER (WHERE outcome = 'FAILED') AS failed, count(*) FILTER (WHERE outcome = 'CANCELED') AS canceled
+      FROM busload.execution GROUP BY batch_id
+), acted AS (
+    SELECT batch_id, coalesce(sum(hi - lo + 1) FILTER (WHERE type = 'OPERATOR_COMPLETED'), 0) AS completed,
+           coalesce(sum(hi - lo + 1) FILTER (WHERE type IN ('CANCELED', 'OPERATOR_CANCELED')), 0) AS canceled,
+           count(*) FILTER (WHERE type = 'BATCH_COMPLETED') AS completions, count(*) FILTER (WHERE type = 'BATCH_STARTED') AS starts
+      FROM busload.event GROUP BY batch_id
+), parked AS (
+    SELECT batch_id, count(*) AS n FROM busload.troubleshooting GROUP BY batch_id
+), waiting AS (
+    SELECT batch_id, sum(n) AS n FROM (
+        SELECT batch_id, hi - lo + 1 AS n FROM busload.queue
+        UNION ALL SELECT batch_id, hi - lo + 1 FROM busload.scheduled
+        UNION ALL SELECT batch_id, hi - lo + 1 - cardinality(returned)
+                       - (SELECT count(*) FROM busload.execution AS e
+                           WHERE e.command BETWEEN l.lo AND l.hi AND e.attempt = l.attempt AND e.lease_id = l.lease_id)
+                    FROM busload.lease AS l) AS places
+     GROUP BY batch_id
+), facts AS (
+    SELECT b.*, coalesce(e.completed, 0) + coalesce(a.completed, 0) AS completed, coalesce(e.failed, 0) AS failed,
+           coalesce(e.canceled, 0) + coalesce(a.canceled, 0) AS canceled, coalesce(p.n, 0) AS parked,
+           coalesce(w.n, 0) AS waiting, coalesce(a.completions, 0) AS completions, coalesce(a.starts, 0) AS starts
+      FROM busload.batch AS b LEFT JOIN ended AS e USING (batch_id) LEFT JOIN acted AS a USING (batch_id)
+      LEFT JOIN parked AS p USING (batch_id) LEFT JOIN waiting AS w USING (batch_id)
+)
+SELECT batch_id, total_count, (completed_count, failed_count, canceled_count, in_troubleshooting_count)::text AS counters,
+       (completed, failed, canceled, parked, waiting)::text AS facts, status, completions, starts
+  FROM facts
+ WHERE (completed_count, failed_count, canceled_count, in_troubleshooting_count)
+       IS DISTINCT FROM (completed, failed, canceled, parked)
+    OR total_count <> completed + failed + canceled + parked + waiting
+    OR (completed_at IS NOT NULL) <> (sealed_at IS NOT NULL AND completed + failed + canceled = total_count)
+    OR completions <> (completed_at IS NOT NULL)::int OR starts > 1
+"""
+
+
+class Auditor:
+    """Compares counters with facts, each time in one REPEATABLE READ snapshot, for as long as the block lasts."""
+
+    def __init__(self, dsn: str, every: float = 0.05) -> None:
+        self._dsn, self._every = dsn, every
+        self.snapshots = 0
+        self.mismatches: list[Any] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="auditor")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with psycopg.connect(self._dsn) as conn:
+            conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            conn.read_only = True
+            while not self._stopping.wait(self._every):
+                self.mismatches += conn.execute(AUDIT.encode()).fetchall()
+                conn.rollback()
+                self.snapshots += 1

@@ -1,0 +1,130 @@
+"""What people send, and how a whole list of it is checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from busload.domain.command import (
+    AuditEvent,
+    BatchCommand,
+    Command,
+    CommandMetadata,
+    CommandStatus,
+    InputLimits,
+    check_all,
+)
+from busload.errors import DuplicateCommandError, InvalidCommandError
+
+LIMITS = InputLimits()
+
+
+def test_a_batch_command_takes_type_id_and_data_by_position() -> None:
+    """S4-18"""
+    command_id = uuid4()
+    command = BatchCommand("Debit", command_id, {"a": 1})
+    assert (command.command_type, command.command_id, command.data) == ("Debit", command_id, {"a": 1})
+    assert (command.reply_to, command.correlation_id) == (None, None)
+    with pytest.raises(TypeError):
+        BatchCommand("Debit", command_id, None, "ledger")  # type: ignore[call-arg]
+
+
+def test_values_have_the_fields_of_the_design() -> None:
+    """C2, DESIGN.md §5"""
+    command = "command_id domain command_type data batch_id task_key correlation_id reply_to priority created_at"
+    more = (
+        "status attempts max_attempts run_at started_at finished_at worker execution_id "
+        "last_error_type last_error_code last_error_message result"
+    )
+    assert [field.name for field in fields(Command)] == command.split()
+    assert [field.name for field in fields(CommandMetadata)] == f"{command} {more}".split()
+    audit = "type at execution_id attempt worker operator batch_id details"
+    assert [field.name for field in fields(AuditEvent)] == audit.split()
+
+
+def test_statuses_are_the_words_of_the_design() -> None:
+    """C1"""
+    words = (
+        "PENDING_QUEUE PENDING_RETRY SCHEDULED PENDING IN_PROGRESS COMPLETED FAILED CANCELED IN_TROUBLESHOOTING_QUEUE"
+    )
+    assert list(CommandStatus) == words.split()
+
+
+def test_a_checked_list_keeps_its_order_and_gets_the_ids_it_lacks() -> None:
+    """S001, S041"""
+    mine = uuid4()
+    checked = check_all(
+        "payments", [BatchCommand("A", data=1), BatchCommand("B", mine), BatchCommand("A", data=2)], LIMITS
+    )
+    assert [command.data for command in checked] == ["1", "null", "2"]
+    assert checked[1].command_id == mine
+    assert checked[0].command_id < checked[2].command_id
+    assert {checked[0].command_id.version, checked[2].command_id.version} == {7}
+    assert check_all("payments", [], LIMITS) == []
+
+
+def test_the_callers_commands_are_left_as_they_were() -> None:
+    command = BatchCommand("Debit")
+    check_all("payments", [command, command], LIMITS)
+    assert command == BatchCommand("Debit")
+
+
+def test_any_iterable_is_walked_once() -> None:
+    """B42"""
+    walked = 0
+
+    def rows() -> Iterator[BatchCommand]:
+        nonlocal walked
+        for _ in range(3):
+            walked += 1
+            yield BatchCommand("Debit")
+
+    assert len(check_all("payments", rows(), LIMITS)) == 3
+    assert walked == 3
+
+
+def test_problems_come_before_duplicates() -> None:
+    """B41: all offenders are named even if ids repeat"""
+    twice = uuid4()
+    commands = [BatchCommand("Debit", twice), BatchCommand("Debit", twice), BatchCommand("no name")]
+    with pytest.raises(InvalidCommandError) as refused:
+        check_all("no domain", commands, LIMITS)
+    assert [(p.path, p.index) for p in refused.value.problems] == [("/domain", None), ("/command_type", 2)]
+    with pytest.raises(DuplicateCommandError) as duplicate:
+        check_all("payments", commands[:2], LIMITS)
+    assert duplicate.value.command_ids == (twice,)
+
+
+@pytest.mark.parametrize(
+    "run_at",
+    [
+        datetime(1, 1, 1, tzinfo=UTC),
+        datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))),
+        datetime(1970, 1, 1, tzinfo=UTC),
+        datetime.now(UTC) + timedelta(days=36500),
+    ],
+    ids=str,
+)
+def test_every_time_up_to_a_century_ahead_is_accepted(run_at: datetime) -> None:
+    """B46"""
+    [checked] = check_all("payments", [BatchCommand("Debit", run_at=run_at)], LIMITS)
+    assert checked.run_at in (run_at, None)
+
+
+def test_a_problem_never_shows_much_of_the_input() -> None:
+    """Rule (c): at most 80 characters, also of what cannot be shown"""
+
+    class Secretive:
+        def __repr__(self) -> str:
+            raise RuntimeError("not telling")
+
+    bad: Any
+    for bad in ("x y" * 10_000, Secretive(), b"\0" * 10_000, UUID(int=0)):
+        with pytest.raises(InvalidCommandError) as refused:
+            check_all("payments", [BatchCommand(bad, bad)], LIMITS)
+        assert all(len(problem.message) < 200 for problem in refused.value.problems)

@@ -1,0 +1,34 @@
+"""Ids that sort by time."""
+
+from __future__ import annotations
+
+import time
+from uuid import UUID
+
+from busload.domain.ids import execution_id, new_id, new_ids
+
+
+def test_new_ids_are_of_version_7_distinct_and_ascending() -> None:
+    """C2"""
+    ids = new_ids(5000)
+    assert len(set(ids)) == 5000
+    assert ids == sorted(ids)
+    assert {(id.version, id.variant) for id in ids} == {(7, "specified in RFC 4122")}
+    assert new_ids(0) == []
+
+
+def test_an_id_carries_the_moment_it_was_made() -> None:
+    before = time.time_ns() // 1_000_000
+    made = new_id().int >> 80
+    assert before <= made <= time.time_ns() // 1_000_000
+
+
+def test_ids_of_two_calls_do_not_meet() -> None:
+    assert len({id for _ in range(200) for id in new_ids(50)}) == 10_000
+
+
+def test_an_execution_keeps_its_lease_and_the_commands_position() -> None:
+    """C2: the lease is found again by clearing the low bits"""
+    lease = UUID("d0d0d0d0-0000-4000-8000-abcdefabc000")
+    assert execution_id(lease, 7 * 1024 + 5) == UUID("d0d0d0d0-0000-4000-8000-abcdefabc005")
+    assert execution_id(lease, 1023) == UUID("d0d0d0d0-0000-4000-8000-abcdefabc3ff")

@@ -1,0 +1,120 @@
+"""Which function runs a command: an explicit registry, one function per domain and type."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from busload import CommandBus, HandlerAlreadyRegisteredError, InvalidCommandError, RetryPolicy, SyncCommandBus
+from busload.handlers import Handlers
+
+
+def test_a_function_is_found_by_domain_and_type() -> None:
+    """S006"""
+    handlers = Handlers()
+
+    async def debit(command: Any, ctx: Any) -> None: ...
+
+    handlers.register("payments", "Debit")(debit)
+    found = handlers.find("payments", "Debit")
+    assert found is not None
+    assert (found.function, found.is_async, found.timeout) == (debit, True, None)
+    assert (found.retry.max_attempts, found.retry.backoff) == (3, (10, 60, 300))
+    assert handlers.find("crm", "Debit") is None
+    assert handlers.find("payments", "debit") is None
+
+
+def test_the_decorator_returns_the_function_unchanged() -> None:
+    """S006: on both faces"""
+
+    def debit(command: Any, ctx: Any) -> None: ...
+
+    for bus in (CommandBus("postgresql://nowhere"), SyncCommandBus("postgresql://nowhere")):
+        assert bus.handler("payments", "Debit")(debit) is debit
+
+
+def test_a_second_registration_is_refused_and_the_first_stays() -> None:
+    """S006"""
+    handlers = Handlers()
+
+    def first(command: Any, ctx: Any) -> None: ...
+
+    def second(command: Any, ctx: Any) -> None: ...
+
+    handlers.register("payments", "Debit")(first)
+    with pytest.raises(HandlerAlreadyRegisteredError, match=r"first.*stays") as refused:
+        handlers.register("payments", "Debit")(second)
+    assert (refused.value.domain, refused.value.command_type) == ("payments", "Debit")
+    found = handlers.find("payments", "Debit")
+    assert found is not None
+    assert found.function is first
+    handlers.register("crm", "Debit")(second)
+    handlers.register("payments", "Credit")(second)
+
+
+def test_domains_are_those_with_handlers() -> None:
+    """S007: what a worker serves unless it is told"""
+    handlers = Handlers()
+    for domain, command_type in (("payments", "Debit"), ("crm", "Tell"), ("payments", "Credit")):
+        handlers.register(domain, command_type)(print)
+    assert handlers.domains == ["crm", "payments"]
+
+
+def test_def_runs_in_a_thread_and_async_def_in_the_loop() -> None:
+    """S006, S081: also for objects that can be called"""
+
+    class Sync:
+        def __call__(self, command: Any, ctx: Any) -> None: ...
+
+    class Async:
+        async def __call__(self, command: Any, ctx: Any) -> None: ...
+
+    async def function(command: Any, ctx: Any) -> None: ...
+
+    handlers = Handlers()
+    for name, callable_, is_async in (
+        ("A", Sync(), False),
+        ("B", Async(), True),
+        ("C", function, True),
+        ("D", lambda command, ctx: None, False),
+    ):
+        handlers.register("payments", name)(callable_)
+        found = handlers.find("payments", name)
+        assert found is not None
+        assert found.is_async is is_async
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1a", None, "x" * 256, "a;b", "á"])
+def test_names_are_checked(name: Any) -> None:
+    """B30–B34"""
+    for domain, command_type, path in ((name, "Debit", "/domain"), ("payments", name, "/command_type")):
+        with pytest.raises(InvalidCommandError) as refused:
+            Handlers().register(domain, command_type)
+        assert (refused.value.code, refused.value.problems[0].path) == ("INVALID_NAME", path)
+
+
+def test_a_timeout_is_a_time_span_or_seconds() -> None:
+    """B48: a bool is no number"""
+    handlers = Handlers()
+    good: list[timedelta | float] = [timedelta(seconds=2), 2, 2.0]
+    for n, timeout in enumerate(good):
+        handlers.register("payments", f"T{n}", timeout=timeout)(print)
+        found = handlers.find("payments", f"T{n}")
+        assert found is not None
+        assert found.timeout == 2
+    bad: list[Any] = [0, -1, timedelta(0), float("nan"), float("inf"), True, "5", 10**9]
+    for timeout in bad:
+        with pytest.raises(ValueError, match="timeout"):
+            Handlers().register("payments", "Debit", timeout=timeout)
+
+
+def test_a_policy_comes_with_its_handler() -> None:
+    """S010"""
+    handlers = Handlers()
+    policy = RetryPolicy(max_attempts=7, backoff=(1,))
+    handlers.register("payments", "Debit", retry=policy)(print)
+    found = handlers.find("payments", "Debit")
+    assert found is not None
+    assert found.retry is policy
