@@ -39,7 +39,11 @@ from busload.store.plan import Plan, Statement, perform
 from busload.store.statements import statements
 
 SAMPLE_EVERY = 0.001
-STATEMENTS = {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "all"}
+STATEMENTS = {
+    "shared_preload_libraries": "pg_stat_statements",
+    "pg_stat_statements.track": "all",
+    "pg_stat_statements.track_planning": "on",
+}
 PACKAGE = Path(busload.__file__).parent
 FILES = ("send", "claim", "settle", "rescue", "cancel", "operate", "report")
 CONSTANT = re.compile(r"[%$']|\b\d")
@@ -165,20 +169,20 @@ def _functions(title: str, profile: Profile, size: int, codes: Sequence[tuple[Co
 
 def _statements(dsn: str, size: int) -> Table:
     table = Table(title="PostgreSQL: what ran (statements inside functions and triggers are indented)")
-    for name in ("µs per command", "calls", "mean ms", "rows per call", "WAL bytes per command", "statement"):
+    for name in ("µs per command", "planning", "calls", "mean ms", "WAL bytes per command", "statement"):
         table.add_column(name, justify="left" if name == "statement" else "right")
     with psycopg.connect(dsn, autocommit=True) as conn:
         rows = conn.execute(
-            "SELECT toplevel, calls, total_exec_time, rows, wal_bytes, query FROM pg_stat_statements"
-            " WHERE dbid = (SELECT oid FROM pg_database WHERE datname = current_database())"
-            " ORDER BY total_exec_time DESC LIMIT 15"
+            "SELECT toplevel, calls, total_exec_time, total_plan_time, wal_bytes, query FROM pg_stat_statements"
+            " WHERE calls > 0 AND dbid = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            " ORDER BY total_exec_time + total_plan_time DESC LIMIT 15"
         ).fetchall()
-    for toplevel, calls, milliseconds, found, wal, query in rows:
+    for toplevel, calls, milliseconds, planning, wal, query in rows:
         table.add_row(
             f"{1000 * milliseconds / size:.2f}",
+            f"{1000 * planning / size:.2f}",
             f"{calls:,}",
-            f"{milliseconds / calls:.3f}",
-            f"{found / calls:.1f}",
+            f"{(milliseconds + planning) / calls:.3f}",
             f"{wal / size:,.0f}",
             ("" if toplevel else "    ") + _name(query),
         )

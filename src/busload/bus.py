@@ -140,6 +140,7 @@ class CommandBus(_Face):
     async def migrate(self) -> list[Migration]:
         """Bring the database's schema up to this release; safe to run from many processes at once."""
         async with self.pool.connection() as conn, conn.transaction():
+            connection.refuse_server(conn)
             return await perform_async(conn, migrate.migrate())
 
     async def send(
@@ -374,6 +375,7 @@ class CommandBus(_Face):
     async def _check_schema(self) -> None:
         if not self._schema_checked:
             async with self.pool.connection() as conn:
+                connection.refuse_server(conn)
                 await perform_async(conn, migrate.check())
             self._schema_checked = True
 
@@ -550,6 +552,7 @@ class SyncCommandBus(_Face):
     def migrate(self) -> list[Migration]:
         """Bring the database's schema up to this release; safe to run from many processes at once."""
         with self.pool.connection() as conn, conn.transaction():
+            connection.refuse_server(conn)
             return perform(conn, migrate.migrate())
 
     def send(
@@ -767,6 +770,7 @@ class SyncCommandBus(_Face):
     def _check_schema(self) -> None:
         if not self._schema_checked:
             with self.pool.connection() as conn:
+                connection.refuse_server(conn)
                 perform(conn, migrate.check())
             self._schema_checked = True
 

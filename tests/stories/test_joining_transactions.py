@@ -93,9 +93,13 @@ async def test_a_savepoint_that_is_rolled_back_takes_its_commands_along(
 ) -> None:
     """S4-13"""
     kept = (await bus.send(DOMAIN, "Debit", conn=mine)).command_id
-    async with mine.transaction():
-        await given.batch(commands=2, conn=mine)
-        raise psycopg.Rollback
+
+    async def change_our_mind() -> None:
+        async with mine.transaction():
+            await given.batch(commands=2, conn=mine)
+            raise psycopg.Rollback
+
+    await change_our_mind()
     await mine.commit()
     assert given.database.rows("SELECT command_id FROM busload.command") == [(kept,)]
     assert given.database.count("batch") == 0

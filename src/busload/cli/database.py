@@ -46,7 +46,7 @@ def reach(dsn: str) -> None:
     """Fail at once and say why, where a pool would go on trying."""
     try:
         with psycopg.connect(dsn, **connection.PARAMETERS) as conn:
-            connection._refuse_server(conn)
+            connection.refuse_server(conn)
     except psycopg.ProgrammingError:
         # The reason is not shown: it quotes the text, and that may hold a password.
         raise DatabaseUnusable(

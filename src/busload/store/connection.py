@@ -78,6 +78,17 @@ def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]
     )
 
 
+def refuse_server(conn: Connection | AsyncConnection) -> None:
+    """The server and the database must be ones that busload can work on."""
+    version, encoding = conn.info.server_version, conn.info.parameter_status("server_encoding")
+    if version < OLDEST_SERVER:
+        raise DatabaseUnusable(f"The server is PostgreSQL {version // 10000}, busload needs 15 or later.")
+    if encoding != "UTF8":
+        raise DatabaseUnusable(
+            f"The database is encoded in {encoding}, busload needs UTF8. Create it with `createdb -E UTF8`."
+        )
+
+
 def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection] | type[AsyncConnection]) -> None:
     """A caller's connection must be able to take part in a transaction; nothing has been written when this raises."""
     if not isinstance(conn, kinds):
@@ -102,13 +113,11 @@ def about_to_begin(conn: Connection | AsyncConnection) -> bool:
 
 
 def _configure(conn: Connection) -> None:
-    _refuse_server(conn)
     row = conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')").fetchone()
     _adapt(conn, row)
 
 
 async def _configure_async(conn: AsyncConnection) -> None:
-    _refuse_server(conn)
     row = await (await conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')")).fetchone()
     _adapt(conn, row)
 
@@ -117,16 +126,6 @@ async def _configure_engine(conn: AsyncConnection) -> None:
     await _configure_async(conn)
     if conn.prepare_threshold is not None:
         await conn.execute("SET plan_cache_mode = force_generic_plan")
-
-
-def _refuse_server(conn: Connection | AsyncConnection) -> None:
-    version, encoding = conn.info.server_version, conn.info.parameter_status("server_encoding")
-    if version < OLDEST_SERVER:
-        raise DatabaseUnusable(f"The server is PostgreSQL {version // 10000}, busload needs 15 or later.")
-    if encoding != "UTF8":
-        raise DatabaseUnusable(
-            f"The database is encoded in {encoding}, busload needs UTF8. Create it with `createdb -E UTF8`."
-        )
 
 
 def _adapt(conn: Connection | AsyncConnection, row: Any) -> None:

@@ -72,7 +72,12 @@ class Claimer:
                 ),
             )
         self._held.take(taken.leased)
-        self._executor.take(await self._known(taken.leased))
+        try:
+            known = await self._known(taken.leased)
+        except BaseException:  # none of them will run: a lease we do not hold is handed back by the heartbeat
+            self._held.drop({one.lease.lease_id for one in taken.leased})
+            raise
+        self._executor.take(known)
         return taken
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:

@@ -94,7 +94,7 @@ class Executor:
         await asyncio.gather(*self._slots, return_exceptions=True)
 
     async def _slot(self) -> None:
-        while True:
+        while not self._stopping:  # a handler may have swallowed the cancellation
             leased = await self._waiting.get()
             try:
                 if not leased.lease.lost:
