@@ -23,8 +23,8 @@ from busload import (
     SyncOpenBatch,
     Worker,
 )
-from busload.bus import SyncTroubleshooting, Troubleshooting
 from busload.testing import TestServer
+from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
 from busload.worker.context import HandlerTransaction, SyncHandlerTransaction
 from tests.given import DOMAIN
 

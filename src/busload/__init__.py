@@ -1,6 +1,6 @@
 """A batch-native command bus for PostgreSQL."""
 
-from busload.bus import CommandBus, OpenBatch, SyncCommandBus, SyncOpenBatch
+from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, BatchStatus, SyncBatchCompletionCallback
 from busload.domain.command import (
     AuditEvent,
@@ -32,6 +32,7 @@ from busload.errors import (
     Superseded,
     TransientCommandError,
 )
+from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.settings import Settings, WorkerSettings
 from busload.worker import Coalescer, CoalescerStats, HandlerContext, SyncHandlerContext, Worker
 

@@ -24,13 +24,12 @@ from busload.domain.command import (
     AuditEvent,
     BatchCommand,
     CommandMetadata,
-    NewCommand,
     SendResult,
-    TroubleshootingItem,
 )
 from busload.domain.retry import RetryPolicy
-from busload.errors import BatchNotFoundError, BatchSealedError, InvalidOperationError, OutcomeUnknown
+from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
 from busload.handlers import Function, Handlers
+from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.requests import Requests, Write
 from busload.settings import Settings
 from busload.store import connection, report
@@ -40,6 +39,7 @@ from busload.store.listen import BATCH
 from busload.store.plan import Plan, perform, perform_async
 from busload.store.schema import migrate
 from busload.store.schema.migrate import Migration
+from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
 
 log = logging.getLogger("busload")
 
@@ -380,135 +380,6 @@ class CommandBus(_Face):
             self._schema_checked = True
 
 
-class Troubleshooting:
-    """What operators do: `bus.troubleshooting`."""
-
-    def __init__(self, bus: CommandBus) -> None:
-        self._bus = bus
-
-    async def list(
-        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
-    ) -> list[TroubleshootingItem]:
-        """Commands that wait for a person, newest first, with their original data."""
-        return await self._bus._read(
-            self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
-        )
-
-    async def retry(
-        self,
-        domain: str,
-        command_id: UUID,
-        *,
-        operator: str | None = None,
-        conn: AsyncConnection | Connection | None = None,
-    ) -> None:
-        """Back into the queue, with all its attempts to use again."""
-        await self._bus._write(self._bus._requests.retry(domain, command_id, operator=operator), conn)
-
-    async def complete(
-        self,
-        domain: str,
-        command_id: UUID,
-        *,
-        result: Any = None,
-        operator: str | None = None,
-        conn: AsyncConnection | Connection | None = None,
-    ) -> None:
-        """Declare it done, with a result if there is one."""
-        await self._bus._write(self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn)
-
-    async def cancel(
-        self,
-        domain: str,
-        command_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: AsyncConnection | Connection | None = None,
-    ) -> None:
-        """Give it up, with a reason."""
-        await self._bus._write(self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn)
-
-
-class OpenBatch:
-    """A batch that is being filled; made by `CommandBus.open_batch`."""
-
-    def __init__(
-        self,
-        bus: CommandBus,
-        domain: str,
-        opening: Write[UUID],
-        on_complete: BatchCompletionCallback | BatchCommand | None,
-        checkpoint_size: int,
-        conn: AsyncConnection | Connection | None,
-    ) -> None:
-        assert opening.batch_id is not None
-        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
-        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
-        self._checkpoint_size = _checkpoint_size(checkpoint_size)
-        self._waiting: list[NewCommand] = []
-        self._sealed = False
-
-    async def add(
-        self,
-        command_type: str,
-        data: Any = None,
-        *,
-        command_id: UUID | None = None,
-        task_key: str | None = None,
-        priority: int = 0,
-        run_at: datetime | None = None,
-        max_attempts: int | None = None,
-        reply_to: str | None = None,
-        correlation_id: UUID | None = None,
-    ) -> UUID:
-        """Add one command and return its id; every `checkpoint_size` commands are written together."""
-        command = BatchCommand(
-            command_type,
-            command_id,
-            data,
-            reply_to=reply_to,
-            correlation_id=correlation_id,
-            task_key=task_key,
-            priority=priority,
-            run_at=run_at,
-            max_attempts=max_attempts,
-        )
-        if self._sealed:
-            raise BatchSealedError(self.domain, self.batch_id)
-        checked = self._bus._requests.check(self.domain, command)
-        self._waiting.append(checked)
-        if len(self._waiting) >= self._checkpoint_size:
-            await self.checkpoint()
-        return checked.command_id
-
-    async def checkpoint(self) -> None:
-        """Write what was added so far."""
-        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
-        await self._bus._write(write, self._conn)
-        self.added += len(self._waiting)
-        self._waiting.clear()
-
-    async def seal(self) -> None:
-        """Write the rest and let the batch complete."""
-        await self.checkpoint()
-        await self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
-        self._sealed = True
-
-    async def __aenter__(self) -> Self:
-        await self._bus._write(self._opening, self._conn)
-        self._bus._register(self.batch_id, self._on_complete)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            await self.seal()
-        else:
-            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
-
-
 class SyncCommandBus(_Face):
     """`CommandBus` for code without an event loop; there is none hidden in it."""
 
@@ -775,130 +646,6 @@ class SyncCommandBus(_Face):
             self._schema_checked = True
 
 
-class SyncTroubleshooting:
-    """`Troubleshooting` for code without an event loop."""
-
-    def __init__(self, bus: SyncCommandBus) -> None:
-        self._bus = bus
-
-    def list(
-        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
-    ) -> list[TroubleshootingItem]:
-        """Commands that wait for a person, newest first, with their original data."""
-        return self._bus._read(
-            self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
-        )
-
-    def retry(
-        self, domain: str, command_id: UUID, *, operator: str | None = None, conn: Connection | None = None
-    ) -> None:
-        """Back into the queue, with all its attempts to use again."""
-        self._bus._write(self._bus._requests.retry(domain, command_id, operator=operator), conn)
-
-    def complete(
-        self,
-        domain: str,
-        command_id: UUID,
-        *,
-        result: Any = None,
-        operator: str | None = None,
-        conn: Connection | None = None,
-    ) -> None:
-        """Declare it done, with a result if there is one."""
-        self._bus._write(self._bus._requests.complete(domain, command_id, result=result, operator=operator), conn)
-
-    def cancel(
-        self,
-        domain: str,
-        command_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: Connection | None = None,
-    ) -> None:
-        """Give it up, with a reason."""
-        self._bus._write(self._bus._requests.cancel(domain, command_id, reason=reason, operator=operator), conn)
-
-
-class SyncOpenBatch:
-    """A batch that is being filled; made by `SyncCommandBus.open_batch`."""
-
-    def __init__(
-        self,
-        bus: SyncCommandBus,
-        domain: str,
-        opening: Write[UUID],
-        on_complete: SyncBatchCompletionCallback | BatchCommand | None,
-        checkpoint_size: int,
-        conn: Connection | None,
-    ) -> None:
-        assert opening.batch_id is not None
-        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
-        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
-        self._checkpoint_size = _checkpoint_size(checkpoint_size)
-        self._waiting: list[NewCommand] = []
-        self._sealed = False
-
-    def add(
-        self,
-        command_type: str,
-        data: Any = None,
-        *,
-        command_id: UUID | None = None,
-        task_key: str | None = None,
-        priority: int = 0,
-        run_at: datetime | None = None,
-        max_attempts: int | None = None,
-        reply_to: str | None = None,
-        correlation_id: UUID | None = None,
-    ) -> UUID:
-        """Add one command and return its id; every `checkpoint_size` commands are written together."""
-        command = BatchCommand(
-            command_type,
-            command_id,
-            data,
-            reply_to=reply_to,
-            correlation_id=correlation_id,
-            task_key=task_key,
-            priority=priority,
-            run_at=run_at,
-            max_attempts=max_attempts,
-        )
-        if self._sealed:
-            raise BatchSealedError(self.domain, self.batch_id)
-        checked = self._bus._requests.check(self.domain, command)
-        self._waiting.append(checked)
-        if len(self._waiting) >= self._checkpoint_size:
-            self.checkpoint()
-        return checked.command_id
-
-    def checkpoint(self) -> None:
-        """Write what was added so far."""
-        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
-        self._bus._write(write, self._conn)
-        self.added += len(self._waiting)
-        self._waiting.clear()
-
-    def seal(self) -> None:
-        """Write the rest and let the batch complete."""
-        self.checkpoint()
-        self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
-        self._sealed = True
-
-    def __enter__(self) -> Self:
-        self._bus._write(self._opening, self._conn)
-        self._bus._register(self.batch_id, self._on_complete)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.seal()
-        else:
-            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
-
-
 def _connection_lost(error: psycopg.OperationalError) -> bool:
     """Whether the server could not say how it ended; an error that carries a code, other than its own shutdown, did."""
     return error.sqlstate is None or error.sqlstate.startswith(("57P", "08"))
@@ -911,9 +658,3 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
 def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
     progress = f"{batch.finished_count} of {batch.total_count} commands have ended" if batch else "nothing was seen"
     return TimeoutError(f"Batch {batch_id} is not complete after {_seconds(timeout)} s: {progress}.")
-
-
-def _checkpoint_size(size: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"checkpoint_size must be a whole number from 1 on, found {size!r}.")
-    return size

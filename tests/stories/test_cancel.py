@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -20,9 +21,12 @@ from busload import (
     HandlerContext,
     SyncHandlerContext,
     TransientCommandError,
+    WorkerSettings,
 )
 from busload.domain.execution import FAILED_ATTEMPT
 from tests.given import DOMAIN, Given, counts, eventually, raising
+
+DEAF_TO_HEARTBEATS = WorkerSettings(lease_for=timedelta(hours=1), poll_every=timedelta(milliseconds=50))
 
 
 async def test_a_batch_canceled_before_it_starts_ends_at_once(bus: CommandBus, given: Given) -> None:
@@ -84,7 +88,7 @@ async def test_running_commands_are_asked_to_stop(bus: CommandBus, given: Given)
 
     given.handler("Debit", run)
     batch_id = await given.batch(commands=4)
-    async with given.running(concurrency=2):
+    async with given.running(concurrency=2, settings=DEAF_TO_HEARTBEATS):
         await both.wait()
         assert await bus.cancel_batch(DOMAIN, batch_id, reason="enough") == 2
         batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
@@ -108,9 +112,29 @@ async def test_a_handler_in_a_thread_is_asked_to_stop_as_well(bus: CommandBus, g
         raise InterruptedError("stopped as asked")
 
     batch_id = await given.batch()
-    async with given.running():
+    async with given.running(settings=DEAF_TO_HEARTBEATS):
         await begun.wait()
         await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
+    assert counts(batch) == (1, 0, 0, 1, 0)
+
+
+async def test_a_worker_that_missed_the_notification_hears_of_the_cancel_with_its_heartbeat(
+    bus: CommandBus, given: Given
+) -> None:
+    """S4-32, S4-33: notifications are hints"""
+    begun = asyncio.Event()
+
+    async def run(command: Command, ctx: HandlerContext) -> None:
+        begun.set()
+        await eventually(lambda: ctx.cancelled)
+        raise RuntimeError("stopped as asked")
+
+    given.handler("Debit", run)
+    batch_id = await given.batch()
+    async with given.running(settings=replace(given.settings, lease_for=timedelta(milliseconds=900))):
+        await begun.wait()
+        given.database.rows("UPDATE busload.batch SET canceled_at = now()")  # as a cancel does, but tells nobody
         batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
     assert counts(batch) == (1, 0, 0, 1, 0)
 

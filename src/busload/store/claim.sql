@@ -2,15 +2,18 @@
 -- Take as many ready commands as there are free slots: whole loads, and a part of the last one. Of each domain only as
 -- many loads are locked as hold that many commands, because a locked load is invisible to the other workers. Loads that
 -- were there when a worker died are suspects: a worker runs one of them at a time, so that the next crash has a name.
--- The first claim of a batch starts it, if its row is free; otherwise the first settlement will.
-WITH wanted AS (
+-- The first claim of a batch starts it, if its row is free; otherwise the first settlement will. A worker that was declared
+-- dead gets nothing until its heartbeat has given it a new number: it would be taken away again, as from a dead one.
+WITH alive AS MATERIALIZED (
+    SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+), wanted AS (
     SELECT d.domain, (
         SELECT count(*) FROM (
             SELECT sum(q.hi - q.lo + 1) OVER (ORDER BY q.priority DESC, q.hi ROWS UNBOUNDED PRECEDING) - (q.hi - q.lo + 1) AS before
               FROM (SELECT lo, hi, priority FROM busload.queue
                      WHERE domain = d.domain AND crashes = 0 ORDER BY priority DESC, hi LIMIT %(limit)s::integer) AS q
         ) AS ready WHERE before < %(limit)s::integer) AS loads
-      FROM unnest(%(domains)s::text[]) AS d (domain)
+      FROM alive CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
 ), ready AS (
     SELECT q.* FROM wanted AS w CROSS JOIN LATERAL (
         SELECT * FROM busload.queue
@@ -18,7 +21,7 @@ WITH wanted AS (
 ), suspect AS (
     SELECT * FROM busload.queue
      WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
-     ORDER BY priority DESC, hi LIMIT CASE WHEN %(suspects)s::boolean THEN 1 ELSE 0 END FOR UPDATE SKIP LOCKED
+     ORDER BY priority DESC, hi LIMIT CASE WHEN %(suspects)s::boolean THEN (SELECT count(*) FROM alive) ELSE 0 END FOR UPDATE SKIP LOCKED
 ), locked AS (
     SELECT *, sum(hi - lo + 1) OVER (ORDER BY priority DESC, hi ROWS UNBOUNDED PRECEDING) - (hi - lo + 1) AS before
       FROM (SELECT * FROM ready UNION ALL SELECT * FROM suspect) AS load

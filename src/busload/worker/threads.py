@@ -35,8 +35,13 @@ class Threads:
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().run_in_executor(self._threads, call)
         self._running.add(future)
-        future.add_done_callback(self._running.discard)
+        future.add_done_callback(self._forget)
         return future
+
+    def _forget(self, future: asyncio.Future[Any]) -> None:
+        self._running.discard(future)
+        if not future.cancelled():
+            future.exception()  # seen: what an overdue handler raises in the end is nobody's error any more
 
     def close(self) -> None:
         """Let go of everything; a handler that still runs cannot be stopped and keeps its thread and connections."""

@@ -1,0 +1,184 @@
+"""A batch that is being filled: commands leave in checkpoints, and the seal lets it complete. In both faces."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from uuid import UUID
+
+from busload.domain.batch import BatchCompletionCallback, SyncBatchCompletionCallback
+from busload.domain.command import BatchCommand, NewCommand
+from busload.errors import BatchSealedError
+from busload.requests import Write
+from busload.store.connection import AsyncConnection, Connection
+
+if TYPE_CHECKING:
+    from busload.bus import CommandBus, SyncCommandBus
+
+log = logging.getLogger("busload")
+
+
+class OpenBatch:
+    """A batch that is being filled; made by `CommandBus.open_batch`."""
+
+    def __init__(
+        self,
+        bus: CommandBus,
+        domain: str,
+        opening: Write[UUID],
+        on_complete: BatchCompletionCallback | BatchCommand | None,
+        checkpoint_size: int,
+        conn: AsyncConnection | Connection | None,
+    ) -> None:
+        assert opening.batch_id is not None
+        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
+        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._waiting: list[NewCommand] = []
+        self._sealed = False
+
+    async def add(
+        self,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+    ) -> UUID:
+        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        if self._sealed:
+            raise BatchSealedError(self.domain, self.batch_id)
+        checked = self._bus._requests.check(self.domain, command)
+        self._waiting.append(checked)
+        if len(self._waiting) >= self._checkpoint_size:
+            await self.checkpoint()
+        return checked.command_id
+
+    async def checkpoint(self) -> None:
+        """Write what was added so far."""
+        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
+        await self._bus._write(write, self._conn)
+        self.added += len(self._waiting)
+        self._waiting.clear()
+
+    async def seal(self) -> None:
+        """Write the rest and let the batch complete."""
+        await self.checkpoint()
+        await self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+        self._sealed = True
+
+    async def __aenter__(self) -> Self:
+        await self._bus._write(self._opening, self._conn)
+        self._bus._register(self.batch_id, self._on_complete)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.seal()
+        else:
+            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+
+
+class SyncOpenBatch:
+    """A batch that is being filled; made by `SyncCommandBus.open_batch`."""
+
+    def __init__(
+        self,
+        bus: SyncCommandBus,
+        domain: str,
+        opening: Write[UUID],
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None,
+        checkpoint_size: int,
+        conn: Connection | None,
+    ) -> None:
+        assert opening.batch_id is not None
+        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
+        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._waiting: list[NewCommand] = []
+        self._sealed = False
+
+    def add(
+        self,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: UUID | None = None,
+        task_key: str | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        reply_to: str | None = None,
+        correlation_id: UUID | None = None,
+    ) -> UUID:
+        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        command = BatchCommand(
+            command_type,
+            command_id,
+            data,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+            task_key=task_key,
+            priority=priority,
+            run_at=run_at,
+            max_attempts=max_attempts,
+        )
+        if self._sealed:
+            raise BatchSealedError(self.domain, self.batch_id)
+        checked = self._bus._requests.check(self.domain, command)
+        self._waiting.append(checked)
+        if len(self._waiting) >= self._checkpoint_size:
+            self.checkpoint()
+        return checked.command_id
+
+    def checkpoint(self) -> None:
+        """Write what was added so far."""
+        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
+        self._bus._write(write, self._conn)
+        self.added += len(self._waiting)
+        self._waiting.clear()
+
+    def seal(self) -> None:
+        """Write the rest and let the batch complete."""
+        self.checkpoint()
+        self._bus._write(self._bus._requests.seal(self.domain, self.batch_id), self._conn)
+        self._sealed = True
+
+    def __enter__(self) -> Self:
+        self._bus._write(self._opening, self._conn)
+        self._bus._register(self.batch_id, self._on_complete)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.seal()
+        else:
+            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+
+
+def _checkpoint_size(size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"checkpoint_size must be a whole number from 1 on, found {size!r}.")
+    return size
