@@ -108,7 +108,7 @@ def test_problems_come_before_duplicates() -> None:
         datetime(1970, 1, 1, tzinfo=UTC),
         datetime.now(UTC) + timedelta(days=36500),
     ],
-    ids=str,
+    ids=["year 1", "before year 1", "1970", "in a century"],
 )
 def test_every_time_up_to_a_century_ahead_is_accepted(run_at: datetime) -> None:
     """B46"""

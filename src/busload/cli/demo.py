@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -302,12 +303,9 @@ class _Teller:
             return
         print_trail(outcome.audit_trail)
         self.step("Next", "look further")
-        for line in (
-            f"busload batch show {batch.batch_id}",
-            f"busload command show {outcome.retried}",
-            "busload batch ls",
-        ):
-            self._print((INDENT, ""), (line, "bold"))
+        program = "busload" if shutil.which("busload") else os.path.relpath(sys.argv[0])
+        for line in (f"batch show {batch.batch_id}", f"command show {outcome.retried}", "batch ls"):
+            self._print((INDENT, ""), (f"{program} {line}", "bold"))
 
     def _print(self, *parts: tuple[str, str] | tuple[()]) -> None:
         """Styled at a terminal, plain in a pipe."""
