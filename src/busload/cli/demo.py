@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import UUID
 
@@ -303,7 +304,8 @@ class _Teller:
             return
         print_trail(outcome.audit_trail)
         self.step("Next", "look further")
-        program = "busload" if shutil.which("busload") else os.path.relpath(sys.argv[0])
+        called_by_path = Path(sys.argv[0]).name == "busload" and not shutil.which("busload")
+        program = os.path.relpath(sys.argv[0]) if called_by_path else "busload"
         for line in (f"batch show {batch.batch_id}", f"command show {outcome.retried}", "batch ls"):
             self._print((INDENT, ""), (f"{program} {line}", "bold"))
 
