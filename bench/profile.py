@@ -216,7 +216,7 @@ def _explain(console: Console, dsn: str, concurrency: int) -> None:
 
 
 def _plan_of(conn: Connection, plan: Plan[Any]) -> str:
-    """The plan of a plan's first statement, which is run for that."""
+    """The plan of a plan's first statement, which is run for that; a worker's generic plan may differ from it."""
     step = next(plan)
     assert isinstance(step, Statement)
     rows = conn.execute(b"EXPLAIN (ANALYZE, COSTS OFF, BUFFERS OFF, SUMMARY) " + step.sql, step.params).fetchall()

@@ -350,6 +350,18 @@ async def test_a_retry_can_be_claimed_while_its_neighbours_still_run(
     database.check_invariants()
 
 
+async def test_a_worker_that_was_declared_dead_gets_nothing(given: Given, database: Database) -> None:
+    await given.batch(commands=2)
+    dead = given.registered_worker()
+    given.died(dead)
+    given.rescued()
+    refused = database.perform(claim.claim(worker=dead, domains=[DOMAIN], limit=1))
+    assert (refused.leased, refused.contended, refused.refused) == ([], False, True)
+    database.rows("UPDATE busload.queue SET crashes = 1")
+    assert given.claimed(by=dead) == []
+    assert len(given.claimed()) == 1
+
+
 async def test_a_lease_whose_commands_were_deleted_by_other_hands_yields_nothing(
     given: Given, database: Database
 ) -> None:

@@ -15,10 +15,15 @@ SQL = statements("claim")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a claim took. `contended`: something was ready, but other workers had locked it at that moment."""
+    """What a claim took.
+
+    `contended`: something was ready, but other workers had locked it at that moment. `refused`: the worker that asked was
+    declared dead.
+    """
 
     leased: list[Leased]
     contended: bool
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True)
     for _, lease_id, *row in rows:
         if lease_id is not None:
             _read(leased, lease_id, *row)
-    return Claim(leased, contended=not leased and rows[0][0] > 0)
+    seen = rows[0][0]
+    return Claim(leased, contended=not leased and bool(seen), refused=seen is None)
 
 
 def promote() -> Plan[Promotion]:

@@ -47,7 +47,7 @@ WITH alive AS MATERIALIZED (
 ), noted AS (
     INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, %(worker)s::bigint FROM started
 )
-SELECT (SELECT coalesce(sum(loads), 0) FROM wanted)::integer AS seen,
+SELECT CASE WHEN EXISTS (SELECT FROM alive) THEN (SELECT coalesce(sum(loads), 0) FROM wanted)::integer END AS seen,
        l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, c.*
   FROM (VALUES (1)) AS always
   LEFT JOIN leased AS l ON true

@@ -33,9 +33,6 @@ class Returned:
     commands: int = 0
     parked: int = 0
 
-    def __add__(self, other: Returned) -> Returned:
-        return Returned(self.commands + other.commands, self.parked + other.parked)
-
 
 def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta) -> Plan[int]:
     [(worker,)] = yield from execute(
@@ -63,12 +60,9 @@ def release(leases: Sequence[UUID]) -> Plan[Returned]:
 def rescue() -> Plan[Returned]:
     """Take back what dead workers held; needs a transaction."""
     leases = yield from execute(SQL.bury)
-    returned = Returned()
-    for blame in (True, False):
-        of_this_kind = [lease_id for lease_id, crashed in leases if crashed is blame]
-        if of_this_kind:
-            returned += yield from _return(of_this_kind, blame=blame)
-    return returned
+    if not leases:
+        return Returned()
+    return (yield from _return([lease_id for (lease_id,) in leases], blame=True))
 
 
 def cancel_stragglers() -> Plan[int]:

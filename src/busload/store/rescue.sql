@@ -23,15 +23,13 @@ UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint A
 -- name: bury
 -- Declare workers dead that were not seen for as long as their leases last, and hold the leases of every worker that is
 -- not alive: dead, stopped, or without a row. A heartbeat that arrives now waits for us and then finds itself refused.
--- A worker that stopped by itself has only failed to hand a lease back, so its loads are not suspects.
 WITH dead AS (
     UPDATE busload.worker SET stopped_at = now(), lost = true
      WHERE worker IN (SELECT worker FROM busload.worker
                        WHERE stopped_at IS NULL AND seen_at < now() - lease_for ORDER BY worker FOR UPDATE SKIP LOCKED)
     RETURNING worker
 )
-SELECT lease_id, NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NOT NULL AND NOT w.lost)
-  FROM busload.lease AS l
+SELECT lease_id FROM busload.lease AS l
  WHERE worker IN (SELECT worker FROM dead)
     OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
  ORDER BY lease_id LIMIT 1000 FOR UPDATE SKIP LOCKED;
@@ -44,11 +42,13 @@ SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORD
 -- Close leases and put what they have not settled back into the queue; no attempt is burnt. With `blame`, a worker died
 -- under them: everything it ran is a suspect from now on (crashes = 1) and is halved, so that a command that kills its
 -- worker is soon alone. A single suspect, of which a worker runs one at a time, or a command that was all its worker ran,
--- is blamed by name: one more crash each time, and after `max_crashes` of its own it waits for a person. What belongs to a
--- canceled batch is canceled.
+-- is blamed by name: one more crash each time, and after `max_crashes` of its own it waits for a person. Nobody is blamed
+-- for a worker that stopped by itself, or that was buried before: what is found of it now was claimed too late, or is the
+-- end of a long list. What belongs to a canceled batch is canceled.
 WITH lease AS MATERIALIZED (
-    SELECT l.*, b.canceled_at IS NOT NULL AS canceled
-      FROM busload.lease AS l LEFT JOIN busload.batch AS b USING (batch_id)
+    SELECT l.*, b.canceled_at IS NOT NULL AS canceled,
+           %(blame)s::boolean AND (w.worker IS NULL OR w.lost AND w.stopped_at = now()) AS blamed
+      FROM busload.lease AS l LEFT JOIN busload.batch AS b USING (batch_id) LEFT JOIN busload.worker AS w USING (worker)
      WHERE lease_id = ANY (%(leases)b::uuid[])
      ORDER BY lease_id FOR UPDATE OF l
 ), rest AS (
@@ -59,27 +59,26 @@ WITH lease AS MATERIALIZED (
      WHERE c.id <> ALL (l.returned) AND e.recorded IS NULL
 ), island AS (
     SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
-), scene AS (   -- what is found of a worker that was buried before may be the end of a longer list: not alone
-    SELECT worker, sum(hi - lo + 1) = 1 AND bool_or(w.stopped_at = now()) AS alone
-      FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran
-      LEFT JOIN busload.worker AS w USING (worker) GROUP BY worker
+), scene AS (
+    SELECT worker, sum(hi - lo + 1) = 1 AS alone
+      FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled,
-           CASE WHEN NOT %(blame)s::boolean THEN l.crashes
+           blamed, CASE WHEN NOT blamed THEN l.crashes
                 WHEN i.lo = i.hi AND (l.crashes > 0 OR scene.alone) THEN greatest(l.crashes, 1) + 1
                 ELSE greatest(l.crashes, 1) END AS crashes
       FROM island AS i JOIN lease AS l USING (lease_id) JOIN scene USING (worker)
 ), routed AS (
     SELECT *, CASE WHEN canceled THEN 'CANCELED'
-                   WHEN %(blame)s::boolean AND crashes > %(max_crashes)s::integer THEN 'PARKED' ELSE 'QUEUED' END AS route
+                   WHEN blamed AND crashes > %(max_crashes)s::integer THEN 'PARKED' ELSE 'QUEUED' END AS route
       FROM load
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
     SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
       FROM routed CROSS JOIN LATERAL (
-            SELECT routed.lo, routed.hi WHERE NOT %(blame)s::boolean OR routed.lo = routed.hi
-            UNION ALL SELECT routed.lo, (routed.lo + routed.hi) / 2 WHERE %(blame)s::boolean AND routed.lo < routed.hi
-            UNION ALL SELECT (routed.lo + routed.hi) / 2 + 1, routed.hi WHERE %(blame)s::boolean AND routed.lo < routed.hi) AS part
+            SELECT routed.lo, routed.hi WHERE NOT blamed OR routed.lo = routed.hi
+            UNION ALL SELECT routed.lo, (routed.lo + routed.hi) / 2 WHERE blamed AND routed.lo < routed.hi
+            UNION ALL SELECT (routed.lo + routed.hi) / 2 + 1, routed.hi WHERE blamed AND routed.lo < routed.hi) AS part
      WHERE route = 'QUEUED'
     RETURNING domain
 ), parked AS (

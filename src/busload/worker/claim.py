@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -40,6 +41,8 @@ class Claimer:
         self._domains, self._settings, self._worker = domains, settings, worker
         self._unknown: set[tuple[str, str]] = set()
         self.found_nothing = False
+        self.asked_at: float | None = None
+        """When the claim under way was sent; None while there is none."""
 
     async def once(self) -> float | None:
         """Claim for all free slots in one statement; returns how long to wait before the next look."""
@@ -47,7 +50,7 @@ class Claimer:
         if limit <= 0:
             return None  # a slot that comes free wakes the loop
         taken = await self._claim(limit)
-        self.found_nothing = not taken.leased and not taken.contended
+        self.found_nothing = not (taken.leased or taken.contended or taken.refused)
         if self.found_nothing and self._executor.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
         if taken.contended:
@@ -64,14 +67,15 @@ class Claimer:
         return poll if promotion.next_due is None else max(0.001, min(poll, promotion.next_due))
 
     async def _claim(self, limit: int) -> claim.Claim:
-        async with self._pool.connection() as conn:
-            taken = await perform_async(
-                conn,
-                claim.claim(
-                    worker=self._worker(), domains=self._domains, limit=limit, suspects=not self._held.has_suspect
-                ),
-            )
-        self._held.take(taken.leased)
+        suspects = not self._held.has_suspect
+        plan = claim.claim(worker=self._worker(), domains=self._domains, limit=limit, suspects=suspects)
+        self.asked_at = time.monotonic()
+        try:
+            async with self._pool.connection() as conn:
+                taken = await perform_async(conn, plan)
+            self._held.take(taken.leased)
+        finally:
+            self.asked_at = None
         try:
             known = await self._known(taken.leased)
         except BaseException:  # none of them will run: a lease we do not hold is handed back by the heartbeat

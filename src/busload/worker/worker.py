@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -246,7 +247,9 @@ class _Running:
         lost = self._held.reconcile(present=renewal.leases, canceled=renewal.canceled)
         if lost:
             log.warning("Lost %d leases; what their commands return will not count", lost)
-        if strange:
+        # An answer that waits behind a blocked loop is not lost; a claim sent later than that cannot be the one.
+        asked_at = self._claimer.asked_at
+        if strange and (asked_at is None or time.monotonic() - asked_at < self._settings.lease_for.total_seconds() / 3):
             self._tasks.append(asyncio.create_task(self._hand_back(list(strange))))
 
     async def _hand_back(self, lease_ids: Sequence[UUID]) -> None:
