@@ -35,11 +35,11 @@ chaos: setup  ## Long fault runs: kill workers, restart PostgreSQL, freeze proce
 	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
 
 bench: setup  ## Measure create, drain and latency, beside peers where they can be installed
-	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench
 
 docs: setup  ## Render docs/ to site/
-	$(BIN)/python -m pip install --quiet '.[docs]'
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/zensical build
 
 clean:  ## Remove what the other targets made

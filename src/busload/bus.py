@@ -54,7 +54,7 @@ class _Face:
         self.handlers = Handlers()
         self._dsn = dsn or self.settings.database_url
         self._embedded: EmbeddedPostgres | None = None
-        self._requests = Requests(self.settings.limits)
+        self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus))
         self._schema_checked = False
 
     @property
@@ -222,8 +222,8 @@ class CommandBus(_Face):
         """A batch to fill over time: `async with bus.open_batch(...) as batch: await batch.add(...)`.
 
         Commands leave in checkpoints, each a transaction of its own, and run while the next ones are added. The batch
-        is sealed when the block ends and cannot complete before. If the block raises, it stays open: what was added
-        runs on, and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
+        is sealed when the block ends and cannot complete before. If the block raises, it stays open: the checkpoints
+        that were written run on, and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
         write = self._requests.open_batch(
             domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from inspect import isawaitable
 from uuid import UUID
 
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
@@ -133,7 +134,9 @@ class AsyncCompletions:
                 found = None
             for waiting, batch in self._callbacks.due(found) if found is not None else []:
                 try:
-                    await waiting.callback(batch)  # type: ignore[misc]
+                    called = waiting.callback(batch)
+                    if isawaitable(called):  # a plain function will do as well
+                        await called
                 except (Exception, asyncio.CancelledError):
                     if self._closing and self._calling is not None and self._calling.cancelling():
                         raise

@@ -47,6 +47,8 @@ class Handlers:
             raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")
 
         def add(function: Function) -> Function:
+            if not callable(function):
+                raise ValueError(f"A handler must be a function, found {function!r:.80}.")
             existing = self._handlers.get((domain, command_type))
             if existing is not None:
                 raise HandlerAlreadyRegisteredError(domain, command_type, _name(existing.function))

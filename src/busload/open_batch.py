@@ -10,7 +10,7 @@ from uuid import UUID
 
 from busload.domain.batch import BatchCompletionCallback, SyncBatchCompletionCallback
 from busload.domain.command import BatchCommand, NewCommand
-from busload.errors import BatchSealedError
+from busload.errors import BatchSealedError, DuplicateCommandError
 from busload.requests import Write
 from busload.store.connection import AsyncConnection, Connection
 
@@ -36,7 +36,7 @@ class OpenBatch:
         self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
-        self._waiting: list[NewCommand] = []
+        self._waiting: dict[UUID, NewCommand] = {}
         self._sealed = False
 
     async def add(
@@ -67,15 +67,22 @@ class OpenBatch:
         if self._sealed:
             raise BatchSealedError(self.domain, self.batch_id)
         checked = self._bus._requests.check(self.domain, command)
-        self._waiting.append(checked)
+        if checked.command_id in self._waiting:
+            raise DuplicateCommandError(self.domain, [checked.command_id])
+        self._waiting[checked.command_id] = checked
         if len(self._waiting) >= self._checkpoint_size:
             await self.checkpoint()
         return checked.command_id
 
     async def checkpoint(self) -> None:
-        """Write what was added so far."""
-        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
-        await self._bus._write(write, self._conn)
+        """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
+        write = self._bus._requests.checkpoint(self.domain, list(self._waiting.values()), self.batch_id)
+        try:
+            await self._bus._write(write, self._conn)
+        except DuplicateCommandError as duplicate:
+            for command_id in duplicate.command_ids:
+                self._waiting.pop(command_id, None)
+            raise
         self.added += len(self._waiting)
         self._waiting.clear()
 
@@ -115,7 +122,7 @@ class SyncOpenBatch:
         self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
-        self._waiting: list[NewCommand] = []
+        self._waiting: dict[UUID, NewCommand] = {}
         self._sealed = False
 
     def add(
@@ -146,15 +153,22 @@ class SyncOpenBatch:
         if self._sealed:
             raise BatchSealedError(self.domain, self.batch_id)
         checked = self._bus._requests.check(self.domain, command)
-        self._waiting.append(checked)
+        if checked.command_id in self._waiting:
+            raise DuplicateCommandError(self.domain, [checked.command_id])
+        self._waiting[checked.command_id] = checked
         if len(self._waiting) >= self._checkpoint_size:
             self.checkpoint()
         return checked.command_id
 
     def checkpoint(self) -> None:
-        """Write what was added so far."""
-        write = self._bus._requests.checkpoint(self.domain, self._waiting, self.batch_id)
-        self._bus._write(write, self._conn)
+        """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
+        write = self._bus._requests.checkpoint(self.domain, list(self._waiting.values()), self.batch_id)
+        try:
+            self._bus._write(write, self._conn)
+        except DuplicateCommandError as duplicate:
+            for command_id in duplicate.command_ids:
+                self._waiting.pop(command_id, None)
+            raise
         self.added += len(self._waiting)
         self._waiting.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
@@ -24,7 +25,6 @@ from busload.domain.command import (
     check_text,
     check_uuid,
     refuse,
-    refuse_repeated_ids,
 )
 from busload.domain.ids import new_id
 from busload.domain.payload import PayloadLimits, PayloadRefused, encode
@@ -33,6 +33,8 @@ from busload.store.plan import Plan
 
 T = TypeVar("T")
 PAGE = range(2**31)
+WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
+"""For what was checked already and is only wrapped once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Write(Generic[T]):
 class Requests:
     """Checks every call against the limits of this bus."""
 
-    def __init__(self, limits: InputLimits) -> None:
-        self._limits, self._payload = limits, limits.payload
+    def __init__(self, limits: InputLimits, *, awaits: bool) -> None:
+        self._limits, self._payload, self._awaits = limits, limits.payload, awaits
 
     def send(self, domain: str, command: BatchCommand, batch_id: UUID | None) -> Write[SendResult]:
         [checked] = self._check(domain, [command])
@@ -121,7 +123,6 @@ class Requests:
         return checked
 
     def checkpoint(self, domain: str, commands: Sequence[NewCommand], batch_id: UUID) -> Write[None]:
-        refuse_repeated_ids(domain, commands)
         plan = store.send.send_many(domain, commands, batch_id)
         return Write(plan, batch_id, [command.command_id for command in commands])
 
@@ -191,9 +192,9 @@ class Requests:
     def _name(self, domain: str) -> list[Problem]:
         return check_name(domain, "domain", self._limits)
 
-    def _encode(self, value: Any, path: str) -> str:
+    def _encode(self, value: Any, path: str, limits: PayloadLimits | None = None) -> str:
         try:
-            return encode(value, self._payload, path=path)
+            return encode(value, limits or self._payload, path=path)
         except PayloadRefused as refused:
             raise InvalidCommandError([refused.problem]) from None
 
@@ -212,14 +213,22 @@ class Requests:
             problems += check_text(name, "name", self._limits.name_bytes)
         if custom_data is not None and not isinstance(custom_data, dict):
             problems.append(Problem("INVALID_OPTION", "/custom_data", "wanted a dict"))
-        if on_complete is not None and not callable(on_complete) and not isinstance(on_complete, BatchCommand):
-            problems.append(Problem("INVALID_OPTION", "/on_complete", "wanted a function or a BatchCommand"))
+        if on_complete is not None and not isinstance(on_complete, BatchCommand):
+            problems += self._check_function(on_complete)
         refuse(problems)
         callback, callback_id = None, None
         if isinstance(on_complete, BatchCommand):
             callback, callback_id = self._callback(domain, on_complete)
         text = None if custom_data is None else self._encode(custom_data, "/custom_data")
         return store.send.NewBatch(batch_id or new_id(), domain, name, text, callback, callback_id)
+
+    def _check_function(self, on_complete: object) -> list[Problem]:
+        if not callable(on_complete):
+            return [Problem("INVALID_OPTION", "/on_complete", "wanted a function or a BatchCommand")]
+        if iscoroutinefunction(on_complete) and not self._awaits:
+            message = "found an async function, which nobody awaits here; pass a plain one, or use CommandBus"
+            return [Problem("INVALID_OPTION", "/on_complete", message)]
+        return []
 
     def _callback(self, domain: str, command: BatchCommand) -> tuple[str, UUID]:
         """The command to send on completion, as the batch row keeps it; the batch itself is added to its data then."""
@@ -231,7 +240,7 @@ class Requests:
             message = "a callback is sent when its batch completes and cannot have a time of its own"
             raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
         [checked] = self._check(domain, [command])
-        text = encode(
+        text = self._encode(
             {
                 "command_id": str(checked.command_id),
                 "command_type": checked.command_type,
@@ -242,7 +251,8 @@ class Requests:
                 "priority": checked.priority,
                 "max_attempts": checked.max_attempts,
             },
-            PayloadLimits(self._payload.data_bytes + 4096, self._payload.depth + 1, self._payload.integer_digits),
+            "/on_complete",
+            WIDEST,
         )
         return text, checked.command_id
 

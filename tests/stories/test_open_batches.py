@@ -212,3 +212,22 @@ async def test_a_checkpoint_holds_at_least_one(bus: CommandBus) -> None:
     for size in sizes:
         with pytest.raises(ValueError, match="checkpoint_size"):
             bus.open_batch(DOMAIN, checkpoint_size=size)
+
+
+async def test_a_duplicate_in_a_checkpoint_is_refused_and_the_rest_goes_with_the_next(
+    bus: CommandBus, given: Given
+) -> None:
+    """S4-12, B41: the error names what is taken; nothing else of the checkpoint is lost."""
+    taken = (await bus.send(DOMAIN, "Debit")).command_id
+    async with bus.open_batch(DOMAIN, checkpoint_size=4) as batch:
+        first = await batch.add("Debit", 1)
+        with pytest.raises(DuplicateCommandError):
+            await batch.add("Debit", 2, command_id=first)
+        await batch.add("Debit", 3, command_id=taken)
+        await batch.add("Debit", 4)
+        with pytest.raises(DuplicateCommandError) as refused:
+            await batch.add("Debit", 5)
+        assert refused.value.command_ids == (taken,)
+        await batch.add("Debit", 6)
+    commands = await bus.list_batch_commands(DOMAIN, batch.batch_id)
+    assert [command.data for command in commands] == [1, 4, 5, 6]

@@ -198,7 +198,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
         )
     if problems:
         raise InvalidCommandError(problems)
-    refuse_repeated_ids(domain, checked)
+    _refuse_repeated_ids(domain, checked)
     return checked
 
 
@@ -252,7 +252,7 @@ def check_time(value: object, path: str) -> list[Problem]:
     return []
 
 
-def refuse_repeated_ids(domain: str, commands: Sequence[NewCommand]) -> None:
+def _refuse_repeated_ids(domain: str, commands: Sequence[NewCommand]) -> None:
     if len({command.command_id for command in commands}) < len(commands):
         times = Counter(command.command_id for command in commands)
         raise DuplicateCommandError(domain, [command_id for command_id, n in times.items() if n > 1])

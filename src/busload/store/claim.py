@@ -17,8 +17,8 @@ SQL = statements("claim")
 class Claim:
     """What a claim took.
 
-    `contended`: something was ready, but other workers had locked it at that moment. `refused`: the worker that asked was
-    declared dead.
+    `contended`: something was ready, but other workers had locked it at that moment. `refused`: the worker that asked
+    was declared dead.
     """
 
     leased: list[Leased]
