@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,14 +42,18 @@ class Workers:
         self.alive: list[int] = []
         self.ended: dict[int, int] = {}
         self._lock = threading.Lock()
-        paths = os.pathsep.join([str(SOURCES), str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
+        installed = [path for path in sys.path if path.endswith("site-packages")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.nursery"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={"PYTHONPATH": paths, "PATH": os.defpath, "HOME": "/"},
+            env={
+                "PYTHONPATH": os.pathsep.join([str(SOURCES), str(ROOT), *installed]),
+                "PATH": os.defpath,
+                "HOME": "/",
+            },
         )
 
     def __enter__(self) -> Self:
@@ -73,10 +77,8 @@ class Workers:
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         if number == signal.SIGKILL and pid in self.alive:
             self.alive.remove(pid)
-        try:
+        with suppress(ProcessLookupError):  # it ended by itself; `ended` tells how
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass  # it ended by itself; `ended` tells how
 
     def look(self) -> dict[int, int]:
         """The exit status of every worker that has ended so far, by pid."""
@@ -192,12 +194,14 @@ def seeded() -> random.Random:
 AUDIT = """
 WITH ended AS (
     SELECT batch_id, count(*) FILTER (WHERE outcome = 'COMPLETED') AS completed,
-           count(*) FILTER (WHERE outcome = 'FAILED') AS failed, count(*) FILTER (WHERE outcome = 'CANCELED') AS canceled
+           count(*) FILTER (WHERE outcome = 'FAILED') AS failed,
+           count(*) FILTER (WHERE outcome = 'CANCELED') AS canceled
       FROM busload.execution GROUP BY batch_id
 ), acted AS (
     SELECT batch_id, coalesce(sum(hi - lo + 1) FILTER (WHERE type = 'OPERATOR_COMPLETED'), 0) AS completed,
            coalesce(sum(hi - lo + 1) FILTER (WHERE type IN ('CANCELED', 'OPERATOR_CANCELED')), 0) AS canceled,
-           count(*) FILTER (WHERE type = 'BATCH_COMPLETED') AS completions, count(*) FILTER (WHERE type = 'BATCH_STARTED') AS starts
+           count(*) FILTER (WHERE type = 'BATCH_COMPLETED') AS completions,
+           count(*) FILTER (WHERE type = 'BATCH_STARTED') AS starts
       FROM busload.event GROUP BY batch_id
 ), parked AS (
     SELECT batch_id, count(*) AS n FROM busload.troubleshooting GROUP BY batch_id
@@ -217,7 +221,8 @@ WITH ended AS (
       FROM busload.batch AS b LEFT JOIN ended AS e USING (batch_id) LEFT JOIN acted AS a USING (batch_id)
       LEFT JOIN parked AS p USING (batch_id) LEFT JOIN waiting AS w USING (batch_id)
 )
-SELECT batch_id, total_count, (completed_count, failed_count, canceled_count, in_troubleshooting_count)::text AS counters,
+SELECT batch_id, total_count,
+       (completed_count, failed_count, canceled_count, in_troubleshooting_count)::text AS counters,
        (completed, failed, canceled, parked, waiting)::text AS facts, status, completions, starts
   FROM facts
  WHERE (completed_count, failed_count, canceled_count, in_troubleshooting_count)

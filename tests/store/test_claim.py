@@ -104,7 +104,12 @@ async def test_a_claim_brings_everything_the_handler_needs(bus: CommandBus, give
     one, other = given.claimed(limit=2)
     assert (one.command_id, one.command_type, one.data) == (command_id, "Debit", '{"n":1}')
     assert (one.correlation_id, one.task_key, one.reply_to, one.max_attempts) == (correlation_id, "t", "crm", 9)
-    assert (other.command_type, other.correlation_id, other.task_key, other.max_attempts) == ("Credit", None, None, None)
+    assert (other.command_type, other.correlation_id, other.task_key, other.max_attempts) == (
+        "Credit",
+        None,
+        None,
+        None,
+    )
     assert one.lease is other.lease and one.lease.unsettled == 2
 
 
@@ -182,7 +187,6 @@ async def test_a_claim_locks_no_more_loads_than_it_needs(given: Given, dsn: str)
         with Database(dsn) as beside:
             taken = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
             assert len(taken.leased) == 0 or {one.id >> 10 for one in taken.leased}.isdisjoint({1, 2})
-            # `limit` loads were looked at, so the two that are free are found by a claim that looks beyond the locked ones
             rest = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
             assert len(taken.leased) + len(rest.leased) == 10
         conn.commit()

@@ -49,17 +49,13 @@ def set_the_scene(database: Database) -> Scene:
         database.rows(f"DELETE FROM busload.{table}")
     batch_id = uuid4()
 
-    def work() -> int:
-        plan = rescue.register(name="w", domains=[DOMAIN], concurrency=9, lease_for=timedelta(seconds=30))
-        return int(database.perform(plan))
-
     def claimed(worker: int, limit: int) -> list[Leased]:
         leased: list[Leased] = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=limit)).leased
         return leased
 
     database.perform(send.open_batch(send.NewBatch(batch_id, DOMAIN, None, None, None)))
     database.perform(send.send_many(DOMAIN, new_commands(8), batch_id))
-    worker, heir = work(), work()
+    worker, heir = registered(database), registered(database)
     [parked], [failed], leased = claimed(heir, 1), claimed(heir, 1), claimed(worker, 4)
     database.perform(settle.settle([Transition(parked, TROUBLESHOOTING, "{}", reason="PERMANENT")], now=0.0))
     database.perform(settle.settle([Transition(failed, FAILED_ATTEMPT, "{}", delay=0.0)], now=0.0))
@@ -68,8 +64,15 @@ def set_the_scene(database: Database) -> Scene:
     return Scene(batch_id, worker, heir, parked.command_id, leased)
 
 
+def registered(database: Database) -> int:
+    plan = rescue.register(name="w", domains=[DOMAIN], concurrency=9, lease_for=timedelta(seconds=30))
+    return int(database.perform(plan))
+
+
 def settling(some: slice, outcome: str, **details: Any) -> Callable[[Scene], Plan[Any]]:
-    return lambda scene: settle.settle([Transition(one, outcome, "{}", **details) for one in scene.leased[some]], now=0.0)
+    return lambda scene: settle.settle(
+        [Transition(one, outcome, "{}", **details) for one in scene.leased[some]], now=0.0
+    )
 
 
 Operation = Callable[[Scene], Plan[Any]]
@@ -160,12 +163,13 @@ def meet(first: str, second: str, scene: Scene, conn: psycopg.Connection[Any], o
 def run_to_the_end(database: Database, scene: Scene) -> None:
     """As workers, sweep and an operator would; then the batch is complete, and every command has ended once."""
     database.rows("UPDATE busload.worker SET seen_at = '-infinity' WHERE stopped_at IS NULL")
+    worker = registered(database)
     for _ in range(30):
         database.perform(rescue.rescue())
         database.perform(rescue.cancel_stragglers())
         database.rows("UPDATE busload.scheduled SET run_at = now()")
         database.perform(claim.promote())
-        leased = database.perform(claim.claim(worker=scene.heir, domains=[DOMAIN], limit=50)).leased
+        leased = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=50)).leased
         database.perform(settle.settle([Transition(one, COMPLETED) for one in leased], now=0.0))
         for (command_id,) in database.rows(
             "SELECT command_id FROM busload.troubleshooting t JOIN busload.command c ON c.id = t.command"
@@ -190,9 +194,7 @@ def stage(server: TestServer) -> Iterator[tuple[str, Database, Second]]:
 
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 @pytest.mark.parametrize("first", OPERATIONS)
-def test_a_pair_of_transitions_on_the_same_rows(
-    stage: tuple[str, Database, Second], first: str, ending: str
-) -> None:
+def test_a_pair_of_transitions_on_the_same_rows(stage: tuple[str, Database, Second], first: str, ending: str) -> None:
     dsn, database, other = stage
     deadlocks = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
     before = database.value(deadlocks)

@@ -25,9 +25,11 @@ CATALOGUE = """
     UNION ALL SELECT 'constraint', conname || ' on ' || conrelid::regclass, pg_get_constraintdef(oid)
       FROM pg_constraint WHERE connamespace = 'busload'::regnamespace
     UNION ALL SELECT 'index', indexname, indexdef FROM pg_indexes WHERE schemaname = 'busload'
-    UNION ALL SELECT 'function', oid::regprocedure::text, pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = 'busload'::regnamespace
+    UNION ALL SELECT 'function', oid::regprocedure::text, pg_get_functiondef(oid) FROM pg_proc
+     WHERE pronamespace = 'busload'::regnamespace
     UNION ALL SELECT 'trigger', tgname, pg_get_triggerdef(t.oid)
-      FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = tgrelid WHERE relnamespace = 'busload'::regnamespace AND NOT tgisinternal
+      FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = tgrelid
+     WHERE relnamespace = 'busload'::regnamespace AND NOT tgisinternal
     UNION ALL SELECT 'view', viewname, definition FROM pg_views WHERE schemaname = 'busload'
     UNION ALL SELECT 'table', relname, concat_ws(' ', relkind, reloptions::text, obj_description(oid))
       FROM pg_class WHERE relnamespace = 'busload'::regnamespace

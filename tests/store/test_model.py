@@ -131,7 +131,10 @@ class Store(RuleBasedStateMachine):
         self.state |= {one.id: RUNNING for one in taken.leased}
         self.held[worker] += taken.leased
 
-    @rule(data=st.data(), outcome=st.sampled_from([COMPLETED, COMPLETED, FAILED, CANCELED, TROUBLESHOOTING, FAILED_ATTEMPT]))
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from([COMPLETED, COMPLETED, FAILED, CANCELED, TROUBLESHOOTING, FAILED_ATTEMPT]),
+    )
     @precondition(lambda self: any(self.held.values()))
     def settle(self, data: Any, outcome: str) -> None:
         worker = data.draw(st.sampled_from([worker for worker, held in self.held.items() if held]))
@@ -174,7 +177,9 @@ class Store(RuleBasedStateMachine):
         lost = self.held.pop(worker)
         assert self.database.perform(rescue.rescue()).commands == len(lost)
         assert self.database.perform(rescue.renew(worker=worker, settled=timedelta(seconds=20))) is None
-        parked = {id for (id,) in self.database.rows("SELECT command FROM busload.troubleshooting WHERE reason = 'CRASHED'")}
+        parked = {
+            id for (id,) in self.database.rows("SELECT command FROM busload.troubleshooting WHERE reason = 'CRASHED'")
+        }
         self._back([one for one in lost if one.id not in parked])
         self.state |= {one.id: PARKED for one in lost if one.id in parked}
         self.late += lost
@@ -182,7 +187,9 @@ class Store(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         self.database.perform(rescue.cancel_stragglers())
-        waiting = [id for id, state in self.state.items() if state in (READY, LATER) and self.member[id] in self.canceled]
+        waiting = [
+            id for id, state in self.state.items() if state in (READY, LATER) and self.member[id] in self.canceled
+        ]
         self.state |= dict.fromkeys(waiting, CANCELED)
 
     # -- what must hold after each step --------------------------------------------------------------------------
@@ -192,8 +199,8 @@ class Store(RuleBasedStateMachine):
         shown = dict(self.database.rows("SELECT id, status FROM busload.command_status"))
         assert shown == self.state
         for batch_id, status, *counters in self.database.rows(
-            "SELECT batch_id, status, total_count, completed_count, failed_count, canceled_count, in_troubleshooting_count"
-            "  FROM busload.batch"
+            "SELECT batch_id, status, total_count, completed_count, failed_count, canceled_count,"
+            "       in_troubleshooting_count FROM busload.batch"
         ):
             states = [self.state[id] for id in self._members(batch_id)]
             expected = [len(states), *(states.count(state) for state in (COMPLETED, FAILED, CANCELED, PARKED))]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
+from uuid import UUID
 
 import psycopg
 import pytest
 
-from busload import CommandBus
+from busload import BatchCommand, CommandBus
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Leased
 from busload.store import cancel, claim, operate, rescue
 from busload.store.plan import perform
@@ -226,7 +227,9 @@ async def test_a_release_of_what_is_gone_changes_nothing(given: Given, database:
     assert database.everything() == before
 
 
-async def test_a_release_keeps_priority_attempt_and_suspicion(bus: CommandBus, given: Given, database: Database) -> None:
+async def test_a_release_keeps_priority_attempt_and_suspicion(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
     await bus.send(DOMAIN, "Debit", priority=5, reply_to="crm")
     database.rows("UPDATE busload.queue SET attempt = 4, forgiven = 2, crashes = 1")
     [one] = given.claimed()
@@ -258,7 +261,7 @@ async def test_a_command_that_kills_its_worker_ends_alone_and_parked(given: Give
     database.check_invariants()
 
 
-async def parked_id(given: Given):  # type: ignore[no-untyped-def]
+async def parked_id(given: Given) -> UUID:
     [item] = await given.bus.troubleshooting.list(DOMAIN)
     return item.command_id
 
@@ -346,14 +349,18 @@ async def test_a_worker_with_more_leases_than_one_sweep_takes_blames_nobody_by_n
         " SELECT n * 1024, 'payments', gen_random_uuid(), 'Debit' FROM generate_series(1, 1001) AS n"
     )
     database.rows(
-        "INSERT INTO busload.queue (lo, hi, domain) SELECT n * 1024, n * 1024, 'payments' FROM generate_series(1, 1001) AS n"
+        "INSERT INTO busload.queue (lo, hi, domain)"
+        " SELECT n * 1024, n * 1024, 'payments' FROM generate_series(1, 1001) AS n"
     )
     worker = given.registered_worker()
     assert len(given.claimed(limit=2000, by=worker)) == 1001
     given.died(worker)
     while given.rescued().commands:
         pass
-    assert database.rows("SELECT crashes, count(*) FROM busload.queue GROUP BY crashes ORDER BY crashes") == [(0, 1), (1, 1000)]
+    assert database.rows("SELECT crashes, count(*) FROM busload.queue GROUP BY crashes ORDER BY crashes") == [
+        (0, 1),
+        (1, 1000),
+    ]
 
 
 async def test_what_a_canceled_batch_had_running_is_canceled_when_its_worker_dies(
@@ -435,7 +442,7 @@ async def test_peer_river_1302(given: Given, database: Database, dsn: str) -> No
     [one] = given.claimed(by=dead)
     given.died(dead)
     with psycopg.connect(dsn) as rescuer:
-        [(stale,)] = perform_rows(rescuer, "SELECT lease_id FROM busload.lease")
+        [(stale,)] = rescuer.execute("SELECT lease_id FROM busload.lease").fetchall()
         rescuer.commit()
         assert given.settled([one]) == {one.id}
         assert perform(rescuer, rescue.rescue()) == Returned()
@@ -446,17 +453,14 @@ async def test_peer_river_1302(given: Given, database: Database, dsn: str) -> No
     database.check_invariants()
 
 
-def perform_rows(conn: psycopg.Connection, query: str) -> list[tuple[object, ...]]:
-    return conn.execute(query.encode()).fetchall()
-
-
 async def test_peer_river_1318(given: Given, database: Database) -> None:
     """A full page of leases that must not be touched hides the stuck ones behind it."""
     living = given.registered_worker()
     database.rows(
-        "INSERT INTO busload.lease (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
-        " SELECT ('00000000-0000-4000-8000-' || lpad(to_hex(n), 9, '0') || '000')::uuid, n * 1024, n * 1024, 'payments',"
-        "        0, 1, 0, 0, false, %s, 1 FROM generate_series(1, 20000) AS n",
+        "INSERT INTO busload.lease"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
+        " SELECT ('00000000-0000-4000-8000-' || lpad(to_hex(n), 9, '0') || '000')::uuid, n * 1024, n * 1024,"
+        "        'payments', 0, 1, 0, 0, false, %s, 1 FROM generate_series(1, 20000) AS n",
         living,
     )
     database.rows("SELECT setval('busload.load_number', 30000)")
@@ -527,8 +531,6 @@ async def test_peer_solid_queue_422(given: Given) -> None:
 
 async def test_peer_oban_1390(bus: CommandBus, given: Given, database: Database) -> None:
     """What a rescuer ends skips what a normal end does: here the batch must complete and its callback be sent."""
-    from busload import BatchCommand
-
     batch_id = await given.batch(commands=1, on_complete=BatchCommand("Notify"))
     dead = given.registered_worker()
     given.claimed(by=dead)

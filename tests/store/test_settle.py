@@ -25,7 +25,7 @@ from busload.store import cancel, claim, rescue, settle
 from busload.store.plan import Plan, perform
 from tests.given import DOMAIN, Database, Given, counts, until
 
-OUTCOMES = [
+OUTCOMES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETED, {}),
     (FAILED, {}),
     (CANCELED, {}),
@@ -38,9 +38,7 @@ def settlement(leased: list[Leased], outcome: str = COMPLETED, **details: Any) -
     return settle.settle([Transition(one, outcome, **details) for one in leased], now=0.0)
 
 
-def beside(
-    dsn: str, plan: Callable[[], Plan[Any]], *, autocommit: bool = False
-) -> tuple[threading.Thread, list[Any]]:
+def beside(dsn: str, plan: Callable[[], Plan[Any]], *, autocommit: bool = False) -> tuple[threading.Thread, list[Any]]:
     """Perform a plan in another session and thread, and return once it waits for a lock."""
     answers: list[Any] = []
     conn = psycopg.connect(dsn, autocommit=autocommit)
@@ -96,9 +94,7 @@ async def test_the_last_settlement_closes_the_lease(given: Given, database: Data
 async def test_many_leases_and_batches_in_one_statement(given: Given, database: Database) -> None:
     batches = [await given.batch(commands=3) for _ in range(5)]
     leased = given.claimed(limit=15)
-    mixed = [
-        Transition(one, *[COMPLETED, FAILED][n % 2 : n % 2 + 1], details="{}") for n, one in enumerate(leased[:-1])
-    ]
+    mixed = [Transition(one, COMPLETED if n % 2 else FAILED, "{}") for n, one in enumerate(leased[:-1])]
     assert len(database.perform(settle.settle(mixed, now=0.0))) == 14
     assert database.count("lease") == 1
     given.settled(leased[-1:])

@@ -81,13 +81,15 @@ FILL = """
 
     -- the past: 200,000 commands that have ended
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
-    SELECT n / 1000 * 1024 + n % 1000, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(0, 199999) AS n;
+    SELECT n / 1000 * 1024 + n % 1000, 'payments', gen_random_uuid(), 'Debit', '{}'
+      FROM generate_series(0, 199999) AS n;
     INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at)
     SELECT id, 1, 'COMPLETED', gen_random_uuid(), 1, now(), now() FROM busload.command;
 
     -- the backlog: 100,000 single commands ready, and as many not due
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
-    SELECT (100000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 2 * %(backlog)s) AS n;
+    SELECT (100000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}'
+      FROM generate_series(1, 2 * %(backlog)s) AS n;
     INSERT INTO busload.queue (lo, hi, domain)
     SELECT (100000 + n) * 1024, (100000 + n) * 1024, 'payments' FROM generate_series(1, %(backlog)s) AS n;
     INSERT INTO busload.scheduled (lo, hi, domain, run_at, reason)
@@ -97,7 +99,8 @@ FILL = """
     -- what runs: 500 workers with a hundred leases each
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
     SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 50000) AS n;
-    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
+    INSERT INTO busload.lease
+           (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
     SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, (500000 + n) * 1024, (500000 + n) * 1024, 'payments',
            batch_id, 0, 1, 0, 0, false, n %% 500 + 1, 1
       FROM generate_series(1, 50000) AS n
@@ -120,11 +123,11 @@ def backlog(request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]
 
 def leased_ones(conn: psycopg.Connection[Any], count: int) -> list[Leased]:
     rows = conn.execute(
-        "SELECT lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes FROM busload.lease"
+        "SELECT lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, since FROM busload.lease"
         " WHERE hi > 512000000 ORDER BY hi LIMIT %s",
         [count],
     ).fetchall()
-    return [Leased(Lease(*row, None, 1), row[1], uuid4(), "Debit", None) for row in rows]  # type: ignore[arg-type]
+    return [Leased(Lease(*row), row[1], uuid4(), "Debit", None) for row in rows]
 
 
 def settlement(leased: list[Leased]) -> Plan[set[int]]:
@@ -159,7 +162,17 @@ def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from scans(child)
 
 
-PLANS = ["claim", "claim one of two domains", "promote", "settle", "settle one", "renew", "return_leases", "return one", "start_batches"]
+PLANS = [
+    "claim",
+    "claim one of two domains",
+    "promote",
+    "settle",
+    "settle one",
+    "renew",
+    "return_leases",
+    "return one",
+    "start_batches",
+]
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])

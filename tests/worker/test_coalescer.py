@@ -217,7 +217,8 @@ async def test_closing_twice_is_harmless() -> None:
     sink = Sink()
     coalescer = Coalescer(sink, max_interval=NEVER)
     await coalescer.put(1)
-    assert await asyncio.gather(coalescer.close(), coalescer.close()) == [[], []]
+    first, second = await asyncio.gather(coalescer.close(), coalescer.close())
+    assert first == second == []
     assert await coalescer.close() == []
     assert sink.flushes == [[1]]
 

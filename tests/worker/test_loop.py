@@ -11,7 +11,7 @@ from tests.given import eventually
 
 
 class Rounds:
-    def __init__(self, *answers: float | None | Exception) -> None:
+    def __init__(self, *answers: float | Exception | None) -> None:
         self.answers, self.done = list(answers), 0
 
     async def __call__(self) -> float | None:

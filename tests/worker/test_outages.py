@@ -111,7 +111,10 @@ async def test_a_worker_that_was_declared_dead_goes_on_under_a_new_number(
     found = await hasty.command_now(command_id)
     assert (found.status, found.result, found.execution_id) == ("COMPLETED", "new", runs[1])
     assert told == [True]
-    assert database.value("SELECT count(*) FROM busload.execution WHERE worker = (SELECT min(worker) FROM busload.worker)") == 0
+    assert (
+        database.value("SELECT count(*) FROM busload.execution WHERE worker = (SELECT min(worker) FROM busload.worker)")
+        == 0
+    )
     assert "goes on under a new number" in caplog.text
     assert database.count("lease") == 0
     database.check_invariants()
@@ -140,25 +143,31 @@ async def test_a_claim_whose_answer_was_lost_is_handed_back_and_run(hasty: Given
     seen = hasty.handler()
     async with hasty.running():
         number = await eventually(lambda: database.rows("SELECT worker FROM busload.worker"))
-        with database._conn.transaction():  # claimed in the worker's name, but it will never hear of it
-            await_free = "LOCK TABLE busload.queue IN ACCESS EXCLUSIVE MODE"
-            database.rows(await_free)
-            database.rows("INSERT INTO busload.command (id, domain, command_id, command_type)"
-                          " VALUES (9999 * 1024, 'payments', gen_random_uuid(), 'Debit')")  # fmt: skip
-            database.rows(
-                "INSERT INTO busload.lease (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
-                " VALUES ('0198c5d2-0000-4000-8000-000000001000', 9999 * 1024, 9999 * 1024, 'payments', 0, 1, 0, 0, false, %s, 1)",
-                number[0][0],
-            )
+        lost_claim(database, worker=number[0][0])
         await eventually(lambda: len(seen) == 1)
     assert database.value("SELECT count(*) FROM busload.event WHERE type = 'RELEASED'") == 1
     assert database.rows("SELECT attempt, outcome FROM busload.execution") == [(1, "COMPLETED")]
     database.check_invariants()
 
 
+def lost_claim(database: Database, worker: int) -> None:
+    """A command that was claimed in the worker's name, but it will never hear of it."""
+    database.rows(
+        "INSERT INTO busload.command (id, domain, command_id, command_type)"
+        " VALUES (9999 * 1024, 'payments', gen_random_uuid(), 'Debit')"
+    )
+    database.rows(
+        "INSERT INTO busload.lease"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open) VALUES"
+        " ('0198c5d2-0000-4000-8000-000000001000', 9999 * 1024, 9999 * 1024, 'payments', 0, 1, 0, 0, false, %s, 1)",
+        worker,
+    )
+
+
 async def test_a_lease_that_was_taken_away_is_noticed(hasty: Given, database: Database) -> None:
     """By other hands than a rescue: the handler is told, and its result does not count."""
-    told, started = [], asyncio.Event()
+    told: list[bool] = []
+    started = asyncio.Event()
 
     async def wait(command: Command, ctx: HandlerContext) -> None:
         started.set()
@@ -231,9 +240,7 @@ async def test_a_worker_survives_restarts_of_the_database(own_server: Server, gi
             database.check_invariants()
 
 
-async def test_a_worker_that_cannot_settle_before_it_stops_says_so(
-    hasty: Given, database: Database, dsn: str
-) -> None:
+async def test_a_worker_that_cannot_settle_before_it_stops_says_so(hasty: Given, database: Database, dsn: str) -> None:
     """And its commands run again: at least once, never silently not."""
     batch_id = await hasty.batch(commands=3)
     hasty.handler()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -144,10 +145,8 @@ async def test_a_handler_that_swallows_its_cancellation_does_not_keep_the_worker
 
     async def stubborn(command: Command, ctx: HandlerContext) -> str:
         started.set()
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            pass
         return "done all the same"
 
     given.handler("Debit", stubborn)
@@ -335,7 +334,9 @@ async def test_a_give_back_that_fails_does_not_keep_the_other_commands_for_ever(
         "CREATE FUNCTION fail_once() RETURNS trigger LANGUAGE plpgsql AS"
         " 'BEGIN IF nextval(''tries'') = 1 THEN RAISE ''out of order''; END IF; RETURN NULL; END'"
     )
-    database.rows("CREATE TRIGGER fail_once AFTER INSERT ON busload.scheduled FOR EACH ROW EXECUTE FUNCTION fail_once()")
+    database.rows(
+        "CREATE TRIGGER fail_once AFTER INSERT ON busload.scheduled FOR EACH ROW EXECUTE FUNCTION fail_once()"
+    )
     await bus.create_batch(DOMAIN, [BatchCommand("Debit"), BatchCommand("Strange"), BatchCommand("Debit")])
     settings = replace(given.settings, lease_for=timedelta(milliseconds=600))
     async with given.running(settings=settings):

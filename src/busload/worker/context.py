@@ -10,7 +10,7 @@ from uuid import UUID
 
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from busload.domain.command import SendResult
+from busload.domain.command import BatchCommand, SendResult
 from busload.domain.execution import Leased, Transition
 from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
@@ -85,29 +85,36 @@ class HandlerContext(_Context):
         correlation_id: UUID | None = None,
         batch_id: UUID | None = None,
     ) -> SendResult:
-        """Send a command; inside `transaction()` it exists exactly if this execution completes."""
-        return await self._bus.send(
-            domain,
+        """Send a command. Within `transaction()` it is sent with the commit: it exists if this execution completes."""
+        command = BatchCommand(
             command_type,
+            command_id,
             data,
-            command_id=command_id,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
             task_key=task_key,
             priority=priority,
             run_at=run_at,
             max_attempts=max_attempts,
-            reply_to=reply_to,
-            correlation_id=correlation_id,
-            batch_id=batch_id,
-            conn=self._transaction.conn if self._transaction else None,
         )
+        write = self._bus._requests.send(domain, command, batch_id)
+        if self._transaction is None or self._transaction.conn is None:
+            return await self._bus._write(write)
+        self._transaction.sends.append(write.plan)
+        return SendResult(write.command_ids[0], created=True)
 
 
 class HandlerTransaction:
-    """A transaction that ends with the handler."""
+    """A transaction that ends with the handler.
+
+    What was sent in it is written last, after the settlement: a batch's row is then locked after the lease, as every
+    settlement does it, and for no longer than the commit takes.
+    """
 
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection]) -> None:
         self._pool = pool
         self.conn: AsyncConnection | None = None
+        self.sends: list[Plan[SendResult]] = []
 
     async def __aenter__(self) -> AsyncConnection:
         self.conn = await self._pool.getconn()
@@ -132,6 +139,8 @@ class HandlerTransaction:
         try:
             if not await perform_async(self.conn, settle):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
+            for send in self.sends:
+                await perform_async(self.conn, send)
             await self.conn.execute("COMMIT")
         finally:
             await self.rollback()
@@ -178,29 +187,32 @@ class SyncHandlerContext(_Context):
         correlation_id: UUID | None = None,
         batch_id: UUID | None = None,
     ) -> SendResult:
-        """Send a command; inside `transaction()` it exists exactly if this execution completes."""
-        return self._bus.send(
-            domain,
+        """Send a command. Within `transaction()` it is sent with the commit: it exists if this execution completes."""
+        command = BatchCommand(
             command_type,
+            command_id,
             data,
-            command_id=command_id,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
             task_key=task_key,
             priority=priority,
             run_at=run_at,
             max_attempts=max_attempts,
-            reply_to=reply_to,
-            correlation_id=correlation_id,
-            batch_id=batch_id,
-            conn=self._transaction.conn if self._transaction else None,
         )
+        write = self._bus._requests.send(domain, command, batch_id)
+        if self._transaction is None or self._transaction.conn is None:
+            return self._bus._write(write)
+        self._transaction.sends.append(write.plan)
+        return SendResult(write.command_ids[0], created=True)
 
 
 class SyncHandlerTransaction:
-    """A transaction that ends with the handler."""
+    """A transaction that ends with the handler; see `HandlerTransaction`."""
 
     def __init__(self, pool: ConnectionPool[Connection]) -> None:
         self._pool = pool
         self.conn: Connection | None = None
+        self.sends: list[Plan[SendResult]] = []
 
     def __enter__(self) -> Connection:
         self.conn = self._pool.getconn()
@@ -225,6 +237,8 @@ class SyncHandlerTransaction:
         try:
             if not perform(self.conn, settle):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
+            for send in self.sends:
+                perform(self.conn, send)
             self.conn.execute("COMMIT")
         finally:
             self.rollback()
