@@ -45,6 +45,14 @@ def nothing_was_burnt(database: Database, *, executions: int, left: int) -> None
     database.check_invariants()
 
 
+def pending(pid: int) -> bool:
+    """Whether the kernel has not delivered a signal to this process yet."""
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    return int(status["ShdPnd"], 16) != 0 or int(status["SigPnd"], 16) != 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_finished_and_the_rest_is_left(
     workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path, number: int
@@ -52,6 +60,7 @@ def test_what_runs_is_finished_and_the_rest_is_left(
     [pid] = workers.start(grace=60)
     waiting(sync_bus, workers)
     workers.kill(pid, number)
+    until(lambda: not pending(pid))
     (path / "gate").touch()
     until(lambda: pid in workers.look(), within=10)
     assert workers.ended[pid] == 0, workers.log.read_text()
@@ -82,14 +91,6 @@ def test_a_second_signal_hurries(workers: Workers, sync_bus: SyncCommandBus, dat
     until(lambda: pid in workers.look(), within=10)
     assert workers.ended[pid] == 0, workers.log.read_text()
     nothing_was_burnt(database, executions=0, left=20)
-
-
-def pending(pid: int) -> bool:
-    """Whether the kernel has not delivered a signal to this process yet."""
-    status = dict(
-        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
-    )
-    return int(status["ShdPnd"], 16) != 0 or int(status["SigPnd"], 16) != 0
 
 
 def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -154,7 +155,7 @@ async def test_a_superseded_handler_writes_nothing_and_the_new_one_does(
 
     register(bus, kind, during=bury)
     command_id = await given.sent()
-    await given.drained()
+    await given.drained(settings=replace(given.settings, lease_for=timedelta(milliseconds=900)))
     assert len(set(runs)) == 2
     assert effects.value("SELECT count(*) FROM effect") == 1
     found = await given.command_now(command_id)

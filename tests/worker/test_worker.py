@@ -184,7 +184,7 @@ async def test_a_claim_under_way_when_the_worker_stops_is_not_left_behind(
         "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS"
         " 'BEGIN PERFORM pg_advisory_xact_lock_shared(77); RETURN NULL; END'"
     )
-    database.rows("CREATE TRIGGER slow AFTER INSERT ON busload.lease EXECUTE FUNCTION slow()")
+    database.rows("CREATE TRIGGER slow AFTER INSERT ON busload.lease FOR EACH ROW EXECUTE FUNCTION slow()")
     with psycopg.connect(dsn, autocommit=True) as brake:
         brake.execute("SELECT pg_advisory_lock(77)")
         async with given.running() as worker:
