@@ -177,6 +177,7 @@ def run_to_the_end(database: Database, scene: Scene) -> None:
             database.perform(operate.complete(DOMAIN, command_id, result=None, operator="ada"))
         if not any(database.count(place) for place in PLACES[:4]):
             break
+    database.check_invariants()
     database.perform(send.seal(DOMAIN, scene.batch_id))
     left = {place: database.count(place) for place in PLACES[:4]}
     assert left == dict.fromkeys(left, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -227,17 +228,19 @@ async def test_the_same_settlement_twice_at_once_counts_once(given: Given, datab
     database.check_invariants()
 
 
-async def test_settlements_over_many_batches_in_clashing_order_do_not_deadlock(
+async def test_settlements_over_the_same_batches_in_clashing_order_do_not_deadlock(
     given: Given, database: Database, dsn: str
 ) -> None:
-    batches = [await given.batch(commands=40) for _ in range(6)]
-    worker = given.registered_worker()
-    shares: list[list[list[Leased]]] = [[], []]
-    for n in range(40):
-        leased = [given.claimed(limit=1, by=worker)[0] for _ in range(6)]
-        shares[n % 2].append(leased[:: 1 if n % 2 else -1])
+    """Each takes some batches of many, in any order: without a common order they lock each other out."""
+    batches = [await given.batch(commands=40) for _ in range(10)]
+    worker, chance = given.registered_worker(), random.Random(7)
+    members: list[list[Leased]] = [[given.claimed(by=worker)[0] for _ in range(40)] for _ in batches]
+    rounds: list[list[list[Leased]]] = [[], [], [], []]
+    while left := [member for member in members if member]:
+        some = chance.sample(left, min(5, len(left)))
+        chance.choice(rounds).append([member.pop() for member in some])
     errors: list[BaseException] = []
-    barrier = threading.Barrier(2)
+    barrier = threading.Barrier(len(rounds))
 
     def work(share: list[list[Leased]]) -> None:
         try:
@@ -248,13 +251,13 @@ async def test_settlements_over_many_batches_in_clashing_order_do_not_deadlock(
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(share,)) for share in shares]
+    threads = [threading.Thread(target=work, args=(share,)) for share in rounds]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 6
+    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 10
     database.check_invariants()
 
 
