@@ -21,7 +21,6 @@ from busload import (
     CommandBus,
     InputLimits,
     InvalidCommandError,
-    OpenBatch,
     PayloadLimits,
     Problem,
     Settings,
@@ -378,11 +377,3 @@ async def test_limits_are_settings(narrow: CommandBus) -> None:
     ):
         [problem] = await problems(call)
         assert (problem.code, problem.limit) == (code, limit)
-
-
-async def test_an_open_batch_refuses_what_it_could_not_write(bus: CommandBus) -> None:
-    """B41: index 0, since each command is added alone"""
-    opened: OpenBatch = bus.open_batch(DOMAIN)
-    [problem] = await problems(opened.add("Debit", {"a": math.inf}))
-    assert (problem.code, problem.path, problem.index) == ("NON_FINITE_NUMBER", "/data/a", 0)
-    assert opened.added == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -56,6 +57,7 @@ class _Face:
         self._embedded: EmbeddedPostgres | None = None
         self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus))
         self._schema_checked = False
+        self._process = os.getpid()
 
     @property
     def dsn(self) -> str:
@@ -79,7 +81,13 @@ class _Face:
         """
         return self.handlers.register(domain, command_type, retry=retry, timeout=timeout)
 
+    def _refuse_after_fork(self) -> None:
+        """Two processes on one connection would read each other's answers."""
+        if self._process != os.getpid():
+            raise InvalidOperationError("This bus was opened before a fork. Open a bus of its own in each process.")
+
     def _find_database(self) -> None:
+        self._process = os.getpid()
         if self._dsn is None:
             self._embedded = EmbeddedPostgres(self.settings.home, pg_bin=self.settings.pg_bin).start()
             self._dsn = self._embedded.dsn()
@@ -109,6 +117,7 @@ class CommandBus(_Face):
         """The psycopg pool of an open bus. Its connections are in autocommit mode."""
         if self._pool is None:
             raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
+        self._refuse_after_fork()
         return self._pool
 
     async def open(self) -> Self:
@@ -139,7 +148,7 @@ class CommandBus(_Face):
 
     async def migrate(self) -> list[Migration]:
         """Bring the database's schema up to this release; safe to run from many processes at once."""
-        async with self.pool.connection() as conn, conn.transaction():
+        async with await connection.connect_async(self.dsn) as conn, conn.transaction():
             connection.refuse_server(conn)
             return await perform_async(conn, migrate.migrate())
 
@@ -374,7 +383,8 @@ class CommandBus(_Face):
 
     async def _check_schema(self) -> None:
         if not self._schema_checked:
-            async with self.pool.connection() as conn:
+            # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
+            async with await connection.connect_async(self.dsn) as conn:
                 connection.refuse_server(conn)
                 await perform_async(conn, migrate.check())
             self._schema_checked = True
@@ -394,6 +404,7 @@ class SyncCommandBus(_Face):
         """The psycopg pool of an open bus. Its connections are in autocommit mode."""
         if self._pool is None:
             raise InvalidOperationError("The bus is not open. Use it in `with`, or call its open() first.")
+        self._refuse_after_fork()
         return self._pool
 
     def open(self) -> Self:
@@ -422,7 +433,7 @@ class SyncCommandBus(_Face):
 
     def migrate(self) -> list[Migration]:
         """Bring the database's schema up to this release; safe to run from many processes at once."""
-        with self.pool.connection() as conn, conn.transaction():
+        with connection.connect(self.dsn) as conn, conn.transaction():
             connection.refuse_server(conn)
             return perform(conn, migrate.migrate())
 
@@ -570,7 +581,7 @@ class SyncCommandBus(_Face):
     def _watch(self, domain: str, batch_id: UUID, seconds: float | None) -> Iterator[BatchMetadata]:
         """Yield changes until the batch is complete or the time is up, on a connection of its own."""
         end = None if seconds is None else time.monotonic() + seconds
-        with psycopg.connect(self.dsn, autocommit=True, **connection.PARAMETERS) as conn:
+        with connection.connect(self.dsn) as conn:
             conn.execute(f"LISTEN {BATCH}".encode())
             last: BatchMetadata | None = None
             while True:
@@ -640,7 +651,8 @@ class SyncCommandBus(_Face):
 
     def _check_schema(self) -> None:
         if not self._schema_checked:
-            with self.pool.connection() as conn:
+            # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
+            with connection.connect(self.dsn) as conn:
                 connection.refuse_server(conn)
                 perform(conn, migrate.check())
             self._schema_checked = True

@@ -165,12 +165,13 @@ class Completions:
         self._heard.set()
 
     def close(self) -> None:
-        """Call what is due by now; the rest is forgotten."""
+        """Call what is due by now, for a few seconds at most; the rest is forgotten."""
         self._stopping = True
         self._heard.set()
         if self._listener is not None and self._thread is not None:
             self._listener.stop()
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # a callback may close its own bus
+                self._thread.join(LAST_CALLS)
 
     def _hear(self, channel: str | None, payload: str | None) -> None:
         if channel is None or _uuid(payload) in self._callbacks.waiting:

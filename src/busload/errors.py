@@ -67,13 +67,17 @@ class InvalidCommandError(BusloadError, ValueError):
 class DuplicateCommandError(BusloadError):
     """A `command_id` is unique in its domain for ever, also after the command has finished."""
 
-    def __init__(self, domain: str, command_ids: Sequence[UUID]) -> None:
+    def __init__(self, domain: str, command_ids: Sequence[UUID], *, in_the_list: bool = False) -> None:
         shown = ", ".join(str(command_id) for command_id in command_ids[:3])
         more = f" and {len(command_ids) - 3} more" if len(command_ids) > 3 else ""
-        super().__init__(
-            f"Domain {domain!r} already has command {shown}{more}. Nothing was written; "
-            "look at it with `busload command show`, or send with another command_id."
-        )
+        if in_the_list:
+            message = f"The list holds command {shown}{more} more than once. Nothing was written; give each its own id."
+        else:
+            message = (
+                f"Domain {domain!r} already has command {shown}{more}. Nothing was written; "
+                "look at it with `busload command show`, or send with another command_id."
+            )
+        super().__init__(message)
         self.domain, self.command_ids = domain, tuple(command_ids)
 
 

@@ -42,6 +42,8 @@ class Handlers:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
         refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise ValueError(f"retry must be a RetryPolicy, found {retry!r:.80}.")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
             raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from busload.domain.batch import BatchCompletionCallback, SyncBatchCompletionCallback
 from busload.domain.command import BatchCommand, NewCommand
-from busload.errors import BatchSealedError, DuplicateCommandError
+from busload.errors import BatchSealedError, DuplicateCommandError, InvalidOperationError
 from busload.requests import Write
 from busload.store.connection import AsyncConnection, Connection
 
@@ -37,7 +37,7 @@ class OpenBatch:
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
         self._waiting: dict[UUID, NewCommand] = {}
-        self._sealed = False
+        self._entered, self._sealed = False, False
 
     async def add(
         self,
@@ -66,9 +66,11 @@ class OpenBatch:
         )
         if self._sealed:
             raise BatchSealedError(self.domain, self.batch_id)
+        if not self._entered:
+            raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
         checked = self._bus._requests.check(self.domain, command)
         if checked.command_id in self._waiting:
-            raise DuplicateCommandError(self.domain, [checked.command_id])
+            raise DuplicateCommandError(self.domain, [checked.command_id], in_the_list=True)
         self._waiting[checked.command_id] = checked
         if len(self._waiting) >= self._checkpoint_size:
             await self.checkpoint()
@@ -95,6 +97,7 @@ class OpenBatch:
     async def __aenter__(self) -> Self:
         await self._bus._write(self._opening, self._conn)
         self._bus._register(self.batch_id, self._on_complete)
+        self._entered = True
         return self
 
     async def __aexit__(
@@ -103,6 +106,7 @@ class OpenBatch:
         if error is None:
             await self.seal()
         else:
+            self._entered = False
             log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
 
 
@@ -123,7 +127,7 @@ class SyncOpenBatch:
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
         self._checkpoint_size = _checkpoint_size(checkpoint_size)
         self._waiting: dict[UUID, NewCommand] = {}
-        self._sealed = False
+        self._entered, self._sealed = False, False
 
     def add(
         self,
@@ -152,9 +156,11 @@ class SyncOpenBatch:
         )
         if self._sealed:
             raise BatchSealedError(self.domain, self.batch_id)
+        if not self._entered:
+            raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
         checked = self._bus._requests.check(self.domain, command)
         if checked.command_id in self._waiting:
-            raise DuplicateCommandError(self.domain, [checked.command_id])
+            raise DuplicateCommandError(self.domain, [checked.command_id], in_the_list=True)
         self._waiting[checked.command_id] = checked
         if len(self._waiting) >= self._checkpoint_size:
             self.checkpoint()
@@ -181,6 +187,7 @@ class SyncOpenBatch:
     def __enter__(self) -> Self:
         self._bus._write(self._opening, self._conn)
         self._bus._register(self.batch_id, self._on_complete)
+        self._entered = True
         return self
 
     def __exit__(
@@ -189,6 +196,7 @@ class SyncOpenBatch:
         if error is None:
             self.seal()
         else:
+            self._entered = False
             log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -257,7 +258,9 @@ class Auditor:
         with psycopg.connect(self._dsn) as conn:
             conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             conn.read_only = True
-            while not self._stopping.wait(self._every):
+            due = time.monotonic()
+            while not self._stopping.wait(max(0.0, due - time.monotonic())):
+                due += self._every
                 self.mismatches += conn.execute(AUDIT.encode()).fetchall()
                 conn.rollback()
                 self.snapshots += 1

@@ -105,8 +105,9 @@ class Store(RuleBasedStateMachine):
             "complete": lambda: operate.complete(DOMAIN, self.command_ids[id], result="1", operator="ada"),
             "cancel": lambda: operate.cancel(DOMAIN, self.command_ids[id], reason="x", operator="ada"),
         }[action]()
-        if not parked:
-            with pytest.raises(InvalidOperationError, match=self.state[id]):
+        hopeless = action == "retry" and self.member[id] in self.canceled
+        if not parked or hopeless:
+            with pytest.raises(InvalidOperationError, match="canceled batch" if parked else self.state[id]):
                 self.database.perform(plan)
             return
         self.database.perform(plan)

@@ -69,11 +69,12 @@ async def test_a_lost_lease_is_told_and_burns_no_attempt(bus: CommandBus, given:
     given.died(worker)
     given.rescued()
     trail = await bus.get_audit_trail(DOMAIN, command_id)
-    assert [event.type for event in trail] == ["SENT", "LEASE_LOST"]
+    assert [event.type for event in trail] == ["SENT", "RECEIVED", "LEASE_LOST"]
+    assert trail[1].execution_id == trail[2].execution_id
     assert (await given.command_now(command_id)).attempts == 0
     given.handler()
     await given.drained()
-    assert [e.type for e in await bus.get_audit_trail(DOMAIN, command_id)][2:] == ["RECEIVED", "COMPLETED"]
+    assert [e.type for e in await bus.get_audit_trail(DOMAIN, command_id)][3:] == ["RECEIVED", "COMPLETED"]
 
 
 async def test_the_trail_of_a_batch_has_its_own_events_only(bus: CommandBus, given: Given) -> None:

@@ -19,6 +19,7 @@ from busload import (
     Command,
     CommandBus,
     HandlerContext,
+    InvalidOperationError,
     SyncHandlerContext,
     TransientCommandError,
     WorkerSettings,
@@ -186,14 +187,7 @@ async def test_what_waits_for_its_time_or_its_next_attempt_is_canceled(bus: Comm
 
 
 async def test_what_comes_back_to_a_canceled_batch_is_canceled(bus: CommandBus, given: Given) -> None:
-    """S4-D5: from a dead worker, and from an operator"""
-    batch_id, [command_id] = await given.in_troubleshooting()
-    await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
-    assert counts(await given.batch_now(batch_id)) == (1, 0, 0, 0, 1)  # stays there for its operator
-    await bus.troubleshooting.retry(DOMAIN, command_id)
-    await given.drained()
-    assert counts(await given.batch_now(batch_id)) == (1, 0, 0, 1, 0)
-
+    """S4-D5: from a dead worker"""
     batch_id = await given.batch()
     worker = given.registered_worker()
     given.claimed(by=worker)
@@ -202,6 +196,17 @@ async def test_what_comes_back_to_a_canceled_batch_is_canceled(bus: CommandBus, 
     given.rescued()
     batch = await given.batch_now(batch_id)
     assert (batch.status, counts(batch)) == ("COMPLETED_WITH_FAILURES", (1, 0, 0, 1, 0))
+
+
+async def test_nothing_of_a_canceled_batch_is_retried_by_an_operator(bus: CommandBus, given: Given) -> None:
+    """S013, S4-D5: what waits for a person stays there until the person completes or cancels it."""
+    batch_id, [command_id] = await given.in_troubleshooting()
+    await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+    assert counts(await given.batch_now(batch_id)) == (1, 0, 0, 0, 1)
+    with pytest.raises(InvalidOperationError, match="canceled batch"):
+        await bus.troubleshooting.retry(DOMAIN, command_id)
+    await bus.troubleshooting.cancel(DOMAIN, command_id, reason="enough")
+    assert counts(await given.batch_now(batch_id)) == (1, 0, 0, 1, 0)
 
 
 async def test_canceled_commands_reply_that_they_were(bus: CommandBus, given: Given) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 from uuid import uuid4
 
 import psycopg
@@ -185,3 +186,22 @@ async def test_the_callers_row_factory_does_not_matter(bus: CommandBus, given: G
         assert await bus.cancel_batch(DOMAIN, batch_id, reason="enough", conn=conn) == 1
         await conn.commit()
     assert (await given.batch_now(batch_id)).status == "COMPLETED_WITH_FAILURES"
+
+
+@pytest.mark.parametrize("factory", [psycopg.ClientCursor, psycopg.RawCursor])
+def test_a_connection_with_another_kind_of_cursor_is_joined_too(
+    sync_bus: SyncCommandBus, dsn: str, factory: type[psycopg.Cursor[Any]]
+) -> None:
+    """DESIGN 5: the statements are ours, so the caller's way of writing them does not matter"""
+    with psycopg.connect(dsn, cursor_factory=factory, row_factory=psycopg.rows.dict_row) as conn:
+        batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")], conn=conn)
+        sync_bus.send(DOMAIN, "Debit", conn=conn)
+    batch = sync_bus.get_batch(DOMAIN, batch_id)
+    assert batch is not None
+    assert batch.total_count == 1
+
+
+def test_a_connection_in_pipeline_mode_is_refused(sync_bus: SyncCommandBus, dsn: str, database: Database) -> None:
+    with psycopg.connect(dsn) as conn, conn.pipeline(), pytest.raises(InvalidOperationError, match="pipeline"):
+        sync_bus.send(DOMAIN, "Debit", conn=conn)
+    assert database.count("command") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,7 @@ from busload import (
     CommandBus,
     DuplicateCommandError,
     InvalidCommandError,
+    InvalidOperationError,
 )
 from tests.given import DOMAIN, Given, counts
 
@@ -231,3 +233,16 @@ async def test_a_duplicate_in_a_checkpoint_is_refused_and_the_rest_goes_with_the
         await batch.add("Debit", 6)
     commands = await bus.list_batch_commands(DOMAIN, batch.batch_id)
     assert [command.data for command in commands] == [1, 4, 5, 6]
+
+
+async def test_an_open_batch_refuses_what_it_could_not_write(bus: CommandBus) -> None:
+    """B41: a bad command at once, index 0 since each is added alone; and any command outside of the block"""
+    opened = bus.open_batch(DOMAIN)
+    with pytest.raises(InvalidOperationError, match="block"):
+        await opened.add("Debit")
+    async with opened:
+        with pytest.raises(InvalidCommandError) as refused:
+            await opened.add("Debit", {"a": math.inf})
+    [problem] = refused.value.problems
+    assert (problem.code, problem.path, problem.index) == ("NON_FINITE_NUMBER", "/data/a", 0)
+    assert opened.added == 0

@@ -135,7 +135,7 @@ async def test_what_does_not_finish_within_the_grace_time_is_handed_back_without
     assert (await given.command_now(command_id)).attempts == 0
     assert database.rows("SELECT attempt, crashes FROM busload.queue") == [(1, 0)]
     trail = [event.type for event in await given.bus.get_audit_trail(DOMAIN, command_id)]
-    assert trail == ["SENT", "RELEASED"]
+    assert trail == ["SENT", "RECEIVED", "RELEASED"]
 
 
 async def test_a_handler_that_swallows_its_cancellation_does_not_keep_the_worker_from_stopping(

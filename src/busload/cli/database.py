@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 import click
-import psycopg
 
 from busload.bus import SyncCommandBus
-from busload.errors import DatabaseUnusable, InvalidOperationError
+from busload.errors import InvalidOperationError
 from busload.settings import Settings
 from busload.store import connection, report
 from busload.store.embedded import EmbeddedPostgres
@@ -44,14 +43,8 @@ def open_bus() -> Iterator[SyncCommandBus]:
 
 def reach(dsn: str) -> None:
     """Fail at once and say why, where a pool would go on trying."""
-    try:
-        with psycopg.connect(dsn, **connection.PARAMETERS) as conn:
-            connection.refuse_server(conn)
-    except psycopg.ProgrammingError:
-        # The reason is not shown: it quotes the text, and that may hold a password.
-        raise DatabaseUnusable(
-            "BUSLOAD_DATABASE_URL is no connection string; wanted e.g. postgresql://user@host:5432/database"
-        ) from None
+    with connection.connect(dsn) as conn:
+        connection.refuse_server(conn)
 
 
 def everywhere(

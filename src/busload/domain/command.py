@@ -255,7 +255,8 @@ def check_time(value: object, path: str) -> list[Problem]:
 def _refuse_repeated_ids(domain: str, commands: Sequence[NewCommand]) -> None:
     if len({command.command_id for command in commands}) < len(commands):
         times = Counter(command.command_id for command in commands)
-        raise DuplicateCommandError(domain, [command_id for command_id, n in times.items() if n > 1])
+        repeated = [command_id for command_id, n in times.items() if n > 1]
+        raise DuplicateCommandError(domain, repeated, in_the_list=True)
 
 
 def refuse(problems: Sequence[Problem]) -> None:

@@ -131,25 +131,41 @@ def decide(leased: Leased, outcome: Outcome, retry: RetryPolicy, limits: Payload
 
 
 def describe(error: BaseException, max_bytes: int = 16 * 1024) -> str:
-    """An error as JSON text that can always be stored: type, code, message and, if they are JSON, details."""
-    code = getattr(error, "code", None) if isinstance(error, _CODED) else None
-    if isinstance(error, PayloadRefused):
-        code = error.problem.code
+    """An error as JSON text that can always be stored: type, kind, code, message and, if they are JSON, details."""
     described: dict[str, Any] = {
-        "type": type(error).__name__,
-        "code": storable(code, 255) if isinstance(code, str) else None,
+        "type": storable(type(error).__name__, 255),
+        "kind": _kind(error),
+        "code": _code(error),
         "message": safe_str(error, max_bytes),
-        "kind": "PERMANENT" if isinstance(error, PermanentCommandError) else "TRANSIENT",
     }
-    if isinstance(error, BusinessRuleError):
-        described["kind"] = "BUSINESS_RULE"
-    details = getattr(error, "details", None) if isinstance(error, _CODED) else None
+    details = _attribute(error, "details")
     if details is not None:
         try:
             described["details"] = decode(encode(details, PayloadLimits(data_bytes=max_bytes)))
         except PayloadRefused as refused:
             described["details"] = str(refused.problem)
     return encode(described, PayloadLimits(data_bytes=8 * max_bytes))
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, PermanentCommandError):
+        return "PERMANENT"
+    return "BUSINESS_RULE" if isinstance(error, BusinessRuleError) else "TRANSIENT"
+
+
+def _code(error: BaseException) -> str | None:
+    code = error.problem.code if isinstance(error, PayloadRefused) else _attribute(error, "code")
+    return storable(code, 255) if isinstance(code, str) else None
+
+
+def _attribute(error: BaseException, name: str) -> Any:
+    """What a handler's error says beyond its message; a property that raises says nothing."""
+    if not isinstance(error, _CODED):
+        return None
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
 
 
 _CODED = (BusinessRuleError, PermanentCommandError, TransientCommandError)

@@ -7,7 +7,7 @@ import select
 from typing import Any, TypeAlias
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from busload.errors import DatabaseUnusable, InvalidOperationError
@@ -19,6 +19,8 @@ AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 OLDEST_SERVER = 150000
 
+ABOUT = "SELECT pg_backend_pid(), current_setting('synchronous_commit')"
+
 # A peer that vanished without a word is noticed within 15 seconds instead of the kernel's many minutes.
 PARAMETERS: dict[str, Any] = {
     "application_name": "busload",
@@ -28,6 +30,22 @@ PARAMETERS: dict[str, Any] = {
     "keepalives_interval": 5,
     "keepalives_count": 2,
 }
+
+
+def connect(dsn: str) -> Connection:
+    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
+    try:
+        return psycopg.connect(dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
+    except psycopg.ProgrammingError:
+        raise _no_dsn() from None
+
+
+async def connect_async(dsn: str) -> AsyncConnection:
+    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
+    try:
+        return await psycopg.AsyncConnection.connect(dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
+    except psycopg.ProgrammingError:
+        raise _no_dsn() from None
 
 
 def pool(dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0) -> ConnectionPool[Connection]:
@@ -63,8 +81,8 @@ def async_pool(
 def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
     """The pool of a worker's own statements, so that handlers cannot starve them of connections.
 
-    They are few and always the same: each is prepared at once and planned once, since planning a claim anew takes as
-    long as running it.
+    They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
+    claim takes as long as running it, and compiling one a hundred times as long.
     """
     return AsyncConnectionPool(
         dsn,
@@ -98,6 +116,10 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
         )
     if conn.closed:
         raise InvalidOperationError("The connection given as conn is closed. Pass an open one, or none.")
+    if conn.pgconn.pipeline_status != PipelineStatus.OFF:
+        raise InvalidOperationError(
+            "The connection given as conn is in pipeline mode, where an answer comes too late. Send outside of it."
+        )
     if conn.info.transaction_status == TransactionStatus.INERROR:
         raise InvalidOperationError(
             "The connection given as conn is in a failed transaction. Roll it back before you send."
@@ -112,20 +134,26 @@ def about_to_begin(conn: Connection | AsyncConnection) -> bool:
     return not conn.autocommit and conn.info.transaction_status == TransactionStatus.IDLE
 
 
+def _no_dsn() -> DatabaseUnusable:
+    # The reason is not shown: it quotes the text, and that may hold a password.
+    return DatabaseUnusable("The DSN is no connection string; wanted e.g. postgresql://user@host:5432/database")
+
+
 def _configure(conn: Connection) -> None:
-    row = conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')").fetchone()
+    row = conn.execute(ABOUT, prepare=False).fetchone()
     _adapt(conn, row)
 
 
 async def _configure_async(conn: AsyncConnection) -> None:
-    row = await (await conn.execute("SELECT pg_backend_pid(), current_setting('synchronous_commit')")).fetchone()
+    row = await (await conn.execute(ABOUT, prepare=False)).fetchone()
     _adapt(conn, row)
 
 
 async def _configure_engine(conn: AsyncConnection) -> None:
     await _configure_async(conn)
     if conn.prepare_threshold is not None:
-        await conn.execute("SET plan_cache_mode = force_generic_plan")
+        await conn.execute("SET plan_cache_mode = force_generic_plan", prepare=False)
+        await conn.execute("SET jit = off", prepare=False)
 
 
 def _adapt(conn: Connection | AsyncConnection, row: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import psycopg
 from psycopg import sql
 
-from busload.store.connection import PARAMETERS, AsyncConnection, Connection
+from busload.store.connection import AsyncConnection, Connection, connect, connect_async
 
 log = logging.getLogger("busload")
 
@@ -36,7 +36,8 @@ class AsyncListener:
         failures = 0
         while True:
             try:
-                async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, **PARAMETERS) as conn:
+                async with await connect_async(self._dsn) as conn:
+                    failures = 0
                     await self._listen(conn)
             except psycopg.Error as error:
                 log.warning("Lost the connection that listens, polling until it is back: %s", error)
@@ -70,7 +71,8 @@ class Listener:
         failures = 0
         while not self._stopping.is_set():
             try:
-                with psycopg.connect(self._dsn, autocommit=True, **PARAMETERS) as conn:
+                with connect(self._dsn) as conn:
+                    failures = 0
                     self._listen(conn)
             except psycopg.Error as error:
                 log.warning("Lost the connection that listens, polling until it is back: %s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
+from busload.domain.command import CommandStatus
 from busload.errors import CommandNotFoundError, InvalidOperationError
 from busload.store import report
 from busload.store.plan import Plan, execute
@@ -35,6 +36,10 @@ def _refuse(domain: str, command_id: UUID, action: str) -> Plan[None]:
     found = yield from report.command(domain, command_id)
     if found is None:
         raise CommandNotFoundError(domain, command_id)
+    if found.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE:
+        raise InvalidOperationError(
+            f"Command {command_id} belongs to a canceled batch, of which nothing is tried again. Complete or cancel it."
+        )
     raise InvalidOperationError(
         f"Command {command_id} is {found.status}; "
         f"only one that is IN_TROUBLESHOOTING_QUEUE can be {action} by an operator."

@@ -1,8 +1,10 @@
 -- name: retry
--- Back into the queue with all its attempts to use again. The numbering of attempts goes on, so that the chain stays whole.
+-- Back into the queue with all its attempts to use again, unless its batch was canceled. The numbering of attempts goes on,
+-- so that the chain stays whole.
 WITH taken AS (
     DELETE FROM busload.troubleshooting AS t USING busload.command AS c
      WHERE t.command = c.id AND c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid
+       AND NOT EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = t.batch_id AND b.canceled_at IS NOT NULL)
     RETURNING t.*, c.reply_to
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, replies)

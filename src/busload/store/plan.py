@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import psycopg
+from psycopg.pq import Format
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -100,9 +101,11 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
         with conn.transaction():
             return perform(conn, step.plan)
     if isinstance(step, Script):
-        conn.execute(step.sql)
+        with psycopg.Cursor(conn) as cursor:
+            cursor.execute(step.sql)
         return []
-    with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+    with psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
+        cursor.format = Format.BINARY
         if isinstance(step, Copy):
             with cursor.copy(step.sql) as copy:
                 for row in step.rows:
@@ -117,9 +120,11 @@ async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
         async with conn.transaction():
             return await perform_async(conn, step.plan)
     if isinstance(step, Script):
-        await conn.execute(step.sql)
+        async with psycopg.AsyncCursor(conn) as cursor:
+            await cursor.execute(step.sql)
         return []
-    async with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+    async with psycopg.AsyncCursor(conn, row_factory=tuple_row) as cursor:
+        cursor.format = Format.BINARY
         if isinstance(step, Copy):
             async with cursor.copy(step.sql) as copy:
                 for row in step.rows:

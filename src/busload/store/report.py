@@ -29,7 +29,7 @@ def batches(
 
 
 def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
-    return many(_batch, SQL.completed_batches, batch_ids=list(batch_ids))
+    return many(_batch, SQL.existing_batches, batch_ids=list(batch_ids))
 
 
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
@@ -39,16 +39,10 @@ def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
 def batch_commands(
     domain: str, batch_id: UUID, *, status: CommandStatus | None, limit: int, offset: int, after: UUID | None
 ) -> Plan[list[CommandMetadata]]:
-    return many(
-        _command,
-        SQL.batch_commands,
-        domain=domain,
-        batch_id=batch_id,
-        status=status and status.value,
-        limit=limit,
-        offset=offset,
-        after=after,
-    )
+    where = {"domain": domain, "batch_id": batch_id, "limit": limit, "offset": offset, "after": after}
+    if status is None:
+        return many(_command, SQL.batch_commands, **where)
+    return many(_command, SQL.batch_commands_in, status=status.value, **where)
 
 
 def troubleshooting(

@@ -16,7 +16,7 @@ SELECT batch_id, domain, name, custom_data::text, status, total_count, completed
  ORDER BY created_at DESC, batch_id DESC
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
 
--- name: completed_batches
+-- name: existing_batches
 -- Of these batches, those that exist: who waits for many of them asks once.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
        in_troubleshooting_count, created_at, started_at, completed_at
@@ -31,19 +31,39 @@ SELECT command_id, domain, command_type, data::text, batch_id, task_key, correla
  WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
 
 -- name: batch_commands
--- In the order in which they were put in; `after` is the last command of the page before. The first command of each
--- load finds the others.
+-- In the order in which they were put in; `after` is the last command of the page before. The first command of each load
+-- finds the others. The page is cut first, so that only its commands are looked for in the places.
+WITH last AS (
+    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
+), page AS MATERIALIZED (
+    SELECT c.id
+      FROM busload.command AS first JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
+     WHERE first.batch_id = %(batch_id)s::uuid AND first.id & 1023 = 0 AND first.domain = %(domain)s::text
+       AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
+     ORDER BY first.id, c.id
+     LIMIT %(limit)s::integer OFFSET %(offset)s::integer
+)
+SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
+       s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+  FROM page CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = page.id OFFSET 0) AS s
+ ORDER BY s.id;
+
+-- name: batch_commands_in
+-- The same for one status, which is only known by looking: load after load, until the page is full.
 WITH last AS (
     SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
 )
 SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
        s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
        s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
-  FROM busload.command AS first JOIN busload.command_status AS s ON s.id BETWEEN first.id AND (first.id | 1023)
+  FROM busload.command AS first
+  JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s
  WHERE first.batch_id = %(batch_id)s::uuid AND first.id & 1023 = 0 AND first.domain = %(domain)s::text
-   AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
-   AND (%(after)s::uuid IS NULL OR s.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
- ORDER BY first.id, s.id
+   AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
+   AND s.status = %(status)s::text
+ ORDER BY first.id, c.id
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
 
 -- name: troubleshooting

@@ -53,6 +53,8 @@ def retire(*, worker: int) -> Plan[None]:
 
 def release(leases: Sequence[UUID]) -> Plan[Returned]:
     """Hand leases back on purpose: nobody is to blame. Needs a transaction."""
+    if not leases:
+        return Returned()
     yield from execute(SQL.hold, leases=list(leases))
     return (yield from _return(leases, blame=False))
 
@@ -70,7 +72,11 @@ def cancel_stragglers() -> Plan[int]:
     batches = yield from execute(SQL.canceling_batches)
     if not batches:
         return 0
-    return (yield from cancel.cancel_waiting([batch_id for (batch_id,) in batches], reason=None, operator=None))
+    return (
+        yield from cancel.cancel_waiting(
+            [batch_id for (batch_id,) in batches], reason="the batch was canceled", operator=None
+        )
+    )
 
 
 def start_batches(*, worker: int) -> Plan[int]:

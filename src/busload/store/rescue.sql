@@ -63,7 +63,7 @@ WITH lease AS MATERIALIZED (
     SELECT worker, sum(hi - lo + 1) = 1 AS alone
       FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
 ), load AS (
-    SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled,
+    SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled, l.since,
            blamed, CASE WHEN NOT blamed THEN l.crashes
                 WHEN i.lo = i.hi AND (l.crashes > 0 OR scene.alone) THEN greatest(l.crashes, 1) + 1
                 ELSE greatest(l.crashes, 1) END AS crashes
@@ -90,7 +90,7 @@ WITH lease AS MATERIALIZED (
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
     SELECT CASE WHEN %(blame)s::boolean THEN 'LEASE_LOST' ELSE 'RELEASED' END, lo, hi, batch_id, attempt, lease_id, worker,
-           CASE WHEN crashes > 0 THEN json_build_object('crashes', crashes) END
+           json_build_object('since', since, 'crashes', crashes)
       FROM load
     UNION ALL
     SELECT route, lo, hi, batch_id, attempt, lease_id, worker,

@@ -135,5 +135,5 @@ class Coalescer(Generic[T]):
                 failures += 1
                 self.stats.failures += 1
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
-                log.warning("Flush of %d items failed, they are kept, again in %.1f s: %s", len(items), pause, error)
+                log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", len(items), pause, error)
                 await asyncio.sleep(pause)

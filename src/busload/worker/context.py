@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
+from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from busload.domain.command import BatchCommand, SendResult
@@ -136,6 +137,8 @@ class HandlerTransaction:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
             return
+        if self.conn.info.transaction_status == TransactionStatus.IDLE:
+            raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
             if not await perform_async(self.conn, settle):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
@@ -234,6 +237,8 @@ class SyncHandlerTransaction:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
             return
+        if self.conn.info.transaction_status == TransactionStatus.IDLE:
+            raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
             if not perform(self.conn, settle):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")

@@ -99,6 +99,10 @@ class Executor:
             try:
                 if not leased.lease.lost:
                     await self._run(leased)
+            except Exception as error:  # ours, not the handler's: the slot must live, and the command must not hang
+                log.exception("Could not say how execution %s ended", leased.execution_id)
+                last_resort = TransientCommandError(f"The outcome could not be told: {type(error).__name__}.")
+                await self._settlement.put(self._decide(leased, Failed(last_resort), RetryPolicy()))
             finally:
                 self._one_less()
 

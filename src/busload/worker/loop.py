@@ -42,7 +42,7 @@ class Loop:
             except Exception as error:
                 self._failures += 1
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(self._failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
-                log.warning("%s failed, trying again in %.1f s: %s", self._name, pause, error)
+                log.warning("%s failed, trying again in %.1f s: %r", self._name, pause, error)
             if not self._stopping:
                 await self._rest(pause)
 

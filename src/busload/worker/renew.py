@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import psycopg
-
 from busload.store import rescue
-from busload.store.connection import PARAMETERS, Connection
+from busload.store.connection import Connection, connect
 from busload.store.plan import perform
 from busload.store.rescue import Renewal
 
@@ -49,7 +47,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
-        with self._connect() as conn:
+        with connect(self._dsn) as conn:
             self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
         self._answered.set()
         self._thread.start()
@@ -59,8 +57,12 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _connect(self) -> Connection:
-        return psycopg.connect(self._dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
+    def undo(self) -> None:
+        """Stop and, as nothing was claimed yet, leave no trace of a living worker."""
+        self.stop()
+        if self.worker:
+            with connect(self._dsn) as conn:
+                perform(conn, rescue.retire(worker=self.worker))
 
     def _run(self) -> None:
         conn: Connection | None = None
@@ -68,12 +70,12 @@ class Heartbeat:
         while not self._stopping.wait(pause):
             self._watch_loop()
             try:
-                conn = conn if conn is not None and not conn.closed else self._connect()
+                conn = conn if conn is not None and not conn.closed else connect(self._dsn)
                 self._once(conn)
                 pause = self._every
-            except psycopg.Error as error:
+            except Exception as error:  # whatever it is, the next heartbeat may come through
                 pause = min(1.0, self._every)
-                log.warning("Could not renew leases, trying again in %.1f s: %s", pause, error)
+                log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
                 if conn is not None:
                     conn.close()
                     conn = None

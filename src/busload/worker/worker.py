@@ -67,6 +67,8 @@ class Worker:
         self.concurrency = self.settings.concurrency if concurrency is None else concurrency
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._bus = bus if isinstance(bus, CommandBus) else _async_face(bus)
+        if isinstance(domains, str):
+            raise ValueError(f"domains must be a list of names, found the text {domains!r}.")
         self._domains = list(domains) if domains is not None else None
         self._stopping: asyncio.Event | None = None
         self._hurry: asyncio.Event | None = None
@@ -123,16 +125,17 @@ class _Running:
         self._refuse_domains()
         self._stopping = self._worker._stopping = asyncio.Event()
         self._hurry = self._worker._hurry = asyncio.Event()
-        self._opened_bus = self._bus._pool is None
+        self._opened_bus, self._assembled = self._bus._pool is None, False
         try:
             await self._bus.open()
             await self._bus._check_schema()
             self._assemble()
+            self._assembled = True
             await asyncio.to_thread(self._heartbeat.start)
             await self._pool.open()
             await self._transactions.open()
         except BaseException:
-            await self._leave()
+            await self._undo_start()
             raise
         self._executor.start()
         worker = self._worker
@@ -213,6 +216,18 @@ class _Running:
         self._sweeping = Loop("Sweeping", self._sweep.once)
         self._listener = AsyncListener(bus.dsn, [READY, CANCEL], self._hear)
 
+    async def _undo_start(self) -> None:
+        """It was cancelled, or failed, half way: nothing was claimed yet."""
+        if self._assembled:
+            await self._transactions.close()
+            await self._pool.close()
+            self._threads.close()
+            try:
+                await asyncio.to_thread(self._heartbeat.undo)
+            except psycopg.Error as error:
+                log.debug("The worker's row stays until its lease has ended: %s", error)
+        await self._leave()
+
     async def _leave(self) -> None:
         if self._opened_bus:
             await self._bus.close()
@@ -276,7 +291,7 @@ class _Running:
                 async with self._pool.connection() as conn:
                     await perform_async(conn, rescue.retire(worker=self._number()))
         except (psycopg.Error, TimeoutError) as error:
-            log.warning("Could not hand back what is left; others will take it when the lease ends: %s", error)
+            log.warning("Could not hand back what is left; others will take it when the lease ends: %r", error)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

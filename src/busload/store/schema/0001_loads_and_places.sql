@@ -347,7 +347,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data, c.batch_id, c.task_
        coalesce(l.since, e.started_at) AS started_at,
        CASE WHEN t.command IS NULL AND q.hi IS NULL AND s.hi IS NULL AND l.lease_id IS NULL
             THEN coalesce(CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.finished_at END, f.at) END AS finished_at,
-       w.name AS worker,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = coalesce(l.worker, e.worker)) AS worker,
        coalesce(busload.execution_id(l.lease_id, c.id), busload.execution_id(e.lease_id, c.id)) AS execution_id,
        coalesce(t.error, failure.details) AS error,
        CASE WHEN e.outcome = 'COMPLETED' THEN e.details WHEN f.type = 'OPERATOR_COMPLETED' THEN f.details -> 'result' END AS result,
@@ -366,8 +366,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data, c.batch_id, c.task_
                       WHERE x.command = c.id AND x.outcome <> 'COMPLETED' ORDER BY x.attempt DESC LIMIT 1) AS failure ON true
   LEFT JOIN LATERAL (SELECT * FROM busload.event AS f
                       WHERE f.lo >> 10 = c.id >> 10 AND c.id BETWEEN f.lo AND f.hi
-                        AND f.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED') ORDER BY f.event DESC LIMIT 1) AS f ON true
-  LEFT JOIN busload.worker AS w ON w.worker = coalesce(l.worker, e.worker);
+                        AND f.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED') ORDER BY f.event DESC LIMIT 1) AS f ON true;
 
 -- The audit trail of a command: what was sent, every attempt, and everything that is not an attempt.
 CREATE VIEW busload.audit AS
@@ -388,6 +387,10 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
     SELECT e.finished_at, 2, CASE e.outcome WHEN 'TROUBLESHOOTING' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE e.outcome END,
            e.attempt, busload.execution_id(e.lease_id, c.id), e.worker, NULL, e.details
       FROM busload.execution AS e WHERE e.command = c.id
+    UNION ALL   -- a lease that ended without a result: the event remembers when it began
+    SELECT (v.details ->> 'since')::timestamptz, 1, 'RECEIVED', v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, NULL, NULL
+      FROM busload.event AS v
+     WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi AND v.type IN ('LEASE_LOST', 'RELEASED')
     UNION ALL
     SELECT v.at, 3, CASE v.type WHEN 'PARKED' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE v.type END, v.attempt,
            busload.execution_id(v.lease_id, c.id), v.worker, v.operator, v.details
