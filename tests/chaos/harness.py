@@ -95,6 +95,11 @@ class Workers:
         until(lambda: self.look().keys() >= set(pids), within)
         return [self.ended[pid] for pid in pids]
 
+    def last_words(self) -> str:
+        """Why workers ended, if they said so; else the end of what they logged."""
+        said = self.log.read_text()
+        return said[said.rfind("The worker ended") :][:6000] if "The worker ended" in said else said[-2000:]
+
     def notes(self) -> list[tuple[str, UUID, UUID, int]]:
         """What handlers wrote: fact, command, execution and process."""
         lines = (line.split() for line in self.ledger.read_text().splitlines())

@@ -39,7 +39,7 @@ def audited(server: TestServer, *, seconds: float, report: bool = False) -> None
         for batch in open_batches:
             bus.seal_batch(DOMAIN, batch.batch_id)
         settle_all(bus, database, batches, chance)
-        assert workers.stop() == [0] * 8, workers.log.read_text()[-2000:]
+        assert workers.stop() == [0] * 8, workers.last_words()
         assert auditor.mismatches == []
         assert auditor.snapshots >= seconds * 5
         assert deadlocks(database) - before == 0
@@ -155,7 +155,7 @@ def test_a_worker_that_is_told_to_stop_leaves_exact_counters(server: TestServer)
                 until(lambda: workers.look())
             bus.wait_batch(DOMAIN, batch_id, timeout=30)
             workers.stop()
-            assert set(workers.ended.values()) == {0}, workers.log.read_text()[-2000:]
+            assert set(workers.ended.values()) == {0}, workers.last_words()
         assert auditor.mismatches == []
         assert database.value("SELECT max(attempt) FROM busload.execution") == 1
         assert database.value("SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'") == 0

@@ -85,7 +85,7 @@ def survived(*, kills: int, restarts: int, commands: int, report: bool = False) 
             with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
                 parked = finish(bus, database)
                 took = time.monotonic() - began
-                assert workers.stop() == [0] * 3, workers.log.read_text()[-2000:]
+                assert workers.stop() == [0] * 3, workers.last_words()
                 lost = check(database, workers, accepted, producer)
         accepted.close()
         ended = workers.noted("end")
@@ -205,7 +205,7 @@ def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = Fal
             assert (batch.completed_count, batch.status) == (3 * at_once, "COMPLETED")
             woke = lambda pids=pids: {p for fact, _, _, p in workers.notes() if fact == "end"} >= set(pids)  # noqa: E731
             until(woke, 30)
-            assert set(workers.stop()) == {0}, workers.log.read_text()[-2000:]
+            assert set(workers.stop()) == {0}, workers.last_words()
             winners = database.rows("SELECT lease_id FROM busload.execution WHERE batch_id = %s", batch_id)
             credited += sum(lease_id in leases for (lease_id,) in winners)
             refused += len(leases)

@@ -4,6 +4,8 @@
 -- were there when a worker died are suspects: a worker runs one of them at a time, so that the next crash has a name.
 -- The first claim of a batch starts it, if its row is free; otherwise the first settlement will. A worker that was declared
 -- dead gets nothing until its heartbeat has given it a new number: it would be taken away again, as from a dead one.
+-- A claim does not wait for the disk: if a crash undoes it, the commands are ready again, and a result of theirs cannot be
+-- durable without it.
 WITH alive AS MATERIALIZED (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), wanted AS (

@@ -41,6 +41,7 @@ class Claimer:
         self._domains, self._settings, self._worker = domains, settings, worker
         self._unknown: set[tuple[str, str]] = set()
         self.found_nothing = False
+        self.ran_suspect = False
         self.asked_at: float | None = None
         """When the claim under way was sent; None while there is none."""
 
@@ -82,6 +83,7 @@ class Claimer:
             self._held.drop({one.lease.lease_id for one in taken.leased})
             raise
         self._executor.take(known)
+        self.ran_suspect = self._held.has_suspect
         return taken
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:

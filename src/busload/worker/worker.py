@@ -187,7 +187,7 @@ class _Running:
         self._held = Held()
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
         self._transactions = async_pool(bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE)
-        self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._moved.set)
+        self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
         self._executor = Executor(
             bus, self._transactions, self._threads, self._held, self._settlement, worker.concurrency, self._on_free
         )
@@ -239,6 +239,11 @@ class _Running:
                 await self._moved.wait()
         except TimeoutError:
             pass
+
+    def _on_settled(self) -> None:
+        self._moved.set()
+        if self._claimer.ran_suspect and not self._held.has_suspect:
+            self._claiming.wake()  # the next suspect may run
 
     def _on_free(self) -> None:
         self._moved.set()
