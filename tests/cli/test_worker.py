@@ -110,7 +110,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process(
     process.terminate()
     assert process.wait(timeout=30) == 0
     assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
-    assert "Left behind threads whose handlers did not return" in (tmp_path / "said.txt").read_text()
+    assert "Left behind 1 handlers that did not return" in (tmp_path / "said.txt").read_text()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

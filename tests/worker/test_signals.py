@@ -134,9 +134,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.xfail(
-    reason="the interpreter waits for the threads of handlers before it exits", raises=subprocess.TimeoutExpired
-)
 def test_a_thread_that_never_ends_does_not_keep_the_process(
     dsn: str, sync_bus: SyncCommandBus, database: Database
 ) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -28,7 +27,7 @@ DEFAULTS = WorkerSettings()
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
 LEAVE_WITHIN = 2.0
-"""Seconds that threads of handlers have to end once everything was settled or handed back."""
+"""Seconds that a process has to end once everything was settled or handed back."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -268,45 +267,9 @@ def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: st
 
 
 def _serve(worker: Worker) -> None:
-    """Serve until told to stop, then end, also when a handler's thread never returns: its command was handed back."""
-    before, error = set(threading.enumerate()), None
-    loop = asyncio.new_event_loop()
+    """Serve until told to stop. A handler's thread that never returns does not keep us: its command was handed back."""
     try:
-        loop.run_until_complete(worker.run())
-    except Exception as raised:
-        error = raised
+        asyncio.run(worker.run())
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
-        _close(loop)
-    if _threads_left(before):
-        log.warning("Left behind threads whose handlers did not return; their commands were handed back")
-        if error is not None:
-            log.error("%s", error)
-        logging.shutdown()
-        os._exit(1 if error else 0)
-    if error is not None:
-        raise error
-
-
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """As `asyncio.run` does, but without waiting for threads."""
-
-    async def end_tasks() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    loop.run_until_complete(end_tasks())
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
-
-
-def _threads_left(before: set[threading.Thread]) -> bool:
-    """Whether threads remain that Python would wait for at its end, after a moment to finish."""
-    deadline = time.monotonic() + LEAVE_WITHIN
-    ours = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
-    for thread in ours:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return any(thread.is_alive() for thread in ours)

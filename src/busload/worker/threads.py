@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from psycopg_pool import ConnectionPool
@@ -15,13 +18,16 @@ from busload.store import connection
 from busload.store.connection import Connection
 from busload.worker.context import SyncHandlerContext
 
+log = logging.getLogger("busload")
+
 
 class Threads:
     def __init__(self, bus: CommandBus, concurrency: int, patience: float) -> None:
         self._async_bus, self._concurrency, self._patience = bus, concurrency, patience
         self._bus: SyncCommandBus | None = None
         self._transactions: ConnectionPool[Connection] | None = None
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="busload-handler")
+        self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._running: set[asyncio.Future[Any]] = set()
 
     def context(self, leased: Leased) -> SyncHandlerContext:
@@ -33,10 +39,31 @@ class Threads:
         return SyncHandlerContext(leased, self._bus, self._transactions)
 
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Run a call in a thread. There are never more calls than slots, so none waits for a thread."""
+        future = asyncio.get_running_loop().create_future()
         self._running.add(future)
         future.add_done_callback(self._forget)
+        if len(self._threads) < min(len(self._running), self._concurrency):
+            # A daemon, unlike the threads of the standard library's executor: a handler that never returns must not
+            # keep the process from ending.
+            thread = threading.Thread(target=self._serve, name=f"busload-handler-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._calls.put((call, future))
         return future
+
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, future = item
+            outcome: Callable[[], None]
+            try:
+                outcome = partial(_succeed, future, call())
+            except BaseException as error:
+                outcome = partial(_fail, future, error)
+            loop = future.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outcome)
+            del item, call, future, outcome  # what a handler held is let go before the next call
 
     def _forget(self, future: asyncio.Future[Any]) -> None:
         self._running.discard(future)
@@ -45,7 +72,22 @@ class Threads:
 
     def close(self) -> None:
         """Let go of everything; a handler that still runs cannot be stopped and keeps its thread and connections."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._calls.put(None)
+        if self._running:
+            log.warning(
+                "Left behind %d handlers that did not return; their commands were handed back", len(self._running)
+            )
         if self._bus is not None and self._transactions is not None and not self._running:
             self._transactions.close()
             self._bus.close()
+
+
+def _succeed(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
