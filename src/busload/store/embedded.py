@@ -247,6 +247,8 @@ class EmbeddedPostgres:
                 if launched:
                     _let_go(lock)
                     raise DatabaseUnusable(f"The embedded PostgreSQL did not start. {self._last_words()}")
+                # A server without supervisor still answers; nobody must take it for the new one, so it goes first.
+                supervisor.end_orphan(self._folder.data)
                 self._launch(lock)
                 launched = True
             try:
