@@ -75,6 +75,11 @@ class Workers:
         self.alive += pids
         return pids
 
+    def keep(self, count: int) -> None:
+        """Start as many as have ended by themselves."""
+        self.look()
+        self.start(count - len(self.alive))
+
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         if number == signal.SIGKILL and pid in self.alive:
             self.alive.remove(pid)

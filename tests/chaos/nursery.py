@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from busload import (
 )
 
 DOMAIN = "payments"
+DID_NOT_START = 75
+"""The exit status of a worker that found no database when it started: whoever runs workers starts another."""
 
 
 class Ledger:
@@ -123,8 +126,10 @@ def run_worker(options: dict[str, Any]) -> None:
         random.seed()
         asyncio.run(serve(options))
         status = 0
-    except BaseException:
+    except BaseException as error:
         logging.exception("The worker ended")
+        if any(frame.name == "__aenter__" for frame in traceback.extract_tb(error.__traceback__)):
+            status = DID_NOT_START
     finally:
         logging.shutdown()
         os._exit(status)

@@ -149,10 +149,11 @@ def test_a_worker_that_is_told_to_stop_leaves_exact_counters(server: TestServer)
             batch_id = bus.create_batch(DOMAIN, [BatchCommand("Work") for _ in range(1500)])
             workers.start(2)
             until(lambda: workers.noted("end"))
-            for _ in range(4):
+            for started in range(2, 6):
+                until(lambda n=started: database.count("worker") == n)  # type: ignore[misc]  # it hears signals now
                 workers.kill(workers.alive[0], signal.SIGTERM)
                 workers.start()
-                until(lambda: workers.look())
+                until(lambda n=started: len(workers.look()) == n - 1)  # type: ignore[misc]
             bus.wait_batch(DOMAIN, batch_id, timeout=30)
             workers.stop()
             assert set(workers.ended.values()) == {0}, workers.last_words()

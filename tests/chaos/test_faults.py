@@ -27,6 +27,7 @@ from busload import (
 from busload.domain.ids import new_ids
 from busload.testing import TestServer
 from tests.chaos.harness import Accepted, Auditor, Server, Workers, folder, seeded
+from tests.chaos.nursery import DID_NOT_START
 from tests.given import DOMAIN, Database, until
 
 KINDS = ["Work", "Work", "Transfer", "Block"]
@@ -82,10 +83,12 @@ def survived(*, kills: int, restarts: int, commands: int, report: bool = False) 
             harmed = time.monotonic() - began
             producing.join(120)
             assert not producing.is_alive()
+            workers.keep(3)
             with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
                 parked = finish(bus, database)
                 took = time.monotonic() - began
                 assert workers.stop() == [0] * 3, workers.last_words()
+                assert set(workers.ended.values()) <= {0, -signal.SIGKILL, DID_NOT_START}, workers.last_words()
                 lost = check(database, workers, accepted, producer)
         accepted.close()
         ended = workers.noted("end")
@@ -107,10 +110,15 @@ def harm(server: Server, workers: Workers, chance: random.Random, *, kills: int,
         if n in cuts:
             server.restart()
         # A worker that has not begun to work would be a waste of a kill, one that is between two notes is not.
-        until(lambda seen=seen: workers.ledger.stat().st_size > seen or not busy(server), 60)  # type: ignore[misc]
+        until(lambda seen=seen: at_work(workers, seen) or not busy(server), 60)  # type: ignore[misc]
         time.sleep(chance.uniform(0, 0.05))  # where in its round it dies is left to chance
         workers.kill(chance.choice(workers.alive))
         workers.start()
+
+
+def at_work(workers: Workers, seen: int) -> bool:
+    workers.keep(3)
+    return workers.ledger.stat().st_size > seen
 
 
 def busy(server: Server) -> bool:

@@ -116,7 +116,7 @@ class Coalescer(Generic[T]):
     async def _flush_once(self) -> None:
         items = [self._items.popleft() for _ in range(min(self._max_size, len(self._items)))]
         try:
-            await self._repeat(self._merge(items) if self._merge else items)
+            await self._repeat(items)
         except BaseException:
             self._items.extendleft(reversed(items))  # still ours: close() hands it to the caller
             raise
@@ -130,7 +130,7 @@ class Coalescer(Generic[T]):
         failures = 0
         while True:
             try:
-                return await self._flush(items)
+                return await self._flush(self._merge(items) if self._merge else items)
             except Exception as error:
                 failures += 1
                 self.stats.failures += 1
