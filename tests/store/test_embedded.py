@@ -457,7 +457,6 @@ def test_a_server_whose_folder_was_replaced_leaves_it_to_the_new_one(
 # -- where it runs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not DEBIAN.exists(), reason="needs PostgreSQL 15 of the system")
 def test_it_runs_the_postgresql_of_the_system(folder: Path) -> None:
     with EmbeddedPostgres(folder / "home", pg_bin=DEBIAN) as pg:
         assert fetch(pg, "SHOW server_version").startswith("15.")
