@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint check bench chaos docs clean
+.PHONY: help setup demo test lint check bench chaos mutants docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -34,9 +34,13 @@ servers: setup  # PostgreSQL 15, the oldest we support: the suite runs on it as 
 chaos: setup  ## Long fault runs: kill workers, restart PostgreSQL, freeze processes
 	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
 
-bench: setup  ## Measure create, drain and latency, beside peers where they can be installed
+mutants: setup  ## Plant faults in copies of the package; each must make its test fail; some by name in MUTANTS="..."
+	$(BIN)/python -m tests.mutants.run $(MUTANTS)
+
+bench: setup  ## Measure busload beside its peers and the machine's limits (about 25 minutes); options in BENCH="..."
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench.install
+	$(BIN)/python -m bench --chart docs/assets $(BENCH)
 
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,9 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import report
 from bench.case import Case
+from bench.chart import draw
+from bench.redis import own_redis
 from bench.run import Result, Run, measure
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
+
+CONFIG = {"max_connections": "400"}
+"""Room for a crowd of workers; nothing that makes PostgreSQL faster or less durable."""
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -35,23 +43,31 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 @click.command()
-@click.option("--sizes", type=Numbers(), default="20000,100000", show_default=True, help="Commands per batch.")
+@click.option("--sizes", type=Numbers(), default="100000", show_default=True, help="Commands to create and drain.")
 @click.option("--batch", default=10_000, show_default=True, help="Commands of the batch with a callback.")
-@click.option("--sends", default=2_000, show_default=True, help="Commands sent one by one.")
-@click.option("--samples", default=300, show_default=True, help="Latencies taken.")
+@click.option("--sends", default=1_000, show_default=True, help="Commands sent one by one.")
+@click.option("--singles", default=10_000, show_default=True, help="Commands sent one by one and then drained.")
+@click.option("--hot", default=20_000, show_default=True, help="Commands for the crowd of small workers.")
+@click.option("--many", default=1_000_000, show_default=True, help="Commands of a large backlog, and for memory.")
+@click.option("--samples", default=200, show_default=True, help="Latencies taken.")
 @click.option("--repeat", default=3, show_default=True, help="Runs of which the median counts.")
-@click.option("--peers/--no-peers", default=True, help="Measure other queues too, if they are installed.")
+@click.option("--peers/--no-peers", default=True, help="Measure the other queues that `bench.install` installed.")
 @click.option("--only", multiple=True, metavar="PART", help="Cases whose name holds this, such as busload/drain.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write everything here.")
+@click.option("--chart", type=click.Path(file_okay=False, path_type=Path), help="Write bench.svg and bench.png here.")
 def main(
     sizes: list[int],
     batch: int,
     sends: int,
+    singles: int,
+    hot: int,
+    many: int,
     samples: int,
     repeat: int,
     peers: bool,
     only: tuple[str, ...],
     json_file: Path | None,
+    chart: Path | None,
 ) -> None:
     """Measure busload beside what the machine allows and what its peers do.
 
@@ -59,15 +75,32 @@ def main(
         python -m bench
         python -m bench --sizes 20000 --repeat 1 --no-peers --only busload/drain
     """
-    run = Run(sizes, sends, samples, batch, repeat, peers, only)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is stopped
+    run = Run(sizes, sends, singles, samples, batch, hot, many, repeat, peers, only)
     console = Console()
-    with own_server() as server:
+    with own_server(CONFIG) as server, _redis_for(run) as redis:
         machine = report.describe_machine(server)
-        results = _measure_visibly(server, run)
+        results = _measure_visibly(server, run, redis)
         machine["load_after"] = list(os.getloadavg())
     report.show(console, run, results, machine)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(run, results, machine), indent=2) + "\n")
+    if chart is not None:
+        for path in draw(results, chart, _caption(machine)):
+            console.print(f"Wrote {path}", highlight=False)
+    if any(result.failure and result.case.subject == report.OURS for result in results):
+        sys.exit(1)
+
+
+def _redis_for(run: Run) -> AbstractContextManager[str | None]:
+    return own_redis() if any(case.store == "redis" for case, _ in run.jobs()) else nullcontext()
+
+
+def _caption(machine: dict[str, Any]) -> str:
+    return (
+        f"Commands per second, no-op handlers. PostgreSQL {machine['postgresql']['server_version']}, "
+        f"default durability, {machine['processors']} processors. –: no such feature, or not measured."
+    )
 
 
 @contextmanager
@@ -78,23 +111,27 @@ def own_server(config: dict[str, str] | None = None) -> Iterator[TestServer]:
     try:
         with TestServer(home, config=config) as server:
             yield server
-        EmbeddedPostgres(home).stop()
     finally:
+        EmbeddedPostgres(home).stop()
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _measure_visibly(server: TestServer, run: Run) -> list[Result]:
+def _measure_visibly(server: TestServer, run: Run, redis: str | None) -> list[Result]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(run.jobs()) * run.repeat)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(min(case.rounds or run.repeat, run.repeat) for case, _ in run.jobs()))
         started = False
 
         def tell(case: Case, size: int) -> None:
             nonlocal started
             progress.update(task, advance=1 if started else 0, description=f"{case.key}, {size:,}")
             started = True
+            if not console.is_terminal:  # where nothing can be redrawn, a line for each
+                done = progress.tasks[0]
+                console.print(f"{done.completed:.0f}/{done.total:.0f} {case.key}, {size:,}", highlight=False)
 
-        results = measure(server, run, tell)
+        results = measure(server, run, tell, redis)
         progress.update(task, advance=1, description="done")
     return results
 

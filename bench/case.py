@@ -7,28 +7,29 @@ helper process that a measurement starts.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-Extent = Literal["size", "sends", "samples", "batch"]
+Extent = Literal["size", "sends", "singles", "samples", "batch", "hot", "few", "many"]
+Store = Literal["postgresql", "redis"]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run took. CPU is None where the server's processes cannot be seen."""
+    """What one run took. CPU is None where the server's processes cannot be seen; `facts` are other figures."""
 
     count: int
     seconds: float
     client_cpu: float
     server_cpu: float | None
     latencies: Sequence[float] = field(default=(), repr=False)
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -39,7 +40,8 @@ class Measured:
 class Case:
     """Something to measure. `extent` says which number of the run's it is given, `most` how much it can bear.
 
-    `prepare` and `measure` are called with the DSN of a fresh database, with busload's schema if `migrated`.
+    `prepare` and `measure` are called with the DSN of a fresh database, with busload's schema if `migrated`, or with
+    the URL of a Redis; each may take `seconds`. `rounds` is how often it is worth repeating.
     """
 
     subject: str
@@ -51,21 +53,17 @@ class Case:
     migrated: bool = True
     extent: Extent = "size"
     most: int | None = None
-    needs: tuple[str, ...] = ()
-    uvloop: bool = False
+    store: Store = "postgresql"
+    seconds: float = 300
+    rounds: int | None = None
 
     @property
     def key(self) -> str:
         return f"{self.subject}/{self.metric}"
 
-    @property
-    def possible(self) -> bool:
-        """Whether the packages it needs are installed."""
-        return all(importlib.util.find_spec(name) for name in self.needs)
-
 
 class Helper:
-    """A process that works for a measurement: it says lines, and ends when its input does."""
+    """A process that works for a measurement: it hears and says lines, and ends when its input does."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -83,13 +81,19 @@ class Helper:
         self._in.write(f"{line}\n".encode())
 
 
-@asynccontextmanager
-async def helpers(key: str, dsn: str, size: int, count: int = 1) -> AsyncIterator[list[Helper]]:
+def helpers(key: str, dsn: str, size: int, count: int = 1) -> AbstractAsyncContextManager[list[Helper]]:
     """Start `count` processes that run the `work` of a case; they are told to end afterwards."""
+    return started([sys.executable, "-m", "bench.case", "work", key, dsn, str(size)], count)
+
+
+@asynccontextmanager
+async def started(command: Sequence[str], count: int = 1, cwd: Path | None = None) -> AsyncIterator[list[Helper]]:
+    """The same for any program that ends with its input."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "bench.case", "work", key, dsn, str(size)]
-    processes = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(count)]
+    processes: list[asyncio.subprocess.Process] = []
     try:
+        for _ in range(count):
+            processes.append(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=cwd))
         yield [Helper(process) for process in processes]
     finally:
         for process in processes:
@@ -126,13 +130,12 @@ def main(phase: str, key: str, dsn: str, size: str) -> None:
     from bench import cases
 
     [case] = [case for case in cases.ALL if case.key == key]
-    run = importlib.import_module("uvloop").run if case.uvloop else asyncio.run
     if phase == "measure":
-        say(json.dumps(asdict(run(case.measure(dsn, int(size))))))
+        say(json.dumps(asdict(asyncio.run(case.measure(dsn, int(size))))))
     else:
         function = case.prepare if phase == "prepare" else case.work
         assert function is not None
-        run(function(dsn, int(size)))
+        asyncio.run(function(dsn, int(size)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bench import limits, ours, peers
+from bench import beside, limits, ours, variants
 
-ALL = [*limits.CASES, *ours.CASES, *peers.CASES]
+ALL = [*limits.CASES, *ours.CASES, *variants.CASES, *beside.CASES]

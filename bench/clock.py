@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psycopg
 
@@ -46,12 +49,24 @@ def timed(dsn: str) -> Iterator[Lap]:
 
 def settle_down(dsn: str) -> int | None:
     """Write out what earlier work left behind, and say which process is the server's, if it runs here."""
+    if dsn.startswith("redis://"):
+        return _redis_process(dsn)
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("CHECKPOINT")
         try:
             return int(_stat(conn.info.backend_pid)[1])
         except OSError:
             return None
+
+
+def _redis_process(url: str) -> int:
+    """Redis answers `INFO` without any library; it writes its log as it goes, so there is nothing to wait for."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=10) as conn:
+        conn.sendall(b"INFO server\r\n")
+        found = re.search(rb"process_id:(\d+)", conn.recv(65536))
+    assert found is not None
+    return int(found[1])
 
 
 def _server_cpu(postmaster: int | None) -> float | None:

@@ -12,7 +12,7 @@ import psycopg
 
 from bench.case import Case, Measured, heard, helpers, say
 from bench.clock import timed
-from bench.ours import DOMAIN, expect, expect_completed, fill, latencies
+from bench.ours import DOMAIN, Sent, expect, expect_completed, fill, latencies
 from busload.domain.execution import COMPLETED, Transition
 from busload.domain.ids import POSITIONS, new_id, new_ids
 from busload.store import claim, rescue, settle
@@ -139,6 +139,27 @@ def _claim_and_settle(conn: Connection, worker: int, limit: int) -> int:
     return len(perform(conn, settle.settle([Transition(one, COMPLETED, finished=now) for one in leased], now=now)))
 
 
+async def slots(dsn: str, size: int) -> Measured:
+    """No database: a hundred slots fed by a queue, each command an awaited function."""
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+    for n in range(size):
+        waiting.put_nowait(n)
+    done = 0
+
+    async def nothing(n: int) -> None:
+        nonlocal done
+        done += 1
+
+    async def slot() -> None:
+        while not waiting.empty():
+            await nothing(await waiting.get())
+
+    with timed(dsn) as lap:
+        await asyncio.gather(*(slot() for _ in range(100)))
+    assert done == size
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+
+
 async def insert(dsn: str, size: int) -> Measured:
     """One row per statement and commit, into a table indexed as ours."""
     rows = [(n, DOMAIN, command_id, "Nothing", f'{{"n":{n}}}') for n, command_id in enumerate(new_ids(size))]
@@ -162,13 +183,13 @@ async def notify(dsn: str, samples: int) -> Measured:
         await conn.execute("CREATE TABLE bare (n bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, data text)")
         assert await listener.hear() == "ready"
 
-        async def once() -> float:
-            began = time.monotonic()
+        async def once() -> Sent:
+            called = time.monotonic()
             await conn.execute(
                 "WITH sent AS (INSERT INTO bare (data) VALUES ('{}') RETURNING n)"
                 " SELECT pg_notify('bare', n::text) FROM sent"
             )
-            return float(await listener.hear()) - began
+            return Sent(called, time.monotonic(), float(await listener.hear()))
 
         return await latencies(dsn, samples, once)
 
@@ -199,6 +220,7 @@ CASES = [
         partial(statements, limit=1000),
         prepare=fill,
     ),
+    Case("asyncio", "drain", "bare asyncio, 100 slots fed by a queue", slots),
     Case("limit", "send", "INSERT and commit", insert, extent="sends"),
     Case("limit", "latency", "INSERT with NOTIFY", notify, work=listen_until_told, extent="samples"),
 ]

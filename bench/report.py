@@ -4,33 +4,83 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 import psycopg
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from bench.peers import PUBLISHED, Published
+from bench import reach
+from bench.beside import PEERS, TITLES
 from bench.run import Result, Run
 from busload.testing import TestServer
 
 OURS = "busload"
-BASE = {"drain-1000": "drain", "send-10": "send"}
+LIMITS = {"limit": "the machine: bare SQL", "statements": "our statements alone", "asyncio": "the machine: asyncio"}
+BASE = {
+    "drain-1000": "drain",
+    "drain-2-1000": "drain-2",
+    "send-10": "send",
+}
 """Variants of ours that are compared with what others do in their one way."""
+
+COLUMNS = {
+    "create": "bulk create",
+    "drain": "drain, 1 process",
+    "drain-2": "drain, 2 processes",
+    "send": "send, one by one",
+    "singles": "drain of single sends",
+    "batch": "batch with callback",
+    "latency": "commit to start, ms\np50 / p95 / p99",
+}
+
+VARIANTS = {
+    "drain-1000": "drain",
+    "drain-2-1000": "drain-2",
+    "send-10": "send",
+    "drain-unbatched": "drain",
+    "drain-1000-batches": "drain-unbatched",
+    "create-100b": "create",
+    "create-1kb": "create-100b",
+    "create-10kb": "create-100b",
+    "drain-100b": "drain",
+    "drain-1kb": "drain-100b",
+    "drain-10kb": "drain-100b",
+    "drain-none": "drain",
+    "drain-refused": "drain-none",
+    "drain-retried": "drain-none",
+    "crowd-1": "crowd-32",
+    "crowd-32": None,
+    "claim-few": None,
+    "claim-many": "claim-few",
+    "claim-few-ones": "claim-few",
+    "claim-many-ones": "claim-few-ones",
+    "memory": None,
+    "stream": None,
+}
+"""What only we are measured at, and which other figure of ours it is to be seen beside."""
 
 
 def as_json(run: Run, results: Sequence[Result], machine: dict[str, Any]) -> dict[str, Any]:
     """Everything, with our rates as multiples of the others'."""
+    measured = _measured(results)
     return {
         "machine": machine,
-        "run": {"sizes": list(run.sizes), "batch": run.batch, "repeat": run.repeat, "peers": run.peers},
-        "results": [result.as_dict() for result in results],
-        "published": [
-            {"subject": p.subject, "metric": p.metric, "per_second": p.rates} for p in _published(run, results)
-        ],
+        "run": {
+            "sizes": list(run.sizes),
+            "batch": run.batch,
+            "singles": run.singles,
+            "many": run.many,
+            "repeat": run.repeat,
+            "peers": run.peers,
+        },
+        "results": [result.as_dict() for result in measured],
+        "peers": {peer.name: list(peer.packages) for peer in PEERS},
+        "not_measured": not_measured(run, results),
         "ratios": [
             {
                 "metric": ours.case.metric,
@@ -39,9 +89,11 @@ def as_json(run: Run, results: Sequence[Result], machine: dict[str, Any]) -> dic
                 "beside_size": beside.size,
                 "ratio": ratio(ours, beside),
             }
-            for ours in _ours(results)
-            for beside in _beside(ours, results)
+            for ours in measured
+            if ours.case.subject == OURS
+            for beside in _beside(ours, measured)
         ],
+        "reach": [check.as_dict() for check in reach.check(measured)],
     }
 
 
@@ -61,55 +113,111 @@ def describe_machine(server: TestServer) -> dict[str, Any]:
     }
 
 
+def not_measured(run: Run, results: Sequence[Result]) -> dict[str, str]:
+    """Peers that are missing, and cases that failed, with the reason."""
+    return run.lacking() | {result.case.key: result.failure for result in results if result.failure}
+
+
 def ratio(ours: Result, beside: Result) -> float:
     """How many times as fast we are; above 1 we are faster."""
     mine, theirs = ours.latency_ms(50), beside.latency_ms(50)
     if mine is not None and theirs is not None:
-        return theirs / mine
+        return theirs / mine if mine > 0 else float("inf")
     return ours.rate / beside.rate
 
 
 def show(console: Console, run: Run, results: Sequence[Result], machine: dict[str, Any]) -> None:
+    measured = _measured(results)
+    missing = not_measured(run, results)
+    for table in (_beside_others(run, measured, machine, missing), _variants(measured), _reach(run, measured)):
+        if table.row_count:
+            console.print(table)
+    for name, why in missing.items():
+        console.print(f"[bold]{TITLES.get(name, name)}[/bold] was not measured: {escape(_brief(why))}", highlight=False)
+
+
+def _beside_others(run: Run, results: Sequence[Result], machine: dict[str, Any], missing: Mapping[str, str]) -> Table:
+    """A row for each subject. Ours come once for every size."""
     load = ", ".join(f"{value:.1f}" for value in machine["load_before"])
     table = Table(
         title=f"Commands per second (medians of {run.repeat})",
         caption=f"PostgreSQL {machine['postgresql']['server_version']}, Python {machine['python']}, "
-        f"{machine['processors']} processors, load before {load}. "
-        "In brackets: how many times as fast busload is. CPU: milliseconds for 1,000 commands, client + server.",
+        f"{machine['processors']} processors, load before {load}. In brackets: how many times as fast busload is. "
+        "Dim: CPU milliseconds for 1,000 commands, client + server.",
     )
-    for name in ("", "size"):
+    metrics = [metric for metric in COLUMNS if any(result.case.metric == metric for result in results)]
+    for name in ("", *(COLUMNS[metric] for metric in metrics)):
         table.add_column(name, justify="right" if name else "left")
-    others = list(dict.fromkeys(r.case.subject for r in results if r.case.subject != OURS))
-    published = _published(run, results)
-    others += [p.subject for p in published if p.subject not in others]
-    for name in (OURS, "CPU", *dict.fromkeys(others)):
-        table.add_column(name, justify="right")
-    for ours in _ours(results):
-        row = [ours.case.title, f"{ours.size:,}", _figure(ours), _cpu(ours)]
-        for other in dict.fromkeys(others):
-            row.append(_cell(ours, other, results, published))
-        table.add_row(*row)
-    console.print(table)
-    for published_rate in published:
-        p = published_rate
-        console.print(f"{p.subject} is not installed here; {p.metric}: {p.rates} as published.", highlight=False)
+    ours = {metric: _largest(results, OURS, metric) for metric in metrics}
+    for subject in dict.fromkeys([OURS, *LIMITS, *TITLES]):
+        if subject in missing:
+            table.add_row(TITLES[subject], *(["not measured"] + [""] * len(metrics))[: len(metrics)])
+            continue
+        row = []
+        for metric in metrics:
+            result, mine = _largest(results, subject, metric), ours[metric]
+            if result is None:
+                row.append("failed" if f"{subject}/{metric}" in missing else "")
+            else:
+                times = "" if mine is None or mine is result else f" ({ratio(mine, result):,.2f}×)"
+                row.append(f"{_figure(result)}{times}\n[dim]{_below(result)}[/dim]")
+        if any(row):
+            table.add_row(_title(subject), *row)
+    return table
 
 
-def _cell(ours: Result, other: str, results: Sequence[Result], published: Sequence[Published]) -> str:
-    for beside in _beside(ours, results):
-        if beside.case.subject == other:
-            return f"{_figure(beside)} ({ratio(ours, beside):,.2f}×)\n[dim]{_cpu(beside)}[/dim]"
-    for p in published:
-        if p.subject == other and p.metric == _base(ours):
-            low, high = ours.rate / p.highest, ours.rate / p.lowest
-            return f"{p.rates} ({low:,.0f}×)" if low == high else f"{p.rates} ({low:,.0f}–{high:,.0f}×)"
-    return ""
+def _variants(results: Sequence[Result]) -> Table:
+    table = Table(title="busload under other conditions")
+    for name in ("", "size", "per second", "CPU", "beside", "ratio"):
+        table.add_column(name, justify="left" if name in ("", "beside") else "right")
+    for metric, base in VARIANTS.items():
+        for result in (r for r in results if r.case.subject == OURS and r.case.metric == metric):
+            other = _largest(results, OURS, base) if base else None
+            times = "" if other is None else f"{ratio(result, other):,.2f}×"
+            beside = "" if other is None else other.case.title
+            table.add_row(result.case.title, f"{result.size:,}", _figure(result), _cpu(result), beside, times)
+    return table
+
+
+def _reach(run: Run, results: Sequence[Result]) -> Table:
+    table = Table(title="What is to be reached")
+    for name in ("", "wanted", "found", ""):
+        table.add_column(name, justify="right" if name else "left")
+    colours = {True: "green", False: "red", None: "dim"}
+    for check in reach.check(results):
+        goal = check.goal
+        if check.found is None and run.only:
+            continue
+        found = "" if check.found is None else f"{check.found:,.2f} {goal.unit}"
+        bound = "≤" if goal.at_most else "≥"
+        verdict = f"[{colours[check.met]}]{check.verdict}[/]"
+        table.add_row(goal.name, f"{bound} {goal.wanted:g} {goal.unit}", found, verdict)
+    return table
+
+
+def _brief(why: str) -> str:
+    """What failed and the error itself; the way between them is in the JSON."""
+    lines = [line for line in why.splitlines() if line.strip()]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def _title(subject: str) -> str:
+    return f"[bold]{OURS}[/bold]" if subject == OURS else TITLES.get(subject) or LIMITS[subject]
 
 
 def _figure(result: Result) -> str:
-    if (p50 := result.latency_ms(50)) is not None:
-        return f"p50 {p50:.2f}  p95 {result.latency_ms(95):.2f}  p99 {result.latency_ms(99):.2f} ms"
+    if result.latency_ms(50) is not None:
+        return " / ".join(f"{result.latency_ms(percent):.2f}" for percent in (50, 95, 99))
+    if (peak := result.fact("peak_mb")) is not None:
+        tenth = result.fact("tenth_peak_mb")
+        earlier = "" if tenth is None else f"{tenth:.0f} MB after a tenth, "
+        return f"{result.rate:,.0f}\n{earlier}{peak:.0f} MB at most"
     return f"{result.rate:,.0f}"
+
+
+def _below(result: Result) -> str:
+    whole = result.fact("from_call_p50_ms")
+    return _cpu(result) if whole is None else f"p50 from the call {whole:.2f}"
 
 
 def _cpu(result: Result) -> str:
@@ -117,25 +225,22 @@ def _cpu(result: Result) -> str:
     return f"{result.client_cpu_ms:,.1f} + {server}"
 
 
-def _ours(results: Sequence[Result]) -> list[Result]:
-    return [result for result in results if result.case.subject == OURS]
+def _measured(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.runs]
 
 
-def _base(result: Result) -> str:
-    return BASE.get(result.case.metric, result.case.metric)
+def _largest(results: Sequence[Result], subject: str, metric: str) -> Result | None:
+    found = [r for r in results if r.case.subject == subject and r.case.metric == metric]
+    return max(found, key=lambda r: r.size, default=None)
 
 
 def _beside(ours: Result, results: Sequence[Result]) -> list[Result]:
     """What others did of the same kind: the same variant if they have it, at our size or the one nearest to it."""
     found: dict[str, Result] = {}
-    for metric in (_base(ours), ours.case.metric):
+    base = BASE.get(ours.case.metric, ours.case.metric)
+    for metric in (base, ours.case.metric):
         candidates = [r for r in results if r.case.metric == metric and r.case.subject != OURS]
         for result in sorted(candidates, key=lambda r: abs(r.size - ours.size), reverse=True):
             found[result.case.subject] = result
-    return list(found.values())
-
-
-def _published(run: Run, results: Sequence[Result]) -> list[Published]:
-    measured = {(result.case.subject, result.case.metric) for result in results}
-    metrics = {result.case.metric for result in _ours(results)}
-    return [p for p in PUBLISHED if run.peers and p.metric in metrics and (p.subject, p.metric) not in measured]
+    own = _largest(results, OURS, VARIANTS.get(ours.case.metric) or "")
+    return [*found.values(), *([own] if own else [])]

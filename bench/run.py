@@ -1,34 +1,41 @@
-"""Runs cases, each in a database and a process of its own, and takes the medians."""
+"""Runs cases, each in a database and a process of its own, and takes the medians.
+
+A case that fails is told with its reason, and the others are measured all the same.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench.beside import PEERS, ROOT
 from bench.case import Case, Extent, Measured, percentile
 from bench.cases import ALL
 from busload.testing import TestServer
 
-ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 1800
-"""Seconds after which a process is given up."""
+FEW = 10_000
+"""Commands of a small backlog."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """What to measure: sizes of batches, and how many times to send, to sample a latency, and to repeat it all."""
 
-    sizes: Sequence[int] = (20_000, 100_000)
-    sends: int = 2_000
-    samples: int = 300
+    sizes: Sequence[int] = (100_000,)
+    sends: int = 1_000
+    singles: int = 10_000
+    samples: int = 200
     batch: int = 10_000
+    hot: int = 20_000
+    many: int = 1_000_000
     repeat: int = 1
     peers: bool = True
     only: Sequence[str] = ()
@@ -38,17 +45,28 @@ class Run:
         chosen = [case for case in ALL if self._wanted(case)]
         return list(dict.fromkeys((case, size) for case in chosen for size in self._extents(case)))
 
+    def lacking(self) -> dict[str, str]:
+        """The peers that were asked for and cannot be measured, and why."""
+        asked = {case.subject for case in ALL if self.peers and self._named(case)}
+        return {peer.name: peer.lacks for peer in PEERS if peer.name in asked and peer.lacks}
+
     def _wanted(self, case: Case) -> bool:
-        if self.only and not any(part in case.key for part in self.only):
-            return False
-        return case.possible and (self.peers or not case.needs)
+        peer = next((peer for peer in PEERS if peer.name == case.subject), None)
+        return self._named(case) and (peer is None or (self.peers and not peer.lacks))
+
+    def _named(self, case: Case) -> bool:
+        return not self.only or any(part in case.key for part in self.only)
 
     def _extents(self, case: Case) -> list[int]:
         extents: dict[Extent, Sequence[int]] = {
             "size": self.sizes,
             "sends": [self.sends],
+            "singles": [self.singles],
             "samples": [self.samples],
             "batch": [self.batch],
+            "hot": [self.hot],
+            "few": [min(FEW, self.many)],
+            "many": [self.many],
         }
         return [min(size, case.most or size) for size in extents[case.extent]]
 
@@ -60,6 +78,7 @@ class Result:
     case: Case
     size: int
     runs: list[Measured] = field(default_factory=list)
+    failure: str | None = None
 
     @property
     def rate(self) -> float:
@@ -80,6 +99,10 @@ class Result:
         taken = [1000 * percentile(run.latencies, percent) for run in self.runs if run.latencies]
         return statistics.median(taken) if taken else None
 
+    def fact(self, name: str) -> float | None:
+        found = [run.facts[name] for run in self.runs if name in run.facts]
+        return statistics.median(found) if found else None
+
     def as_dict(self) -> dict[str, Any]:
         described: dict[str, Any] = {
             "subject": self.case.subject,
@@ -97,34 +120,70 @@ class Result:
         if self.latency_ms(50) is not None:
             del described["per_second"], described["per_second_lowest"], described["per_second_highest"]
             described |= {f"p{percent}_ms": self.latency_ms(percent) for percent in (50, 95, 99)}
-        return described
+        names = {name for run in self.runs for name in run.facts}
+        return described | {name: self.fact(name) for name in sorted(names)}
 
 
-def measure(server: TestServer, run: Run, tell: Callable[[Case, int], None] = lambda case, size: None) -> list[Result]:
+def measure(
+    server: TestServer,
+    run: Run,
+    tell: Callable[[Case, int], None] = lambda case, size: None,
+    redis: str | None = None,
+) -> list[Result]:
     """Measure every job `repeat` times, round by round: a machine that slows down then slows all of them."""
     results = [Result(case, size) for case, size in run.jobs()]
-    for _ in range(run.repeat):
+    for done in range(run.repeat):
         for result in results:
+            if result.failure or (result.case.rounds or run.repeat) <= done:
+                continue
             tell(result.case, result.size)
-            result.runs.append(_measure_once(server, result.case, result.size))
+            try:
+                result.runs.append(_measure_once(server, redis, result.case, result.size))
+            except Failed as failed:
+                result.failure = str(failed)
     return results
 
 
-def _measure_once(server: TestServer, case: Case, size: int) -> Measured:
+class Failed(Exception):
+    """A process of a case ended with an error, or took too long."""
+
+
+def _measure_once(server: TestServer, redis: str | None, case: Case, size: int) -> Measured:
+    if case.store == "redis":
+        if redis is None:
+            raise Failed("There is no Redis to run it on.")
+        return _phases(case, redis, size)
     with server.database(migrated=case.migrated) as dsn:
-        if case.prepare is not None:
-            _process("prepare", case, dsn, size)
-        return Measured(**json.loads(_process("measure", case, dsn, size).splitlines()[-1]))
+        return _phases(case, dsn, size)
+
+
+def _phases(case: Case, dsn: str, size: int) -> Measured:
+    if case.prepare is not None:
+        _process("prepare", case, dsn, size)
+    return Measured(**json.loads(_process("measure", case, dsn, size).splitlines()[-1]))
 
 
 def _process(phase: str, case: Case, dsn: str, size: int) -> str:
+    """Run a phase in a session of its own, so that whatever it started ends with it, even if we are interrupted."""
     command = [sys.executable, "-m", "bench.case", phase, case.key, dsn, str(size)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=LONGEST)
-    if done.returncode:
-        raise RuntimeError(f"{case.key} with {size:,} failed:\n{done.stderr[-4000:]}")
-    return done.stdout
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        said, complaints = process.communicate(timeout=case.seconds)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{case.key} with {size:,}: {phase} took more than {case.seconds:.0f} seconds.") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise Failed(f"{case.key} with {size:,}: {phase} failed.\n{complaints[-4000:]}")
+    return said
 
 
 def _environment() -> dict[str, str]:
     """Ours without the settings of a bus: the measurements name their database themselves."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("BUSLOAD_")}
+    kept = ("BUSLOAD_BENCH_HOME",)
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("BUSLOAD_")}

@@ -42,6 +42,11 @@ EXPECTED = {
         "Mail to cfo@example.com: March is COMPLETED, 100 pages",
         "This process hears: April is COMPLETED",
     ],
+    "coalescer.py": [
+        "Refused: -1000.0 of a broken one, CheckViolation",
+        "5001 readings in … flushes, 9…% of transactions saved",
+        "500 sensors, the latest of each at 9; 0 left behind",
+    ],
     "operators.py": [
         "IN_PROGRESS: 1 completed, 4 wait for a person",
         "  A-5 EXHAUSTED after 2: The bank did not answer.",

@@ -34,7 +34,7 @@ from busload.errors import (
 )
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.settings import Settings, WorkerSettings
-from busload.worker import Coalescer, CoalescerStats, HandlerContext, SyncHandlerContext, Worker
+from busload.worker import Coalescer, CoalescerStats, HandlerContext, SyncHandlerContext, Worker, WorkerStats
 
 __all__ = [
     "AuditEvent",
@@ -78,4 +78,5 @@ __all__ = [
     "TroubleshootingItem",
     "Worker",
     "WorkerSettings",
+    "WorkerStats",
 ]

@@ -60,11 +60,11 @@ class Requests:
         [checked] = self._check(domain, [command])
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
-            plan = _then(store.send.send(domain, checked), result)
+            plan: Plan[SendResult] = _then(store.send.send(domain, checked), result)
             return Write(plan, command_ids=[checked.command_id], one_statement=True)
         refuse(check_uuid(batch_id, "batch_id"))
         plan = _then(store.send.send_many(domain, [checked], batch_id), result)
-        return Write(plan, batch_id, [checked.command_id])
+        return Write(plan, batch_id, [checked.command_id], one_statement=True)
 
     def send_many(
         self, domain: str, commands: Iterable[BatchCommand], batch_id: UUID | None = None
@@ -74,7 +74,7 @@ class Requests:
             refuse(check_uuid(batch_id, "batch_id"))
         results = [SendResult(command.command_id, created=True) for command in checked]
         plan = _then(store.send.send_many(domain, checked, batch_id), results)
-        return Write(plan, batch_id, [command.command_id for command in checked])
+        return _bulk(plan, batch_id, checked)
 
     def create_batch(
         self,
@@ -98,8 +98,7 @@ class Requests:
             )
         if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
             raise DuplicateCommandError(domain, [batch.callback_id])
-        plan = store.send.create_batch(batch, checked)
-        return Write(plan, batch.batch_id, [command.command_id for command in checked])
+        return _bulk(store.send.create_batch(batch, checked), batch.batch_id, checked)
 
     def open_batch(
         self,
@@ -123,8 +122,7 @@ class Requests:
         return checked
 
     def checkpoint(self, domain: str, commands: Sequence[NewCommand], batch_id: UUID) -> Write[None]:
-        plan = store.send.send_many(domain, commands, batch_id)
-        return Write(plan, batch_id, [command.command_id for command in commands])
+        return _bulk(store.send.send_many(domain, commands, batch_id), batch_id, commands)
 
     def cancel_batch(self, domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
         self._check_operation(domain, batch_id, "batch_id", operator, reason)
@@ -230,8 +228,11 @@ class Requests:
             return [Problem("INVALID_OPTION", "/on_complete", message)]
         return []
 
-    def _callback(self, domain: str, command: BatchCommand) -> tuple[str, UUID]:
-        """The command to send on completion, as the batch row keeps it; the batch itself is added to its data then."""
+    def _callback(self, domain: str, command: BatchCommand) -> tuple[str, UUID | None]:
+        """The command to send on completion, as the batch row keeps it, and its id if the caller chose it.
+
+        The batch itself is added to its data then.
+        """
         data = {} if command.data is None else command.data
         if not isinstance(data, dict) or "batch" in data:
             message = 'wanted a dict without the key "batch", which will hold the completed batch'
@@ -254,7 +255,7 @@ class Requests:
             "/on_complete",
             WIDEST,
         )
-        return text, checked.command_id
+        return text, command.command_id
 
     def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, *reason: str) -> None:
         problems = self._name(domain) + check_uuid(id, path)
@@ -265,7 +266,12 @@ class Requests:
         refuse(problems)
 
 
-def _then(plan: Plan[None], result: T) -> Plan[T]:
+def _bulk(plan: Plan[T], batch_id: UUID | None, commands: Sequence[NewCommand]) -> Write[T]:
+    ids = [command.command_id for command in commands]
+    return Write(plan, batch_id, ids, one_statement=store.send.in_one_statement(commands))
+
+
+def _then(plan: Plan[Any], result: T) -> Plan[T]:
     yield from plan
     return result
 

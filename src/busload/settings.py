@@ -15,6 +15,7 @@ import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 from busload.domain.command import InputLimits
 
@@ -34,6 +35,8 @@ class WorkerSettings:
     flush_size: int = 1000
     flush_every: timedelta = timedelta(milliseconds=100)
     flush_deadline: timedelta | None = None
+    settle: Literal["coalesced", "immediate"] = "coalesced"
+    prefetch: timedelta = timedelta(milliseconds=50)
     no_handler_pause: timedelta = timedelta(seconds=30)
 
     @property

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any, Self
 from uuid import UUID
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import busload
 from busload.store.embedded import EmbeddedPostgres
@@ -171,12 +173,118 @@ class Server:
         until(lambda: postmaster(data) not in (None, pid), 30)
         until(self.answers, 60)
 
+    def stop(self) -> None:
+        """It is gone, and stays away until it is started."""
+        self._postgres.stop()
+
+    def start(self) -> None:
+        self._postgres.start()
+
     def answers(self) -> bool:
         try:
             psycopg.connect(self.dsn, connect_timeout=2).close()
         except psycopg.OperationalError:
             return False
         return True
+
+
+class Brake:
+    """Stops settlements in the server half way: they hold their leases and have written executions, but not counted."""
+
+    KEY = 5005
+
+    def __init__(self, dsn: str) -> None:
+        self._conn = psycopg.connect(dsn, autocommit=True)
+        self._conn.execute(
+            "CREATE OR REPLACE FUNCTION brake() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN IF EXISTS (SELECT FROM fresh) THEN"
+            f" PERFORM pg_advisory_xact_lock_shared({self.KEY}); END IF; RETURN NULL; END'"
+        )
+        # Triggers fire in the order of their names, and the one that counts is called count_executions.
+        self._conn.execute(
+            "CREATE OR REPLACE TRIGGER brake AFTER INSERT ON busload.execution"
+            " REFERENCING NEW TABLE AS fresh EXECUTE FUNCTION brake()"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._conn.close()
+
+    def hold(self) -> None:
+        self._conn.execute("SELECT pg_advisory_lock(%s)", [self.KEY])
+
+    def release(self) -> None:
+        self._conn.execute("SELECT pg_advisory_unlock(%s)", [self.KEY])
+
+    def blocked(self) -> list[int]:
+        """The backends whose settlement stands still."""
+        rows = self._conn.execute(
+            "SELECT l.pid FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database"
+            " WHERE l.locktype = 'advisory' AND l.objid = %s AND NOT l.granted AND d.datname = current_database()",
+            [self.KEY],
+        )
+        return [pid for (pid,) in rows]
+
+    def terminate(self) -> None:
+        """What stands still is undone: its connection is cut in the server."""
+        for pid in self.blocked():
+            self._conn.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+
+
+class Proxy:
+    """Stands between a worker and the server: it can lose the server's answers, and cut every connection."""
+
+    def __init__(self, dsn: str, home: Path) -> None:
+        told = conninfo_to_dict(dsn)
+        self._server = f"{told['host']}/.s.PGSQL.{told.get('port', 5432)}"
+        self.dsn = make_conninfo(dsn, host=str(home))
+        self.losing_answers = False
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(str(home / Path(self._server).name))
+        self._door.listen(100)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+        self.cut()
+
+    def cut(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for end in pair:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the door was closed
+            while True:
+                client, _ = self._door.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(self._server)
+                self._pairs.append((client, server))
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if not (answers and self.losing_answers):
+                    sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+        source.close()
 
 
 @contextmanager
@@ -265,6 +373,12 @@ class Auditor:
         self._thread.join()
 
     def _run(self) -> None:
+        while not self._stopping.is_set():
+            with suppress(psycopg.OperationalError):  # a server that was crashed on purpose comes back
+                self._watch()
+            self._stopping.wait(self._every)
+
+    def _watch(self) -> None:
         with psycopg.connect(self._dsn) as conn:
             conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             conn.read_only = True

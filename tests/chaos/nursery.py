@@ -49,9 +49,30 @@ class Ledger:
         os.write(self._file, f"{fact} {command.command_id} {execution_id} {os.getpid()}\n".encode())
 
 
+class Gate:
+    """Opens when the test makes a file. One task looks for it, however many wait."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
+        self._opened = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def wait(self) -> None:
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        await self._opened.wait()
+
+    async def _look(self) -> None:
+        assert self._path is not None, "a worker that waits needs a gate"
+        while not self._path.exists():
+            await asyncio.sleep(0.01)
+        self._opened.set()
+
+
 def register(bus: CommandBus, ledger: Ledger, options: dict[str, Any]) -> None:
     retry = RetryPolicy(max_attempts=3, backoff=(0.01,))
     pause = options.get("pause", 0.01)
+    gate = Gate(options.get("gate"))
 
     @bus.handler(DOMAIN, "Work", retry=retry)
     async def work(command: Command, ctx: HandlerContext) -> int:
@@ -94,9 +115,7 @@ def register(bus: CommandBus, ledger: Ledger, options: dict[str, Any]) -> None:
     async def wait(command: Command, ctx: HandlerContext) -> str:
         """Runs until the test lets it go, with the heart beating meanwhile."""
         ledger.note("start", command, ctx.execution_id)
-        gate = Path(options["gate"])
-        while not gate.exists():
-            await asyncio.sleep(0.01)
+        await gate.wait()
         ledger.note("end", command, ctx.execution_id)
         return str(os.getpid())
 
@@ -113,6 +132,8 @@ async def serve(options: dict[str, Any]) -> None:
         sweep_every=timedelta(milliseconds=options.get("sweep_ms", 300)),
         grace=timedelta(seconds=options.get("grace", 5)),
         flush_every=timedelta(milliseconds=20),
+        flush_size=options.get("flush_size", 1000),
+        prefetch=timedelta(seconds=options.get("prefetch", 0.05)),
     )
     async with CommandBus(options["dsn"], settings=Settings(pool_size=4)) as bus:
         register(bus, Ledger(options["ledger"]), options)
@@ -124,6 +145,7 @@ def run_worker(options: dict[str, Any]) -> None:
     status = 1
     try:
         random.seed()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own
         asyncio.run(serve(options))
         status = 0
     except BaseException as error:
@@ -143,9 +165,12 @@ class Nursery:
     def answer(self, request: dict[str, Any]) -> Any:
         self._reap()
         if "start" in request:
+            # Until it listens, a signal ends it: Python may lose a KeyboardInterrupt in what it does after a fork.
+            before = signal.signal(signal.SIGINT, signal.SIG_DFL)
             if (pid := os.fork()) == 0:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 run_worker(request["start"])
+            signal.signal(signal.SIGINT, before)
             self._children.add(pid)
             return pid
         ended, self._ended = self._ended, {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -242,3 +245,166 @@ def test_a_database_without_our_schema_stops_all_processes_before_they_start(
     said = (tmp_path / "said.txt").read_text()
     assert said.count("Run `busload schema migrate`") == 2
     assert "Traceback" not in said
+
+
+def ports(tmp_path: Path) -> list[int]:
+    """Where metrics are served, as the processes have said so far."""
+    said = (tmp_path / "said.txt").read_text()
+    return [int(port) for port in re.findall(r"Metrics are at http://127\.0\.0\.1:(\d+)/metrics", said)]
+
+
+def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def answer_to(port: int, request: bytes) -> bytes:
+    """What the server says to something that need not be HTTP."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        raw.sendall(request)
+        return b"".join(iter(lambda: raw.recv(4096), b""))
+
+
+def test_metrics_are_served_while_the_worker_runs_and_no_longer(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
+) -> None:
+    """S5-19, over HTTP."""
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(30)])
+    process = spawn("worker", "app:bus", "--metrics", "127.0.0.1:0", "--settle", "immediate", "--prefetch", "20 ms")
+    [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
+    until(lambda: 'outcome="completed"} 30\n' in get(port)[1])
+    status, text, headers = get(port, "/metrics?name=all")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert int(headers["Content-Length"]) == len(text.encode())
+    assert re.search(r'^busload_worker_claimed_total\{worker=".+"\} 30$', text, re.MULTILINE)
+    assert re.search(r'^busload_worker_info\{.*settle="immediate",prefetch="0.02"\} 1$', text, re.MULTILINE)
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    assert refused(port)
+    assert "In this run 30 results were settled" in (tmp_path / "said.txt").read_text()
+
+
+def test_only_get_of_metrics_is_answered_and_nothing_a_client_does_stops_it(
+    spawn: Spawn, until: Until, database: Database, tmp_path: Path
+) -> None:
+    process = spawn("worker", "app:bus", "--metrics", "0")
+    [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
+    assert get(port, "/")[:2] == (404, "There is only /metrics.\n")
+    assert get(port, "/metricsx")[0] == 404
+    status, _, headers = get(port, method="POST")
+    assert (status, headers["Allow"]) == (405, "GET")
+    assert answer_to(port, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert answer_to(port, b"GET /metrics HTTP/2.0\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert answer_to(port, b"GET /" + b"x" * 8 * 1024).startswith(b"HTTP/1.1 431 ")
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+        silent.sendall(b"GET /metrics HT")
+        assert get(port)[0] == 200
+        process.terminate()  # and one that never finishes its request does not keep it
+        assert process.wait(timeout=30) == 0
+    assert "Traceback" not in (tmp_path / "said.txt").read_text()
+
+
+def test_clients_that_say_nothing_are_few_and_do_not_stay(spawn: Spawn, until: Until, tmp_path: Path) -> None:
+    spawn("worker", "app:bus", "--metrics", "0")
+    [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(20)]
+    answers = [one.recv(4096) for one in silent]
+    assert answers.count(b"") == 16
+    assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) == 4
+    assert get(port)[0] == 200
+    for one in silent:
+        one.close()
+
+
+def test_several_processes_serve_their_metrics_on_ports_of_their_own(
+    spawn: Spawn, until: Until, database: Database, tmp_path: Path
+) -> None:
+    first = two_free_ports()
+    options = ("--processes", 2, "--metrics", f"127.0.0.1:{first}", "--settle", "immediate", "--prefetch", "0.05ms")
+    process = spawn("worker", "app:bus", *options)
+    until(lambda: (tmp_path / "said.txt").exists() and len(ports(tmp_path)) == 2)
+    assert sorted(ports(tmp_path)) == [first, first + 1]
+    names = {re.findall(r'busload_worker_info\{worker="([^"]+)"', get(port)[1])[0] for port in ports(tmp_path)}
+    assert len(names) == 2
+    assert 'settle="immediate",prefetch="5e-05"' in get(first)[1]
+    killed, _ = until(lambda: len(pids := workers(database)) == 2 and pids)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: len(ports(tmp_path)) == 3)
+    assert sorted(set(ports(tmp_path))) == [first, first + 1]
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+
+
+def two_free_ports() -> int:
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            first: int = one.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", first + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return first
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_port_in_use_is_refused_before_the_worker_starts(
+    spawn: Spawn, tmp_path: Path, database: Database, processes: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = spawn("worker", "app:bus", "--metrics", f"127.0.0.1:{port}", "--processes", processes)
+        assert process.wait(timeout=30) == 2
+    said = " ".join((tmp_path / "said.txt").read_text().split())
+    assert f"Invalid value for --metrics: cannot listen on 127.0.0.1:{port}: Address already in use" in said
+    assert "Traceback" not in said
+    assert database.count("worker") == 0
+
+
+def test_ports_past_the_last_are_refused(spawn: Spawn, tmp_path: Path) -> None:
+    process = spawn("worker", "app:bus", "--metrics", "65535", "--processes", 2)
+    assert process.wait(timeout=30) == 2
+    said = " ".join((tmp_path / "said.txt").read_text().split())
+    assert "cannot listen on 127.0.0.1:65536" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (["--metrics", "example.com:9464"], "wanted an IP address and a port, e.g. 127.0.0.1:9464"),
+        (["--metrics", ":9464"], "wanted an IP address and a port, e.g. 127.0.0.1:9464"),
+        (["--metrics", "127.0.0.1:"], "wanted a port from 0 to 65535"),
+        (["--metrics", "127.0.0.1:65536"], "wanted a port from 0 to 65535"),
+        (["--metrics", "127.0.0.1:-1"], "wanted a port from 0 to 65535"),
+        (["--metrics", "here"], "wanted a port from 0 to 65535"),
+        (["--metrics", "::1:9464"], "wanted an IPv6 address in brackets, e.g. [::1]:9464"),
+        (["--prefetch", "soon"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
+        (["--prefetch", "-1"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
+        (["--prefetch", "1h"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
+        (["--prefetch", "nan"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
+        (["--prefetch", "8"], "prefetch (0:00:08) must be from zero to a quarter of the lease (0:00:30)"),
+        (["--prefetch", "8", "--processes", "2"], "prefetch (0:00:08) must be from zero to a quarter of the lease"),
+        (["--settle", "never"], "'never' is not one of 'coalesced', 'immediate'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_explained(
+    offline: Busload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], because: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    result = offline("worker", "app:bus", *options)
+    assert result.exit_code == 2, result.output
+    assert because in " ".join(result.stderr.split())

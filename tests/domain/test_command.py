@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from datetime import UTC, datetime, timedelta, timezone
+from inspect import signature
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -41,10 +41,10 @@ def test_values_have_the_fields_of_the_design() -> None:
         "status attempts max_attempts run_at started_at finished_at worker execution_id "
         "last_error_type last_error_code last_error_message result"
     )
-    assert [field.name for field in fields(Command)] == command.split()
-    assert [field.name for field in fields(CommandMetadata)] == f"{command} {more}".split()
+    assert list(signature(Command).parameters) == command.split()
+    assert list(signature(CommandMetadata).parameters) == f"{command} {more}".split()
     audit = "type at execution_id attempt worker operator batch_id details"
-    assert [field.name for field in fields(AuditEvent)] == audit.split()
+    assert list(signature(AuditEvent).parameters) == audit.split()
 
 
 def test_statuses_are_the_words_of_the_design() -> None:
@@ -86,6 +86,32 @@ def test_any_iterable_is_walked_once() -> None:
 
     assert len(check_all("payments", rows(), LIMITS)) == 3
     assert walked == 3
+
+
+def test_a_command_is_checked_in_full_though_one_like_it_was_fine() -> None:
+    """B41: what nearly all commands have in common is asked in a shorter way"""
+    fine = BatchCommand("Debit", data={"n": 1})
+
+    class Sub(BatchCommand):
+        pass
+
+    bad: list[tuple[Any, str]] = [
+        (BatchCommand("Debit", UUID(int=0)), "/command_id"),
+        (BatchCommand("Debit", reply_to=""), "/reply_to"),
+        (BatchCommand("Debit", correlation_id=UUID(int=0)), "/correlation_id"),
+        (BatchCommand("Debit", task_key=""), "/task_key"),
+        (BatchCommand("Debit", priority=False), "/priority"),
+        (BatchCommand("Debit", priority=0.0), "/priority"),  # type: ignore[arg-type]
+        (BatchCommand("Debit", max_attempts=0), "/max_attempts"),
+        (BatchCommand("Debit", run_at=datetime(2030, 1, 1)), "/run_at"),
+        (BatchCommand(["Debit"]), "/command_type"),  # type: ignore[arg-type]
+        (Sub("Debit", priority=False), "/priority"),
+        ("Debit", ""),
+    ]
+    for command, path in bad:
+        with pytest.raises(InvalidCommandError) as refused:
+            check_all("payments", [fine, command, fine], LIMITS)
+        assert [(p.path, p.index) for p in refused.value.problems] == [(path, 1)]
 
 
 def test_problems_come_before_duplicates() -> None:

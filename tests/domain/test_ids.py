@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from uuid import UUID
+
+import pytest
 
 from busload.domain.ids import execution_id, new_id, new_ids
 
@@ -15,6 +19,23 @@ def test_new_ids_are_of_version_7_distinct_and_ascending() -> None:
     assert ids == sorted(ids)
     assert {(id.version, id.variant) for id in ids} == {(7, "specified in RFC 4122")}
     assert new_ids(0) == []
+
+
+def test_a_new_id_is_a_uuid_like_any_other() -> None:
+    """C2: it is made in a shorter way"""
+    made = new_id()
+    twin = UUID(str(made))
+    assert (made, hash(made), made.is_safe, repr(made)) == (twin, hash(twin), twin.is_safe, repr(twin))
+    assert pickle.loads(pickle.dumps(made)) == twin
+    assert copy.deepcopy(made) == twin
+
+
+def test_counting_up_never_reaches_the_bits_that_say_version_and_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C2: not even from the highest start, with more ids than anybody makes"""
+    monkeypatch.setattr("os.urandom", lambda size: b"\xff" * size)
+    highest = new_id()
+    assert UUID(int=highest.int + 2**40).version == highest.version == 7
+    assert UUID(int=highest.int + 2**40).variant == highest.variant
 
 
 def test_an_id_carries_the_moment_it_was_made() -> None:

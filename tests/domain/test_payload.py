@@ -211,8 +211,9 @@ def test_a_lone_surrogate_is_refused_in_values_and_keys_B04(lone: str) -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, PlainFloat("nan"), PlainFloat("inf")])
 def test_a_number_that_is_not_finite_is_refused_B05(number: float) -> None:
-    problem = problem_of(encode, {"rates": [1.0, number]})
-    assert (problem.code, problem.path) == ("NON_FINITE_NUMBER", "/data/rates/1")
+    for value, where in (({"rates": [1.0, number]}, "/rates/1"), ({"from": 1.0, "to": number}, "/to"), (number, "")):
+        problem = problem_of(encode, value)
+        assert (problem.code, problem.path) == ("NON_FINITE_NUMBER", "/data" + where)
 
 
 @pytest.mark.parametrize("integer", [10**4300, -(10**4300), 1 << 200_000], ids=["4301", "-4301", "60206"])

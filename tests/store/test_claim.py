@@ -69,6 +69,170 @@ async def test_many_single_loads_are_taken_at_once(bus: CommandBus, given: Given
     assert database.count("queue") == 2
 
 
+async def test_one_claim_takes_many_single_loads_and_a_part_of_a_large_one(given: Given, database: Database) -> None:
+    """C4: one statement for all free slots, however the commands were sent."""
+    for n in range(6):
+        await given.sent(data=n)
+    await given.batch(commands=1500)
+    taken = given.claimed(limit=1200)
+    assert [one.data for one in taken[:7]] == ["0", "1", "2", "3", "4", "5", '{"n":0}']
+    assert len(taken) == len({one.id for one in taken}) == 1200
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.queue") == 306
+    assert database.rows("SELECT sum(open), sum(hi - lo + 1) FROM busload.lease") == [(1200, 1200)]
+    database.check_invariants()
+
+
+# -- neighbours -----------------------------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {"domain": DOMAIN, "priority": 0, "attempt": 1, "forgiven": 0, "replies": False}
+
+
+def sent_one_by_one(database: Database, *ids: int, **different: Any) -> None:
+    """Loads of one, as many small sends leave them: ids follow each other, and each has a time of its own."""
+    for id in ids:
+        database.rows(
+            "INSERT INTO busload.command (id, domain, command_id, command_type, data, created_at)"
+            " VALUES (%s, %s, gen_random_uuid(), 'Debit', %s::text::json, '2026-01-01'::date + %s * interval '1 s')",
+            id,
+            different.get("domain", DOMAIN),
+            str(id),
+            id,
+        )
+        load = PLAIN | different
+        database.rows(
+            "INSERT INTO busload.queue (lo, hi, domain, priority, attempt, forgiven, replies)"
+            " VALUES (%s, %s, %s, %s, %s, %s, %s)",
+            *(id, id, *load.values()),
+        )
+
+
+def leases(database: Database) -> list[tuple[int, int, int]]:
+    return database.rows("SELECT lo, hi, open FROM busload.lease ORDER BY lo")
+
+
+async def test_neighbours_that_were_sent_one_by_one_are_leased_as_one(given: Given, database: Database) -> None:
+    sent_one_by_one(database, *range(5 * 1024, 5 * 1024 + 10))
+    taken = given.claimed(limit=8)
+    assert [one.id - 5 * 1024 for one in taken] == list(range(8))
+    assert len({one.lease.lease_id for one in taken}) == 1 and taken[0].lease.unsettled == taken[0].lease.running == 8
+    assert leases(database) == [(5 * 1024, 5 * 1024 + 7, 8)]
+    assert loads(database) == [(8, 8), (9, 9)]
+    database.check_invariants()
+    given.settled(taken)
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_each_of_them_keeps_the_time_it_was_sent_at(given: Given, database: Database) -> None:
+    sent_one_by_one(database, *range(2048, 2052))
+    taken = given.claimed(limit=4)
+    assert len({one.lease.lease_id for one in taken}) == 1
+    sent = database.rows("SELECT id, created_at FROM busload.command ORDER BY id")
+    assert [(one.id, one.created_at or one.lease.created_at) for one in taken] == sent
+    assert len({created_at for _, created_at in sent}) == 4
+
+
+async def test_gaps_and_multiples_of_1024_part_neighbours(given: Given, database: Database) -> None:
+    """A load never crosses a multiple of 1024: that is how a command's place is found."""
+    sent_one_by_one(database, 2000, 2001, 2003, 2045, 2046, 2047, 2048, 2049)
+    assert len(given.claimed(limit=9)) == 8
+    assert leases(database) == [(2000, 2001, 2), (2003, 2003, 1), (2045, 2047, 3), (2048, 2049, 2)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "different", [{"priority": 1}, {"attempt": 2}, {"forgiven": 1}, {"replies": True}, {"domain": "crm"}]
+)
+async def test_what_differs_is_not_leased_as_one(given: Given, database: Database, different: dict[str, Any]) -> None:
+    sent_one_by_one(database, 2000, 2001)
+    sent_one_by_one(database, 2002, 2003, **different)
+    sent_one_by_one(database, 2004)
+    worker = given.registered_worker()
+    taken = database.perform(claim.claim(worker=worker, domains=[DOMAIN, "crm"], limit=9))
+    assert leases(database) == [(2000, 2001, 2), (2002, 2003, 2), (2004, 2004, 1)]
+    for one in taken.leased:
+        row = PLAIN | (different if one.id in (2002, 2003) else {})
+        assert (one.lease.domain, one.lease.priority, one.lease.attempt, one.lease.forgiven) == tuple(row.values())[:4]
+        assert one.data == str(one.id)
+    assert database.rows("SELECT lo, replies FROM busload.lease WHERE replies") == (
+        [(2002, True)] if "replies" in different else []
+    )
+    database.check_invariants()
+
+
+async def test_parts_of_one_load_that_were_handed_back_are_leased_as_one_again(
+    given: Given, database: Database
+) -> None:
+    await given.batch(commands=6)
+    worker = given.registered_worker()
+    first, second = given.claimed(limit=3, by=worker), given.claimed(limit=3, by=worker)
+    for part in (first, second):
+        database.perform(claim.hand_back(part[0].lease, [one.id for one in part]))
+        database.rows("DELETE FROM busload.lease WHERE open = 0")
+    assert loads(database) == [(0, 2), (3, 5)]
+    assert numbers(given.claimed(limit=6)) == [0, 1, 2, 3, 4, 5]
+    assert [(lo & 1023, hi & 1023, open) for lo, hi, open in leases(database)] == [(0, 5, 6)]
+    database.check_invariants()
+
+
+async def test_commands_of_different_batches_are_never_leased_as_one(given: Given, database: Database) -> None:
+    one, other = await given.batch(commands=1), await given.batch(commands=1)
+    database.rows("UPDATE busload.command SET id = 2000 WHERE batch_id = %s", one)
+    database.rows("UPDATE busload.command SET id = 2001 WHERE batch_id = %s", other)
+    database.rows("UPDATE busload.queue SET lo = 2000, hi = 2000 WHERE batch_id = %s", one)
+    database.rows("UPDATE busload.queue SET lo = 2001, hi = 2001 WHERE batch_id = %s", other)
+    assert [taken.lease.batch_id for taken in given.claimed(limit=2)] == [one, other]
+    assert leases(database) == [(2000, 2000, 1), (2001, 2001, 1)]
+
+
+# -- turns ----------------------------------------------------------------------------------------------------------
+
+
+async def served(given: Given, limit: int, most: int, *domains: str) -> list[list[str]]:
+    """The domains of the commands of each claim, until nothing is left or so many claims were made."""
+    worker, claims = given.registered_worker(), []
+    for _ in range(most):
+        taken = given.database.perform(claim.claim(worker=worker, domains=list(domains), limit=limit))
+        claims.append([one.lease.domain for one in taken.leased])
+    return claims
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10])
+@pytest.mark.parametrize("order", [("backlog", "small"), ("small", "backlog")])
+async def test_a_domain_does_not_starve_behind_the_backlog_of_another(
+    bus: CommandBus, given: Given, limit: int, order: tuple[str, str]
+) -> None:
+    """A hundred loads that came first, and one command: domains take turns, whichever was named first."""
+    for _ in range(100):
+        await bus.send("backlog", "Debit")
+    await bus.send("small", "Debit")
+    claims = await served(given, limit, 30, *order)
+    first = next(n for n, domains in enumerate(claims) if "small" in domains)
+    assert first == 0 if limit > 1 else first < 30  # one slot: each turn is a toss, thirty of them a certainty
+
+
+async def test_a_domain_does_not_starve_behind_large_loads(bus: CommandBus, given: Given) -> None:
+    await bus.create_batch("backlog", [BatchCommand("Debit") for _ in range(3000)])
+    await bus.send("small", "Debit")
+    claims = await served(given, 20, 40, "backlog", "small")
+    assert any("small" in domains for domains in claims)
+
+
+async def test_between_equal_backlogs_turns_are_equal(bus: CommandBus, given: Given) -> None:
+    for _ in range(60):
+        await bus.send("one", "Debit")
+        await bus.send("other", "Debit")
+    for domains in await served(given, 10, 12, "one", "other"):
+        assert Counter(domains) == {"one": 5, "other": 5}
+
+
+async def test_priority_counts_before_turns(bus: CommandBus, given: Given) -> None:
+    for _ in range(20):
+        await bus.send("urgent", "Debit", priority=1)
+    await bus.send("small", "Debit")
+    assert await served(given, 4, 6, "small", "urgent") == [["urgent"] * 4] * 5 + [["small"]]
+
+
 async def test_higher_priority_first_then_age(bus: CommandBus, given: Given) -> None:
     for name, priority in [("old", 0), ("low", -5), ("urgent", 9), ("young", 0), ("urgent too", 9)]:
         await bus.send(DOMAIN, "Debit", name, priority=priority)
@@ -226,6 +390,71 @@ async def test_the_first_claim_starts_the_batch_once(given: Given, database: Dat
     assert events == [(worker,)]
 
 
+def started(database: Database) -> int:
+    return int(database.value("SELECT count(*) FROM busload.event WHERE type = 'BATCH_STARTED'"))
+
+
+async def test_two_claims_at_once_start_a_batch_once(given: Given, database: Database, dsn: str) -> None:
+    batch_id = await given.batch(commands=4)
+    await given.batch(commands=4)  # so that the second claim finds something beside what the first has locked
+    database.rows("UPDATE busload.queue SET batch_id = %s", batch_id)
+    database.rows("UPDATE busload.batch SET total_count = 8 WHERE batch_id = %s", batch_id)
+    worker = given.registered_worker()
+    with psycopg.connect(dsn) as first:
+        assert perform(first, claim.claim(worker=worker, domains=[DOMAIN], limit=4)).leased
+        assert len(given.claimed(limit=4, by=worker)) == 4
+        first.commit()
+    assert started(database) == 1
+    assert (await given.batch_now(batch_id)).status == "IN_PROGRESS"
+
+
+async def test_when_the_claim_that_starts_a_batch_is_undone_another_one_starts_it(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=4)
+    worker = given.registered_worker()
+    with psycopg.connect(dsn) as undone:
+        perform(undone, claim.claim(worker=worker, domains=[DOMAIN], limit=1))
+        undone.rollback()
+    assert ((await given.batch_now(batch_id)).status, started(database)) == ("PENDING", 0)
+    given.claimed()
+    assert ((await given.batch_now(batch_id)).status, started(database)) == ("IN_PROGRESS", 1)
+
+
+async def test_a_claim_that_starts_nothing_writes_no_event(given: Given, database: Database) -> None:
+    """Even an insert of no rows would wake the trigger on events, for each claim."""
+    await given.batch(commands=3)
+    await given.sent()
+    worker = given.registered_worker()
+    given.claimed(by=worker)
+    database.rows(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'an insert into event'; END $$"
+    )
+    database.rows("CREATE TRIGGER refuse BEFORE INSERT ON busload.event EXECUTE FUNCTION refuse()")
+    assert len(given.claimed(limit=5, by=worker)) == 3
+    assert given.claimed(limit=5, by=worker) == []
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+async def test_a_claim_says_what_has_not_ended_of_a_batch_that_takes_no_more(
+    bus: CommandBus, given: Given, sealed: bool
+) -> None:
+    """C3: by this the worker knows the last commands of a batch."""
+    async with bus.open_batch(DOMAIN, checkpoint_size=5) as batch:
+        for _ in range(5):
+            await batch.add("Debit")
+        if sealed:
+            await bus.seal_batch(DOMAIN, batch.batch_id)
+        worker = given.registered_worker()
+        first = given.claimed(limit=2, by=worker)
+        assert {one.lease.remaining for one in first} == {5 if sealed else None}
+        given.settled(first[:1])
+        given.settled(first[1:], FAILED_ATTEMPT, delay=60.0)
+        assert {one.lease.remaining for one in given.claimed(limit=9, by=worker)} == {4 if sealed else None}
+    await given.sent()
+    assert [one.lease.remaining for one in given.claimed()] == [None]
+
+
 async def test_a_locked_batch_row_neither_delays_a_claim_nor_is_its_start_forgotten(
     given: Given, database: Database, dsn: str
 ) -> None:
@@ -313,6 +542,55 @@ async def test_only_the_first_give_back_leaves_an_event(given: Given, database: 
     assert database.value("SELECT attempt FROM busload.queue") == 1
 
 
+async def test_what_is_handed_back_is_ready_at_once_and_burns_no_attempt(given: Given, database: Database) -> None:
+    """C4: commands that stood in line, while others of their lease run."""
+    batch_id = await given.batch(commands=8)
+    leased = given.claimed(limit=8)
+    waiting = [leased[n] for n in (1, 2, 3, 6, 7)]
+
+    assert database.perform(claim.hand_back(leased[0].lease, [one.id for one in waiting])) is True
+
+    assert loads(database) == [(1, 3), (6, 7)]
+    assert database.rows("SELECT DISTINCT attempt, batch_id FROM busload.queue") == [(1, batch_id)]
+    assert database.rows("SELECT open, cardinality(returned) FROM busload.lease") == [(3, 5)]
+    assert database.rows("SELECT lo & 1023, hi & 1023 FROM busload.event WHERE type = 'RELEASED' ORDER BY lo") == [
+        (1, 3),
+        (6, 7),
+    ]
+    database.check_invariants()
+    again = given.claimed(limit=9)
+    assert [one.id for one in again] == [one.id for one in waiting]
+    given.settled([leased[n] for n in (0, 4, 5)])
+    given.settled(again)
+    assert (await given.batch_now(batch_id)).status == "COMPLETED" and database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_handing_back_twice_changes_nothing(given: Given, database: Database) -> None:
+    """Its answer was lost."""
+    await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    database.perform(claim.hand_back(leased[0].lease, [leased[1].id, leased[2].id]))
+    before = database.everything()
+    assert database.perform(claim.hand_back(leased[0].lease, [leased[1].id, leased[2].id])) is False
+    assert database.everything() == before
+    database.check_invariants()
+
+
+async def test_what_is_handed_back_by_a_worker_that_lost_its_lease_changes_nothing(
+    given: Given, database: Database
+) -> None:
+    """S5-D7: it was rescued meanwhile, and is ready already."""
+    await given.batch(commands=3)
+    late = given.claimed(limit=3, by=(dead := given.registered_worker()))
+    given.died(dead)
+    given.rescued()
+    before = database.everything()
+    assert database.perform(claim.hand_back(late[0].lease, [one.id for one in late])) is False
+    assert database.everything() == before
+    database.check_invariants()
+
+
 async def test_a_returned_command_can_be_claimed_while_its_neighbours_still_run(
     given: Given, database: Database
 ) -> None:
@@ -372,3 +650,19 @@ async def test_a_lease_whose_commands_were_deleted_by_other_hands_yields_nothing
     await given.sent()
     database.rows("DELETE FROM busload.command")
     assert given.claimed() == []
+
+
+async def test_a_claim_that_finds_part_of_the_work_locked_says_so(
+    given: Given, database: Database, bus: CommandBus, dsn: str
+) -> None:
+    """A worker with free slots must come back soon, not at its next poll (C4)."""
+    worker = given.registered_worker()
+    await given.batch(commands=1000)
+    for _ in range(50):
+        await bus.send(DOMAIN, "Debit", {})
+    with held_open(dsn, "SELECT FROM busload.queue ORDER BY hi LIMIT 1 FOR UPDATE"):
+        found = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=100))
+        assert 1 <= len(found.leased) <= 50
+        assert found.contended
+    rest = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=100))
+    assert (len(rest.leased), rest.contended) == (100, False)

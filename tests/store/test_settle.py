@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -35,8 +36,8 @@ OUTCOMES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def settlement(leased: list[Leased], outcome: str = COMPLETED, **details: Any) -> Plan[set[int]]:
-    return settle.settle([Transition(one, outcome, **details) for one in leased], now=0.0)
+def settlement(leased: list[Leased], outcome: str = COMPLETED, *, again: bool = True, **details: Any) -> Plan[set[int]]:
+    return settle.settle([Transition(one, outcome, **details) for one in leased], now=0.0, again=again)
 
 
 def beside(dsn: str, plan: Callable[[], Plan[Any]], *, autocommit: bool = False) -> tuple[threading.Thread, list[Any]]:
@@ -174,6 +175,269 @@ async def test_a_repetition_that_carries_new_results_settles_those(given: Given,
     assert given.settled(leased) == {one.id for one in leased}
     assert (await given.batch_now(batch_id)).completed_count == 3
     assert database.count("lease") == 0
+    database.check_invariants()
+
+
+# -- hoping for a first time ----------------------------------------------------------------------------------------
+
+
+def hopeful(dsn: str, plan: Plan[Any]) -> Any:
+    """As a worker's flush does it: each statement is a transaction."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        return perform(conn, plan)
+
+
+@pytest.mark.parametrize(("outcome", "details"), OUTCOMES)
+@pytest.mark.parametrize("rest", [0, 1])
+async def test_a_first_time_that_was_not_the_first_is_credited_and_counts_once(
+    given: Given, database: Database, dsn: str, outcome: str, details: dict[str, Any], rest: int
+) -> None:
+    """F37: the answer to the first one was lost; its lease is still open, or closed with it."""
+    await given.batch(commands=2 + rest)
+    leased = given.claimed(limit=2 + rest)
+    ids = {one.id for one in leased[:2]}
+    assert hopeful(dsn, settlement(leased[:2], outcome, again=False, **details)) == ids
+    before = database.everything()
+    batch = database.rows("SELECT b::text FROM busload.batch AS b")
+    assert hopeful(dsn, settlement(leased[:2], outcome, again=False, **details)) == ids
+    assert database.everything() == before and database.rows("SELECT b::text FROM busload.batch AS b") == batch
+    assert database.count("lease") == rest
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+async def test_recorded_and_new_results_together_are_each_credited_once(
+    given: Given, database: Database, dsn: str, known: int
+) -> None:
+    """F37, S5-13: the statement that meets a recorded one changes nothing; its repetition writes the rest."""
+    batches = [await given.batch(commands=2) for _ in range(2)]
+    leased = given.claimed(limit=4)
+    hopeful(dsn, settlement(leased[:known], again=False))
+    assert hopeful(dsn, settlement(leased, again=False)) == {one.id for one in leased}
+    assert [counts(await given.batch_now(id)) for id in batches] == [(2, 2, 0, 0, 0)] * 2
+    assert database.count("lease") == 0 and database.count("execution") == 4
+    database.check_invariants()
+
+
+async def test_results_of_a_lost_lease_beside_recorded_and_new_ones_do_not_count(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """S5-D7, F37: three fates in one flush, each its own."""
+    await given.batch(commands=4)
+    lost = given.claimed(by=(dead := given.registered_worker()))
+    known, new = given.claimed(limit=2), given.claimed()
+    given.died(dead)
+    given.rescued()
+    hopeful(dsn, settlement(known[:1], again=False))
+    credited = hopeful(dsn, settlement([*lost, *known, *new], again=False))
+    assert credited == {one.id for one in [*known, *new]}
+    assert database.count("execution") == 3
+    database.check_invariants()
+
+
+async def test_a_lost_answer_with_another_outcome_is_not_credited(given: Given, database: Database, dsn: str) -> None:
+    """What is recorded stands."""
+    await given.batch(commands=2)
+    leased = given.claimed(limit=2)
+    hopeful(dsn, settlement(leased[:1], FAILED, again=False))
+    assert hopeful(dsn, settlement(leased, again=False)) == {leased[1].id}
+    assert database.rows("SELECT outcome FROM busload.execution ORDER BY command") == [(FAILED,), (COMPLETED,)]
+    database.check_invariants()
+
+
+async def test_the_same_first_time_twice_at_once_counts_once(given: Given, database: Database, dsn: str) -> None:
+    """F37: the server is still at the first one when the worker has given up waiting and repeats it."""
+    batch_id = await given.batch(commands=3)
+    leased = given.claimed(limit=3)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement(leased, again=False))
+        thread, answers = beside(dsn, lambda: settlement(leased, again=False), autocommit=True)
+        first.commit()
+    thread.join(10)
+    assert answers == [{one.id for one in leased}]
+    assert counts(await given.batch_now(batch_id)) == (3, 3, 0, 0, 0)
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+# -- one statement --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+async def test_the_counters_are_folded_once_for_a_whole_flush(given: Given, dsn: str, batches: int) -> None:
+    """S5-D1: a trigger for each row would have run five hundred times."""
+    for _ in range(batches):
+        await given.batch(commands=500 // batches)
+    leased = given.claimed(limit=500)
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SET LOCAL track_functions = 'pl'")
+        assert len(perform(conn, settlement(leased, again=False))) == 500
+        calls = "SELECT funcname, calls FROM pg_stat_xact_user_functions WHERE schemaname = 'busload'"
+        counted: dict[str, int] = dict(conn.execute(calls).fetchall())
+    assert {"fold_executions": 1, "fold": 1, "decide": 1}.items() <= counted.items()
+
+
+async def test_a_flush_that_ends_no_batch_decides_nothing(given: Given, dsn: str) -> None:
+    await given.batch(commands=500)
+    leased = given.claimed(limit=499)
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SET LOCAL track_functions = 'pl'")
+        perform(conn, settlement(leased, again=False))
+        calls = "SELECT funcname, calls FROM pg_stat_xact_user_functions WHERE schemaname = 'busload'"
+        counted: dict[str, int] = dict(conn.execute(calls).fetchall())
+    assert counted.get("fold") == 1 and "decide" not in counted
+
+
+async def test_a_flush_that_fails_writes_nothing(given: Given, database: Database, dsn: str) -> None:
+    """S5-13: all or nothing, also for what comes before the one that cannot be stored."""
+    await given.batch(commands=5)
+    leased = given.claimed(limit=5)
+    before = database.everything()
+    bad = [Transition(one, COMPLETED, "{}" if n < 4 else "{no json") for n, one in enumerate(leased)]
+    with pytest.raises(psycopg.DataError):
+        hopeful(dsn, settle.settle(bad, now=0.0, again=False))
+    assert database.everything() == before
+    database.check_invariants()
+
+
+async def test_two_flushes_over_the_same_20_batches_in_opposite_order_do_not_deadlock(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """S5-D5, F19: both wait for a batch in the middle; one that had gone the other way would hold what is next."""
+    batches = [await given.batch(commands=2) for _ in range(20)]
+    worker = given.registered_worker()
+    pairs = [(given.claimed(by=worker)[0], given.claimed(by=worker)[0]) for _ in batches]
+    deadlocks = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+    before = database.value(deadlocks)
+    middle = sorted(one.lease.batch_id for one, _ in pairs if one.lease.batch_id is not None)[10]
+    with psycopg.connect(dsn) as brake:
+        brake.execute("SELECT FROM busload.batch WHERE batch_id = %s FOR UPDATE", [middle])
+        forth = beside(dsn, lambda: settlement([one for one, _ in pairs]), autocommit=True)
+        back = beside(dsn, lambda: settlement([other for _, other in reversed(pairs)]), autocommit=True)
+        brake.rollback()
+    for thread, answers in (forth, back):
+        thread.join(20)
+        assert [len(answer) for answer in answers] == [20]
+    assert database.value(deadlocks) == before
+    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 20
+    database.check_invariants()
+
+
+async def test_two_flushes_over_the_same_20_leases_in_opposite_order_do_not_deadlock(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """S5-D5: leases are locked in the order of their ids, before anything else."""
+    for _ in range(20):
+        await given.batch(commands=2)
+    leased = given.claimed(limit=40)
+    ones, others = leased[::2], leased[1::2]
+    middle = sorted({one.lease.lease_id for one in leased})[10]
+    with psycopg.connect(dsn) as brake:
+        brake.execute("SELECT FROM busload.lease WHERE lease_id = %s FOR UPDATE", [middle])
+        forth = beside(dsn, lambda: settlement(ones), autocommit=True)
+        back = beside(dsn, lambda: settlement(others[::-1]), autocommit=True)
+        brake.rollback()
+    for thread, answers in (forth, back):
+        thread.join(20)
+        assert [len(answer) for answer in answers] == [20]
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+# -- the start and the end of a batch, by whoever comes first -------------------------------------------------------
+
+
+def events(database: Database, type: str) -> int:
+    return int(database.value("SELECT count(*) FROM busload.event WHERE type = %s", type))
+
+
+async def not_started(given: Given, dsn: str, commands: int) -> list[Leased]:
+    """A claim that could not have the batch's row, and left its start to the first settlement."""
+    with psycopg.connect(dsn) as brake:
+        brake.execute("SELECT FROM busload.batch FOR UPDATE")
+        leased = given.claimed(limit=commands)
+    assert given.database.value("SELECT status FROM busload.batch") == "PENDING"
+    return leased
+
+
+async def test_a_settlement_that_waits_for_the_claim_that_starts_the_batch_does_not_start_it_again(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """P5: what it sees when it gets the row counts, not what it saw before it waited."""
+    await given.batch(commands=4)
+    leased = await not_started(given, dsn, 2)
+    worker = given.registered_worker()
+    with psycopg.connect(dsn) as claiming:
+        assert perform(claiming, claim.claim(worker=worker, domains=[DOMAIN], limit=1)).leased
+        thread, answers = beside(dsn, lambda: settlement(leased))
+        assert answers == []
+        claiming.commit()
+    thread.join(10)
+    assert answers == [{one.id for one in leased}]
+    assert events(database, "BATCH_STARTED") == 1
+    database.check_invariants()
+
+
+async def test_a_claim_beside_the_settlement_that_starts_the_batch_does_not_start_it_again(
+    given: Given, database: Database, dsn: str
+) -> None:
+    await given.batch(commands=4)
+    leased = await not_started(given, dsn, 2)
+    with psycopg.connect(dsn) as settling:
+        perform(settling, settlement(leased))
+        assert len(given.claimed(limit=2)) == 2
+        settling.commit()
+    assert events(database, "BATCH_STARTED") == 1
+    database.check_invariants()
+
+
+async def test_two_settlements_that_both_find_the_batch_not_started_start_it_once(
+    given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(commands=4)
+    leased = await not_started(given, dsn, 4)
+    with psycopg.connect(dsn) as first:
+        perform(first, settlement(leased[:1]))
+        thread, answers = beside(dsn, lambda: settlement(leased[1:]))
+        first.commit()
+    thread.join(10)
+    assert answers == [{one.id for one in leased[1:]}]
+    assert (events(database, "BATCH_STARTED"), events(database, "BATCH_COMPLETED")) == (1, 1)
+    assert (await given.batch_now(batch_id)).started_at is not None
+    database.check_invariants()
+
+
+async def test_claims_and_settlements_that_race_start_and_complete_each_batch_once(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """P5: four workers over the same small batches, each claim and each settlement a race for the row."""
+    batches = [await given.batch(commands=6) for _ in range(40)]
+    workers = [given.registered_worker() for _ in range(4)]
+    barrier = threading.Barrier(len(workers))
+    errors: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                barrier.wait()
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline:
+                    found = perform(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=2))
+                    if found.leased:
+                        perform(conn, settlement(found.leased, again=False))
+                    elif not found.contended:
+                        return
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert errors == []
+    assert (events(database, "BATCH_STARTED"), events(database, "BATCH_COMPLETED")) == (40, 40)
+    assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 40
     database.check_invariants()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from typing import Any
 from uuid import UUID, uuid4
@@ -12,13 +13,17 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg._queries import MAX_CACHED_STATEMENT_LENGTH
 
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.store import claim, rescue, settle
-from busload.store.plan import Plan, Statement, perform
+from busload.store.arrays import Packed
+from busload.store.connection import engine_pool
+from busload.store.plan import Plan, Statement, perform, perform_async
 from busload.store.schema import migrate
 from busload.store.statements import statements
 from busload.testing import TestServer
+from tests.given import DOMAIN, Database, Given, eventually
 
 STORE = files("busload.store")
 SUBJECTS = sorted(file.name.removesuffix(".sql") for file in STORE.iterdir() if file.name.endswith(".sql"))
@@ -45,6 +50,23 @@ def as_prepared(text: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("name", OWNED)
 def test_every_parameter_carries_its_cast(name: str) -> None:
     assert re.findall(r"%\(\w+\)[sbt](?!::[a-z])", OWNED[name]) == []
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_no_statement_is_too_long_to_be_remembered(name: str) -> None:
+    """Beyond this length psycopg reads a statement anew for each call, which takes longer than to run it."""
+    assert MAX_CACHED_STATEMENT_LENGTH == 4096
+    assert len(OWNED[name].encode()) <= MAX_CACHED_STATEMENT_LENGTH
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_what_is_left_out_of_a_statement_to_shorten_it_is_not_missed(subject: str) -> None:
+    """Comments and line breaks go; a text that holds two dashes or two spaces would lose them, so there is none."""
+    source = STORE.joinpath(f"{subject}.sql").read_text()
+    code = re.sub(r"^--.*$", "", source, flags=re.MULTILINE)
+    assert [text for text in re.findall(r"'[^'\n]*'", code) if "--" in text or "  " in text] == []
+    for text in statements(subject).by_name.values():
+        assert b"--" not in text and b"\n" not in text and b"  " not in text
 
 
 def test_the_server_prepares_every_statement(either_server: TestServer) -> None:
@@ -155,6 +177,14 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
     }
 
 
+def plain(value: Any) -> Any:
+    """A packed array as the list it was made from."""
+    if not isinstance(value, Packed):
+        return value
+    [count] = struct.unpack_from("!i", value, 12)
+    return list(struct.unpack_from("!" + f"i{value.code}" * count, value, 20)[1::2])
+
+
 def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "Relation Name" in node:
         yield node["Node Type"], node["Relation Name"]
@@ -187,7 +217,7 @@ def test_with_a_backlog_of_100_000_the_hot_statements_use_their_indexes(
         text, names = as_prepared(statement.sql.decode())
         backlog.execute(f"PREPARE hot AS {text}".encode())
         try:
-            values = sql.SQL(", ").join(sql.Literal(statement.params[name]) for name in names)
+            values = sql.SQL(", ").join(sql.Literal(plain(statement.params[name])) for name in names)
             call = sql.SQL("EXECUTE hot ({})").format(values) if names else sql.SQL("EXECUTE hot")
             [(found,)] = backlog.execute(sql.SQL("EXPLAIN (FORMAT JSON) {}").format(call)).fetchall()
         finally:
@@ -222,3 +252,73 @@ def test_a_claim_of_a_hundred_reads_about_as_many_rows_of_the_backlog(backlog: p
         after = backlog.execute(reads).fetchone()
         assert len(taken.leased) == 100
         assert before is not None and after is not None and after[0] - before[0] <= 500
+
+
+# -- plans that were made too early ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first time", "repeated"])
+async def test_a_plan_made_on_empty_tables_does_not_read_full_ones_from_end_to_end(
+    given: Given, database: Database, dsn: str, again: bool
+) -> None:
+    """A worker plans each statement once, when its tables may be empty and known to be: then reading all is cheapest.
+
+    Counted by the server in rows, not in time: to settle 20 times 1,000 reads what is settled, and not each time all
+    that was settled before, or that others hold.
+    """
+    database.rows("VACUUM ANALYZE")
+    async with engine_pool(dsn, 1) as pool, pool.connection() as conn:
+        worker = given.registered_worker()
+        empty = await perform_async(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=1))
+        assert empty.leased == []
+        unknown = Lease(uuid4(), 1, 1, DOMAIN, None, 0, 1, 0, 0, datetime.now(UTC))
+        for _ in range(10):  # more often than any server waits before it settles on a plan
+            transition = Transition(Leased(unknown, 1, uuid4(), "Debit", None), COMPLETED)
+            assert await perform_async(conn, settle.settle([transition], now=0.0, again=again)) == set()
+        fill_aside(database)
+        for _ in range(20):
+            await given.batch(commands=1000)
+        await conn.execute("SELECT pg_stat_force_next_flush()", prepare=False)
+        before = rows_read(database)
+        for _ in range(20):
+            taken = await perform_async(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=1000))
+            transitions = [Transition(one, COMPLETED) for one in taken.leased]
+            for part in (transitions[:500], transitions[500:]):  # the lease stays open, and is closed
+                assert len(await perform_async(conn, settle.settle(part, now=0.0, again=again))) == 500
+        await conn.execute("SELECT pg_stat_force_next_flush()", prepare=False)
+        await conn.execute("SELECT 1", prepare=False)
+        await eventually(lambda: rows_read(database)["execution"][2] - before["execution"][2] >= 20_000)
+    after = rows_read(database)
+    for table in ("execution", "lease", "batch", "queue"):
+        scans, read = (after[table][n] - before[table][n] for n in range(2))
+        assert scans == 0, f"{table} was read from end to end {scans} times"
+        assert read <= 40 * 25, f"{read} rows of {table} were read for 40 flushes"
+    assert database.value("SELECT count(*) FROM busload.execution WHERE batch_id IS NOT NULL") == 20_000
+
+
+def fill_aside(database: Database) -> None:
+    """Others are at work as well: 3,000 leases, batches and executions that are not ours to read."""
+    database.rows(
+        "INSERT INTO busload.batch (batch_id, domain, status, total_count, sealed_at)"
+        " SELECT gen_random_uuid(), 'crm', 'IN_PROGRESS', 1000, now() FROM generate_series(1, 3000)"
+    )
+    database.rows(
+        "INSERT INTO busload.lease"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
+        " SELECT gen_random_uuid(), n * 1024, n * 1024, 'crm', 0, 1, 0, 0, false, 1, 1"
+        "   FROM generate_series(1000000, 1003000) AS n"
+    )
+    database.rows(
+        "INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at)"
+        " SELECT n::bigint * 1024, 1, 'COMPLETED', gen_random_uuid(), 1, now(), now()"
+        "   FROM generate_series(1000000, 1003000) AS n"
+    )
+
+
+def rows_read(database: Database) -> dict[str, tuple[int, int, int]]:
+    """Per table: how often it was read from end to end, how many rows were read, how many written."""
+    rows = database.rows(
+        "SELECT relname, seq_scan, seq_tup_read + coalesce(idx_tup_fetch, 0), n_tup_ins FROM pg_stat_user_tables"
+        " WHERE schemaname = 'busload'"
+    )
+    return {table: (scans, read, written) for table, scans, read, written in rows}

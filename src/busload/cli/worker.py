@@ -6,18 +6,22 @@ import asyncio
 import importlib
 import logging
 import os
+import re
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.cli.database import reach
+from busload.cli.metrics import Address, MetricsServer, address
 from busload.settings import WorkerSettings
 from busload.worker import Worker
 
@@ -30,6 +34,14 @@ LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
+    """`0.05`, `0.05s` and `50ms` are the same."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?|\.\d{1,6})(ms|s|)", text.replace(" ", ""), re.ASCII)
+    if found is None:
+        raise click.BadParameter(f"found {text!r}, wanted seconds or milliseconds, e.g. 0.05 or 50ms")
+    return timedelta(seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
 
 
 @click.command()
@@ -60,6 +72,28 @@ _PR_SET_PDEATHSIG = 1
     help="After how much silence of a process others take over its commands.",
 )
 @click.option(
+    "--prefetch",
+    callback=duration,
+    default=f"{DEFAULTS.prefetch.total_seconds() * 1000:g}ms",
+    show_default=True,
+    metavar="SECONDS|ms",
+    help="How much work to hold ahead of the free slots; 0 claims only what can start at once.",
+)
+@click.option(
+    "--settle",
+    type=click.Choice(["coalesced", "immediate"]),
+    default=DEFAULTS.settle,
+    show_default=True,
+    help="Whether results wait a moment to be written together, or go at once.",
+)
+@click.option(
+    "--metrics",
+    "metrics_at",
+    callback=address,
+    metavar="ADDRESS:PORT",
+    help="Serve /metrics for Prometheus there, e.g. 127.0.0.1:9464; more processes take the ports after it.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="info",
@@ -74,6 +108,9 @@ def worker(
     processes: int,
     grace: float,
     lease: float,
+    prefetch: timedelta,
+    settle: Literal["coalesced", "immediate"],
+    metrics_at: Address | None,
     log_level: str,
     log_json: bool,
     parent: int | None,
@@ -86,6 +123,7 @@ def worker(
     \b
         busload worker app:bus
         busload worker app:bus --domains payments,crm --concurrency 100 --processes 2
+        busload worker app:bus --metrics 127.0.0.1:9464
     """
     if parent is not None:
         end_with(parent)
@@ -93,20 +131,36 @@ def worker(
     bus = load(application)
     served = _domains(domains, bus, application)
     settings = WorkerSettings(
-        concurrency=concurrency, lease_for=timedelta(seconds=lease), grace=timedelta(seconds=grace)
+        concurrency=concurrency,
+        lease_for=timedelta(seconds=lease),
+        grace=timedelta(seconds=grace),
+        prefetch=prefetch,
+        settle=settle,
     )
+    try:
+        serving = Worker(bus, domains=served, settings=settings)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     if bus._dsn is not None:
         reach(bus._dsn)
+    # Before anything is claimed: a port in use must not be found out by a worker that runs already.
+    listening = _listen(metrics_at, processes)
     if processes == 1:
-        _serve(Worker(bus, domains=served, settings=settings))
+        _serve(serving, listening)
         return
     options = ["--domains", ",".join(served), "--concurrency", concurrency, "--grace", grace, "--lease", lease]
+    options += ["--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
     options += ["--log-level", log_level, *(["--log-json"] if log_json else [])]
+
+    def arguments(number: int) -> list[str]:
+        metrics = [] if metrics_at is None else ["--metrics", metrics_at.after(number)]
+        return [application, *map(str, [*options, *metrics])]
+
     with SyncCommandBus(bus._dsn, settings=bus.settings) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
         probe._check_schema()
         longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
-        code = asyncio.run(Processes(processes, [application, *map(str, options)], longest).run())
+        code = asyncio.run(Processes(processes, arguments, longest).run())
     raise click.exceptions.Exit(code)
 
 
@@ -146,7 +200,7 @@ def load(application: str) -> CommandBus | SyncCommandBus:
 class Processes:
     """Keeps some worker processes running, each a `busload worker` of its own, until it is told to stop."""
 
-    def __init__(self, count: int, arguments: Sequence[str], stop_within: timedelta) -> None:
+    def __init__(self, count: int, arguments: Callable[[int], Sequence[str]], stop_within: timedelta) -> None:
         self._count, self._arguments, self._stop_within = count, arguments, stop_within
         self._running: set[asyncio.subprocess.Process] = set()
 
@@ -156,18 +210,18 @@ class Processes:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        clean = await asyncio.gather(*(self._keep_one() for _ in range(self._count)))
+        clean = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
         return 0 if all(clean) else 1
 
-    async def _keep_one(self) -> bool:
+    async def _keep_one(self, number: int) -> bool:
         """One place for a process: whoever ends there without having been told to is replaced."""
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
             began = time.monotonic()
-            process = await self._spawn()
+            process = await self._spawn(number)
             code = await self._wait_for(process)
             if self._stopping.is_set():
                 # Killed by our signal: it had not begun to serve, or had ended to.
@@ -178,10 +232,10 @@ class Processes:
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
         # In a process group of its own, so that Ctrl-C at a terminal reaches it once: through us.
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "busload.cli", "worker", *self._arguments, "--parent", str(os.getpid())),
+            *(sys.executable, "-m", "busload.cli", "worker", *self._arguments(number), "--parent", str(os.getpid())),
             process_group=0,
         )
         self._running.add(process)
@@ -266,10 +320,30 @@ def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: st
     return list(dict.fromkeys(named))
 
 
-def _serve(worker: Worker) -> None:
+def _listen(metrics_at: Address | None, processes: int) -> socket.socket | None:
+    """The socket of a process of its own; of several, each has its own, and here they are only tried."""
+    if metrics_at is None:
+        return None
+    if processes == 1:
+        return metrics_at.listen()
+    for number in range(processes):
+        metrics_at.after(number).listen().close()
+    return None
+
+
+def _serve(worker: Worker, listening: socket.socket | None) -> None:
     """Serve until told to stop. A handler's thread that never returns does not keep us: its command was handed back."""
+
+    async def serve() -> None:
+        if listening is None:
+            await worker.run()
+            return
+        async with MetricsServer(worker.metrics, listening):
+            await worker.run()
+
+    worker._ends_process = True
     try:
-        asyncio.run(worker.run())
+        asyncio.run(serve())
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided

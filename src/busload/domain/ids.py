@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from uuid import UUID
+from collections.abc import Iterator
+from itertools import count, islice
+from uuid import UUID, SafeUUID
 
 LOAD_SIZE = 1000
 """How many commands travel in one load at most."""
@@ -15,18 +17,30 @@ POSITIONS = 1024
 
 def new_id() -> UUID:
     """A UUID of version 7."""
-    return new_ids(1)[0]
+    return next(ascending_ids())
 
 
-def new_ids(count: int) -> list[UUID]:
-    """UUIDs of version 7 in ascending order: one millisecond and, below it, one random start that is counted up."""
+def new_ids(number: int) -> list[UUID]:
+    """UUIDs of version 7 in ascending order."""
+    return list(islice(ascending_ids(), number))
+
+
+def ascending_ids() -> Iterator[UUID]:
+    """UUIDs of version 7 without end: one millisecond and, below it, one random start that is counted up."""
     stamp = (time.time_ns() // 1_000_000) << 80
-    # The 74 free bits start below half of their range, so that counting up cannot overflow them.
-    start = int.from_bytes(os.urandom(10)) >> 7
-    ids = []
-    for low in range(start, start + count):
-        ids.append(UUID(int=stamp | 0x7 << 76 | (low >> 62) << 64 | 0x2 << 62 | low & 0x3FFF_FFFF_FFFF_FFFF))
-    return ids
+    drawn = int.from_bytes(os.urandom(10))
+    # The lower 62 of the 74 free bits start below half of their range: counting up cannot reach the bits above them.
+    first = stamp | 0x7 << 76 | (drawn >> 68) << 64 | 0x2 << 62 | drawn & 0x1FFF_FFFF_FFFF_FFFF
+    for value in count(first):
+        # What UUID(int=value) makes, at a third of the price: there is nothing to check about a value of ours.
+        made = _make(UUID)
+        _set_int(made, value)
+        _set_is_safe(made, _UNKNOWN)
+        yield made
+
+
+_make, _UNKNOWN = object.__new__, SafeUUID.unknown
+_set_int, _set_is_safe = vars(UUID)["int"].__set__, vars(UUID)["is_safe"].__set__
 
 
 def execution_id(lease_id: UUID, command: int) -> UUID:

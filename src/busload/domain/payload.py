@@ -7,8 +7,9 @@ types. Two differences are wanted. A tuple comes back as a list. An instance of 
 meaning on the way and are refused; keys are exactly `str`. The column is `json`, not `jsonb`: its text stays
 as it is, so -0.0 and long integers survive.
 
-Two walks share the work. `_ordinary` sees every command that is created, so it only says yes or no.
-`_plain_copy` sees the few it turned down, and says what is wrong and where, or that all is well after all.
+Three walks share the work. `_flat` knows payloads as nearly all commands have them, `_ordinary` most others; a million
+may pass, so they only say yes or no. `_plain_copy` sees the few they turned down, and says what is wrong and where, or
+that all is well after all.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Undecodable(ValueError):
 
 def encode(value: object, limits: PayloadLimits = DEFAULT_LIMITS, *, path: str = "/data") -> str:
     """The JSON text of a value that will come back exactly as it went in; raises `PayloadRefused`."""
-    if _ordinary(value, limits):
+    if _flat(value, limits) or _ordinary(value, limits):
         try:
             raw = _to_json(value)
         except UnicodeEncodeError:
@@ -128,6 +129,7 @@ _from_json = msgspec.json.Decoder().decode
 
 _CONTAINERS = (dict, list, tuple)
 _LARGEST = sys.float_info.max
+_FEW, _SHORT = 100, 1000  # so that what is far too large is not encoded to find out
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -138,6 +140,28 @@ class _Flaw:
     code: str
     message: str
     limit: int | None = None
+
+
+def _flat(value: object, limits: PayloadLimits) -> bool:
+    """Whether a value is a short dict of short scalars: `_ordinary` would say so too, in three times the time."""
+    if type(value) is not dict or len(value) > _FEW or limits.integer_digits < 19:
+        return False
+    for key, item in value.items():
+        if type(key) is not str or len(key) > _SHORT:
+            return False
+        kind = type(item)
+        if kind is int:
+            if not -0x8000_0000_0000_0000 <= item <= 0x7FFF_FFFF_FFFF_FFFF:
+                return False
+        elif kind is str:
+            if len(item) > _SHORT:
+                return False
+        elif kind is float:
+            if not -_LARGEST <= item <= _LARGEST:  # NaN is on neither side
+                return False
+        elif kind is not bool and item is not None:
+            return False
+    return True
 
 
 def _ordinary(value: object, limits: PayloadLimits) -> bool:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import repeat
+from typing import Any
 from uuid import UUID
 
 from busload.domain.execution import Lease, Leased
+from busload.domain.ids import new_id
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
 
 SQL = statements("claim")
+
+MOST = 65_000
+"""How many commands one claim takes at most: its leases are told apart by 16 bits of their id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a claim took.
 
-    `contended`: something was ready, but other workers had locked it at that moment. `refused`: the worker that asked
-    was declared dead.
+    `contended`: more was ready, but other workers had locked it at that moment. `refused`: the worker that asked was
+    declared dead.
     """
 
+    leases: list[Lease]
     leased: list[Leased]
     contended: bool
     refused: bool = False
@@ -35,13 +43,17 @@ class Promotion:
 
 
 def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True) -> Plan[Claim]:
-    rows = yield from execute(SQL.claim, worker=worker, domains=domains, limit=limit, suspects=suspects)
-    leased: list[Leased] = []
-    for _, lease_id, *row in rows:
-        if lease_id is not None:
-            _read(leased, lease_id, *row)
-    seen = rows[0][0]
-    return Claim(leased, contended=not leased and bool(seen), refused=seen is None)
+    [row] = yield from execute(
+        SQL.claim,
+        worker=worker,
+        domains=domains,
+        limit=min(limit, MOST),
+        suspects=int(suspects),
+        lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
+    )
+    seen, leases, leased = row[0], *_read(row[1:11], *row[11:])
+    contended = seen is not None and len(leased) < min(limit, seen)
+    return Claim(leases, leased, contended, refused=seen is None)
 
 
 def promote() -> Plan[Promotion]:
@@ -55,49 +67,42 @@ def give_back(lease: Lease, commands: list[int], *, pause: float, details: str) 
     return bool(rows)
 
 
+def hand_back(lease: Lease, commands: list[int]) -> Plan[bool]:
+    """Let others run commands of a lease that have not started here."""
+    rows = yield from execute(SQL.hand_back, lease_id=lease.lease_id, commands=commands)
+    return bool(rows)
+
+
 def _read(
-    leased: list[Leased],
-    lease_id: UUID,
-    lo: int,
-    hi: int,
-    domain: str,
-    batch_id: UUID | None,
-    priority: int,
-    attempt: int,
-    forgiven: int,
-    crashes: int,
+    lease_columns: tuple[list[Any], ...],
     created_at: datetime,
+    created_ats: list[datetime] | None,
     ids: list[int] | None,
-    command_ids: list[UUID] | None,
+    command_ids: list[UUID],
     command_types: list[str],
     data: list[str | None],
-    task_keys: list[str | None] | None,
-    correlation_ids: list[UUID | None] | None,
-    reply_tos: list[str | None] | None,
-    max_attempts: list[int | None] | None,
-) -> None:
-    """A lease comes as one row with an array per column; columns that hold nothing do not come at all."""
-    if command_ids is None:  # the commands were deleted by other hands; the lease is closed by the next sweep
-        return
-    lease = Lease(
-        lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, created_at, len(command_ids)
-    )
-    positions = range(lo, hi + 1) if ids is None else ids
-    if not (task_keys or correlation_ids or reply_tos or max_attempts):
-        for id, command_id, command_type, text in zip(positions, command_ids, command_types, data, strict=True):
-            leased.append(Leased(lease, id, command_id, command_type, text))
-        return
-    nothing = [None] * len(command_ids)
-    columns = zip(
-        positions,
-        command_ids,
-        command_types,
-        data,
-        task_keys or nothing,
-        correlation_ids or nothing,
-        reply_tos or nothing,
-        max_attempts or nothing,
-        strict=True,
-    )
-    for row in columns:
-        leased.append(Leased(lease, *row))
+    *rare: list[Any] | None,
+) -> tuple[list[Lease], list[Leased]]:
+    """Leases and their commands come as an array per column; of the rare ones only those that hold anything."""
+    if ids is None:
+        return [], []
+    *shared, remaining = lease_columns
+    sizes = [hi - lo + 1 for lo, hi in zip(shared[1], shared[2], strict=True)]
+    leases = list(map(Lease, *shared, repeat(created_at), sizes, sizes, remaining))
+    if ids == [id for lease in leases for id in range(lease.lo, lease.hi + 1)]:
+        owners = [lease for lease in leases for _ in range(lease.unsettled)]
+    else:
+        leases, owners = _without_deleted(leases, ids)
+    columns: list[Iterable[Any]] = [owners, ids, command_ids, command_types, data]
+    if created_ats or any(rare):
+        columns += [column or repeat(None) for column in (*rare, created_ats)]
+    return leases, list(map(Leased, *columns))
+
+
+def _without_deleted(leases: list[Lease], ids: list[int]) -> tuple[list[Lease], list[Lease]]:
+    """Leases that other hands deleted commands of; one that is left without any is closed by the next sweep."""
+    owner_of = {id: lease for lease in leases for id in range(lease.lo, lease.hi + 1)}
+    owners = [owner_of[id] for id in ids]
+    for lease in leases:
+        lease.unsettled = lease.running = owners.count(lease)
+    return [lease for lease in leases if lease.unsettled], owners

@@ -1,70 +1,79 @@
 -- name: claim
--- Take as many ready commands as there are free slots: whole loads, and a part of the last one. Of each domain only as
--- many loads are locked as hold that many commands, because a locked load is invisible to the other workers. Loads that
--- were there when a worker died are suspects: a worker runs one of them at a time, so that the next crash has a name.
+-- Take as many ready commands as were asked for: whole loads, and a part of the last one. Of each domain only as many
+-- loads are locked as hold that many commands, because a locked load is invisible to the other workers. Of equal priority,
+-- domains take turns: what is before a load in its own domain counts, then chance, so none starves behind another's backlog.
+-- Neighbours that were sent one by one are leased as one. Loads that were there when a worker died are suspects: a worker
+-- runs one of them at a time, so that the next crash has a name.
 -- The first claim of a batch starts it, if its row is free; otherwise the first settlement will. A worker that was declared
 -- dead gets nothing until its heartbeat has given it a new number: it would be taken away again, as from a dead one.
 -- A claim does not wait for the disk: if a crash undoes it, the commands are ready again, and a result of theirs cannot be
 -- durable without it.
-WITH alive AS MATERIALIZED (
+WITH alive AS (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), wanted AS (
-    SELECT d.domain, (
-        SELECT count(*) FROM (
-            SELECT sum(q.hi - q.lo + 1) OVER (ORDER BY q.priority DESC, q.hi ROWS UNBOUNDED PRECEDING) - (q.hi - q.lo + 1) AS before
-              FROM (SELECT lo, hi, priority FROM busload.queue
+    SELECT d.domain, random() AS turn, q.* FROM alive CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
+     CROSS JOIN LATERAL (
+        SELECT count(*) AS loads, sum(size) AS commands FROM (
+            SELECT size, sum(size) OVER (ORDER BY priority DESC, hi) - size AS before
+              FROM (SELECT hi, priority, (hi - lo + 1)::integer AS size FROM busload.queue
                      WHERE domain = d.domain AND crashes = 0 ORDER BY priority DESC, hi LIMIT %(limit)s::integer) AS q
-        ) AS ready WHERE before < %(limit)s::integer) AS loads
-      FROM alive CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
+        ) AS q WHERE before < %(limit)s::integer) AS q
 ), ready AS (
-    SELECT q.* FROM wanted AS w CROSS JOIN LATERAL (
+    SELECT q.*, w.turn FROM wanted AS w CROSS JOIN LATERAL (
         SELECT * FROM busload.queue
          WHERE domain = w.domain AND crashes = 0 ORDER BY priority DESC, hi LIMIT w.loads FOR UPDATE SKIP LOCKED) AS q
 ), suspect AS (
-    SELECT * FROM busload.queue
+    SELECT *, random() AS turn FROM busload.queue
      WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
-     ORDER BY priority DESC, hi LIMIT CASE WHEN %(suspects)s::boolean THEN (SELECT count(*) FROM alive) ELSE 0 END FOR UPDATE SKIP LOCKED
-), locked AS (
-    SELECT *, sum(hi - lo + 1) OVER (ORDER BY priority DESC, hi ROWS UNBOUNDED PRECEDING) - (hi - lo + 1) AS before
-      FROM (SELECT * FROM ready UNION ALL SELECT * FROM suspect) AS load
+     ORDER BY priority DESC, hi LIMIT %(suspects)s::integer * (SELECT count(*) FROM alive) FOR UPDATE SKIP LOCKED
+), lined_up AS (
+    SELECT *, sum(size) OVER (PARTITION BY domain, priority ORDER BY hi) - size AS ahead
+      FROM (SELECT *, (hi - lo + 1)::integer AS size FROM (SELECT * FROM ready UNION ALL SELECT * FROM suspect) AS load) AS load
 ), taken AS (
-    SELECT *, least(hi, lo + %(limit)s::integer - before - 1)::bigint AS upto FROM locked WHERE before < %(limit)s::integer
+    SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
+      FROM (SELECT *, sum(size) OVER (ORDER BY priority DESC, ahead, turn, hi ROWS UNBOUNDED PRECEDING) - size AS before
+              FROM lined_up) AS load
+     WHERE before < %(limit)s::integer
 ), whole AS (
     DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi))
 ), split AS (   -- only the last one can be: a scalar, so that no plan reads the whole queue for it
     UPDATE busload.queue SET lo = (SELECT upto FROM taken WHERE upto < hi) + 1 WHERE hi = (SELECT hi FROM taken WHERE upto < hi)
+), run AS (
+    SELECT min(lo) AS lo, max(upto) AS hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+      FROM (SELECT *, upto - sum(upto - lo + 1) OVER (
+                          PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10 ORDER BY hi) AS island
+              FROM taken) AS part
+     GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10, island
 ), leased AS (
     INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
-    SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes,
-           replies, %(worker)s::bigint, upto - lo + 1
-      FROM taken
+    SELECT (left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
+           replies, %(worker)s::bigint, hi - lo + 1
+      FROM run
     RETURNING *
 ), starting AS (
     SELECT batch_id FROM busload.batch
      WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased)) AND status = 'PENDING' FOR NO KEY UPDATE SKIP LOCKED
-), started AS (
-    UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
-     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM starting)) AND status = 'PENDING'
-    RETURNING batch_id
-), noted AS (
-    INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, %(worker)s::bigint FROM started
 )
-SELECT CASE WHEN EXISTS (SELECT FROM alive) THEN (SELECT coalesce(sum(loads), 0) FROM wanted)::integer END AS seen,
-       l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, c.*
-  FROM (SELECT set_config('synchronous_commit', 'off', true)) AS hasty   -- always one row
-  LEFT JOIN leased AS l ON true
-  LEFT JOIN LATERAL (
-        SELECT min(created_at) AS created_at,
-               CASE WHEN count(*) < l.hi - l.lo + 1 THEN array_agg(id ORDER BY id) END AS ids,
-               array_agg(command_id ORDER BY id) AS command_ids,
-               array_agg(command_type ORDER BY id) AS command_types,
-               array_agg(data::text ORDER BY id) AS data,
-               CASE WHEN count(task_key) > 0 THEN array_agg(task_key ORDER BY id) END AS task_keys,
-               CASE WHEN count(correlation_id) > 0 THEN array_agg(correlation_id ORDER BY id) END AS correlation_ids,
-               CASE WHEN count(reply_to) > 0 THEN array_agg(reply_to ORDER BY id) END AS reply_tos,
-               CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts ORDER BY id) END AS max_attempts
-          FROM busload.command WHERE id BETWEEN l.lo AND l.hi) AS c ON true
- ORDER BY l.priority DESC, l.hi;
+SELECT CASE WHEN EXISTS (SELECT FROM alive) THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer END, l.*, c.*
+  FROM (SELECT set_config('synchronous_commit', 'off', true),
+               (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint) FROM starting)) AS hasty
+ CROSS JOIN (
+        SELECT array_agg(lease_id), array_agg(lo), array_agg(hi), array_agg(domain), array_agg(batch_id), array_agg(priority),
+               array_agg(attempt), array_agg(forgiven), array_agg(crashes), array_agg(remaining)
+          FROM (SELECT l.*, b.remaining FROM leased AS l
+                  LEFT JOIN LATERAL (   -- what has not ended of a batch that takes no more
+                        SELECT total_count - completed_count - failed_count - canceled_count - in_troubleshooting_count AS remaining
+                          FROM busload.batch WHERE batch_id = l.batch_id AND sealed_at IS NOT NULL OFFSET 0) AS b ON true
+                 ORDER BY l.priority DESC, l.hi) AS lease) AS l
+ CROSS JOIN (
+        SELECT min(created_at), CASE WHEN min(created_at) < max(created_at) THEN array_agg(created_at) END,
+               array_agg(id), array_agg(command_id), array_agg(command_type), array_agg(data::text),
+               CASE WHEN count(task_key) > 0 THEN array_agg(task_key) END,
+               CASE WHEN count(correlation_id) > 0 THEN array_agg(correlation_id) END,
+               CASE WHEN count(reply_to) > 0 THEN array_agg(reply_to) END,
+               CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts) END
+          FROM (SELECT * FROM leased ORDER BY priority DESC, hi) AS l
+         CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c) AS c;
 
 -- name: promote
 -- What has become due is ready; whoever polls moves it. Returns how many loads moved and when the next one is due.
@@ -107,3 +116,25 @@ WITH lease AS (
                         WHERE e.lo >> 10 = load.lo >> 10 AND e.lo <= load.lo AND e.hi >= load.hi AND e.type = 'NO_HANDLER')
 )
 SELECT lease_id FROM lease;
+
+-- name: hand_back
+-- Commands of a lease that have not started and would wait too long for a slot here: ready again for whoever has one.
+-- The lease remembers them, so repeating this is harmless.
+WITH lease AS (
+    UPDATE busload.lease SET returned = returned || %(commands)b::bigint[], open = open - cardinality(%(commands)b::bigint[])
+     WHERE lease_id = %(lease_id)s::uuid AND NOT returned && %(commands)b::bigint[]
+    RETURNING *
+), rest AS (
+    SELECT id, id - row_number() OVER (ORDER BY id) AS island FROM lease CROSS JOIN unnest(%(commands)b::bigint[]) AS id
+), load AS (
+    SELECT min(id) AS lo, max(id) AS hi FROM rest GROUP BY island
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
+    SELECT load.lo, load.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies FROM load CROSS JOIN lease AS l
+    RETURNING domain
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT 'RELEASED', load.lo, load.hi, l.batch_id, l.attempt, l.lease_id, l.worker, json_build_object('since', l.since, 'crashes', l.crashes)
+      FROM load CROSS JOIN lease AS l
+)
+SELECT pg_notify('busload_ready', domain) FROM (SELECT DISTINCT domain FROM queued) AS told;

@@ -82,7 +82,8 @@ def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]
     """The pool of a worker's own statements, so that handlers cannot starve them of connections.
 
     They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
-    claim takes as long as running it, and compiling one a hundred times as long.
+    claim takes as long as running it, and compiling one a hundred times as long. A plan made while tables were small
+    must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
     """
     return AsyncConnectionPool(
         dsn,
@@ -92,6 +93,7 @@ def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]
         kwargs=PARAMETERS | {"autocommit": True, "prepare_threshold": 0},
         configure=_configure_engine,
         check=_check_async,
+        max_lifetime=300,
         name="busload-engine",
     )
 
@@ -154,6 +156,7 @@ async def _configure_engine(conn: AsyncConnection) -> None:
     if conn.prepare_threshold is not None:
         await conn.execute("SET plan_cache_mode = force_generic_plan", prepare=False)
         await conn.execute("SET jit = off", prepare=False)
+        await conn.execute("SET enable_seqscan = off", prepare=False)
 
 
 def _adapt(conn: Connection | AsyncConnection, row: Any) -> None:

@@ -7,12 +7,12 @@ caused it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import psycopg
-from psycopg.pq import Format
+from psycopg.pq import Format, TransactionStatus
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -36,15 +36,15 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Rows that go into a table by COPY; answered with no rows."""
+    """Blocks of bytes that go into a table by COPY, in the format it names; answered with no rows."""
 
     sql: bytes
-    rows: Iterable[Sequence[Any]]
+    blocks: Iterable[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Savepoint:
-    """A plan that may fail without spoiling the transaction around it; answered with its result."""
+    """A plan that may fail without spoiling the transaction around it, if there is one; answered with its result."""
 
     plan: Generator[Any, Any, Any]
 
@@ -98,6 +98,8 @@ async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
 
 def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
     if isinstance(step, Savepoint):
+        if _in_no_transaction(conn):
+            return perform(conn, step.plan)
         with conn.transaction():
             return perform(conn, step.plan)
     if isinstance(step, Script):
@@ -108,15 +110,17 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
             with cursor.copy(step.sql) as copy:
-                for row in step.rows:
-                    copy.write_row(row)
+                for block in step.blocks:
+                    copy.write(block)
             return []
         cursor.execute(step.sql, step.params)
-        return cursor.fetchall() if cursor.description else []
+        return cursor.fetchall() if cursor.rownumber is not None else []
 
 
 async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
     if isinstance(step, Savepoint):
+        if _in_no_transaction(conn):
+            return await perform_async(conn, step.plan)
         async with conn.transaction():
             return await perform_async(conn, step.plan)
     if isinstance(step, Script):
@@ -127,8 +131,13 @@ async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
             async with cursor.copy(step.sql) as copy:
-                for row in step.rows:
-                    await copy.write_row(row)
+                for block in step.blocks:
+                    await copy.write(block)
             return []
         await cursor.execute(step.sql, step.params)
-        return await cursor.fetchall() if cursor.description else []
+        return await cursor.fetchall() if cursor.rownumber is not None else []
+
+
+def _in_no_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Then each statement is one by itself, and there is nothing to spoil."""
+    return conn.autocommit and conn.info.transaction_status == TransactionStatus.IDLE

@@ -80,8 +80,8 @@ def cancel_stragglers() -> Plan[int]:
 
 
 def start_batches(*, worker: int) -> Plan[int]:
-    started = yield from execute(SQL.start_batches, worker=worker)
-    return len(started)
+    [(started, _)] = yield from execute(SQL.start_batches, worker=worker)
+    return int(started)
 
 
 def _return(leases: Sequence[UUID], *, blame: bool) -> Plan[Returned]:

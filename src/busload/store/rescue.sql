@@ -117,15 +117,7 @@ SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_a
 
 -- name: start_batches
 -- Batches that have begun while their row was taken by somebody else.
-WITH begun AS (
-    SELECT batch_id FROM busload.batch
-     WHERE status = 'PENDING' AND batch_id = ANY (ARRAY(SELECT batch_id FROM busload.lease WHERE worker = %(worker)s::bigint))
-     FOR NO KEY UPDATE SKIP LOCKED
-), started AS (
-    UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
-     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM begun)) AND status = 'PENDING'
-    RETURNING batch_id
-)
-INSERT INTO busload.event (type, batch_id, worker)
-SELECT 'BATCH_STARTED', batch_id, %(worker)s::bigint FROM started
-RETURNING batch_id;
+SELECT count(*)::integer, busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
+  FROM (SELECT batch_id FROM busload.batch
+         WHERE status = 'PENDING' AND batch_id = ANY (ARRAY(SELECT batch_id FROM busload.lease WHERE worker = %(worker)s::bigint))
+         FOR NO KEY UPDATE SKIP LOCKED) AS begun;

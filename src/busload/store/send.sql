@@ -1,11 +1,14 @@
 -- name: send
--- One command, a load of one, without a batch. A time that has passed means now.
+-- One command, a load of one, without a batch. A time that has passed means now. Its id is the given one, next to those
+-- its sender has sent before, or begins a load. If another transaction that is not over uses its command_id too, it
+-- waits for that, or fails if it takes longer than `patience`, in milliseconds.
 WITH sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, task_key, correlation_id, reply_to,
                                  priority, max_attempts, run_at)
-    VALUES (nextval('busload.load_number') * 1024, %(domain)s::text, %(command_id)s::uuid, %(command_type)s::text,
-            %(data)s::text::json, %(task_key)s::text, %(correlation_id)s::uuid, %(reply_to)s::text, %(priority)s::smallint,
-            %(max_attempts)s::smallint, %(run_at)s::timestamptz)
+    SELECT coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024), %(domain)s::text, %(command_id)s::uuid,
+           %(command_type)s::text, %(data)s::text::json, %(task_key)s::text, %(correlation_id)s::uuid, %(reply_to)s::text,
+           %(priority)s::smallint, %(max_attempts)s::smallint, %(run_at)s::timestamptz
+     WHERE %(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL
     RETURNING id, domain, priority, run_at, reply_to
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
@@ -15,15 +18,87 @@ WITH sent AS (
     INSERT INTO busload.scheduled (lo, hi, domain, priority, replies, run_at, reason)
     SELECT id, id, domain, priority, reply_to IS NOT NULL, run_at, 'RUN_AT' FROM sent WHERE run_at > now()
 )
-SELECT pg_notify('busload_ready', domain) FROM queued;
+SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
+
+-- name: notify
+SELECT pg_notify('busload_ready', domain) FROM unnest(%(domains)b::text[]) AS domain;
+
+-- name: send_some
+-- Some loads with their commands, of any domains. With a batch, which then is of their one domain, its total rises by as
+-- many; if there is none, or it is sealed, nothing is written. `patience` is that of `send`.
+WITH raised AS (
+    UPDATE busload.batch SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
+     WHERE batch_id = %(batch_id)s::uuid AND domain = (%(domains)b::text[])[1] AND sealed_at IS NULL
+    RETURNING batch_id
+), load AS MATERIALIZED (
+    SELECT nextval('busload.load_number') * 1024 - first AS shift, first, last, domain, priority, replies, run_at
+      FROM unnest(%(firsts)b::bigint[], %(lasts)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
+                  %(replies)b::boolean[], %(run_ats)b::timestamptz[])
+                  AS load (first, last, domain, priority, replies, run_at)
+     WHERE (%(batch_id)s::uuid IS NULL OR EXISTS (SELECT FROM raised))
+       AND (%(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL)
+), sent AS (
+    INSERT INTO busload.command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id, reply_to,
+                                 priority, max_attempts, run_at)
+    SELECT shift + c.nth, domain, c.command_id, c.command_type, c.data::json, %(batch_id)s::uuid, c.task_key,
+           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at
+      FROM unnest(%(command_ids)b::uuid[], %(command_types)b::text[], %(data)b::text[], %(task_keys)b::text[],
+                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[]) WITH ORDINALITY
+                  AS c (command_id, command_type, data, task_key, correlation_id, reply_to, max_attempts, nth)
+      JOIN load ON c.nth BETWEEN first AND last
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
+    SELECT shift + first, shift + last, domain, %(batch_id)s::uuid, priority, replies FROM load
+     WHERE run_at IS NULL OR run_at <= now()
+    RETURNING domain
+), scheduled AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
+    SELECT shift + first, shift + last, domain, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT' FROM load
+     WHERE run_at > now()
+)
+SELECT EXISTS (SELECT FROM load),
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS ready);
+
+-- name: create_some
+-- A batch with some commands, sealed: nothing can have ended yet, so there is nothing to decide.
+WITH opened AS (
+    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, total_count, sealed_at)
+    VALUES (%(batch_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(on_complete)s::text::json,
+            cardinality(%(command_ids)b::uuid[]), now())
+), noted AS (
+    INSERT INTO busload.event (type, batch_id) VALUES ('BATCH_SEALED', %(batch_id)s::uuid)
+), load AS MATERIALIZED (
+    SELECT nextval('busload.load_number') * 1024 - first AS shift, first, last, priority, replies, run_at
+      FROM unnest(%(firsts)b::bigint[], %(lasts)b::bigint[], %(priorities)b::smallint[], %(replies)b::boolean[],
+                  %(run_ats)b::timestamptz[]) AS load (first, last, priority, replies, run_at)
+), sent AS (
+    INSERT INTO busload.command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id, reply_to,
+                                 priority, max_attempts, run_at)
+    SELECT shift + c.nth, %(domain)s::text, c.command_id, c.command_type, c.data::json, %(batch_id)s::uuid, c.task_key,
+           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at
+      FROM unnest(%(command_ids)b::uuid[], %(command_types)b::text[], %(data)b::text[], %(task_keys)b::text[],
+                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[]) WITH ORDINALITY
+                  AS c (command_id, command_type, data, task_key, correlation_id, reply_to, max_attempts, nth)
+      JOIN load ON c.nth BETWEEN first AND last
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
+    SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies FROM load
+     WHERE run_at IS NULL OR run_at <= now()
+    RETURNING hi
+), scheduled AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
+    SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT' FROM load
+     WHERE run_at > now()
+)
+SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM queued);
 
 -- name: number_loads
 -- Load numbers are known before the commands are written, so these can be copied in.
 SELECT nextval('busload.load_number') FROM generate_series(1, %(loads)s::integer);
 
 -- name: copy_commands
-COPY busload.command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id, reply_to,
-                      priority, max_attempts, run_at) FROM STDIN;
+COPY busload.command (id, command_id, data, domain, batch_id, priority, run_at,
+                      command_type, task_key, correlation_id, reply_to, max_attempts) FROM STDIN (FORMAT binary);
 
 -- name: place_loads
 -- Put loads whose commands were just copied in where they belong: ready, or not due yet.
@@ -46,8 +121,13 @@ SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM qu
 SELECT command_id FROM busload.command WHERE domain = %(domain)s::text AND command_id = ANY (%(command_ids)b::uuid[]);
 
 -- name: open_batch
-INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete)
-VALUES (%(batch_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(on_complete)s::text::json);
+WITH opened AS (
+    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, total_count, sealed_at)
+    VALUES (%(batch_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(on_complete)s::text::json,
+            %(total)s::integer, CASE WHEN %(sealed)s::boolean THEN now() END)
+    RETURNING batch_id, sealed_at
+)
+INSERT INTO busload.event (type, batch_id) SELECT 'BATCH_SEALED', batch_id FROM opened WHERE sealed_at IS NOT NULL;
 
 -- name: raise_total
 -- Whoever sets a command's batch raises that batch's total first: no row means no such batch, or a sealed one.

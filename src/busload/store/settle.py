@@ -10,43 +10,45 @@ from uuid import UUID
 from psycopg import errors as pg
 
 from busload.domain.execution import COMPLETED, Transition
+from busload.store.arrays import Bigints, Floats, Integers
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
 
 SQL = statements("settle")
 
 
-def settle(transitions: Sequence[Transition], *, now: float) -> Plan[set[int]]:
+def settle(transitions: Sequence[Transition], *, now: float, again: bool = True) -> Plan[set[int]]:
     """Record attempts; return the ids of the commands this credited.
 
     `now` is the reading of the clock that `started` and `finished` were taken from: only differences are sent, so that
-    the database's clock dates everything.
+    the database's clock dates everything. With `again` off, a first time is hoped for, which is cheaper; if it was not
+    the first, the statement fails and is repeated with more care, so that is not for use within a transaction.
     """
+    leased = [t.leased for t in transitions]
+    ids = [one.id for one in leased]
     ordinals: dict[UUID, int] = {}
-    for t in transitions:
-        ordinals.setdefault(t.leased.lease.lease_id, len(ordinals) + 1)
     columns = {
+        "ordinals": Integers.of([ordinals.setdefault(one.lease.lease_id, len(ordinals) + 1) for one in leased]),
         "leases": list(ordinals),
-        "ordinals": [ordinals[t.leased.lease.lease_id] for t in transitions],
-        "ids": [t.leased.id for t in transitions],
+        "ids": Bigints.of(ids),
         "outcomes": _column(transitions, "outcome", usual=COMPLETED),
-        "started_ago": [now - t.leased.started for t in transitions],
-        "finished_ago": [now - t.finished for t in transitions],
+        "started_ago": Floats.of([now - one.started for one in leased]),
+        "finished_ago": Floats.of([now - t.finished for t in transitions]),
         "details": _column(transitions, "details"),
         "delays": _column(transitions, "delay"),
         "reasons": _column(transitions, "reason"),
     }
     try:
-        rows = yield from execute(SQL.settle, **columns)
+        rows = yield from execute(SQL.settle, **columns, again=again)
     except pg.UniqueViolation:
-        # The same attempts were just settled by a flush that we had given up waiting for: now it can be seen.
-        rows = yield from execute(SQL.settle, **columns)
+        # The same attempts were settled by a flush whose answer was lost, or that we had given up waiting for.
+        rows = yield from execute(SQL.settle, **columns, again=True)
     if rows[0][0] == len(transitions):
-        return {t.leased.id for t in transitions}
+        return set(ids)
     credited = yield from execute(
         SQL.credited,
-        ids=[t.leased.id for t in transitions],
-        lease_ids=[t.leased.lease.lease_id for t in transitions],
+        ids=ids,
+        lease_ids=[one.lease.lease_id for one in leased],
         outcomes=columns["outcomes"],
     )
     return {id for (id,) in credited}

@@ -1,30 +1,32 @@
 -- name: settle
 -- Record finished attempts of the leases this worker still holds. Attempts of a lease that was rescued meanwhile are
--- skipped, not overwritten: its new holder will settle them. Attempts that are recorded already are skipped too, so a
--- repetition is harmless; looking first is half the price of ON CONFLICT, and the lock on the lease keeps others out. The
+-- skipped, not overwritten: its new holder will settle them. What may have been sent before (`again`) is looked up first
+-- and skipped if it is recorded, so a repetition is harmless; the lock on the lease keeps others out meanwhile. The
 -- trigger on execution counts what was recorded. An attempt that would be tried again ends as canceled if its batch was.
--- A lease is closed with its last command.
+-- A lease is closed with its last command. OFFSET 0 keeps a plan that was made while tables were empty from reading all of
+-- them later.
 WITH held AS MATERIALIZED (
-    SELECT n.ordinal, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.open,
-           b.canceled_at IS NOT NULL AS canceled
-      FROM unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal)
-      JOIN busload.lease AS l ON l.lease_id = n.lease_id
-      LEFT JOIN busload.batch AS b ON b.batch_id = l.batch_id
-     ORDER BY l.lease_id FOR UPDATE OF l
+    SELECT lease_id, domain, batch_id, priority, attempt, forgiven, replies, worker, open
+      FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE
 ), outcome AS MATERIALIZED (
     SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker, o.delay, o.reason,
-           CASE WHEN o.outcome = 'FAILED_ATTEMPT' AND h.canceled THEN 'CANCELED' ELSE coalesce(o.outcome, 'COMPLETED') END AS outcome,
+           CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
+                WHEN o.outcome = 'FAILED_ATTEMPT' AND EXISTS (
+                     SELECT FROM busload.batch AS b WHERE b.batch_id = h.batch_id AND b.canceled_at IS NOT NULL OFFSET 0) THEN 'CANCELED'
+                ELSE o.outcome END AS outcome,
            statement_timestamp() - o.started_ago * interval '1 second' AS started_at,
            statement_timestamp() - o.finished_ago * interval '1 second' AS finished_at,
            o.details::json AS details
       FROM unnest(%(ordinals)b::integer[], %(ids)b::bigint[], %(outcomes)b::text[], %(started_ago)b::float8[],
                   %(finished_ago)b::float8[], %(details)b::text[], %(delays)b::float8[], %(reasons)b::text[])
                AS o (ordinal, id, outcome, started_ago, finished_ago, details, delay, reason)
-      JOIN held AS h ON h.ordinal = o.ordinal
+      JOIN unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = o.ordinal
+      JOIN held AS h ON h.lease_id = n.lease_id
 ), settled AS (
     INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details)
     SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details FROM outcome AS o
-     WHERE NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = o.id AND e.attempt = o.attempt)
+     WHERE NOT %(again)s::boolean
+        OR NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = o.id AND e.attempt = o.attempt OFFSET 0)
     RETURNING command, lease_id
 ), waiting_again AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, run_at, reason)
@@ -36,11 +38,13 @@ WITH held AS MATERIALIZED (
     SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, o.details
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'TROUBLESHOOTING'
 ), progress AS (   -- from the row as it was locked: this statement's snapshot may be older than that
-    SELECT h.lease_id, h.open - count(*)::integer AS open FROM settled AS s JOIN held AS h USING (lease_id) GROUP BY h.lease_id, h.open
+    SELECT h.lease_id, h.open - s.commands AS open
+      FROM (SELECT lease_id, count(*)::integer AS commands FROM settled GROUP BY lease_id) AS s JOIN held AS h USING (lease_id)
 ), closed AS (
-    DELETE FROM busload.lease AS l USING progress AS p WHERE l.lease_id = p.lease_id AND p.open <= 0
+    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
 ), kept AS (
-    UPDATE busload.lease AS l SET open = p.open FROM progress AS p WHERE l.lease_id = p.lease_id AND p.open > 0
+    UPDATE busload.lease AS l SET open = p.open FROM progress AS p
+     WHERE l.lease_id = p.lease_id AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
 ), replied AS (
     SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END, o.details) AS domain
       FROM outcome AS o JOIN settled AS s ON s.command = o.id

@@ -14,13 +14,18 @@ class Statements:
         text = files("busload.store").joinpath(f"{subject}.sql").read_text(encoding="utf-8")
         _, *named = re.split(r"^-- name: (\w+)\n", text, flags=re.MULTILINE)
         self.subject = subject
-        self.by_name = {name: body.strip().encode() for name, body in zip(named[::2], named[1::2], strict=True)}
+        self.by_name = {name: _shortened(body).encode() for name, body in zip(named[::2], named[1::2], strict=True)}
 
     def __getattr__(self, name: str) -> bytes:
         try:
             return self.by_name[name]
         except KeyError:
             raise AttributeError(f"{self.subject}.sql has no statement named {name!r}") from None
+
+
+def _shortened(statement: str) -> str:
+    """Without comments and indentation: psycopg remembers how to read statements of up to 4,096 bytes only."""
+    return " ".join(re.sub(r"--.*", "", statement).split())
 
 
 @cache

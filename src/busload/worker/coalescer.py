@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import accumulate, chain, islice
 from typing import Generic, TypeVar
 
+import psycopg
+
 from busload.errors import InvalidOperationError
+from busload.worker.stats import EVERY, CoalescerStats
 
 log = logging.getLogger("busload")
 
 T = TypeVar("T")
 LONGEST_PAUSE = 5.0
+NEARLY_FULL = 0.8
 
-
-@dataclass(slots=True)
-class CoalescerStats:
-    """What a coalescer has done so far; `waiting` is what it holds now, also while it is being flushed."""
-
-    items: int = 0
-    flushes: int = 0
-    failures: int = 0
-    waiting: int = 0
+REFUSALS = (
+    psycopg.DataError,
+    psycopg.IntegrityError,
+    psycopg.errors.ProgramLimitExceeded,  # too long, or too deep, for the server whatever its settings
+    psycopg.errors.StatementTooComplex,
+)
+"""Errors that say something about an item, so trying the same again is in vain. All others may pass."""
 
 
 class Coalescer(Generic[T]):
@@ -35,7 +39,12 @@ class Coalescer(Generic[T]):
     A flush begins when `max_size` items wait, when the oldest has waited `max_interval`, on `flush_soon()` and on
     close. While one is under way the next items gather. Items are kept until `flush` has returned: if it raises, the
     same items are passed again, after a pause that grows, so `flush` must be safe to repeat. When `capacity` items are
-    held, `put` waits; nothing is ever dropped. `merge` may fold the items of a flush before it.
+    held, `put` waits; nothing is ever dropped.
+
+    `weigh` says how many bytes an item takes: a flush then also ends at `max_bytes`, and `put` waits while four times
+    as many are held. `merge` may fold the items of a flush before it. With `on_refused`, a flush that fails by a
+    `psycopg.DataError`, an `IntegrityError` or a limit of the server is halved until the guilty items stand alone; each
+    of these is passed to `on_refused`, and the others are flushed. `stats` tells what was done, and how long it took.
     """
 
     def __init__(
@@ -46,11 +55,20 @@ class Coalescer(Generic[T]):
         max_interval: timedelta = timedelta(milliseconds=100),
         capacity: int = 500,
         merge: Callable[[Sequence[T]], Sequence[T]] | None = None,
+        weigh: Callable[[T], int] | None = None,
+        max_bytes: int = 16 * 1024 * 1024,
+        on_refused: Callable[[T, Exception], Awaitable[None]] | None = None,
+        name: str = "coalescer",
     ) -> None:
         if not 1 <= max_size <= capacity:
             raise ValueError(f"max_size must be from 1 to capacity ({capacity}), found {max_size}.")
-        self.stats = CoalescerStats()
-        self._flush, self._merge = flush, merge
+        if max_interval < timedelta(0):
+            raise ValueError(f"max_interval must not be negative, found {max_interval}.")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be 1 or more, found {max_bytes}.")
+        self.stats = CoalescerStats(capacity, 4 * max_bytes if weigh is not None else None)
+        self._flush, self._merge, self._on_refused = flush, merge, on_refused
+        self._weigh, self._max_bytes, self._name = weigh, max_bytes, name
         self._max_size, self._capacity = max_size, capacity
         self._interval = max_interval.total_seconds()
         self._items: deque[T] = deque()
@@ -60,22 +78,46 @@ class Coalescer(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._nearly_full = NEARLY_FULL * capacity
+        self._quiet_until = 0.0
 
     async def put(self, item: T) -> None:
         """Hand over an item; waits while the coalescer is full, and is refused once it is closed."""
-        while self.stats.waiting >= self._capacity and not self._closing:
-            self._room.clear()
+        while not self.offer(item):
+            if self._room.is_set():  # the first to wait says so
+                log.error(
+                    "The %s is full with %d items; waiting to hand over %.200r", self._name, self.stats.waiting, item
+                )
+                self._room.clear()
+            self.flush_soon()  # also if bytes are what it is full of: no further item can come
             await self._room.wait()
+
+    def offer(self, item: T) -> bool:
+        """Hand over an item if there is room for it; False if there is none, and then nothing has changed."""
+        stats = self.stats
         if self._closing:
             raise InvalidOperationError("The coalescer is closed and takes no more items.")
-        self.stats.waiting += 1
+        if stats.waiting >= self._capacity:
+            return False
+        if self._weigh is not None:
+            weight = self._weigh(item)
+            if stats.waiting_bytes and stats.waiting_bytes + weight > 4 * self._max_bytes:
+                return False
+            stats.waiting_bytes += weight
+        stats.waiting += 1
         self._items.append(item)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="busload-coalescer")
-        if len(self._items) >= self._max_size:
+        count = len(self._items)
+        if count % EVERY == 1:
+            stats.mark()
+            if stats.waiting >= self._nearly_full:  # the flush under way may hang
+                self._warn_when_nearly_full()
+        if count == self._max_size:
             self._due.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self._due.set)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"busload-{self._name}")
+        return True
 
     def flush_soon(self) -> None:
         """Do not wait for more: nobody is about to hand over another item."""
@@ -83,21 +125,25 @@ class Coalescer(Generic[T]):
             self._due.set()
 
     async def close(self, deadline: timedelta | None = None) -> list[T]:
-        """Flush what is held and stop. After the deadline, stop anyway and return what could not be flushed."""
+        """Flush what is held and stop; closing again does no harm.
+
+        After the deadline, stop anyway and return what could not be flushed.
+        """
         self._closing = True
         self._room.set()
         self._due.set()
         if self._task is not None:
-            try:
-                async with asyncio.timeout(None if deadline is None else deadline.total_seconds()):
-                    await asyncio.shield(self._task)
-            except TimeoutError:
+            await asyncio.wait({self._task}, timeout=None if deadline is None else deadline.total_seconds())
+            if not self._task.done():
                 self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+                await asyncio.wait({self._task})
+            if not self._task.cancelled():
+                self._task.result()
         if self._timer is not None:
             self._timer.cancel()
         left = list(self._items)
         self._items.clear()
+        self.stats.waiting = self.stats.waiting_bytes = 0
         return left
 
     async def _run(self) -> None:
@@ -108,32 +154,82 @@ class Coalescer(Generic[T]):
                 self._timer.cancel()
                 self._timer = None
             # What has gathered leaves in full flushes and one last, smaller one.
-            for _ in range(-(-len(self._items) // self._max_size)):
-                await self._flush_once()
+            gathered = len(self._items)
+            while gathered > 0:
+                gathered -= await self._flush_once()
             if self._items:
                 self._due.set()
 
-    async def _flush_once(self) -> None:
-        items = [self._items.popleft() for _ in range(min(self._max_size, len(self._items)))]
+    async def _flush_once(self) -> int:
+        items = self._next_items()
+        began = time.monotonic()
+        parts: list[Sequence[T]] = [items]
         try:
-            await self._repeat(items)
+            if self._merge is not None:
+                await self._insist(partial(self._fold, parts), len(items), halve=False)
+            while parts:
+                await self._flush_first(parts)
         except BaseException:
-            self._items.extendleft(reversed(items))  # still ours: close() hands it to the caller
+            self._items.extendleft(reversed(list(chain(*parts))))  # still ours: close() hands it to the caller
             raise
-        self.stats.waiting -= len(items)
-        self.stats.items += len(items)
-        self.stats.flushes += 1
+        self.stats.flushed(len(items), sum(map(self._weigh, items)) if self._weigh else 0, time.monotonic() - began)
+        log.debug("The %s flushed %d items in %.1f ms", self._name, len(items), 1000 * self.stats.last_flush)
         if self.stats.waiting < self._capacity:
             self._room.set()
+        return len(items)
 
-    async def _repeat(self, items: Sequence[T]) -> None:
+    async def _fold(self, parts: list[Sequence[T]]) -> None:
+        if self._merge is not None:
+            parts[0] = self._merge(parts[0])
+
+    def _next_items(self) -> list[T]:
+        """As many items as may leave together; at least one, however heavy."""
+        if self._weigh is None or self.stats.waiting_bytes <= self._max_bytes:
+            count = min(self._max_size, len(self._items))
+        else:
+            totals = accumulate(map(self._weigh, islice(self._items, self._max_size)))
+            count = max(1, sum(total <= self._max_bytes for total in totals))
+        return [self._items.popleft() for _ in range(count)]
+
+    def _warn_when_nearly_full(self) -> None:
+        now = time.monotonic()
+        if self.stats.fullness >= NEARLY_FULL and now >= self._quiet_until:
+            self._quiet_until = now + 60
+            log.warning(
+                "The %s is %.0f %% full: items come faster than they can be flushed",
+                self._name,
+                100 * self.stats.fullness,
+            )
+
+    async def _flush_first(self, parts: list[Sequence[T]]) -> None:
+        """Flush the first part until it succeeds. One that never can is halved until the guilty stand alone."""
+        part, on_refused = parts[0], self._on_refused
+        refused = await self._insist(lambda: self._flush(part), len(part), halve=on_refused is not None)
+        if refused is not None and on_refused is not None:
+            if len(part) > 1:
+                middle = len(part) // 2
+                parts[:1] = [part[:middle], part[middle:]]
+                return
+            [item], error = part, refused
+            await self._insist(lambda: on_refused(item, error), 1, halve=False)
+        del parts[0]
+
+    async def _insist(self, attempt: Callable[[], Awaitable[None]], count: int, *, halve: bool) -> Exception | None:
+        """Try until it succeeds, with pauses that grow; with `halve`, return the error that blames an item."""
         failures = 0
         while True:
+            self._warn_when_nearly_full()
             try:
-                return await self._flush(self._merge(items) if self._merge else items)
-            except Exception as error:
-                failures += 1
+                await attempt()
+                return None
+            except (Exception, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise  # it is us who are cancelled, not something that the flush had started
                 self.stats.failures += 1
+                if halve and isinstance(error, REFUSALS):
+                    return error
+                failures += 1
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
-                log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", len(items), pause, error)
+                log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", count, pause, error)
                 await asyncio.sleep(pause)

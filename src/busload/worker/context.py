@@ -98,9 +98,9 @@ class HandlerContext(_Context):
             run_at=run_at,
             max_attempts=max_attempts,
         )
-        write = self._bus._requests.send(domain, command, batch_id)
         if self._transaction is None or self._transaction.conn is None:
-            return await self._bus._write(write)
+            return await self._bus._send(domain, command, batch_id)
+        write = self._bus._requests.send(domain, command, batch_id)
         self._transaction.sends.append(write.plan)
         return SendResult(write.command_ids[0], created=True)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psycopg_pool import AsyncConnectionPool
@@ -18,9 +19,9 @@ from busload.domain.execution import (
     Leased,
     Outcome,
     Stopped,
-    Succeeded,
     Transition,
     Unreadable,
+    complete,
     decide,
 )
 from busload.domain.payload import Undecodable, decode
@@ -37,11 +38,18 @@ from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 
+LONGEST_BREATH = 0.001
+"""Seconds after which handlers that never wait for anything let the claim and the settlement have their turn."""
+
 FINAL_WORDS = (BusinessRuleError, PermanentCommandError)
 
 
 class Executor:
-    """Slots that take commands from a queue: a slot costs a fifth of a task per command."""
+    """Slots that take commands from a line: a slot costs a fifth of a task per command.
+
+    More commands may stand in line than there are slots. `low_water` is set by whoever fills the line: as soon as no
+    more than that are in hand, `on_free` is called.
+    """
 
     def __init__(
         self,
@@ -56,35 +64,55 @@ class Executor:
         self._bus, self._transactions, self._threads = bus, transactions, threads
         self._held, self._settlement = held, settlement
         self._concurrency, self._on_free = concurrency, on_free
-        self._waiting: asyncio.Queue[Leased] = asyncio.Queue()
+        self._limits = bus.settings.limits.payload
+        self._line: deque[Leased] = deque()
+        self._resting: list[asyncio.Future[None]] = []
         self._slots: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
+        self._breathed = self._busy = self._busy_since = 0.0
         self._stopping = False
         self.in_hand = 0
+        self.finished = 0
+        self.low_water = concurrency - 1
 
     @property
-    def free(self) -> int:
-        return self._concurrency - self.in_hand
+    def busy(self) -> float:
+        """Seconds in which there was something in hand."""
+        return self._busy + (time.monotonic() - self._busy_since if self.in_hand else 0.0)
+
+    @property
+    def in_line(self) -> int:
+        return len(self._line)
+
+    def waited(self, now: float) -> float | None:
+        """How long the first in line has waited for a slot; None if nobody stands there."""
+        return now - self._line[0].lease.claimed if self._line else None
 
     def start(self) -> None:
         self._slots = [asyncio.create_task(self._slot(), name=f"busload-slot-{n}") for n in range(self._concurrency)]
 
-    def take(self, leased: Iterable[Leased]) -> None:
-        for one in leased:
-            self.in_hand += 1
-            self._waiting.put_nowait(one)
-        if self.in_hand:
+    def take(self, leased: Sequence[Leased]) -> None:
+        if leased and self.in_hand == 0:
             self._idle.clear()
+            self._busy_since = time.monotonic()
+        self._line.extend(leased)
+        self.in_hand += len(leased)
+        for _ in range(min(len(leased), len(self._resting))):
+            wake = self._resting.pop()
+            if not wake.done():  # its slot was stopped
+                wake.set_result(None)
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
-    def abandon_waiting(self) -> None:
-        """Do not start what has not started: it will be handed back."""
-        while not self._waiting.empty():
-            self._waiting.get_nowait()
-            self._one_less()
+    def abandon_line(self) -> list[Leased]:
+        """Do not start what has not started, and return it: it is to be handed back."""
+        abandoned = list(self._line)
+        self._line.clear()
+        if abandoned:
+            self._fewer(len(abandoned))
+        return abandoned
 
     async def stop(self) -> None:
         """Give up what still runs; it is not settled, so it will be handed back."""
@@ -94,8 +122,12 @@ class Executor:
         await asyncio.gather(*self._slots, return_exceptions=True)
 
     async def _slot(self) -> None:
+        line = self._line
         while not self._stopping:  # a handler may have swallowed the cancellation
-            leased = await self._waiting.get()
+            if not line:
+                await self._rest()
+                continue
+            leased = line.popleft()
             try:
                 if not leased.lease.lost:
                     await self._run(leased)
@@ -104,13 +136,25 @@ class Executor:
                 last_resort = TransientCommandError(f"The outcome could not be told: {type(error).__name__}.")
                 await self._settlement.put(self._decide(leased, Failed(last_resort), RetryPolicy()))
             finally:
-                self._one_less()
+                self.finished += 1
+                self._fewer(1)
+            if leased.started - self._breathed > LONGEST_BREATH:
+                self._breathed = leased.started
+                await asyncio.sleep(0)
 
-    def _one_less(self) -> None:
-        self.in_hand -= 1
+    async def _rest(self) -> None:
+        wake = asyncio.get_running_loop().create_future()
+        self._resting.append(wake)
+        await wake
+
+    def _fewer(self, count: int) -> None:
+        self.in_hand -= count
         if self.in_hand == 0:
+            self._busy += time.monotonic() - self._busy_since
             self._idle.set()
-        self._on_free()
+        if self.in_hand <= self.low_water:
+            self.low_water = -1  # said once; whoever fills the line sets it again
+            self._on_free()
 
     async def _run(self, leased: Leased) -> None:
         leased.started = time.monotonic()
@@ -142,8 +186,11 @@ class Executor:
             return await self._execute_in_thread(leased, handler, command)
         context = HandlerContext(leased, self._bus, self._transactions)
         try:
-            result = await _within(handler.timeout, handler.function, command, context)
-            transition = self._decide(leased, Succeeded(result), handler.retry)
+            if handler.timeout is None:  # a timer per command costs more than the rest of the loop
+                result = await handler.function(command, context)
+            else:
+                result = await _within(handler.timeout, handler.function, command, context)
+            transition = complete(leased, result, self._limits)
             transaction = context._transaction
             if transaction is None or transaction.conn is None:
                 return transition
@@ -161,7 +208,7 @@ class Executor:
 
         def call() -> Transition | None:
             try:
-                transition = self._decide(leased, Succeeded(handler.function(command, context)), handler.retry)
+                transition = complete(leased, handler.function(command, context), self._limits)
                 transaction = context._transaction
                 if transaction is None or transaction.conn is None or transition.outcome != COMPLETED:
                     return transition
@@ -201,12 +248,10 @@ class Executor:
         return settle.settle([transition], now=transition.finished)
 
     def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> Transition:
-        return decide(leased, outcome, retry, self._bus.settings.limits.payload)
+        return decide(leased, outcome, retry, self._limits)
 
 
-async def _within(seconds: float | None, function: Callable[..., Any], *args: Any) -> Any:
-    if seconds is None:  # a timer per command costs more than the rest of the loop
-        return await function(*args)
+async def _within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
     try:
         async with asyncio.timeout(seconds) as limit:
             return await function(*args)
@@ -243,5 +288,5 @@ def _command(leased: Leased) -> Command:
         leased.correlation_id or leased.command_id,
         leased.reply_to,
         lease.priority,
-        lease.created_at,
+        leased.created_at or lease.created_at,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterable, Set
 from uuid import UUID
 
@@ -12,10 +14,14 @@ class Held:
     def __init__(self) -> None:
         self._leases: dict[UUID, Lease] = {}
         self._missing: set[UUID] = set()
+        self.lost = 0
+        """Leases that others took over."""
 
-    def take(self, leased: Iterable[Leased]) -> None:
-        for one in leased:
-            self._leases[one.lease.lease_id] = one.lease
+    def take(self, leases: Iterable[Lease]) -> None:
+        now = time.monotonic()
+        for lease in leases:
+            lease.claimed = now
+            self._leases[lease.lease_id] = lease
 
     @property
     def lease_ids(self) -> list[UUID]:
@@ -25,6 +31,17 @@ class Held:
     def has_suspect(self) -> bool:
         """Whether a load is running that was there when a worker died; one at a time, so that a crash has a name."""
         return any(lease.crashes for lease in self._leases.values())
+
+    def unsettled_by_batch(self) -> Counter[UUID]:
+        counts: Counter[UUID] = Counter()
+        for lease in self._leases.values():
+            if lease.batch_id is not None:
+                counts[lease.batch_id] += lease.unsettled
+        return counts
+
+    def runs(self, batch_id: UUID) -> bool:
+        """Whether a command of this batch has not come to a result yet."""
+        return any(lease.running > 0 for lease in self._leases.values() if lease.batch_id == batch_id)
 
     def settled(self, leased: Iterable[Leased]) -> None:
         """These are not ours to run any more; saying so twice changes nothing."""
@@ -54,6 +71,7 @@ class Held:
         missing = self._leases.keys() - present
         lost = missing & self._missing
         self._missing = missing
+        self.lost += len(lost)
         for lease_id in lost:
             self._leases.pop(lease_id).lost = True
         for lease_id in canceled & self._leases.keys():
@@ -61,6 +79,7 @@ class Held:
         return len(lost)
 
     def lose_all(self) -> None:
+        self.lost += len(self._leases)
         for lease in self._leases.values():
             lease.lost = True
         self._leases.clear()

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from operator import attrgetter
+from uuid import UUID
 
-import psycopg
 from psycopg_pool import AsyncConnectionPool
 
-from busload.domain.execution import TROUBLESHOOTING, Leased, Transition, describe
+from busload.domain.execution import COMPLETED, TROUBLESHOOTING, Lease, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
 from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
-from busload.worker.coalescer import Coalescer, CoalescerStats
+from busload.worker.coalescer import Coalescer
 from busload.worker.held import Held
+from busload.worker.stats import CoalescerStats
 
 log = logging.getLogger("busload")
 
@@ -38,22 +41,51 @@ class Settlement:
         self._results: Coalescer[Transition] = Coalescer(
             self._flush,
             max_size=settings.flush_size,
-            max_interval=settings.flush_every,
-            capacity=5 * max(settings.flush_size, concurrency),
+            max_interval=timedelta(0) if settings.settle == "immediate" else settings.flush_every,
+            capacity=capacity(settings, concurrency),
+            merge=fold,
+            weigh=_weigh,
+            on_refused=self._park,
+            name="settlement",
         )
-        self.settled = 0
+        self._tails: set[UUID] = set()
+        self.outcomes: Counter[str] = Counter()
+        self.in_transactions = self.late = 0
 
     @property
     def stats(self) -> CoalescerStats:
         return self._results.stats
 
+    @property
+    def settled(self) -> int:
+        """How many attempts have ended and count."""
+        return self.outcomes.total()
+
+    @property
+    def room(self) -> int:
+        """How many more results it could hold."""
+        return self.stats.capacity - self.stats.waiting
+
     async def put(self, transition: Transition) -> None:
-        await self._results.put(transition)
+        """Hand over a result; waits while too many are held already."""
+        if not self._results.offer(transition):
+            await self._results.put(transition)
+        self._ran(transition.leased.lease)
+
+    def expect(self, leases: Iterable[Lease]) -> None:
+        """Results of these will come. If they are the last of a batch, it need not wait for others to join them."""
+        ours = self._held.unsettled_by_batch()
+        self._tails &= ours.keys()
+        for lease in leases:
+            if lease.batch_id is not None and lease.remaining is not None and lease.remaining <= ours[lease.batch_id]:
+                self._tails.add(lease.batch_id)
 
     def settled_elsewhere(self, leased: Leased) -> None:
         """The handler's own transaction has settled this one."""
-        self.settled += 1
+        self.outcomes[COMPLETED] += 1
+        self.in_transactions += 1
         self._held.settled([leased])
+        self._ran(leased.lease)
         self._on_settled()
 
     def flush_soon(self) -> None:
@@ -63,29 +95,49 @@ class Settlement:
         """Settle the rest; returns how many results could not be settled before the deadline."""
         return len(await self._results.close(deadline))
 
+    def _ran(self, lease: Lease) -> None:
+        """One of its commands has come to a result. With the last of a batch there is nothing to wait for."""
+        lease.running -= 1
+        if lease.running == 0 and lease.batch_id in self._tails and not self._held.runs(lease.batch_id):
+            self._tails.discard(lease.batch_id)
+            self._results.flush_soon()
+
     async def _flush(self, transitions: Sequence[Transition]) -> None:
-        """A lost answer is safe to repeat. A result that cannot be stored is found by halving, and parked alone."""
-        try:
-            async with asyncio.timeout(self._deadline.total_seconds()), self._pool.connection() as conn:
-                credited = await perform_async(conn, settle.settle(transitions, now=time.monotonic()))
-        except (psycopg.DataError, psycopg.IntegrityError) as error:
-            if len(transitions) > 1:
-                middle = len(transitions) // 2
-                await self._flush(transitions[:middle])
-                await self._flush(transitions[middle:])
-            else:
-                await self._park(transitions[0], error)
-            return
-        self.settled += len(credited)
+        """A lost answer is safe to repeat."""
+        async with asyncio.timeout(self._deadline.total_seconds()), self._pool.connection() as conn:
+            credited = await perform_async(conn, settle.settle(transitions, now=time.monotonic(), again=False))
         self._held.settled(transition.leased for transition in transitions)
-        if len(credited) < len(transitions):
-            log.warning("%d results came after their lease was lost and do not count", len(transitions) - len(credited))
+        if late := len(transitions) - len(credited):
+            log.warning("%d results came after their lease was lost and do not count", late)
+            self.late += late
+            transitions = [transition for transition in transitions if transition.leased.id in credited]
+        self.outcomes.update(map(attrgetter("outcome"), transitions))
         self._on_settled()
 
-    async def _park(self, transition: Transition, error: psycopg.Error) -> None:
-        if transition.reason == "RESULT_INVALID":
-            raise error
+    async def _park(self, transition: Transition, error: Exception) -> None:
+        """A result that cannot be stored becomes an error that can: the command waits for a person."""
         log.error("The result of execution %s cannot be stored: %s", transition.leased.execution_id, error)
         refused = Transition(transition.leased, TROUBLESHOOTING, describe(error), reason="RESULT_INVALID")
         refused.finished = transition.finished
         await self._flush([refused])
+
+
+def capacity(settings: WorkerSettings, concurrency: int) -> int:
+    """How many results may wait: more than a flush, one that gathers meanwhile, and all that run."""
+    return 5 * max(settings.flush_size, concurrency)
+
+
+def fold(transitions: Sequence[Transition]) -> Sequence[Transition]:
+    """Of several results for one execution, a completion counts; without one, the first."""
+    if len({id(t.leased) for t in transitions}) == len(transitions):
+        return transitions
+    folded: dict[int, Transition] = {}
+    for transition in transitions:
+        first = folded.setdefault(id(transition.leased), transition)
+        if first.outcome != COMPLETED and transition.outcome == COMPLETED:
+            folded[id(transition.leased)] = transition
+    return list(folded.values())
+
+
+def _weigh(transition: Transition) -> int:
+    return len(transition.details) if transition.details is not None else 0

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -21,6 +21,7 @@ import psycopg
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
+from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
@@ -32,8 +33,10 @@ from busload.worker.claim import Claimer
 from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.loop import Loop
+from busload.worker.metrics import metrics_text
 from busload.worker.renew import Heartbeat
-from busload.worker.settle import Settlement
+from busload.worker.settle import Settlement, capacity
+from busload.worker.stats import CoalescerStats, Report, WorkerStats
 from busload.worker.sweep import Sweep
 from busload.worker.threads import Threads
 
@@ -41,6 +44,8 @@ log = logging.getLogger("busload")
 
 ENGINE_CONNECTIONS = 4
 """One each for claiming, settling, promoting and sweeping."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 PATIENCE = 24 * 3600.0
 """Seconds a handler waits for the connection of its transaction: those before it give theirs back sooner or later."""
@@ -72,11 +77,29 @@ class Worker:
         self._domains = list(domains) if domains is not None else None
         self._stopping: asyncio.Event | None = None
         self._hurry: asyncio.Event | None = None
+        self._ends_process = False
+        unused = WorkerStats(self.concurrency, CoalescerStats(capacity(self.settings, self.concurrency)))
+        self._stats: Callable[[], WorkerStats] = lambda: unused
         _check(self.concurrency, self.settings)
 
     @property
     def domains(self) -> list[str]:
         return self._domains if self._domains is not None else self._bus.handlers.domains
+
+    @property
+    def stats(self) -> WorkerStats:
+        """The figures of this moment; once it has stopped, those of its last run."""
+        return self._stats()
+
+    def metrics(self) -> str:
+        """The same for Prometheus, in its text format."""
+        settings = self.settings
+        about = {
+            "domains": ",".join(self.domains),
+            "settle": settings.settle,
+            "prefetch": f"{settings.prefetch.total_seconds():g}",
+        }
+        return metrics_text(self.stats, worker=self.name, about=about)
 
     async def run(self) -> None:
         """Work until told to stop."""
@@ -104,13 +127,18 @@ class Worker:
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            # None may come in between: it would end the process in another way than the one that is decided.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            for number in SIGNALS:
                 loop.remove_signal_handler(number)
+                if self._ends_process:
+                    signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class _Running:
@@ -120,6 +148,7 @@ class _Running:
         self._worker, self._settings, self._bus = worker, worker.settings, worker._bus
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds: list[asyncio.Task[None]] = []
+        self._handed_back = 0
 
     async def __aenter__(self) -> Self:
         self._refuse_domains()
@@ -139,6 +168,9 @@ class _Running:
             raise
         self._executor.start()
         worker = self._worker
+        worker._stats = self.stats
+        self._report = Report(self.stats)
+        self._tasks.append(asyncio.create_task(Loop("Reporting", self._report.once).run()))
         log.info("Worker %s serves %s, %d at a time", worker.name, ", ".join(worker.domains), worker.concurrency)
         return self
 
@@ -148,6 +180,9 @@ class _Running:
         try:
             await self._stop()
         finally:
+            self._report.finish()
+            stats = self.stats()
+            self._worker._stats = lambda: stats
             await self._transactions.close()
             await self._pool.close()
             await self._leave()
@@ -173,6 +208,28 @@ class _Running:
             elif await self._claimer.promote() > 0:
                 break
         return self._settlement.settled
+
+    def stats(self) -> WorkerStats:
+        settlement, claimer = self._settlement, self._claimer
+        return WorkerStats(
+            concurrency=self._worker.concurrency,
+            settlement=settlement.stats.snapshot(),
+            claims=claimer.claims,
+            empty_claims=claimer.empty_claims,
+            claimed=claimer.claimed,
+            in_hand=self._executor.in_hand,
+            in_line=self._executor.in_line,
+            prefetch=claimer.ahead,
+            completed=settlement.outcomes[COMPLETED],
+            failed=settlement.outcomes[FAILED],
+            canceled=settlement.outcomes[CANCELED],
+            parked=settlement.outcomes[TROUBLESHOOTING],
+            failed_attempts=settlement.outcomes[FAILED_ATTEMPT],
+            in_transactions=settlement.in_transactions,
+            late=settlement.late,
+            handed_back=claimer.handed_back + self._handed_back,
+            lost_leases=self._held.lost,
+        )
 
     def _refuse_domains(self) -> None:
         domains, limits = self._worker.domains, self._bus.settings.limits
@@ -208,6 +265,7 @@ class _Running:
             self._held,
             worker.domains,
             settings,
+            worker.concurrency,
             self._number,
         )
         self._sweep = Sweep(pool, settings.sweep_every, self._number)
@@ -242,12 +300,15 @@ class _Running:
 
     def _on_settled(self) -> None:
         self._moved.set()
-        if self._claimer.ran_suspect and not self._held.has_suspect:
-            self._claiming.wake()  # the next suspect may run
+        if self._claimer.waits_for_room or (self._claimer.ran_suspect and not self._held.has_suspect):
+            self._claiming.wake()  # there is some; or the next suspect may run
 
     def _on_free(self) -> None:
         self._moved.set()
-        self._claiming.wake()
+        if self._claimer.emptied and self._executor.in_hand == 0:
+            self._settlement.flush_soon()  # no further result will join those that wait
+        else:
+            self._claiming.wake()
 
     def _number(self) -> int:
         """This worker's number in the database; a new one after it was declared dead."""
@@ -277,6 +338,7 @@ class _Running:
         async with self._pool.connection() as conn, conn.transaction():
             returned = await perform_async(conn, rescue.release(list(lease_ids)))
         self._held.drop(lease_ids)
+        self._handed_back += returned.commands
         if returned.commands:
             log.info("Handed back %d commands", returned.commands)
 
@@ -286,6 +348,7 @@ class _Running:
         self._promoting.stop()
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
             await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
+        await self._let_line_go()
         await self._finish_handlers()
         await self._executor.stop()
         abandoned = await self._settlement.close(self._settings.deadline)
@@ -307,8 +370,15 @@ class _Running:
                 f"{abandoned} results could not be settled before the worker stopped; their commands will run again."
             )
 
+    async def _let_line_go(self) -> None:
+        """What has not started need not wait for what has: others can run it at once."""
+        try:
+            async with asyncio.timeout(self._settings.deadline.total_seconds()):
+                await self._claimer.hand_back_line()
+        except (psycopg.Error, TimeoutError) as error:
+            log.debug("What has not started is handed back with the rest: %r", error)
+
     async def _finish_handlers(self) -> None:
-        self._executor.abandon_waiting()
         waits = [asyncio.create_task(self._executor.wait_idle()), asyncio.create_task(self._hurry.wait())]
         grace = self._settings.grace.total_seconds()
         await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
@@ -328,6 +398,13 @@ def _check(concurrency: int, settings: WorkerSettings) -> None:
         raise ValueError(f"concurrency must be a whole number from 1 on, found {concurrency!r}.")
     if min(settings.lease_for, settings.poll_every, settings.sweep_every, settings.flush_every) <= timedelta(0):
         raise ValueError("lease_for, poll_every, sweep_every and flush_every must be more than zero.")
+    if not timedelta(0) <= settings.prefetch <= settings.lease_for / 4:
+        raise ValueError(
+            f"prefetch ({settings.prefetch}) must be from zero to a quarter of the lease ({settings.lease_for}): "
+            "what a worker holds ahead must run before its lease ends."
+        )
+    if settings.settle not in ("coalesced", "immediate"):
+        raise ValueError(f"settle must be 'coalesced' or 'immediate', found {settings.settle!r}.")
     if settings.lease_for < 4 * settings.deadline:
         raise ValueError(
             f"A lease ({settings.lease_for}) must last four flush deadlines ({settings.deadline}): "

@@ -1,0 +1,129 @@
+"""`busload worker --metrics`: the smallest web server that Prometheus can scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import click
+
+from busload.worker.metrics import CONTENT_TYPE
+
+log = logging.getLogger("busload")
+
+PATH = "/metrics"
+LONGEST_REQUEST = 8 * 1024
+"""Bytes that a request may have, head and all."""
+MOST_CONNECTIONS = 16
+PATIENCE = 5.0
+"""Seconds for a request to come and its answer to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. Port 0 is any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def after(self, number: int) -> Address:
+        """The address of the process with this number: the ports after the first, or any free one each."""
+        return replace(self, port=self.port + number) if self.port else self
+
+    def listen(self) -> socket.socket:
+        try:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            return socket.create_server((self.host, self.port), family=family)
+        except (OSError, OverflowError) as error:
+            message = f"cannot listen on {self}: {getattr(error, 'strerror', None) or error}"
+            raise click.BadParameter(message, param_hint="--metrics") from None
+
+
+def address(ctx: click.Context, param: click.Parameter, text: str | None) -> Address | None:
+    """`127.0.0.1:9464`, `[::1]:9464`, or a port alone, and then only this machine is served."""
+    if text is None:
+        return None
+    host, _, port = text.rpartition(":")
+    if port == text or host == "localhost":
+        host = "127.0.0.1"
+    elif host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise click.BadParameter(f"found {text!r}, wanted an IPv6 address in brackets, e.g. [::1]:9464")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise click.BadParameter(f"found {text!r}, wanted an IP address and a port, e.g. 127.0.0.1:9464") from None
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise click.BadParameter(f"found {text!r}, wanted a port from 0 to 65535, e.g. 127.0.0.1:9464")
+    return Address(host, int(port))
+
+
+class MetricsServer:
+    """Answers `GET /metrics` as long as the block lasts, a request per connection."""
+
+    def __init__(self, text: Callable[[], str], listening: socket.socket) -> None:
+        self._text, self._listening = text, listening
+        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=LONGEST_REQUEST)
+        host, port, *_ = self._listening.getsockname()
+        log.info("Metrics are at http://%s%s", Address(host, port), PATH)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._connections)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        try:
+            # The other side may be slow, gone or no web client at all: none of it is our trouble.
+            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                async with asyncio.timeout(PATIENCE):
+                    writer.write(await self._answer(reader))
+                    await writer.drain()
+        finally:
+            del self._connections[task]
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        if len(self._connections) > MOST_CONNECTIONS:
+            return _response("503 Service Unavailable", "Too many connections.\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response("431 Request Header Fields Too Large", "The request is too long.\n")
+        match head.split(b"\r\n", 1)[0].split(b" "):
+            case [b"GET", target, b"HTTP/1.0" | b"HTTP/1.1"]:
+                if target.split(b"?", 1)[0] != PATH.encode():
+                    return _response("404 Not Found", f"There is only {PATH}.\n")
+                return _response("200 OK", self._text(), CONTENT_TYPE)
+            case [_, _, b"HTTP/1.0" | b"HTTP/1.1"]:
+                return _response("405 Method Not Allowed", "Only GET is answered.\n", allow="GET")
+            case _:
+                return _response("400 Bad Request", "This is not HTTP/1.1.\n")
+
+
+def _response(status: str, text: str, kind: str = "text/plain; charset=utf-8", *, allow: str | None = None) -> bytes:
+    body = text.encode(errors="replace")
+    lines = [f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"Allow: {allow}"] if allow else []
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,0 +1,305 @@
+"""Faults planted on purpose: each is one small change to the package, and names the test that must notice it.
+
+A test that no mutant can fail proves nothing; a mutant that no test kills is a fault we would ship. `make mutants`
+tries them all, each in a copy of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`text` stands exactly once in `file`, which is a path below src/busload; `test` is a pytest node id."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    test: str
+    why: str
+
+    def planted(self, source: str) -> str:
+        found = source.count(self.text)
+        if found != 1:
+            raise LookupError(f"{self.name}: its text occurs {found} times in {self.file}, wanted once.")
+        return source.replace(self.text, self.replacement)
+
+
+COALESCING = "tests/chaos/test_coalescing.py::"
+SIGNALS = "tests/worker/test_signals.py::"
+OUTAGES = "tests/worker/test_outages.py::"
+SETTLE = "tests/store/test_settle.py::"
+CLAIM = "tests/store/test_claim.py::"
+RESCUE = "tests/store/test_rescue.py::"
+
+MUTANTS = [
+    # -- the fence
+    Mutant(
+        "lease-survives-its-rescue",
+        "store/rescue.sql",
+        "DELETE FROM busload.lease WHERE lease_id IN (SELECT lease_id FROM lease)",
+        "DELETE FROM busload.lease WHERE lease_id IN (SELECT lease_id FROM lease) AND false",
+        SETTLE + "test_a_late_worker_cannot_settle_a_rescued_command",
+        "The lease is the fence: while it exists, a worker that was taken for dead can settle what others run.",
+    ),
+    Mutant(
+        "settle-does-not-lock-the-lease",
+        "store/settle.sql",
+        "ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE",
+        "ANY (%(leases)b::uuid[]) ORDER BY lease_id",
+        SETTLE + "test_a_settlement_that_waited_for_a_rescue_moves_nothing",
+        "A rescue and a settlement of the same lease would both go through.",
+    ),
+    Mutant(
+        "release-does-not-wait-for-a-settlement",
+        "store/rescue.py",
+        "    yield from execute(SQL.hold, leases=list(leases))\n",
+        "",
+        SETTLE + "test_what_was_settled_is_seen_by_a_release_that_waited_for_it",
+        "A snapshot from before the settlement puts what it settled back into the queue.",
+    ),
+    Mutant(
+        "anybodys-attempt-is-credited",
+        "store/settle.sql",
+        "ON e.command = mine.id AND e.lease_id = mine.lease_id",
+        "ON e.command = mine.id",
+        COALESCING + "test_a_late_result_is_not_credited_although_the_new_holder_has_settled_the_same_attempt",
+        "A late worker is told that its result counts, although that of the new holder does.",
+    ),
+    # -- counters and completion
+    Mutant(
+        "batches-are-locked-in-any-order",
+        "store/schema/0002_fold_in_one_update.sql",
+        "WHERE batch_id = ANY (batches) ORDER BY batch_id FOR NO KEY UPDATE",
+        "WHERE batch_id = ANY (batches) FOR NO KEY UPDATE",
+        COALESCING + "test_flushes_over_the_same_batches_in_any_order_never_deadlock",
+        "Two flushes that lock the same batches in another order deadlock.",
+    ),
+    Mutant(
+        "a-completion-counts-twice",
+        "store/schema/0002_fold_in_one_update.sql",
+        "b.completed_count + d.completed,",
+        "b.completed_count + d.completed + (d.completed > 1)::int,",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        "Counters must be what was recorded, not about as much.",
+    ),
+    Mutant(
+        "completes-with-something-in-troubleshooting",
+        "store/schema/0001_loads_and_places.sql",
+        "AND completed_count + failed_count + canceled_count = total_count",
+        "AND completed_count + failed_count + canceled_count + in_troubleshooting_count >= total_count",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        "A command that waits for a person has not ended.",
+    ),
+    Mutant(
+        "completes-before-it-is-sealed",
+        "store/schema/0001_loads_and_places.sql",
+        "AND sealed_at IS NOT NULL AND completed_at IS NULL\n           AND completed_count",
+        "AND completed_at IS NULL\n           AND completed_count",
+        "tests/stories/test_open_batches.py::"
+        "test_a_batch_whose_members_have_all_ended_completes_with_its_seal_and_not_before",
+        "More commands may come.",
+    ),
+    Mutant(
+        "the-end-is-looked-for-too-early",
+        "store/schema/0002_fold_in_one_update.sql",
+        "canceled_count + in_troubleshooting_count = total_count)",
+        "canceled_count + in_troubleshooting_count = total_count - 1)",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        "The settlement of the last command is the only one that can complete the batch.",
+    ),
+    # -- settling
+    Mutant(
+        "repetition-is-not-looked-up",
+        "store/settle.sql",
+        "WHERE NOT %(again)s::boolean",
+        "WHERE true OR %(again)s::boolean",
+        COALESCING + "test_a_flush_whose_answer_is_lost_is_sent_again_and_counts_once",
+        "A flush that was committed without an answer can then never be repeated.",
+    ),
+    Mutant(
+        "repetition-is-not-expected",
+        "store/settle.py",
+        "except pg.UniqueViolation:",
+        "except pg.ExclusionViolation:",
+        COALESCING + "test_a_flush_whose_answer_is_lost_is_sent_again_and_counts_once",
+        "What is in the database already looks like a result that cannot be stored.",
+    ),
+    Mutant(
+        "lease-is-not-closed",
+        "store/settle.sql",
+        "WHERE open <= 0",
+        "WHERE open < 0",
+        SETTLE + "test_the_last_settlement_closes_the_lease",
+        "Leases with nothing to run would pile up.",
+    ),
+    Mutant(
+        "last-result-wins",
+        "worker/settle.py",
+        "if first.outcome != COMPLETED and transition.outcome == COMPLETED:",
+        "if transition is not first:",
+        COALESCING + "test_of_several_results_for_one_execution_the_completion_counts[COMPLETED FAILED_ATTEMPT "
+        "FAILED_ATTEMPT]",
+        "A completion that is overwritten by a late failure runs again.",
+    ),
+    Mutant(
+        "last-results-of-a-batch-wait",
+        "worker/settle.py",
+        "self._tails.add(lease.batch_id)",
+        "pass",
+        COALESCING + "test_the_last_results_of_a_batch_do_not_wait_for_others_to_join_them",
+        "A batch would complete with the next full flush, whenever that is.",
+    ),
+    # -- the coalescer
+    Mutant(
+        "flush-drops-on-error",
+        "worker/coalescer.py",
+        "                await asyncio.sleep(pause)",
+        "                return None",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        "Results are kept until the commit is known.",
+    ),
+    Mutant(
+        "every-error-blames-an-item",
+        "worker/coalescer.py",
+        "if halve and isinstance(error, REFUSALS):",
+        "if halve:",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        "An error that passes is no reason to park a command.",
+    ),
+    Mutant(
+        "a-limit-of-the-server-passes",
+        "worker/coalescer.py",
+        "    psycopg.errors.ProgramLimitExceeded,",
+        "    # psycopg.errors.ProgramLimitExceeded,",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[54000]",
+        "A result that is too long or too deep for the server would be tried for ever, and all others with it.",
+    ),
+    Mutant(
+        "halving-forgets-a-half",
+        "worker/coalescer.py",
+        "parts[:1] = [part[:middle], part[middle:]]",
+        "parts[:1] = [part[:middle]]",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        "The neighbours of a result that cannot be stored are settled all the same.",
+    ),
+    Mutant(
+        "refused-item-is-dropped",
+        "worker/coalescer.py",
+        "            await self._insist(lambda: on_refused(item, error), 1, halve=False)",
+        "            pass",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        "A result that cannot be stored still has to become something that can.",
+    ),
+    Mutant(
+        "close-does-not-flush",
+        "worker/coalescer.py",
+        "        self._due.set()\n        if self._task is not None:",
+        "        self._due.set()\n        if self._task is None:",
+        COALESCING + "test_a_result_handed_over_while_it_closes_is_flushed_or_refused_but_never_hangs",
+        "What is held when it closes would be lost.",
+    ),
+    Mutant(
+        "put-drops-when-full",
+        "worker/coalescer.py",
+        "            await self._room.wait()",
+        "            return",
+        COALESCING + "test_a_result_handed_over_while_it_closes_is_flushed_or_refused_but_never_hangs",
+        "When it is full it waits; it never drops.",
+    ),
+    Mutant(
+        "closed-and-still-taking",
+        "worker/coalescer.py",
+        "        if self._closing:\n            raise",
+        "        if self._closing and self._task is None:\n            raise",
+        COALESCING + "test_a_result_handed_over_while_it_closes_is_flushed_or_refused_but_never_hangs",
+        "What is handed over after the last flush would wait for ever.",
+    ),
+    # -- claiming, and what stands in line
+    Mutant(
+        "claim-waits-for-locked-loads",
+        "store/claim.sql",
+        "LIMIT w.loads FOR UPDATE SKIP LOCKED) AS q",
+        "LIMIT w.loads FOR UPDATE) AS q",
+        CLAIM + "test_what_others_have_locked_is_skipped_and_said_to_be_contended",
+        "Workers would queue behind each other.",
+    ),
+    Mutant(
+        "claims-without-room-for-the-results",
+        "worker/claim.py",
+        "limit = min(self._concurrency + ahead, self._settlement.room) - in_hand",
+        "limit = self._concurrency + ahead - in_hand",
+        COALESCING + "test_results_that_were_handed_over_and_not_flushed_run_again_and_no_others",
+        "A kill would cost more than the settlement may hold.",
+    ),
+    Mutant(
+        "line-of-any-length",
+        "worker/claim.py",
+        "return int(self._rate * self.horizon)",
+        "return 1000 + int(self._rate * self.horizon)",
+        COALESCING + "test_slow_handlers_hold_no_more_than_they_run",
+        "A worker with slow handlers would keep from others what it cannot run.",
+    ),
+    Mutant(
+        "hand-back-burns-an-attempt",
+        "store/claim.sql",
+        "l.attempt, l.forgiven, l.crashes, l.replies FROM load CROSS JOIN lease AS l",
+        "l.attempt + 1, l.forgiven, l.crashes, l.replies FROM load CROSS JOIN lease AS l",
+        COALESCING + "test_what_stands_in_line_behind_stuck_handlers_is_handed_back_and_run_by_others",
+        "What was never started has not been tried.",
+    ),
+    Mutant(
+        "handed-back-and-released-too",
+        "store/rescue.sql",
+        "c.id <> ALL (l.returned) AND e.recorded IS NULL",
+        "e.recorded IS NULL",
+        RESCUE + "test_given_back_commands_do_not_come_back_twice",
+        "A command would be in the queue twice.",
+    ),
+    # -- stopping
+    Mutant(
+        "stop-starts-the-line",
+        "worker/worker.py",
+        "        await self._let_line_go()\n",
+        "",
+        SIGNALS + "test_what_stands_in_line_is_handed_back_and_others_run_it",
+        "A worker that stops begins nothing new.",
+    ),
+    Mutant(
+        "stop-releases-nothing",
+        "worker/worker.py",
+        "await self._hand_back(self._held.lease_ids)",
+        "await self._hand_back([])",
+        SIGNALS + "test_what_does_not_finish_within_the_grace_time_is_handed_back",
+        "Others would have to wait for the end of the lease.",
+    ),
+    Mutant(
+        "release-burns-an-attempt",
+        "store/rescue.sql",
+        "SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies",
+        "SELECT part.lo, part.hi, domain, batch_id, priority, attempt + 1, forgiven, crashes, replies",
+        SIGNALS + "test_what_does_not_finish_within_the_grace_time_is_handed_back",
+        "A deployment would eat up the attempts of long commands.",
+    ),
+    Mutant(
+        "stop-does-not-settle",
+        "worker/worker.py",
+        "abandoned = await self._settlement.close(self._settings.deadline)",
+        "abandoned = 0",
+        SIGNALS + "test_what_runs_is_finished_and_the_rest_is_left[SIGTERM]",
+        "Results that wait for their flush would be made again.",
+    ),
+    Mutant(
+        "stop-is-silent-about-results-it-gave-up",
+        "worker/worker.py",
+        "        if abandoned:\n            raise",
+        "        if abandoned < 0:\n            raise",
+        OUTAGES + "test_a_worker_that_cannot_settle_before_it_stops_says_so",
+        "Whoever runs workers must hear that commands will run again.",
+    ),
+]
