@@ -157,7 +157,8 @@ class Coalescer(Generic[T]):
             gathered = len(self._items)
             while gathered > 0:
                 gathered -= await self._flush_once()
-            if self._items:
+            # What came meanwhile has its own time to gather, unless it is a full flush already.
+            if self._closing or len(self._items) >= self._max_size:
                 self._due.set()
 
     async def _flush_once(self) -> int:

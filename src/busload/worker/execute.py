@@ -98,10 +98,7 @@ class Executor:
             self._busy_since = time.monotonic()
         self._line.extend(leased)
         self.in_hand += len(leased)
-        for _ in range(min(len(leased), len(self._resting))):
-            wake = self._resting.pop()
-            if not wake.done():  # its slot was stopped
-                wake.set_result(None)
+        self._wake_two()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -126,6 +123,7 @@ class Executor:
         while not self._stopping:  # a handler may have swallowed the cancellation
             if not line:
                 await self._rest()
+                self._wake_two()
                 continue
             leased = line.popleft()
             try:
@@ -141,6 +139,13 @@ class Executor:
             if leased.started - self._breathed > LONGEST_BREATH:
                 self._breathed = leased.started
                 await asyncio.sleep(0)
+
+    def _wake_two(self) -> None:
+        """Two slots that wake two more each are soon all; where handlers wait for nothing, the first few do it all."""
+        for _ in range(min(2, len(self._line), len(self._resting))):
+            wake = self._resting.pop()
+            if not wake.done():  # else its slot was stopped
+                wake.set_result(None)
 
     async def _rest(self) -> None:
         wake = asyncio.get_running_loop().create_future()
