@@ -17,7 +17,7 @@ from psycopg._queries import MAX_CACHED_STATEMENT_LENGTH
 
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.store import claim, rescue, settle
-from busload.store.arrays import Packed
+from busload.store.arrays import Packed, Texts
 from busload.store.connection import engine_pool
 from busload.store.plan import Plan, Statement, perform, perform_async
 from busload.store.schema import migrate
@@ -181,8 +181,19 @@ def plain(value: Any) -> Any:
     """A packed array as the list it was made from."""
     if not isinstance(value, Packed):
         return value
-    [count] = struct.unpack_from("!i", value, 12)
-    return list(struct.unpack_from("!" + f"i{value.code}" * count, value, 20)[1::2])
+    values: list[Any] = []
+    place = 20
+    while place < len(value):
+        [width] = struct.unpack_from("!i", value, place)
+        place += 4
+        raw = value[place : place + max(width, 0)]
+        values.append(None if width < 0 else raw.decode() if isinstance(value, Texts) else _number(value, raw))
+        place += max(width, 0)
+    return values
+
+
+def _number(array: Packed, raw: bytes) -> Any:
+    return struct.unpack(f"!{array.code}", raw)[0]
 
 
 def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:

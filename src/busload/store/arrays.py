@@ -1,33 +1,41 @@
-"""Numbers on their way to `unnest`: packed as PostgreSQL reads arrays, at a tenth of what a list costs to adapt."""
+"""Columns on their way to `unnest`: packed as PostgreSQL reads arrays, at a tenth of what a list costs to adapt."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Self
 
 from psycopg import adapters
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import Format
 
 _HEADER = struct.Struct("!iiIii")
+_NULL = b"\xff\xff\xff\xff"
 
 
 class Packed(bytes):
-    """An array in binary form; each subclass is one type of element."""
+    """An array of one dimension in binary form: before each element stands its width. Each subclass is one type."""
 
     element: int
     code: str
     width: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Packed:
-        """One dimension, no NULLs: before each value stands its width."""
+    def of(cls, values: Sequence[float | None]) -> Packed:
         count = len(values)
-        if count == 0:
-            return cls(struct.pack("!iiI", 0, 0, cls.element))
-        fields: list[float] = [cls.width] * (2 * count)
+        if count == 0 or None in values:
+            one = struct.Struct(f"!i{cls.code}")
+            return cls._of([_NULL if value is None else one.pack(cls.width, value) for value in values])
+        fields: list[float | None] = [cls.width] * (2 * count)
         fields[1::2] = values
         return cls(_HEADER.pack(1, 0, cls.element, count, 1) + struct.pack("!" + f"i{cls.code}" * count, *fields))
+
+    @classmethod
+    def _of(cls, fields: Sequence[bytes]) -> Self:
+        if not fields:
+            return cls(struct.pack("!iiI", 0, 0, cls.element))
+        return cls(_HEADER.pack(1, _NULL in fields, cls.element, len(fields), 1) + b"".join(fields))
 
 
 class Integers(Packed):
@@ -40,6 +48,15 @@ class Bigints(Packed):
 
 class Floats(Packed):
     element, code, width = 701, "d", 8
+
+
+class Texts(Packed):
+    element = 25
+
+    @classmethod
+    def of(cls, values: Sequence[str | None]) -> Packed:  # type: ignore[override]
+        raw = [None if value is None else value.encode() for value in values]
+        return cls._of([_NULL if value is None else len(value).to_bytes(4) + value for value in raw])
 
 
 class _AsIs(Dumper):
@@ -61,6 +78,11 @@ class _FloatsDumper(_AsIs):
     oid = 1022
 
 
+class _TextsDumper(_AsIs):
+    oid = 1009
+
+
 adapters.register_dumper(Integers, _IntegersDumper)
 adapters.register_dumper(Bigints, _BigintsDumper)
 adapters.register_dumper(Floats, _FloatsDumper)
+adapters.register_dumper(Texts, _TextsDumper)

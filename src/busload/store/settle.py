@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
+from typing import TypeVar
 from uuid import UUID
 
 from psycopg import errors as pg
 
 from busload.domain.execution import COMPLETED, Transition
-from busload.store.arrays import Bigints, Floats, Integers
+from busload.store.arrays import Bigints, Floats, Integers, Texts
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
 
+T = TypeVar("T")
 SQL = statements("settle")
 
 
@@ -31,12 +31,12 @@ def settle(transitions: Sequence[Transition], *, now: float, again: bool = True)
         "ordinals": Integers.of([ordinals.setdefault(one.lease.lease_id, len(ordinals) + 1) for one in leased]),
         "leases": list(ordinals),
         "ids": Bigints.of(ids),
-        "outcomes": _column(transitions, "outcome", usual=COMPLETED),
+        "outcomes": Texts.of(_unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions])),
         "started_ago": Floats.of([now - one.started for one in leased]),
         "finished_ago": Floats.of([now - t.finished for t in transitions]),
-        "details": _column(transitions, "details"),
-        "delays": _column(transitions, "delay"),
-        "reasons": _column(transitions, "reason"),
+        "details": Texts.of(_unless_all_null([t.details for t in transitions])),
+        "delays": Floats.of(_unless_all_null([t.delay for t in transitions])),
+        "reasons": Texts.of(_unless_all_null([t.reason for t in transitions])),
     }
     try:
         rows = yield from execute(SQL.settle, **columns, again=again)
@@ -54,7 +54,6 @@ def settle(transitions: Sequence[Transition], *, now: float, again: bool = True)
     return {id for (id,) in credited}
 
 
-def _column(transitions: Sequence[Transition], name: str, usual: str | None = None) -> list[Any]:
-    """The values of a column, or none at all if every one is the usual: unnest fills up what is missing."""
-    values = list(map(attrgetter(name), transitions))
-    return [] if values.count(usual) == len(values) else values
+def _unless_all_null(values: list[T]) -> list[T]:
+    """A column, or none at all if it holds nothing: unnest fills up what is missing."""
+    return [] if values.count(None) == len(values) else values  # type: ignore[arg-type]

@@ -26,6 +26,9 @@ log = logging.getLogger("busload")
 SMALLEST_GAP = 0.002
 """Seconds after a claim that emptied the queue before the next one: what is sent one by one is claimed together."""
 
+SMALLEST_TICK = 0.02
+"""Seconds from a look that found something due to the next one: retries become due one by one."""
+
 SHORTEST_SAMPLE = 0.0005
 """Seconds that a pace is measured over, at least."""
 
@@ -107,13 +110,15 @@ class Claimer:
         self._leaving = []
 
     async def promote(self) -> float:
-        """Make ready what is due; returns how long to wait for the next that will be."""
-        async with self._pool.connection() as conn:
-            promotion = await perform_async(conn, claim.promote())
-        if promotion.loads:
-            return 0
+        """Make ready what is due; returns how long to wait for what will be: long enough for some to come together."""
+        promotion = await self.promote_due()
         poll = self._settings.poll_every.total_seconds()
-        return poll if promotion.next_due is None else max(0.001, min(poll, promotion.next_due))
+        pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
+        return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
+
+    async def promote_due(self) -> claim.Promotion:
+        async with self._pool.connection() as conn:
+            return await perform_async(conn, claim.promote())
 
     async def _claim(self, limit: int) -> claim.Claim:
         suspects = not self._held.has_suspect

@@ -205,7 +205,7 @@ class _Running:
                 await self._wait_for_a_move()
             elif not self._claimer.found_nothing:
                 await asyncio.sleep(pause or 0)  # others had locked what is ready
-            elif await self._claimer.promote() > 0:
+            elif (await self._claimer.promote_due()).loads == 0:
                 break
         return self._settlement.settled
 
