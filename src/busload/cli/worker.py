@@ -24,6 +24,7 @@ from busload.cli.database import reach
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.settings import WorkerSettings
 from busload.worker import Worker
+from busload.worker.worker import SIGNALS, stop_hearing
 
 log = logging.getLogger("busload")
 
@@ -208,12 +209,10 @@ class Processes:
         """Return the exit code: 0 if every process that was told to stop has stopped cleanly."""
         self._stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._stop)
         clean = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
+        stop_hearing(loop, for_good=True)
         return 0 if all(clean) else 1
 
     async def _keep_one(self, number: int) -> bool:
@@ -345,5 +344,5 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
     try:
         asyncio.run(serve())
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided

@@ -132,13 +132,7 @@ class Worker:
         try:
             yield
         finally:
-            # None may come in between: it would end the process in another way than the one that is decided.
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
-                if self._ends_process:
-                    signal.signal(number, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            stop_hearing(loop, for_good=self._ends_process)
 
 
 class _Running:
@@ -385,6 +379,16 @@ class _Running:
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
+    """Give the signals back. `for_good`: the process ends, and another signal must not change how."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes in between waits
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+        if for_good:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _async_face(bus: SyncCommandBus) -> CommandBus:
