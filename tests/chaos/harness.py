@@ -42,6 +42,7 @@ class Workers:
         self.ledger, self.log = folder / "handlers", folder / "workers.log"
         self._options = {"dsn": dsn, "ledger": str(self.ledger), "log": str(self.log), **options}
         self.ledger.touch()
+        self.log.touch()  # a worker that is stopped early enough says nothing
         self.alive: list[int] = []
         self.ended: dict[int, int] = {}
         self._lock = threading.Lock()
