@@ -55,7 +55,7 @@ async def measure(readings: Coalescer[Reading], first: int) -> None:
 async def main() -> None:
     async with bus, bus.pool.connection() as conn:
         columns = "sensor text PRIMARY KEY, at int, celsius float8 CHECK (celsius > -273.15)"
-        await conn.execute(f"CREATE TABLE reading ({columns})".encode())
+        await conn.execute(f"CREATE TABLE IF NOT EXISTS reading ({columns})".encode())
         readings = Coalescer(
             write,
             max_size=500,

@@ -360,3 +360,23 @@ async def test_a_send_to_a_batch_is_one_statement_that_checks_the_batch(bus: Com
         with pytest.raises(BatchSealedError):
             await bus.send_many(DOMAIN, [BatchCommand("Debit")] * many, batch_id=batch.batch_id)
     assert given.database.count("command") == 5
+
+
+async def test_a_bus_that_is_being_closed_takes_no_more_sends_and_so_comes_to_its_end(dsn: str) -> None:
+    """R10: senders that never pause must not keep it open."""
+    bus = await CommandBus(dsn).open()
+    refused: list[InvalidOperationError] = []
+
+    async def send_on_and_on() -> None:
+        try:
+            while True:
+                await bus.send(DOMAIN, "Debit")
+        except InvalidOperationError as error:
+            refused.append(error)
+
+    senders = [asyncio.create_task(send_on_and_on()) for _ in range(20)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await bus.close()
+        await asyncio.gather(*senders)
+    assert len(refused) == 20

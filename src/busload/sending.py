@@ -14,7 +14,7 @@ import psycopg
 
 from busload.domain.command import NewCommand
 from busload.domain.ids import LOAD_SIZE, POSITIONS
-from busload.errors import OutcomeUnknown
+from busload.errors import InvalidOperationError, OutcomeUnknown
 from busload.requests import Write
 from busload.store import send
 
@@ -66,6 +66,7 @@ class Sending:
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._callers = 0
+        self._closing = False
         self._all_gone = asyncio.Event()
         self._all_gone.set()
         self._neighbours = _Neighbours()
@@ -73,6 +74,10 @@ class Sending:
 
     async def send(self, domain: str, command: NewCommand, *, chosen: bool) -> None:
         """Return once the command is committed; only an id that its caller has chosen can be that of another."""
+        if self._closing:
+            raise InvalidOperationError(
+                "The bus is being closed and sends no more. Send before that, or open it again."
+            )
         self._callers += 1
         self._all_gone.clear()
         try:
@@ -86,7 +91,8 @@ class Sending:
                 self._all_gone.set()
 
     async def close(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all that is under way; more is refused."""
+        self._closing = True
         await self._all_gone.wait()
         self._bell.ring_now()
         while self._tasks:

@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "every-error-blames-an-item",
         "worker/coalescer.py",
-        "if halve and isinstance(error, REFUSALS):",
-        "if halve:",
+        "if (halve and isinstance(error, REFUSALS)) or",
+        "if halve or",
         COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
         "An error that passes is no reason to park a command.",
     ),

@@ -818,3 +818,42 @@ async def test_peer_river_258() -> None:
         await coalescer.put(item)
     assert await coalescer.close() == []
     assert sink.items == list(range(7))
+
+
+async def test_a_flush_that_takes_too_long_is_halved_until_it_does_not() -> None:
+    """S5-13: the same again would take as long again."""
+    tries: list[int] = []
+    flushed: list[int] = []
+
+    async def flush(items: Sequence[int]) -> None:
+        tries.append(len(items))
+        if len(items) > 3:
+            raise TimeoutError
+        flushed.extend(items)
+
+    coalescer = Coalescer(flush, max_size=10, max_interval=NEVER)
+    for item in range(10):
+        await coalescer.put(item)
+    assert await coalescer.close() == []
+    assert flushed == list(range(10))
+    assert tries == [10, 5, 2, 3, 5, 2, 3]
+
+
+async def test_what_merge_returns_may_be_anything_to_go_through_and_nothing_at_all() -> None:
+    flushes: list[list[int]] = []
+
+    async def flush(items: Sequence[int]) -> None:
+        flushes.append(list(items))
+
+    coalescer = Coalescer(flush, max_size=2, max_interval=NEVER, merge=lambda items: (i for i in items if i > 1))  # type: ignore[arg-type, return-value]
+    for item in range(4):
+        await coalescer.put(item)
+    assert await coalescer.close() == []
+    assert flushes == [[2, 3]]
+    assert coalescer.stats.items == 4
+
+
+@pytest.mark.parametrize("wrong", [{"max_size": 2.5}, {"capacity": "10"}, {"max_bytes": True}])
+def test_sizes_are_whole_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be a whole number"):
+        Coalescer(Sink(), **wrong)

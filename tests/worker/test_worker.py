@@ -416,3 +416,48 @@ async def test_nothing_is_left_behind_by_a_worker_that_stopped(given: Given, dat
     assert database.value(idle) == 0
     locks = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database AND datname = current_database()"
     assert database.value(locks + " WHERE locktype = 'advisory'") == 0
+
+
+async def test_a_stop_that_is_cancelled_leaves_nothing_running(given: Given, database: Database) -> None:
+    """P10: as `asyncio.wait_for(running, 1)` does it to a stop that takes longer; the leases must be free to end."""
+    started = asyncio.Event()
+
+    async def hang(command: Command, ctx: HandlerContext) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    given.bus.handler(DOMAIN, "Debit")(hang)
+    await given.batch(commands=5)
+    before = asyncio.all_tasks()
+    worker = Worker(given.bus, settings=WorkerSettings(grace=PATIENT))
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(30):
+        await started.wait()
+        worker.stop()
+        await eventually(lambda: worker.stats.in_line == 0)
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await eventually(lambda: not [task for task in asyncio.all_tasks() - before if task is not running])
+    assert "busload-renew" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert database.count("execution") == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"flush_deadline": timedelta(seconds=-1)}, "flush_deadline must be more than zero"),
+        ({"flush_deadline": timedelta(0)}, "flush_deadline must be more than zero"),
+        ({"flush_size": 0}, "flush_size must be a whole number from 1 on, found 0"),
+        ({"flush_size": 2.5}, "flush_size must be a whole number"),
+        ({"grace": timedelta(seconds=-1)}, "grace must be at least zero"),
+        ({"no_handler_pause": timedelta(seconds=-1)}, "no_handler_pause must be at least zero"),
+        ({"prefetch": 0.05}, "prefetch must be a timedelta, found 0.05"),
+        ({"lease_for": 30}, "lease_for must be a timedelta, found 30"),
+    ],
+)
+async def test_a_wrong_setting_is_named(bus: CommandBus, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Worker(bus, settings=WorkerSettings(**wrong))

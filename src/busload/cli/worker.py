@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import os
 import re
 import signal
@@ -131,6 +132,8 @@ def worker(
     set_up_logging(log_level, as_json=log_json)
     bus = load(application)
     served = _domains(domains, bus, application)
+    if math.isnan(lease) or math.isnan(grace):
+        raise click.UsageError("--lease and --grace take a number of seconds, found nan.")
     settings = WorkerSettings(
         concurrency=concurrency,
         lease_for=timedelta(seconds=lease),

@@ -113,6 +113,9 @@ class Transition(msgspec.Struct, eq=False, gc=False):
     reason: str | None = None
     finished: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"the result {self.outcome} of execution {self.leased.execution_id}"
+
 
 def complete(leased: Leased, result: Any, limits: PayloadLimits) -> Transition:
     """Where a command goes once its handler has returned."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from psycopg_pool import AsyncConnectionPool
 
 from busload.domain.execution import Lease, Leased
+from busload.domain.ids import LOAD_SIZE
 from busload.domain.payload import encode
 from busload.handlers import Handlers
 from busload.settings import WorkerSettings
@@ -28,6 +29,9 @@ SMALLEST_GAP = 0.002
 
 SMALLEST_TICK = 0.02
 """Seconds from a look that found something due to the next one: retries become due one by one."""
+
+MOST_AHEAD = 20
+"""How many commands a slot may have ahead of it, however fast the last ones were: the next ones may be slow."""
 
 SHORTEST_SAMPLE = 0.0005
 """Seconds that a pace is measured over, at least."""
@@ -52,6 +56,7 @@ class Claimer:
         self._executor, self._settlement, self._held = executor, settlement, held
         self._domains, self._settings, self._worker = domains, settings, worker
         self._concurrency = concurrency
+        self._farthest = max(MOST_AHEAD * concurrency, LOAD_SIZE)
         self._quarter_lease = settings.lease_for.total_seconds() / 4
         prefetch = settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
@@ -78,7 +83,8 @@ class Claimer:
         if self._leaving:
             await self.hand_back_line()
         in_hand = self._executor.in_hand
-        ahead = self.ahead = self._pace.ahead(self._executor.finished, self._executor.busy)
+        ahead = self._pace.ahead(self._executor.finished, self._executor.busy)
+        ahead = self.ahead = min(ahead, self._farthest)
         # Half of what is ahead may be used up before the next claim, so that a claim is worth its round trip.
         low_water = self._concurrency - 1 + ahead // 2
         # Each command in hand becomes a result, and there must be room for it.

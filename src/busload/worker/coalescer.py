@@ -60,6 +60,9 @@ class Coalescer(Generic[T]):
         on_refused: Callable[[T, Exception], Awaitable[None]] | None = None,
         name: str = "coalescer",
     ) -> None:
+        for name_of, value in (("max_size", max_size), ("capacity", capacity), ("max_bytes", max_bytes)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name_of} must be a whole number, found {value!r}.")
         if not 1 <= max_size <= capacity:
             raise ValueError(f"max_size must be from 1 to capacity ({capacity}), found {max_size}.")
         if max_interval < timedelta(0):
@@ -79,16 +82,16 @@ class Coalescer(Generic[T]):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._nearly_full = NEARLY_FULL * capacity
-        self._quiet_until = 0.0
+        self._quiet_until = self._silent_until = 0.0
 
     async def put(self, item: T) -> None:
         """Hand over an item; waits while the coalescer is full, and is refused once it is closed."""
         while not self.offer(item):
-            if self._room.is_set():  # the first to wait says so
-                log.error(
-                    "The %s is full with %d items; waiting to hand over %.200r", self._name, self.stats.waiting, item
-                )
-                self._room.clear()
+            self._room.clear()
+            if time.monotonic() >= self._silent_until:  # the first to wait says so, and not every time
+                self._silent_until = time.monotonic() + 60
+                held = self.stats.waiting
+                log.error("The %s is full with %d items; waiting to hand over %.200r", self._name, held, item)
             self.flush_soon()  # also if bytes are what it is full of: no further item can come
             await self._room.wait()
 
@@ -136,8 +139,8 @@ class Coalescer(Generic[T]):
             await asyncio.wait({self._task}, timeout=None if deadline is None else deadline.total_seconds())
             if not self._task.done():
                 self._task.cancel()
-                await asyncio.wait({self._task})
-            if not self._task.cancelled():
+                await asyncio.wait({self._task}, timeout=LONGEST_PAUSE)  # a flush may not heed it
+            if self._task.done() and not self._task.cancelled():
                 self._task.result()
         if self._timer is not None:
             self._timer.cancel()
@@ -181,7 +184,7 @@ class Coalescer(Generic[T]):
 
     async def _fold(self, parts: list[Sequence[T]]) -> None:
         if self._merge is not None:
-            parts[0] = self._merge(parts[0])
+            parts[:] = filter(None, [list(self._merge(parts[0]))])
 
     def _next_items(self) -> list[T]:
         """As many items as may leave together; at least one, however heavy."""
@@ -206,17 +209,20 @@ class Coalescer(Generic[T]):
         """Flush the first part until it succeeds. One that never can is halved until the guilty stand alone."""
         part, on_refused = parts[0], self._on_refused
         refused = await self._insist(lambda: self._flush(part), len(part), halve=on_refused is not None)
+        if refused is not None and len(part) > 1:
+            middle = len(part) // 2
+            parts[:1] = [part[:middle], part[middle:]]
+            return
         if refused is not None and on_refused is not None:
-            if len(part) > 1:
-                middle = len(part) // 2
-                parts[:1] = [part[:middle], part[middle:]]
-                return
             [item], error = part, refused
             await self._insist(lambda: on_refused(item, error), 1, halve=False)
         del parts[0]
 
     async def _insist(self, attempt: Callable[[], Awaitable[None]], count: int, *, halve: bool) -> Exception | None:
-        """Try until it succeeds, with pauses that grow; with `halve`, return the error that blames an item."""
+        """Try until it succeeds, with pauses that grow; or return the error if half of it may do better.
+
+        That is where the flush took too long, and with `halve` also where an item is to blame.
+        """
         failures = 0
         while True:
             self._warn_when_nearly_full()
@@ -228,7 +234,8 @@ class Coalescer(Generic[T]):
                 if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                     raise  # it is us who are cancelled, not something that the flush had started
                 self.stats.failures += 1
-                if halve and isinstance(error, REFUSALS):
+                if (halve and isinstance(error, REFUSALS)) or (isinstance(error, TimeoutError) and count > 1):
+                    log.debug("Flush of %d items failed and is halved: %r", count, error)
                     return error
                 failures += 1
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)  # noqa: S311

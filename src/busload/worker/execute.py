@@ -111,12 +111,15 @@ class Executor:
             self._fewer(len(abandoned))
         return abandoned
 
-    async def stop(self) -> None:
+    async def stop(self, within: float) -> None:
         """Give up what still runs; it is not settled, so it will be handed back."""
         self._stopping = True
         for slot in self._slots:
             slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
+        if self._slots:
+            _, stubborn = await asyncio.wait(self._slots, timeout=within)
+            if stubborn:
+                log.warning("%d handlers do not heed that they were cancelled", len(stubborn))
 
     async def _slot(self) -> None:
         line = self._line

@@ -52,8 +52,12 @@ class Heartbeat:
         self._answered.set()
         self._thread.start()
 
-    def stop(self) -> None:
+    def let_go(self) -> None:
+        """Renew no more; does not wait for the heartbeat under way."""
         self._stopping.set()
+
+    def stop(self) -> None:
+        self.let_go()
         if self._thread.is_alive():
             self._thread.join()
 

@@ -174,12 +174,16 @@ class _Running:
         try:
             await self._stop()
         finally:
-            self._report.finish()
-            stats = self.stats()
-            self._worker._stats = lambda: stats
-            await self._transactions.close()
-            await self._pool.close()
-            await self._leave()
+            ending = asyncio.create_task(self._end())
+            cancelled: asyncio.CancelledError | None = None
+            while not ending.done():  # it takes seconds at most, and nobody else would do it
+                try:
+                    await asyncio.shield(ending)
+                except asyncio.CancelledError as again:
+                    cancelled = again
+            if cancelled is not None:
+                raise cancelled
+            ending.result()
 
     async def until_stopped(self) -> None:
         self._rounds = [asyncio.create_task(loop.run()) for loop in (self._claiming, self._promoting)]
@@ -344,7 +348,7 @@ class _Running:
             await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
         await self._let_line_go()
         await self._finish_handlers()
-        await self._executor.stop()
+        await self._executor.stop(self._settings.deadline.total_seconds())
         abandoned = await self._settlement.close(self._settings.deadline)
         self._sweeping.stop()
         try:
@@ -354,15 +358,29 @@ class _Running:
                     await perform_async(conn, rescue.retire(worker=self._number()))
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back what is left; others will take it when the lease ends: %r", error)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._heartbeat.stop)
-        self._threads.close()
         if abandoned:
             raise InvalidOperationError(
                 f"{abandoned} results could not be settled before the worker stopped; their commands will run again."
             )
+
+    async def _end(self) -> None:
+        """However far the stop came, nothing of this run goes on; what it still holds is rescued by others."""
+        self._heartbeat.let_go()
+        for loop in (self._claiming, self._promoting, self._sweeping):
+            loop.stop()
+        for task in self._tasks:
+            task.cancel()
+        await self._executor.stop(within=1)
+        await self._settlement.close(timedelta(0))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._heartbeat.stop)
+        self._threads.close()
+        self._report.finish()
+        stats = self.stats()
+        self._worker._stats = lambda: stats
+        await self._transactions.close()
+        await self._pool.close()
+        await self._leave()
 
     async def _let_line_go(self) -> None:
         """What has not started need not wait for what has: others can run it at once."""
@@ -375,10 +393,12 @@ class _Running:
     async def _finish_handlers(self) -> None:
         waits = [asyncio.create_task(self._executor.wait_idle()), asyncio.create_task(self._hurry.wait())]
         grace = self._settings.grace.total_seconds()
-        await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        try:
+            await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
 
 def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
@@ -400,8 +420,19 @@ def _async_face(bus: SyncCommandBus) -> CommandBus:
 def _check(concurrency: int, settings: WorkerSettings) -> None:
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise ValueError(f"concurrency must be a whole number from 1 on, found {concurrency!r}.")
-    if min(settings.lease_for, settings.poll_every, settings.sweep_every, settings.flush_every) <= timedelta(0):
-        raise ValueError("lease_for, poll_every, sweep_every and flush_every must be more than zero.")
+    if isinstance(settings.flush_size, bool) or not isinstance(settings.flush_size, int) or settings.flush_size < 1:
+        raise ValueError(f"flush_size must be a whole number from 1 on, found {settings.flush_size!r}.")
+    more_than_zero = ("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline")
+    for name in (*more_than_zero, "grace", "no_handler_pause", "prefetch"):
+        value = getattr(settings, name)
+        if value is None and name == "flush_deadline":
+            continue
+        if not isinstance(value, timedelta):
+            raise ValueError(f"{name} must be a timedelta, found {value!r}.")
+        if value < timedelta(0) or (name in more_than_zero and not value):
+            raise ValueError(
+                f"{name} must be {'more than' if name in more_than_zero else 'at least'} zero, found {value}."
+            )
     if not timedelta(0) <= settings.prefetch <= settings.lease_for / 4:
         raise ValueError(
             f"prefetch ({settings.prefetch}) must be from zero to a quarter of the lease ({settings.lease_for}): "
