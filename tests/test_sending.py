@@ -363,7 +363,7 @@ async def test_a_send_to_a_batch_is_one_statement_that_checks_the_batch(bus: Com
 
 
 async def test_a_bus_that_is_being_closed_takes_no_more_sends_and_so_comes_to_its_end(dsn: str) -> None:
-    """R10: senders that never pause must not keep it open."""
+    """S5-15, D6: senders that never pause must not keep it open."""
     bus = await CommandBus(dsn).open()
     refused: list[InvalidOperationError] = []
 

@@ -821,7 +821,7 @@ async def test_peer_river_258() -> None:
 
 
 async def test_a_flush_that_takes_too_long_is_halved_until_it_does_not() -> None:
-    """S5-13: the same again would take as long again."""
+    """P11, D2: the same again would take as long again, and nothing would ever leave."""
     tries: list[int] = []
     flushed: list[int] = []
 

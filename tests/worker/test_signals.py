@@ -80,9 +80,11 @@ def test_what_does_not_finish_within_the_grace_time_is_handed_back(
     """F33, S5-22, P10."""
     [pid] = workers.start(grace=0.5)
     waiting(sync_bus, workers)
+    began = time.monotonic()
     workers.kill(pid, signal.SIGTERM)
-    until(lambda: pid in workers.look(), within=15)
+    until(lambda: pid in workers.look(), within=10)
     assert workers.ended[pid] == 0, workers.last_words()
+    assert time.monotonic() - began < 0.5 + 2.5
     nothing_was_burnt(database, executions=0, left=20)
 
 
@@ -212,7 +214,7 @@ def hurried(workers: Workers, sync_bus: SyncCommandBus, database: Database, firs
     until(lambda: not pending(pid))  # two that arrive together are one
     assert pid not in workers.look()
     workers.kill(pid, second)
-    until(lambda: pid in workers.look())
+    until(lambda: pid in workers.look(), within=10)
     assert workers.ended[pid] == 0, workers.last_words()
 
 
@@ -243,7 +245,7 @@ def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> 
     until(lambda: database.count("worker") == 1)
     until(lambda: database.value("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"))
     workers.kill(pid, signal.SIGTERM)
-    until(lambda: pid in workers.look())
+    until(lambda: pid in workers.look(), within=5)
     assert workers.ended[pid] == 0, workers.last_words()
 
 
@@ -257,9 +259,10 @@ def interrupted_at_start(
         [pid] = workers.start()
         until(lambda n=n: time.monotonic() * 1000 % 8 // 1 == n % 8)  # type: ignore[misc]  # a little later each time
         workers.kill(pid, number)
-        until(lambda pid=pid: pid in workers.look())  # type: ignore[misc]
-        # Before it listens to signals, the system or Python itself ends it.
-        assert workers.ended[pid] in (0, 1, DID_NOT_START, -number), workers.last_words()
+        until(lambda pid=pid: pid in workers.look(), within=10)  # type: ignore[misc]
+        # Before it listens to signals, the system ends it; on SIGINT Python does, with an exception.
+        by_python = (1, DID_NOT_START) if number == signal.SIGINT else ()
+        assert workers.ended[pid] in (0, -number, *by_python), workers.last_words()
         assert "could not be settled" not in workers.last_words()
     assert database.count("lease") == 0
     assert database.value("SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'") == 0
