@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -25,6 +26,10 @@ from busload import (
     Worker,
     WorkerSettings,
 )
+from busload.domain.execution import Transition
+from busload.store.claim import Claim
+from busload.worker.claim import Claimer
+from busload.worker.settle import Settlement
 from tests.given import DOMAIN, Database, Given, eventually, raising
 
 PATIENT = timedelta(hours=1)
@@ -54,6 +59,33 @@ async def test_drain_also_runs_what_handlers_send(bus: CommandBus, given: Given)
     given.handler("Debit", chain)
     await bus.send(DOMAIN, "Debit", {"left": 5})
     assert await given.drained() == 6
+
+
+async def test_drain_looks_again_after_a_settlement_that_its_look_may_not_have_seen(
+    bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S4-11: the settlement that sends the callback commits after a claim has looked and before its answer is read."""
+    given.handler()
+    ran = given.handler("Done")
+    claim, flush = Claimer._claim, Settlement._flush
+    looked = asyncio.Event()
+
+    async def claim_slowly(self: Claimer, limit: int) -> Claim:
+        taken = await claim(self, limit)
+        if not taken.leased:
+            looked.set()
+            await eventually(lambda: not self._settlement.stats.waiting)
+        return taken
+
+    async def flush_late(self: Settlement, transitions: Sequence[Transition]) -> None:
+        await looked.wait()
+        await flush(self, transitions)
+
+    monkeypatch.setattr(Claimer, "_claim", claim_slowly)
+    monkeypatch.setattr(Settlement, "_flush", flush_late)
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit")], on_complete=BatchCommand("Done"))
+    assert await given.drained(settings=WorkerSettings(poll_every=timedelta(milliseconds=10))) == 2
+    assert len(ran) == 1
 
 
 async def test_drain_runs_retries_that_are_due_and_leaves_those_that_are_not(given: Given, database: Database) -> None:

@@ -201,6 +201,8 @@ class _Running:
                 await asyncio.sleep(0)
             elif self._executor.in_hand or self._settlement.stats.waiting:
                 await self._wait_for_a_move()
+            elif self._moved.is_set():
+                continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
             elif not self._claimer.found_nothing:
                 await asyncio.sleep(pause or 0)  # others had locked what is ready
             elif (await self._claimer.promote_due()).loads == 0:
