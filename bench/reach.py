@@ -125,6 +125,14 @@ GOALS = [
     ),
     Goal("drain with 1 % refused, beside none", 0.9, _rates("busload/drain-refused", "busload/drain-none")),
     Goal("drain with 1 % tried again, beside none", 0.9, _rates("busload/drain-retried", "busload/drain-none")),
+    Goal("drain with task keys, beside none", 0.85, _rates("busload/drain-keys", "busload/drain")),
+    Goal(
+        "trace of 100 attempts, p50",
+        5,
+        lambda figures: figures.latency("busload/trace", 50),
+        at_most=True,
+        unit="ms",
+    ),
     Goal(
         "memory of a worker after a tenth",
         120,

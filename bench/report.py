@@ -59,6 +59,11 @@ VARIANTS = {
     "claim-many": "claim-few",
     "claim-few-ones": "claim-few",
     "claim-many-ones": "claim-few-ones",
+    "create-keys": "create",
+    "create-once": "create-keys",
+    "drain-keys": "drain",
+    "send-once": "send",
+    "trace": None,
     "memory": None,
     "stream": None,
 }

@@ -3,6 +3,7 @@
 set -eu
 missing=""
 ls /usr/lib/postgresql/15/bin/postgres >/dev/null 2>&1 || missing="$missing postgresql-15"
+ls /usr/lib/rabbitmq/bin/rabbitmq-server >/dev/null 2>&1 || missing="$missing rabbitmq-server"
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "Installing$missing"
@@ -12,6 +13,13 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     mkdir -p /etc/postgresql-common
     grep -qs '^create_main_cluster' /etc/postgresql-common/createcluster.conf ||
         echo 'create_main_cluster = false' >> /etc/postgresql-common/createcluster.conf
+    # Nor does a broker need to run but those that the tests start: while this says so, no service is started.
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+        printf '#!/bin/sh\nexit 101\n' > "$policy"
+        chmod +x "$policy"
+        trap 'rm -f "$policy"' EXIT
+    fi
     # shellcheck disable=SC2086
     apt-get install -y -qq --no-install-recommends $missing >/dev/null
 else

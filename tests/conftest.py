@@ -17,6 +17,9 @@ from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
 from tests.given import Database, Given
+from tests.servers import name_leader, rabbitmq_url, stop_rabbitmq
+
+__all__ = ["rabbitmq_url"]  # a fixture
 
 RUN = "PYTEST_BUSLOAD_RUN"
 
@@ -24,6 +27,7 @@ RUN = "PYTEST_BUSLOAD_RUN"
 def pytest_configure(config: pytest.Config) -> None:
     """Name the run; the processes it is spread over inherit the name."""
     os.environ.setdefault(RUN, secrets.token_hex(4))
+    name_leader()
 
 
 def server_home(name: str = "server") -> Path:
@@ -45,6 +49,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The process that leads the run leaves last: it stops the servers and removes their folders."""
     if not os.environ.get("PYTEST_XDIST_WORKER"):
         folder = server_home().parent
+        stop_rabbitmq(server_home("rabbitmq"))
         for home in folder.glob("*"):
             EmbeddedPostgres(home).stop()
         shutil.rmtree(folder, ignore_errors=True)

@@ -238,7 +238,7 @@ INVARIANTS = {
     "I2 a batch's total is the number of its commands": """
         SELECT batch_id FROM busload.batch
           LEFT JOIN (SELECT batch_id, count(*) AS n FROM busload.command GROUP BY batch_id) AS members USING (batch_id)
-         WHERE total_count <> coalesce(n, 0)""",
+         WHERE total_count <> coalesce(n, 0) AND pruned_at IS NULL""",
     "I3 counters equal the facts": """
         SELECT batch_id FROM busload.batch AS b LEFT JOIN (
             SELECT batch_id, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
@@ -246,7 +246,8 @@ INVARIANTS = {
                    count(*) FILTER (WHERE status = 'CANCELED') AS canceled,
                    count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE') AS troubleshooting
               FROM busload.command_status GROUP BY batch_id) AS m USING (batch_id)
-         WHERE (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count) IS DISTINCT FROM
+         WHERE b.pruned_at IS NULL AND
+               (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count) IS DISTINCT FROM
                (coalesce(completed, 0), coalesce(failed, 0), coalesce(canceled, 0), coalesce(troubleshooting, 0))""",
     "I4 completed exactly when sealed and nothing is open": """
         SELECT b.batch_id FROM busload.batch b
@@ -260,7 +261,7 @@ INVARIANTS = {
         SELECT b.batch_id, 'BATCH_COMPLETED' FROM busload.batch b WHERE b.completed_at IS NOT NULL
            AND NOT EXISTS (SELECT FROM busload.event e WHERE e.batch_id = b.batch_id AND e.type = 'BATCH_COMPLETED')
         UNION ALL
-        SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND
+        SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND b.pruned_at IS NULL AND
                (b.completed_at IS NOT NULL)::int <> (SELECT count(*) FROM busload.command c
                  WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid)""",
     "I6 one final execution at most": """

@@ -42,10 +42,22 @@ EXPECTED = {
         "Mail to cfo@example.com: March is COMPLETED, 100 pages",
         "This process hears: April is COMPLETED",
     ],
+    "causes.py": [
+        "250 commands: CURRENCY, such as: Refund of account 4 has no currency.",
+        "retry CURRENCY: COMPLETED",
+        "COMPLETED_WITH_FAILURES: 900 completed, 100 canceled",
+        "OPERATOR_RETRIED by rosa: {'account': 4, 'cents': 400} -> {'account': 4, 'cents': 400, 'currency': 'EUR'}",
+    ],
     "coalescer.py": [
         "Refused: -1000.0 of a broken one, CheckViolation",
         "5001 readings in … flushes, 9…% of transactions saved",
         "500 sensors, the latest of each at 9; 0 left behind",
+    ],
+    "explain.py": [
+        "Not finished: 0 of 11 commands have ended; 11 without a worker.",
+        "  PAUSED 11: 11 commands are ready, but domain 'payments' was paused … ago by rosa: the bank is down.",
+        "  NO_HANDLER 1: 1 command is of a type that no worker had a handler for: Report. …",
+        "  BACKOFF 2: 2 commands failed and will be tried again: … The last error was ConnectionError: The bank …",
     ],
     "operators.py": [
         "IN_PROGRESS: 1 completed, 4 wait for a person",
@@ -58,6 +70,27 @@ EXPECTED = {
         "The first one: COMPLETED, attempt 1, result {'debited': 10}",
     ],
     "sync_app.py": ["Refused: a samovar is out of stock", "a kettle: shipped by …", "a teapot: shipped by …"],
+    "tracker.py": [
+        "1. The task id is made of queue and message: partner_tasks:SATLOC:695d:02220710",
+        "2. Every execution has an id of its own: 4 executions, 4 ids",
+        "3. A task that is queued or runs is not enqueued again: None",
+        "4. Of ten workers with the same message one gets it: 1",
+        "5. The task id alone finds the whole chain, also out of the dlq:",
+        "   attempt 1: failed, no answer to attempt 1",
+        "   attempt 3: dlq, no answer to attempt 3",
+        "   attempt 4: completed, no error",
+    ],
+    "tracker_celery.py": [
+        "reports:tracker_celery.render:January completed",
+        "reports:tracker_celery.render:February completed",
+        "reports:tracker_celery.render:March failed completed",
+        "reports:tracker_celery.render:void dlq",
+    ],
+    "tracker_rabbitmq.py": [
+        "partner_tasks:02220710: completed by attempt 2",
+        "partner_tasks:forgotten: completed by attempt 2",
+        "partner_tasks:broken is dead-lettered",
+    ],
     "transfer_money.py": ["20 transfers, each tried twice", "alice has 900, bob has 100, 20 receipts"],
 }
 
@@ -131,8 +164,13 @@ def test_every_python_block_is_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=names(EXAMPLES))
-def test_every_example_ends_by_itself_and_says_what_it_should(example: Path, dsn: str) -> None:
+def test_every_example_ends_by_itself_and_says_what_it_should(
+    example: Path, dsn: str, request: pytest.FixtureRequest
+) -> None:
     environment = {**os.environ, "BUSLOAD_DATABASE_URL": dsn, "PYTHONWARNINGS": "error"}
+    if "AMQP_URL" in example.read_text():
+        environment["AMQP_URL"] = request.getfixturevalue("rabbitmq_url")
+        environment["PYTHONWARNINGS"] += ",ignore:You're running the worker"  # says Celery to root
     ran = subprocess.run(
         [sys.executable, str(example)], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -2,6 +2,7 @@
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, BatchStatus, SyncBatchCompletionCallback
+from busload.domain.cause import CauseGroup, GroupAction, GroupItem
 from busload.domain.command import (
     AuditEvent,
     BatchCommand,
@@ -12,7 +13,12 @@ from busload.domain.command import (
     SendResult,
     TroubleshootingItem,
 )
+from busload.domain.dedup import Dedup, task_key
+from busload.domain.execution import Execution, ExecutionStatus, OperatorAction
+from busload.domain.explanation import Blocker, Explanation, Reason
+from busload.domain.pause import Pause
 from busload.domain.payload import PayloadLimits
+from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import (
     BatchNotFoundError,
@@ -22,6 +28,7 @@ from busload.errors import (
     CommandNotFoundError,
     DatabaseUnusable,
     DuplicateCommandError,
+    DuplicateTaskError,
     HandlerAlreadyRegisteredError,
     InvalidCommandError,
     InvalidOperationError,
@@ -34,6 +41,7 @@ from busload.errors import (
 )
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.settings import Settings, WorkerSettings
+from busload.tracker import SyncTaskTracker, TaskTracker
 from busload.worker import Coalescer, CoalescerStats, HandlerContext, SyncHandlerContext, Worker, WorkerStats
 
 __all__ = [
@@ -44,8 +52,10 @@ __all__ = [
     "BatchNotFoundError",
     "BatchSealedError",
     "BatchStatus",
+    "Blocker",
     "BusinessRuleError",
     "BusloadError",
+    "CauseGroup",
     "Coalescer",
     "CoalescerStats",
     "Command",
@@ -54,17 +64,28 @@ __all__ = [
     "CommandNotFoundError",
     "CommandStatus",
     "DatabaseUnusable",
+    "Dedup",
     "DuplicateCommandError",
+    "DuplicateTaskError",
+    "Execution",
+    "ExecutionStatus",
+    "Explanation",
+    "GroupAction",
+    "GroupItem",
     "HandlerAlreadyRegisteredError",
     "HandlerContext",
     "InputLimits",
     "InvalidCommandError",
     "InvalidOperationError",
     "OpenBatch",
+    "OperatorAction",
     "OutcomeUnknown",
+    "Pause",
     "PayloadLimits",
     "PermanentCommandError",
     "Problem",
+    "Pruned",
+    "Reason",
     "RetryPolicy",
     "SchemaOutdated",
     "SendResult",
@@ -74,9 +95,12 @@ __all__ = [
     "SyncCommandBus",
     "SyncHandlerContext",
     "SyncOpenBatch",
+    "SyncTaskTracker",
+    "TaskTracker",
     "TransientCommandError",
     "TroubleshootingItem",
     "Worker",
     "WorkerSettings",
     "WorkerStats",
+    "task_key",
 ]

@@ -26,6 +26,11 @@ from busload.domain.command import (
     CommandMetadata,
     SendResult,
 )
+from busload.domain.dedup import Dedup
+from busload.domain.execution import Execution
+from busload.domain.explanation import Explanation
+from busload.domain.pause import Pause
+from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
 from busload.handlers import Function, Handlers
@@ -164,6 +169,7 @@ class CommandBus(_Face):
         *,
         command_id: UUID | None = None,
         task_key: str | None = None,
+        dedup: Dedup | None = None,
         priority: int = 0,
         run_at: datetime | None = None,
         max_attempts: int | None = None,
@@ -176,6 +182,8 @@ class CommandBus(_Face):
 
         Calls that are under way at once share a transaction, unless they have `batch_id` or `conn`: a thousand senders
         cost little more than ten. Each returns when its own command is committed, and fails alone.
+
+        With `dedup` it is sent only if no other command holds its `task_key`; the result then names the holder.
         """
         command = BatchCommand(
             command_type,
@@ -188,7 +196,7 @@ class CommandBus(_Face):
             run_at=run_at,
             max_attempts=max_attempts,
         )
-        return await self._send(domain, command, batch_id, conn)
+        return await self._send(domain, command, batch_id, conn, dedup)
 
     async def send_many(
         self,
@@ -196,10 +204,14 @@ class CommandBus(_Face):
         commands: Iterable[BatchCommand],
         *,
         batch_id: UUID | None = None,
+        dedup: Dedup | None = None,
         conn: AsyncConnection | Connection | None = None,
     ) -> list[SendResult]:
-        """Send many commands, all or none; results come in the order of the input."""
-        return await self._write(self._requests.send_many(domain, commands, batch_id), conn)
+        """Send many commands, all or none; results come in the order of the input.
+
+        With `dedup`, those whose task key another command holds are left out, and their results name the holder.
+        """
+        return await self._write(self._requests.send_many(domain, commands, batch_id, dedup), conn)
 
     async def create_batch(
         self,
@@ -210,6 +222,7 @@ class CommandBus(_Face):
         name: str | None = None,
         custom_data: dict[str, Any] | None = None,
         on_complete: BatchCompletionCallback | BatchCommand | None = None,
+        dedup: Dedup | None = None,
         conn: AsyncConnection | Connection | None = None,
     ) -> UUID:
         """Create a batch with all its commands in one transaction, and return its id.
@@ -217,9 +230,18 @@ class CommandBus(_Face):
         `on_complete` is called, or if it is a `BatchCommand` sent, once every command has ended. The command is
         durable: it is inserted by the transaction that ends the last one, in the batch's domain, with the completed
         batch under the key "batch" of its data. The function is best effort: it lives and dies with this process.
+
+        With `dedup`, commands whose task key another one holds are left out, also of the total; if none is left, the
+        batch completes at once.
         """
         write = self._requests.create_batch(
-            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+            domain,
+            commands,
+            batch_id=batch_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            dedup=dedup,
         )
         created = await self._write(write, conn)
         self._register(created, on_complete)
@@ -234,6 +256,7 @@ class CommandBus(_Face):
         custom_data: dict[str, Any] | None = None,
         on_complete: BatchCompletionCallback | BatchCommand | None = None,
         checkpoint_size: int = 1000,
+        dedup: Dedup | None = None,
         conn: AsyncConnection | Connection | None = None,
     ) -> OpenBatch:
         """A batch to fill over time: `async with bus.open_batch(...) as batch: await batch.add(...)`.
@@ -243,9 +266,9 @@ class CommandBus(_Face):
         that were written run on, and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
         write = self._requests.open_batch(
-            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete, dedup=dedup
         )
-        return OpenBatch(self, domain, write, on_complete, checkpoint_size, conn)
+        return OpenBatch(self, domain, write, on_complete, checkpoint_size, dedup, conn)
 
     async def seal_batch(
         self, domain: str, batch_id: UUID, *, conn: AsyncConnection | Connection | None = None
@@ -340,9 +363,69 @@ class CommandBus(_Face):
         """Everything that happened to a command, oldest first; empty for an unknown one."""
         return await self._read(self._requests.get_audit_trail(domain, command_id))
 
+    async def trace(self, task_key: str, *, domain: str | None = None) -> list[Execution]:
+        """Every attempt of every command that was sent for a task, oldest first; empty for an unknown one."""
+        return await self._read(self._requests.trace(task_key, domain=domain))
+
     async def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
         return await self._read(self._requests.get_batch_audit_trail(domain, batch_id))
+
+    async def prune(self, older_than: timedelta, *, archive: bool = False, dry_run: bool = False) -> Pruned:
+        """Remove commands of all domains that ended so long ago, and say how much that was.
+
+        Their executions and events go with them; those of a batch go with their batch, once it is complete and its
+        callback has ended. What is open stays, whatever its age. It takes many small transactions, so it may run beside
+        the workers, and be interrupted: the next one goes on. With `archive` it all moves to `busload.archive` and
+        `busload.archived_batch`; with `dry_run` it is only counted.
+        """
+        pruning = self._requests.prune(older_than, archive=archive, dry_run=dry_run)
+        for plan in pruning.plans():
+            await self._perform_alone(plan)
+        return pruning.pruned
+
+    async def _perform_alone(self, plan: Plan[T]) -> T:
+        """In a transaction of its own. One that may be repeated: if its end is unknown, it does not matter."""
+        await self._check_schema()
+        async with self.pool.connection() as conn, conn.transaction():
+            return await perform_async(conn, plan)
+
+    async def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:
+        """Why a batch is not finished: each reason with count, since when, and what to do. A healthy one has an ETA."""
+        return await self._look(self._requests.explain_batch(domain, batch_id))
+
+    async def explain_command(self, domain: str, command_id: UUID) -> Explanation:
+        """The same for one command."""
+        return await self._look(self._requests.explain_command(domain, command_id))
+
+    async def pause(
+        self,
+        domain: str,
+        *,
+        reason: str | None = None,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> bool:
+        """Let nothing new start in a domain: what runs finishes, what is sent waits. False: it was paused already.
+
+        Workers hear of it at once, or within `sweep_every` if the notification is lost. Until then a worker may claim
+        once more; once it has heard, it starts nothing, and what it holds but has not begun goes back.
+        """
+        paused = await self._write(self._requests.pause(domain, reason=reason, operator=operator), conn)
+        _tell("Paused", paused, domain, operator)
+        return paused
+
+    async def resume(
+        self, domain: str, *, operator: str | None = None, conn: AsyncConnection | Connection | None = None
+    ) -> bool:
+        """Let a paused domain go on. False: it was not paused."""
+        resumed = await self._write(self._requests.resume(domain, operator=operator), conn)
+        _tell("Resumed", resumed, domain, operator)
+        return resumed
+
+    async def list_pauses(self) -> list[Pause]:
+        """Every domain that is paused: since when, by whom and why."""
+        return await self._read(self._requests.list_pauses())
 
     def _register(self, batch_id: UUID, on_complete: BatchCompletionCallback | BatchCommand | None) -> None:
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
@@ -357,15 +440,22 @@ class CommandBus(_Face):
         async with self.pool.connection() as conn:
             return await perform_async(conn, plan)
 
+    async def _look(self, plan: Plan[T]) -> T:
+        """Read by several statements, in a transaction of their own."""
+        await self._check_schema()
+        async with self.pool.connection() as conn, conn.transaction():
+            return await perform_async(conn, plan)
+
     async def _send(
         self,
         domain: str,
         command: BatchCommand,
         batch_id: UUID | None = None,
         conn: AsyncConnection | Connection | None = None,
+        dedup: Dedup | None = None,
     ) -> SendResult:
-        if conn is not None or batch_id is not None:
-            return await self._write(self._requests.send(domain, command, batch_id), conn)
+        if conn is not None or batch_id is not None or dedup is not None:
+            return await self._write(self._requests.send(domain, command, batch_id, dedup), conn)
         checked = self._requests.check(domain, command)
         if self._sending is None:
             raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
@@ -472,6 +562,7 @@ class SyncCommandBus(_Face):
         *,
         command_id: UUID | None = None,
         task_key: str | None = None,
+        dedup: Dedup | None = None,
         priority: int = 0,
         run_at: datetime | None = None,
         max_attempts: int | None = None,
@@ -492,7 +583,7 @@ class SyncCommandBus(_Face):
             run_at=run_at,
             max_attempts=max_attempts,
         )
-        return self._write(self._requests.send(domain, command, batch_id), conn)
+        return self._write(self._requests.send(domain, command, batch_id, dedup), conn)
 
     def send_many(
         self,
@@ -500,10 +591,11 @@ class SyncCommandBus(_Face):
         commands: Iterable[BatchCommand],
         *,
         batch_id: UUID | None = None,
+        dedup: Dedup | None = None,
         conn: Connection | None = None,
     ) -> list[SendResult]:
-        """Send many commands, all or none; results come in the order of the input."""
-        return self._write(self._requests.send_many(domain, commands, batch_id), conn)
+        """Send many commands, all or none; results come in the order of the input; see `CommandBus.send_many`."""
+        return self._write(self._requests.send_many(domain, commands, batch_id, dedup), conn)
 
     def create_batch(
         self,
@@ -514,11 +606,18 @@ class SyncCommandBus(_Face):
         name: str | None = None,
         custom_data: dict[str, Any] | None = None,
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
+        dedup: Dedup | None = None,
         conn: Connection | None = None,
     ) -> UUID:
         """Create a batch with all its commands in one transaction, and return its id; see `CommandBus.create_batch`."""
         write = self._requests.create_batch(
-            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+            domain,
+            commands,
+            batch_id=batch_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            dedup=dedup,
         )
         created = self._write(write, conn)
         self._register(created, on_complete)
@@ -533,13 +632,14 @@ class SyncCommandBus(_Face):
         custom_data: dict[str, Any] | None = None,
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
         checkpoint_size: int = 1000,
+        dedup: Dedup | None = None,
         conn: Connection | None = None,
     ) -> SyncOpenBatch:
         """A batch to fill over time; see `CommandBus.open_batch`."""
         write = self._requests.open_batch(
-            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete
+            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete, dedup=dedup
         )
-        return SyncOpenBatch(self, domain, write, on_complete, checkpoint_size, conn)
+        return SyncOpenBatch(self, domain, write, on_complete, checkpoint_size, dedup, conn)
 
     def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
         """Let an open batch complete; returns False if it was sealed already."""
@@ -601,9 +701,62 @@ class SyncCommandBus(_Face):
         """Everything that happened to a command, oldest first; empty for an unknown one."""
         return self._read(self._requests.get_audit_trail(domain, command_id))
 
+    def trace(self, task_key: str, *, domain: str | None = None) -> list[Execution]:
+        """Every attempt of every command that was sent for a task, oldest first; empty for an unknown one."""
+        return self._read(self._requests.trace(task_key, domain=domain))
+
     def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
         return self._read(self._requests.get_batch_audit_trail(domain, batch_id))
+
+    def prune(self, older_than: timedelta, *, archive: bool = False, dry_run: bool = False) -> Pruned:
+        """Remove commands of all domains that ended so long ago, and say how much that was; see `CommandBus.prune`."""
+        *_, pruned = self._prune(older_than, archive=archive, dry_run=dry_run)
+        return pruned
+
+    def _prune(self, older_than: timedelta, *, archive: bool, dry_run: bool) -> Iterator[Pruned]:
+        """Yield how much it has removed so far."""
+        pruning = self._requests.prune(older_than, archive=archive, dry_run=dry_run)
+        self._check_schema()
+        for plan in pruning.plans():
+            with self.pool.connection() as conn, conn.transaction():
+                perform(conn, plan)
+            yield pruning.pruned
+
+    def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:
+        """Why a batch is not finished: each reason with count, since when, and what to do. A healthy one has an ETA."""
+        return self._look(self._requests.explain_batch(domain, batch_id))
+
+    def explain_command(self, domain: str, command_id: UUID) -> Explanation:
+        """The same for one command."""
+        return self._look(self._requests.explain_command(domain, command_id))
+
+    def pause(
+        self,
+        domain: str,
+        *,
+        reason: str | None = None,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> bool:
+        """Let nothing new start in a domain: what runs finishes, what is sent waits. False: it was paused already.
+
+        Workers hear of it at once, or within `sweep_every` if the notification is lost. Until then a worker may claim
+        once more; once it has heard, it starts nothing, and what it holds but has not begun goes back.
+        """
+        paused = self._write(self._requests.pause(domain, reason=reason, operator=operator), conn)
+        _tell("Paused", paused, domain, operator)
+        return paused
+
+    def resume(self, domain: str, *, operator: str | None = None, conn: Connection | None = None) -> bool:
+        """Let a paused domain go on. False: it was not paused."""
+        resumed = self._write(self._requests.resume(domain, operator=operator), conn)
+        _tell("Resumed", resumed, domain, operator)
+        return resumed
+
+    def list_pauses(self) -> list[Pause]:
+        """Every domain that is paused: since when, by whom and why."""
+        return self._read(self._requests.list_pauses())
 
     def _watch(self, domain: str, batch_id: UUID, seconds: float | None) -> Iterator[BatchMetadata]:
         """Yield changes until the batch is complete or the time is up, on a connection of its own."""
@@ -649,6 +802,12 @@ class SyncCommandBus(_Face):
         with self.pool.connection() as conn:
             return perform(conn, plan)
 
+    def _look(self, plan: Plan[T]) -> T:
+        """Read by several statements, in a transaction of their own."""
+        self._check_schema()
+        with self.pool.connection() as conn, conn.transaction():
+            return perform(conn, plan)
+
     def _write(self, write: Write[T], conn: Connection | None = None) -> T:
         self._check_schema()
         if conn is not None:
@@ -691,6 +850,11 @@ class SyncCommandBus(_Face):
 def _connection_lost(error: psycopg.OperationalError) -> bool:
     """Whether the server could not say how it ended; an error that carries a code, other than its own shutdown, did."""
     return error.sqlstate is None or error.sqlstate.startswith(("57P", "08"))
+
+
+def _tell(what: str, done: bool, domain: str, operator: str | None) -> None:
+    if done:
+        log.info("%s domain %s%s", what, domain, f", by {operator}" if operator else "")
 
 
 def _seconds(timeout: timedelta | float | None) -> float | None:

@@ -3,6 +3,7 @@
 BusloadError
 ├── InvalidCommandError (also ValueError)   refused before anything was written; `problems` says what and where
 ├── DuplicateCommandError                   a command_id is already taken in its domain
+├── DuplicateTaskError                      an open command holds the task key
 ├── BatchNotFoundError                      no such batch in this domain
 ├── BatchSealedError                        the batch takes no more commands
 ├── CommandNotFoundError                    no such command in this domain
@@ -21,7 +22,7 @@ For handlers to raise:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -79,6 +80,22 @@ class DuplicateCommandError(BusloadError):
             )
         super().__init__(message)
         self.domain, self.command_ids = domain, tuple(command_ids)
+
+
+class DuplicateTaskError(BusloadError):
+    """A task key is held by a command that is open, or was sent within the window of its `Dedup`.
+
+    `holders` names the command of each key.
+    """
+
+    def __init__(self, domain: str, holders: Mapping[str, UUID]) -> None:
+        [(task_key, command_id), *others] = holders.items()
+        more = f", and {len(others)} more keys are held" if others else ""
+        super().__init__(
+            f"In domain {domain!r} the task {task_key!r:.200} is held by command {command_id}{more}. Nothing was "
+            'written; wait until it has ended, or send with Dedup(on_conflict="skip").'
+        )
+        self.domain, self.holders = domain, dict(holders)
 
 
 class BatchNotFoundError(BusloadError):
@@ -150,7 +167,7 @@ class DatabaseUnusable(BusloadError):
 class Superseded(BusloadError):
     """This execution no longer holds its command: the lease was lost and another worker may run it.
 
-    Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it.
+    Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it, and by a tracker.
     """
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from busload.domain.cause import RESOLVE
 from busload.domain.command import InputLimits, check_name, refuse
 from busload.domain.retry import RetryPolicy
-from busload.errors import HandlerAlreadyRegisteredError
+from busload.errors import HandlerAlreadyRegisteredError, Problem
+from busload.resolve import RETRY, resolve
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,6 +25,10 @@ class Handler:
     retry: RetryPolicy
     timeout: float | None
     is_async: bool
+
+
+BUILT_IN = {RESOLVE: Handler(resolve, RETRY, timeout=None, is_async=True)}
+"""What every worker runs, in every domain."""
 
 
 class Handlers:
@@ -42,6 +48,9 @@ class Handlers:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
         refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
+        if command_type in BUILT_IN:
+            message = f"found {command_type!r}, which every worker runs by itself; choose another name"
+            refuse([Problem("INVALID_NAME", "/command_type", message)])
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a RetryPolicy, found {retry!r:.80}.")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -63,7 +72,7 @@ class Handlers:
         return add
 
     def find(self, domain: str, command_type: str) -> Handler | None:
-        return self._handlers.get((domain, command_type))
+        return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
 
     @property
     def domains(self) -> list[str]:

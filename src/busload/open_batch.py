@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
+from collections.abc import Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -10,7 +13,8 @@ from uuid import UUID
 
 from busload.domain.batch import BatchCompletionCallback, SyncBatchCompletionCallback
 from busload.domain.command import BatchCommand, NewCommand
-from busload.errors import BatchSealedError, DuplicateCommandError, InvalidOperationError
+from busload.domain.dedup import Dedup
+from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.requests import Write
 from busload.store.connection import AsyncConnection, Connection
 
@@ -30,13 +34,15 @@ class OpenBatch:
         opening: Write[UUID],
         on_complete: BatchCompletionCallback | BatchCommand | None,
         checkpoint_size: int,
+        dedup: Dedup | None,
         conn: AsyncConnection | Connection | None,
     ) -> None:
         assert opening.batch_id is not None
-        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self.batch_id, self.domain, self.added, self.skipped = opening.batch_id, domain, 0, 0
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
-        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._checkpoint_size, self._dedup = _checkpoint_size(checkpoint_size), dedup
         self._waiting: dict[UUID, NewCommand] = {}
+        self._writing = asyncio.Lock()
         self._entered, self._sealed = False, False
 
     async def add(
@@ -78,15 +84,19 @@ class OpenBatch:
 
     async def checkpoint(self) -> None:
         """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
-        write = self._bus._requests.checkpoint(self.domain, list(self._waiting.values()), self.batch_id)
-        try:
-            await self._bus._write(write, self._conn)
-        except DuplicateCommandError as duplicate:
-            for command_id in duplicate.command_ids:
-                self._waiting.pop(command_id, None)
-            raise
-        self.added += len(self._waiting)
-        self._waiting.clear()
+        async with self._writing:  # what others add meanwhile is for the next one
+            waiting = dict(self._waiting)
+            write = self._bus._requests.checkpoint(self.domain, list(waiting.values()), self.batch_id, self._dedup)
+            try:
+                sent = await self._bus._write(write, self._conn)
+            except (DuplicateCommandError, DuplicateTaskError) as duplicate:
+                for command_id in _refused(waiting, duplicate):
+                    self._waiting.pop(command_id, None)
+                raise
+            self.added += sent
+            self.skipped += len(waiting) - sent
+            for command_id in waiting:
+                del self._waiting[command_id]
 
     async def seal(self) -> None:
         """Write the rest and let the batch complete."""
@@ -120,13 +130,15 @@ class SyncOpenBatch:
         opening: Write[UUID],
         on_complete: SyncBatchCompletionCallback | BatchCommand | None,
         checkpoint_size: int,
+        dedup: Dedup | None,
         conn: Connection | None,
     ) -> None:
         assert opening.batch_id is not None
-        self.batch_id, self.domain, self.added = opening.batch_id, domain, 0
+        self.batch_id, self.domain, self.added, self.skipped = opening.batch_id, domain, 0, 0
         self._bus, self._opening, self._on_complete, self._conn = bus, opening, on_complete, conn
-        self._checkpoint_size = _checkpoint_size(checkpoint_size)
+        self._checkpoint_size, self._dedup = _checkpoint_size(checkpoint_size), dedup
         self._waiting: dict[UUID, NewCommand] = {}
+        self._writing = threading.Lock()
         self._entered, self._sealed = False, False
 
     def add(
@@ -168,15 +180,19 @@ class SyncOpenBatch:
 
     def checkpoint(self) -> None:
         """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
-        write = self._bus._requests.checkpoint(self.domain, list(self._waiting.values()), self.batch_id)
-        try:
-            self._bus._write(write, self._conn)
-        except DuplicateCommandError as duplicate:
-            for command_id in duplicate.command_ids:
-                self._waiting.pop(command_id, None)
-            raise
-        self.added += len(self._waiting)
-        self._waiting.clear()
+        with self._writing:  # what others add meanwhile is for the next one
+            waiting = dict(self._waiting)
+            write = self._bus._requests.checkpoint(self.domain, list(waiting.values()), self.batch_id, self._dedup)
+            try:
+                sent = self._bus._write(write, self._conn)
+            except (DuplicateCommandError, DuplicateTaskError) as duplicate:
+                for command_id in _refused(waiting, duplicate):
+                    self._waiting.pop(command_id, None)
+                raise
+            self.added += sent
+            self.skipped += len(waiting) - sent
+            for command_id in waiting:
+                del self._waiting[command_id]
 
     def seal(self) -> None:
         """Write the rest and let the batch complete."""
@@ -198,6 +214,15 @@ class SyncOpenBatch:
         else:
             self._entered = False
             log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+
+
+def _refused(waiting: Mapping[UUID, NewCommand], duplicate: DuplicateCommandError | DuplicateTaskError) -> list[UUID]:
+    """Which of them cannot be written; of several for one task, the first can."""
+    if isinstance(duplicate, DuplicateCommandError):
+        return list(duplicate.command_ids)
+    held = {id: duplicate.holders.get(command.task_key or "") for id, command in waiting.items()}
+    others = [id for id, holder in held.items() if holder is not None and holder != id]
+    return others or [id for id, holder in held.items() if holder == id]
 
 
 def _checkpoint_size(size: int) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from inspect import iscoroutinefunction
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from busload import store
 from busload.domain.batch import BatchMetadata, BatchStatus
+from busload.domain.cause import FINGERPRINT, RATES, Action, CauseGroup, Decision, GroupAction, Patch
 from busload.domain.command import (
     AuditEvent,
     BatchCommand,
@@ -26,9 +29,20 @@ from busload.domain.command import (
     check_uuid,
     refuse,
 )
+from busload.domain.dedup import Dedup
+from busload.domain.execution import Execution, ExecutionStatus, Failed, Succeeded
+from busload.domain.explanation import Explanation
 from busload.domain.ids import new_id
-from busload.domain.payload import PayloadLimits, PayloadRefused, encode
-from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
+from busload.domain.pause import Pause
+from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode
+from busload.domain.retention import LONGEST
+from busload.errors import (
+    DuplicateCommandError,
+    InvalidCommandError,
+    InvalidOperationError,
+    Problem,
+    TransientCommandError,
+)
 from busload.store.plan import Plan
 
 T = TypeVar("T")
@@ -56,22 +70,43 @@ class Requests:
     def __init__(self, limits: InputLimits, *, awaits: bool) -> None:
         self._limits, self._payload, self._awaits = limits, limits.payload, awaits
 
-    def send(self, domain: str, command: BatchCommand, batch_id: UUID | None) -> Write[SendResult]:
+    def send(
+        self, domain: str, command: BatchCommand, batch_id: UUID | None, dedup: Dedup | None = None
+    ) -> Write[SendResult]:
         [checked] = self._check(domain, [command])
+        ids = [checked.command_id]
+        if batch_id is not None:
+            refuse(check_uuid(batch_id, "batch_id"))
+        if dedup is not None:
+            _check_key(command, dedup)
+            if batch_id is None:
+                return Write(store.send.send_once(domain, checked, dedup), command_ids=ids, one_statement=True)
+            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id)), batch_id, ids)
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
-            plan: Plan[SendResult] = _then(store.send.send(domain, checked), result)
-            return Write(plan, command_ids=[checked.command_id], one_statement=True)
-        refuse(check_uuid(batch_id, "batch_id"))
+            return Write(_then(store.send.send(domain, checked), result), command_ids=ids, one_statement=True)
         plan = _then(store.send.send_many(domain, [checked], batch_id), result)
-        return Write(plan, batch_id, [checked.command_id], one_statement=True)
+        return Write(plan, batch_id, ids, one_statement=True)
+
+    def hold(self, domain: str, command: BatchCommand, dedup: Dedup) -> Plan[SendResult]:
+        """Hold the task key of a command, which has its id and is sent later in the same transaction."""
+        [checked] = self._check(domain, [command])
+        _check_key(command, dedup)
+        return _only(store.send.hold(domain, [checked], dedup))
 
     def send_many(
-        self, domain: str, commands: Iterable[BatchCommand], batch_id: UUID | None = None
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        batch_id: UUID | None = None,
+        dedup: Dedup | None = None,
     ) -> Write[list[SendResult]]:
         checked = self._check(domain, commands)
         if batch_id is not None:
             refuse(check_uuid(batch_id, "batch_id"))
+        if dedup is not None:
+            _check_dedup(dedup)
+            return _bulk(store.send.send_many_once(domain, checked, dedup, batch_id), batch_id, checked, dedup)
         results = [SendResult(command.command_id, created=True) for command in checked]
         plan = _then(store.send.send_many(domain, checked, batch_id), results)
         return _bulk(plan, batch_id, checked)
@@ -85,6 +120,7 @@ class Requests:
         name: str | None,
         custom_data: dict[str, Any] | None,
         on_complete: object,
+        dedup: Dedup | None,
     ) -> Write[UUID]:
         batch = self._new_batch(domain, batch_id, name, custom_data, on_complete)
         checked = self._check(domain, commands)
@@ -98,6 +134,9 @@ class Requests:
             )
         if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
             raise DuplicateCommandError(domain, [batch.callback_id])
+        if dedup is not None:
+            _check_dedup(dedup)
+            return _bulk(store.send.create_batch_once(batch, checked, dedup), batch.batch_id, checked, dedup)
         return _bulk(store.send.create_batch(batch, checked), batch.batch_id, checked)
 
     def open_batch(
@@ -108,7 +147,10 @@ class Requests:
         name: str | None,
         custom_data: dict[str, Any] | None,
         on_complete: object,
+        dedup: Dedup | None,
     ) -> Write[UUID]:
+        if dedup is not None:
+            _check_dedup(dedup)
         batch = self._new_batch(domain, batch_id, name, custom_data, on_complete)
         return Write(store.send.open_batch(batch), batch.batch_id, one_statement=True)
 
@@ -121,8 +163,15 @@ class Requests:
         [checked] = self._check(domain, [command])
         return checked
 
-    def checkpoint(self, domain: str, commands: Sequence[NewCommand], batch_id: UUID) -> Write[None]:
-        return _bulk(store.send.send_many(domain, commands, batch_id), batch_id, commands)
+    def checkpoint(
+        self, domain: str, commands: Sequence[NewCommand], batch_id: UUID, dedup: Dedup | None
+    ) -> Write[int]:
+        """Write some commands of an open batch; tells how many of them were sent."""
+        if dedup is not None:
+            plan = _count_created(store.send.send_many_once(domain, commands, dedup, batch_id))
+        else:
+            plan = _then(store.send.send_many(domain, commands, batch_id), len(commands))
+        return _bulk(plan, batch_id, commands, dedup)
 
     def cancel_batch(self, domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
         self._check_operation(domain, batch_id, "batch_id", operator, reason)
@@ -155,6 +204,52 @@ class Requests:
             domain, status=_status(BatchStatus, status), limit=limit, offset=offset, after=after
         )
 
+    def groups(self, domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
+        refuse(self._name(domain) + self._type(command_type) + _page(limit, 0, None))
+        return store.operate.groups(domain, command_type=command_type, limit=limit)
+
+    def decide(
+        self,
+        domain: str,
+        action: Action,
+        fingerprint: str,
+        *,
+        command_type: str | None,
+        patch: Sequence[dict[str, Any]] | None = None,
+        result: Any = None,
+        reason: str | None = None,
+        rate: float | None,
+        operator: str | None,
+        dry_run: bool,
+    ) -> Write[GroupAction]:
+        problems = self._name(domain) + self._type(command_type) + _check_fingerprint(fingerprint)
+        problems += _check_rate(rate) + self._operator(operator)
+        if action == "cancel":
+            problems += check_text(reason, "reason", 4096)
+        refuse(problems)
+        if result is not None:
+            result = decode(self._encode(result, "/result"))
+        checked = None if patch is None else self._patch(patch)
+        decision = Decision(
+            action=action,
+            fingerprint=fingerprint,
+            operator=operator,
+            patch=None if checked is None else checked.operations,
+            result=result,
+            reason=reason,
+        )
+        batch_id = new_id()
+        plan = store.operate.decide(
+            domain,
+            decision,
+            command_type=command_type,
+            patch=checked,
+            rate=rate,
+            dry_run=dry_run,
+            batch_id=batch_id,
+        )
+        return Write(plan, batch_id)
+
     def list_batch_commands(
         self, domain: str, batch_id: UUID, *, status: str | None, limit: int, offset: int, after: UUID | None
     ) -> Plan[list[CommandMetadata]]:
@@ -175,13 +270,117 @@ class Requests:
         refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
         return store.report.batch_audit_trail(domain, batch_id)
 
+    def prune(self, older_than: timedelta, *, archive: bool, dry_run: bool) -> store.prune.Pruning:
+        problems = [
+            Problem("INVALID_OPTION", f"/{name}", f"found {value!r:.80}, wanted True or False")
+            for name, value in (("archive", archive), ("dry_run", dry_run))
+            if not isinstance(value, bool)
+        ]
+        if not isinstance(older_than, timedelta) or not timedelta(0) < older_than <= LONGEST:
+            message = f"found {older_than!r:.80}, wanted a timedelta of more than zero and at most {LONGEST.days} days"
+            problems.append(Problem("INVALID_OPTION", "/older_than", message))
+        refuse(problems)
+        return store.prune.Pruning(older_than, archive=archive, dry_run=dry_run)
+
+    def explain_batch(self, domain: str, batch_id: UUID) -> Plan[Explanation]:
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        return store.explain.explain_batch(domain, batch_id)
+
+    def explain_command(self, domain: str, command_id: UUID) -> Plan[Explanation]:
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        return store.explain.explain_command(domain, command_id)
+
+    def pause(self, domain: str, *, reason: str | None, operator: str | None) -> Write[bool]:
+        self._check_pause(domain, operator, reason)
+        return Write(store.pause.pause(domain, reason=reason, operator=operator), one_statement=True)
+
+    def resume(self, domain: str, *, operator: str | None) -> Write[bool]:
+        self._check_pause(domain, operator)
+        return Write(store.pause.resume(domain), one_statement=True)
+
+    def list_pauses(self) -> Plan[list[Pause]]:
+        return store.pause.pauses()
+
+    def trace(self, task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
+        problems = check_text(task_key, "task_key", self._limits.task_key_bytes)
+        refuse(problems if domain is None else problems + self._name(domain))
+        return store.report.trace(task_key, domain=domain)
+
+    def enqueue_task(
+        self, task_id: str, queue: str, metadata: object, dedup: Dedup | None, max_attempts: int
+    ) -> Write[Execution | None]:
+        problems = check_text(task_id, "task_id", self._limits.task_key_bytes)
+        if metadata is not None and not isinstance(metadata, dict):
+            problems.append(Problem("INVALID_OPTION", "/metadata", f"found {metadata!r:.80}, wanted a dict"))
+        refuse(problems)
+        data = metadata or {}
+        execution_id = store.track.new_execution_id()
+        command = BatchCommand(store.track.TASK, execution_id, data, task_key=task_id, max_attempts=max_attempts)
+        send = self.send(queue, command, None, dedup)
+        existing = dedup is not None and dedup.on_conflict == "return_existing"
+        plan = store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
+        return Write(plan, command_ids=send.command_ids)
+
+    def claim_keys(self, task_id: str, execution_id: UUID | str) -> tuple[str, UUID]:
+        """The keys of a message, in which the second one is text."""
+        problems = check_text(task_id, "task_id", self._limits.task_key_bytes)
+        if isinstance(execution_id, str):
+            with contextlib.suppress(ValueError):
+                execution_id = UUID(execution_id)
+        refuse(problems + check_uuid(execution_id, "execution_id"))
+        assert isinstance(execution_id, UUID)
+        return task_id, execution_id
+
+    def succeeded(self, result: Any) -> Succeeded:
+        if result is not None:
+            self._encode(result, "/result")
+        return Succeeded(result)
+
+    def failed(self, error: object) -> Failed:
+        if isinstance(error, str):
+            return Failed(TransientCommandError(error))
+        if not isinstance(error, BaseException):
+            message = f"found {error!r:.80}, wanted an exception or a text"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/error", message)])
+        return Failed(error)
+
+    def end_task(self, execution: object, outcome: Succeeded | Failed, *, workers: Sequence[int]) -> Write[Execution]:
+        if not isinstance(execution, Execution):
+            message = f"found {execution!r:.80}, wanted the execution that claim returned"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/execution", message)])
+        if execution.execution_id is None or execution.status is ExecutionStatus.QUEUED:
+            raise InvalidOperationError(
+                f"This execution of task {execution.task_key!r:.200} is {execution.status}. "
+                "Claim the task, and end the execution that claim returns."
+            )
+        plan = store.track.end(execution, outcome, workers=workers, limits=self._payload)
+        return Write(plan, command_ids=[execution.command_id])
+
+    def retry_task(self, task_id: str, *, operator: str | None) -> Write[Execution]:
+        problems = check_text(task_id, "task_id", self._limits.task_key_bytes)
+        if operator is not None:
+            problems += check_text(operator, "operator", self._limits.name_bytes)
+        refuse(problems)
+        return Write(store.track.retry(task_id, operator=operator))
+
+    def task_history(self, task_id: str) -> Plan[list[Execution]]:
+        refuse(check_text(task_id, "task_id", self._limits.task_key_bytes))
+        return store.track.history(task_id)
+
+    def recover_tasks(
+        self, queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False
+    ) -> Write[list[Execution]]:
+        problems = check_name(queue, "queue", self._limits) + check_number(limit, "limit", range(1, 100_001))
+        if not isinstance(waiting_for, timedelta) or not timedelta(0) <= waiting_for <= LONGEST:
+            message = f"found {waiting_for!r:.80}, wanted a timedelta from zero to {LONGEST.days} days"
+            problems.append(Problem("INVALID_OPTION", "/waiting_for", message))
+        refuse(problems)
+        return Write(store.track.recover(queue, waiting_for=waiting_for, limit=limit, look_only=look_only))
+
     def troubleshooting(
         self, domain: str, *, command_type: str | None, limit: int, offset: int
     ) -> Plan[list[TroubleshootingItem]]:
-        problems = self._name(domain) + _page(limit, offset, None)
-        if command_type is not None:
-            problems += check_name(command_type, "command_type", self._limits)
-        refuse(problems)
+        refuse(self._name(domain) + self._type(command_type) + _page(limit, offset, None))
         return store.report.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
 
     def _check(self, domain: str, commands: Iterable[BatchCommand]) -> list[NewCommand]:
@@ -189,6 +388,19 @@ class Requests:
 
     def _name(self, domain: str) -> list[Problem]:
         return check_name(domain, "domain", self._limits)
+
+    def _type(self, command_type: str | None) -> list[Problem]:
+        return [] if command_type is None else check_name(command_type, "command_type", self._limits)
+
+    def _operator(self, operator: str | None) -> list[Problem]:
+        return [] if operator is None else check_text(operator, "operator", self._limits.name_bytes)
+
+    def _patch(self, operations: Sequence[dict[str, Any]]) -> Patch:
+        self._encode(operations, "/patch")
+        try:
+            return Patch(operations, self._payload)
+        except PayloadRefused as refused:
+            raise InvalidCommandError([refused.problem]) from None
 
     def _encode(self, value: Any, path: str, limits: PayloadLimits | None = None) -> str:
         try:
@@ -257,18 +469,47 @@ class Requests:
         )
         return text, command.command_id
 
-    def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, *reason: str) -> None:
-        problems = self._name(domain) + check_uuid(id, path)
+    def _check_pause(self, domain: str, operator: str | None, reason: str | None = None) -> None:
+        problems = self._name(domain)
         if operator is not None:
             problems += check_text(operator, "operator", self._limits.name_bytes)
+        if reason is not None:
+            problems += check_text(reason, "reason", 4096)
+        refuse(problems)
+
+    def _check_operation(self, domain: str, id: UUID, path: str, operator: str | None, *reason: str) -> None:
+        problems = self._name(domain) + check_uuid(id, path) + self._operator(operator)
         for text in reason:
             problems += check_text(text, "reason", 4096)
         refuse(problems)
 
 
-def _bulk(plan: Plan[T], batch_id: UUID | None, commands: Sequence[NewCommand]) -> Write[T]:
+def _bulk(plan: Plan[T], batch_id: UUID | None, commands: Sequence[NewCommand], dedup: Dedup | None = None) -> Write[T]:
     ids = [command.command_id for command in commands]
-    return Write(plan, batch_id, ids, one_statement=store.send.in_one_statement(commands))
+    return Write(plan, batch_id, ids, one_statement=dedup is None and store.send.in_one_statement(commands))
+
+
+def _check_dedup(dedup: object) -> None:
+    if not isinstance(dedup, Dedup):
+        message = f"found {dedup!r:.80}, wanted a Dedup, for example Dedup(window=timedelta(minutes=5))"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/dedup", message)])
+
+
+def _check_key(command: BatchCommand, dedup: Dedup) -> None:
+    _check_dedup(dedup)
+    if command.task_key is None:
+        message = "found none, wanted the key that dedup is about; pass task_key=, or leave dedup out"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/task_key", message)])
+
+
+def _only(plan: Plan[list[T]]) -> Plan[T]:
+    [result] = yield from plan
+    return result
+
+
+def _count_created(plan: Plan[list[SendResult]]) -> Plan[int]:
+    results = yield from plan
+    return sum(result.created for result in results)
 
 
 def _then(plan: Plan[Any], result: T) -> Plan[T]:
@@ -279,6 +520,21 @@ def _then(plan: Plan[Any], result: T) -> Plan[T]:
 def _page(limit: int, offset: int, after: UUID | None) -> list[Problem]:
     problems = check_number(limit, "limit", PAGE) + check_number(offset, "offset", PAGE)
     return problems + check_uuid(after, "after") if after is not None else problems
+
+
+def _check_fingerprint(fingerprint: object) -> list[Problem]:
+    if isinstance(fingerprint, str) and FINGERPRINT.match(fingerprint):
+        return []
+    message = f"found {fingerprint!r:.80}, wanted the 12 hex digits that `busload troubleshooting groups` shows"
+    return [Problem("INVALID_OPTION", "/fingerprint", message)]
+
+
+def _check_rate(rate: object) -> list[Problem]:
+    lowest, highest = RATES
+    if rate is None or (type(rate) in (int, float) and lowest <= rate <= highest):  # type: ignore[operator]
+        return []
+    message = f"found {rate!r:.80}, wanted from {lowest:g} to {highest:,.0f} commands a second"
+    return [Problem("INVALID_OPTION", "/rate", message)]
 
 
 Status = TypeVar("Status", BatchStatus, CommandStatus)

@@ -38,6 +38,8 @@ class WorkerSettings:
     settle: Literal["coalesced", "immediate"] = "coalesced"
     prefetch: timedelta = timedelta(milliseconds=50)
     no_handler_pause: timedelta = timedelta(seconds=30)
+    keep_for: timedelta | None = None
+    archive: bool = False
 
     @property
     def deadline(self) -> timedelta:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import json
+from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
@@ -93,3 +95,148 @@ def test_an_unknown_command_is_one_and_no_command_is_two(busload: Busload) -> No
     assert busload("troubleshooting", "retry", uuid4()).exit_code == 1
     assert busload("troubleshooting", "retry", uuid4(), "--domain", DOMAIN).exit_code == 1
     assert busload("troubleshooting", "retry").exit_code == 2
+
+
+async def cause_of(given: Given) -> str:
+    [group] = await given.bus.troubleshooting.groups(DOMAIN)
+    return group.fingerprint
+
+
+async def test_groups_shows_what_waits_by_cause(busload: Busload, given: Given) -> None:
+    _, command_ids = await given.in_troubleshooting(3)
+    cause = await cause_of(given)
+    [found] = json.loads(busload("troubleshooting", "groups", "--json").stdout)
+    assert (found["fingerprint"], found["count"], found["domain"]) == (cause, 3, DOMAIN)
+    assert set(found["command_ids"]) == {str(command_id) for command_id in command_ids}
+    assert (found["command_types"], found["reasons"]) == (["Refuse"], ["PERMANENT"])
+    columns, row = busload("troubleshooting", "groups", "--domain", DOMAIN, "--type", "Refuse").stdout.splitlines()
+    assert columns.split()[:2] == ["GROUP", "COUNT"]
+    assert row.split()[:3] == [cause, "3", DOMAIN]
+    assert "CLOSED: account closed" in row
+    for options in (("--type", "Debit"), ("--domain", "crm")):
+        nothing = busload("troubleshooting", "groups", *options)
+        assert (nothing.stdout, nothing.stderr) == ("", "Nothing waits for a person.\n")
+    [item, *_] = json.loads(busload("troubleshooting", "ls", "--json").stdout)
+    assert item["fingerprint"] == cause
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "status", "event"),
+    [
+        ("retry", (), CommandStatus.IN_TROUBLESHOOTING_QUEUE, "OPERATOR_RETRIED"),  # tried again, and failed again
+        ("complete", ("--result", '{"paid": 1}'), CommandStatus.COMPLETED, "OPERATOR_COMPLETED"),
+        ("cancel", ("--reason", "paid twice"), CommandStatus.CANCELED, "OPERATOR_CANCELED"),
+    ],
+)
+async def test_a_group_is_resolved_by_a_batch_of_its_own(
+    busload: Busload, given: Given, verb: str, options: tuple[str, ...], status: str, event: str
+) -> None:
+    _, [first, second] = await given.in_troubleshooting(2)
+    cause = await cause_of(given)
+    before = given.database.everything()
+    would = busload("troubleshooting", verb, "--group", cause, "--dry-run", *options)
+    assert would.exit_code == 0
+    assert would.stdout.startswith(f"Would {verb} 2 commands in {DOMAIN}; nothing was done.\n")
+    assert given.database.everything() == before
+
+    said = busload("troubleshooting", verb, "--group", cause, "--operator", "ada", *options).stdout
+    batch_id = UUID(said.split()[1])
+    assert said == f"Batch {batch_id} will {verb} 2 commands in {DOMAIN}.\n"
+    await given.drained()
+    assert (await given.batch_now(batch_id)).status == BatchStatus.COMPLETED
+    for command_id in (first, second):
+        assert await status_of(given, command_id) == status
+        trail = await given.bus.get_audit_trail(DOMAIN, command_id)
+        assert [(one.type, one.operator) for one in trail if one.operator] == [(event, "ada")]
+    if verb != "retry":
+        again = busload("troubleshooting", verb, "--group", cause, *options)
+        assert (again.exit_code, again.stdout) == (0, f"Nothing waits for the cause {cause} in {DOMAIN} any more.\n")
+    given.database.check_invariants()
+
+
+async def test_a_patch_comes_as_an_argument_or_in_a_file(busload: Busload, given: Given, tmp_path: Path) -> None:
+    _, [command_id] = await given.in_troubleshooting()
+    cause = await cause_of(given)
+    patch = '[{"op": "add", "path": "/currency", "value": "EUR"}]'
+    retry = ("troubleshooting", "retry", "--group", cause)
+    would = busload(*retry, "--dry-run", "--patch", patch)
+    assert would.stdout.splitlines()[2].split(maxsplit=1) == [str(command_id), '{"n":0}  {"n":0,"currency":"EUR"}']
+    [item] = json.loads(busload(*retry, "--dry-run", "--patch", patch, "--json").stdout)["sample"]
+    assert (item["before"], item["after"]) == ({"n": 0}, {"n": 0, "currency": "EUR"})
+
+    (tmp_path / "patch.json").write_text(patch)
+    found = json.loads(busload(*retry, "--rate", 5, "--patch", f"@{tmp_path}/patch.json", "--json").stdout)
+    assert (found["count"], found["action"], found["domain"]) == (1, "retry", DOMAIN)
+    batch = await given.batch_now(UUID(found["batch_id"]))
+    assert batch.custom_data is not None
+    assert (batch.custom_data["patch"], batch.custom_data["rate"]) == (json.loads(patch), 5)
+    await given.drained()
+    assert (await given.command_now(command_id)).data == {"n": 0, "currency": "EUR"}
+
+
+async def test_wait_follows_the_batch_until_it_completes(busload: Busload, given: Given) -> None:
+    await given.in_troubleshooting(3)
+    cause = await cause_of(given)
+    async with given.running():
+        cancel = ("troubleshooting", "cancel", "--group", cause, "--reason", "no", "--wait")
+        result = await asyncio.to_thread(busload, *cancel)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith("1/1  completed 1")
+    assert result.stdout.splitlines()[-1].endswith("COMPLETED")
+    assert await given.bus.troubleshooting.list(DOMAIN) == []
+
+
+async def test_a_group_in_several_domains_needs_one_named(busload: Busload, given: Given) -> None:
+    await given.in_troubleshooting()
+    cause = await cause_of(given)
+    error = '{"type": "PermanentCommandError", "code": "CLOSED", "message": "account closed"}'
+    [(id,)] = given.database.rows("SELECT command FROM busload.troubleshooting")
+    given.database.rows(
+        "INSERT INTO busload.command (id, domain, command_id, command_type, data)"
+        " VALUES (%s, 'crm', gen_random_uuid(), 'Refuse', '{}')",
+        id + 1024 * 1024,
+    )
+    given.database.rows(
+        "INSERT INTO busload.troubleshooting (command, domain, priority, attempt, forgiven, reason, error)"
+        " VALUES (%s, 'crm', 0, 1, 0, 'PERMANENT', %s)",
+        id + 1024 * 1024,
+        error,
+    )
+    refused = busload("troubleshooting", "retry", "--group", cause)
+    assert refused.exit_code == 2
+    assert "crm, payments. Add --domain." in refused.stderr
+    found = json.loads(busload("troubleshooting", "retry", "--group", cause, "--domain", "crm", "--json").stdout)
+    assert (found["domain"], found["count"]) == ("crm", 1)
+
+
+async def test_a_group_is_named_instead_of_commands_and_exists(busload: Busload, given: Given) -> None:
+    _, [command_id] = await given.in_troubleshooting()
+    cause = await cause_of(given)
+    before = given.database.everything()
+    wrong: list[tuple[int, tuple[object, ...]]] = [
+        (2, ("retry", command_id, "--group", cause)),
+        (2, ("retry", command_id, "--dry-run")),
+        (2, ("retry", command_id, "--wait")),
+        (2, ("retry", command_id, "--rate", 1)),
+        (2, ("retry", command_id, "--type", "Refuse")),
+        (2, ("retry", command_id, "--patch", "[]")),
+        (2, ("cancel", "--group", cause)),
+        (2, ("complete", "--group", cause, "--patch", "[]")),
+        (2, ("retry", "--group", cause, "--rate", 0)),
+        (2, ("retry", "--group", cause, "--rate", "soon")),
+        (2, ("retry", "--group", cause, "--patch", "[]")),
+        (2, ("retry", "--group", cause, "--patch", "{no json")),
+        (2, ("retry", "--group", cause, "--patch", "@no/such/file")),
+        (2, ("retry", "--group", cause, "--patch", '[{"op": "remove", "path": "/no"}]')),
+        (2, ("retry", "--group", cause, "--operator", "")),
+        (2, ("retry", "--group", "abc", "--domain", DOMAIN)),
+        (1, ("retry", "--group", "abc")),
+        (1, ("retry", "--group", "0123456789ab")),
+        (1, ("retry", "--group", "0123456789ab", "--domain", DOMAIN)),
+        (1, ("retry", "--group", cause, "--domain", "crm")),
+    ]
+    for exit_code, arguments in wrong:
+        refused = busload("troubleshooting", *arguments)
+        assert (refused.exit_code, refused.stdout) == (exit_code, ""), arguments
+        assert "Error: " in refused.stderr
+    assert given.database.everything() == before

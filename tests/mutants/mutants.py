@@ -36,6 +36,8 @@ OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/store/test_settle.py::"
 CLAIM = "tests/store/test_claim.py::"
 RESCUE = "tests/store/test_rescue.py::"
+DEDUP = "tests/stories/test_dedup.py::"
+TRACE = "tests/stories/test_trace.py::"
 
 MUTANTS = [
     # -- the fence
@@ -301,5 +303,86 @@ MUTANTS = [
         "        if abandoned < 0:\n            raise",
         OUTAGES + "test_a_worker_that_cannot_settle_before_it_stops_says_so",
         "Whoever runs workers must hear that commands will run again.",
+    ),
+    # -- identity
+    Mutant(
+        "a-key-is-held-for-its-window-only",
+        "store/send.sql",
+        "AND NOT busload.is_open(t.domain, t.command_id)\n    RETURNING command_id",
+        "\n    RETURNING command_id",
+        DEDUP + "test_a_key_is_held_while_its_command_is_open_whatever_its_age[open_running]",
+        "A second command is admitted though the first still runs.",
+    ),
+    Mutant(
+        "an-end-by-other-hands-does-not-free-a-key",
+        "store/schema/0003_tasks.sql",
+        "'CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED') OFFSET 0",
+        "'CANCELED') OFFSET 0",
+        DEDUP + "test_a_key_is_free_again_after_the_end_and_the_window[ended_completed_by_an_operator]",
+        "A key stays held for ever by a command that an operator has ended.",
+    ),
+    Mutant(
+        "is-open-sees-an-old-snapshot",
+        "store/schema/0003_tasks.sql",
+        "LANGUAGE plpgsql VOLATILE",
+        "LANGUAGE plpgsql STABLE",
+        DEDUP + "test_thirty_two_senders_at_once_one_wins",
+        "Who waited for the winner does not see its command, takes the key for free and wins as well.",
+    ),
+    Mutant(
+        "keys-are-held-in-any-order",
+        "store/send.sql",
+        ' ORDER BY task_key COLLATE "C"\n',
+        "",
+        DEDUP + "test_lists_of_the_same_keys_in_any_order_do_not_deadlock",
+        "Two lists with the same keys wait for each other.",
+    ),
+    Mutant(
+        "the-last-of-a-list-counts",
+        "store/send.py",
+        "first.setdefault(command.task_key, command.command_id)",
+        "first[command.task_key] = command.command_id",
+        DEDUP + "test_many_are_judged_row_by_row_and_answered_in_order[arrays]",
+        "Results would not be those of the input's order.",
+    ),
+    Mutant(
+        "an-emptied-batch-stays-open",
+        "store/send.py",
+        "    yield from open_batch(batch)\n    yield from seal(batch.domain, batch.batch_id)\n",
+        "    yield from open_batch(batch)\n",
+        DEDUP + "test_a_batch_that_dedup_empties_completes_at_once_with_its_callback",
+        "A batch of which dedup left nothing would never complete.",
+    ),
+    Mutant(
+        "a-checkpoint-forgets-what-came-meanwhile",
+        "open_batch.py",
+        "async with self._writing:  # what others add meanwhile is for the next one",
+        "if True:",
+        DEDUP + "test_adding_at_once_loses_nothing",
+        "Two checkpoints at once would write the same commands.",
+    ),
+    Mutant(
+        "separators-are-not-escaped",
+        "domain/dedup.py",
+        '.replace(":", "%3A")',
+        "",
+        DEDUP + "test_separators_inside_parts_cannot_make_two_keys_collide",
+        "Two tasks would share a key.",
+    ),
+    Mutant(
+        "a-lost-attempt-is-left-out-of-the-chain",
+        "store/report.sql",
+        "FROM event AS v WHERE v.type = 'LEASE_LOST'",
+        "FROM event AS v WHERE v.type = 'LEASE_LOST' AND false",
+        TRACE + "test_a_lost_attempt_is_in_the_chain",
+        "The chain would hide that a worker died under the task.",
+    ),
+    Mutant(
+        "an-operators-action-hangs-on-every-attempt",
+        "store/report.sql",
+        "WHERE v.id = c.id AND v.attempt = a.attempt",
+        "WHERE v.id = c.id",
+        TRACE + "test_retrying_out_of_troubleshooting_keeps_the_key_and_names_the_operator",
+        "Nobody could tell after which attempt an operator acted.",
     ),
 ]

@@ -6,6 +6,7 @@ at once and when everything has run to its end.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,22 +17,31 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from msgspec import structs
 
-from busload import BatchSealedError, BusloadError, InvalidOperationError
+from busload import BatchSealedError, BusloadError, Dedup, InvalidOperationError, Pruned
 from busload.domain.command import NewCommand
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
 from busload.domain.ids import new_ids
-from busload.store import cancel, claim, operate, rescue, send, settle
+from busload.store import cancel, claim, operate, prune, rescue, send, settle
 from busload.store.plan import Plan, perform
 from busload.testing import TestServer
 from tests.given import DOMAIN, Database
 
 PLACES = ["queue", "scheduled", "lease", "troubleshooting", "execution", "event", "command", "batch", "worker"]
+HISTORY = ["execution", "event", "command", "batch", "task", "archive", "archived_batch"]
+DEDUP = Dedup(window=timedelta(0))
+AT_ONCE = timedelta(microseconds=1)
+KEY = "invoice:7"
 
 
 @dataclass
 class Scene:
-    """A batch that is still open: 0 is in troubleshooting, 1 is due, 2 to 5 run, 6 and 7 are ready; its worker died."""
+    """A batch that is still open: 0 is in troubleshooting, 1 is due, 2 to 5 run, 6 and 7 are ready; its worker died.
+
+    And what could be pruned: a batch that is complete, as is its callback; two commands without a batch that have
+    ended, one of which has a task key; a third that has, but whose neighbour still runs under the same lease.
+    """
 
     batch_id: UUID
     worker: int
@@ -45,9 +55,12 @@ def new_commands(count: int) -> list[NewCommand]:
 
 
 def set_the_scene(database: Database) -> Scene:
-    for table in PLACES:
+    for table in {*PLACES, *HISTORY}:
         database.rows(f"DELETE FROM busload.{table}")
     batch_id = uuid4()
+    worker, heir = registered(database), registered(database)
+    the_past(database, heir)
+    neighbours(database, worker)
 
     def claimed(worker: int, limit: int) -> list[Leased]:
         leased: list[Leased] = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=limit)).leased
@@ -55,13 +68,46 @@ def set_the_scene(database: Database) -> Scene:
 
     database.perform(send.open_batch(send.NewBatch(batch_id, DOMAIN, None, None, None)))
     database.perform(send.send_many(DOMAIN, new_commands(8), batch_id))
-    worker, heir = registered(database), registered(database)
     [parked], [failed], leased = claimed(heir, 1), claimed(heir, 1), claimed(worker, 4)
     database.perform(settle.settle([Transition(parked, TROUBLESHOOTING, "{}", reason="PERMANENT")], now=0.0))
     database.perform(settle.settle([Transition(failed, FAILED_ATTEMPT, "{}", delay=0.0)], now=0.0))
     database.rows("UPDATE busload.worker SET seen_at = now() - interval '31 s' WHERE worker = %s", worker)
     database.check_invariants()
     return Scene(batch_id, worker, heir, parked.command_id, leased)
+
+
+def the_past(database: Database, worker: int) -> None:
+    """A batch with its callback, a command with a task key, and one without: all have ended."""
+    [member, callback, keyed, plain] = new_commands(4)
+    on_complete = json.dumps(
+        {"command_id": str(callback.command_id), "command_type": "Tell", "data": {}, "priority": 0}
+    )
+    past = send.NewBatch(uuid4(), DOMAIN, None, None, on_complete)
+    database.perform(send.create_batch(past, [member]))
+    database.perform(send.send_once(DOMAIN, structs.replace(keyed, task_key=KEY), DEDUP))
+    database.perform(send.send(DOMAIN, plain))
+    for ended in (3, 1):  # the callback is sent with the last one
+        leased = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=9)).leased
+        assert len(leased) == ended
+        database.perform(settle.settle([Transition(one, COMPLETED) for one in leased], now=0.0))
+
+
+def neighbours(database: Database, worker: int) -> None:
+    """Two commands under one lease, of which one has ended."""
+    [first, second] = new_commands(2)
+    id = database.perform(send.send(DOMAIN, first))
+    database.perform(send.send(DOMAIN, second, id=id + 1))
+    leased = database.perform(claim.claim(worker=worker, domains=[DOMAIN], limit=2)).leased
+    assert len(leased) == 2 and leased[0].lease == leased[1].lease
+    database.perform(settle.settle([Transition(leased[0], COMPLETED)], now=0.0))
+
+
+def pruned(archive: bool) -> Plan[Pruned]:
+    """A whole run in one transaction: it holds everything that it removes until the end."""
+    pruning = prune.Pruning(AT_ONCE, archive=archive)
+    for plan in pruning.plans():
+        yield from plan
+    return pruning.pruned
 
 
 def registered(database: Database) -> int:
@@ -97,6 +143,9 @@ OPERATIONS: dict[str, Operation] = {
     "operator cancel": lambda s: operate.cancel(DOMAIN, s.parked, reason="x", operator="ada"),
     "add": lambda s: send.send_many(DOMAIN, new_commands(2), s.batch_id),
     "seal": lambda s: send.seal(DOMAIN, s.batch_id),
+    "send for a task": lambda s: send.send_once(DOMAIN, structs.replace(new_commands(1)[0], task_key=KEY), DEDUP),
+    "prune": lambda s: pruned(archive=False),
+    "prune to the archive": lambda s: pruned(archive=True),
 }
 ONE_STATEMENT = {"claim", "claim a part", "promote", "give back", "start", "renew"} | {
     name for name in OPERATIONS if name.startswith("settle")
@@ -181,8 +230,12 @@ def run_to_the_end(database: Database, scene: Scene) -> None:
     database.perform(send.seal(DOMAIN, scene.batch_id))
     left = {place: database.count(place) for place in PLACES[:4]}
     assert left == dict.fromkeys(left, 0)
-    assert database.value("SELECT completed_at IS NOT NULL FROM busload.batch") is True
+    completed = "SELECT completed_at IS NOT NULL FROM busload.batch WHERE batch_id = %s"
+    assert database.value(completed, scene.batch_id) is True
     database.check_invariants()
+    commands = database.count("command")
+    assert database.perform(pruned(archive=False)).commands == commands
+    assert [table for table in HISTORY[:5] if database.count(table)] == []
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID, uuid4
@@ -158,3 +160,36 @@ def test_the_ids_of_a_callback_are_checked_only_if_the_caller_chose_them(databas
     chosen = send.NewBatch(uuid4(), DOMAIN, None, None, None, callback_id=uuid4())
     assert isinstance(next(send.create_batch(chosen, new(1))), Statement)
     assert isinstance(next(send.create_batch(send.NewBatch(uuid4(), DOMAIN, None, None, None), new(1))), Savepoint)
+
+
+SLOW = """
+    CREATE TABLE slow (text text);
+    CREATE FUNCTION sleep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
+    CREATE TRIGGER sleep BEFORE INSERT ON slow FOR EACH ROW WHEN (NEW.text = 'first') EXECUTE FUNCTION sleep();
+"""
+COPY_MUCH = """
+import resource, sys
+import psycopg
+from busload.store.plan import Copy, perform
+
+def much():
+    yield b"first\\n"
+    for _ in range(3000):
+        yield b"x" * 65_535 + b"\\n"
+
+def plan():
+    yield Copy(b"COPY slow FROM STDIN", much())
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with psycopg.connect(sys.argv[1], autocommit=True) as conn:
+    perform(conn, plan())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_what_a_slow_server_has_not_taken_is_not_piled_up(dsn: str, database: Database) -> None:
+    """200 MB of rows, produced while the server is busy with the first one, need a few MB here"""
+    database.rows(SLOW)
+    ran = subprocess.run([sys.executable, "-c", COPY_MUCH, dsn], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 25
+    assert database.value("SELECT count(*) FROM slow") == 3001

@@ -25,11 +25,15 @@ from busload.domain.payload import PayloadRefused
 from busload.errors import BusloadError, DatabaseUnusable, InvalidCommandError
 
 NOUNS = {
-    "batch": "Follow batches, and cancel them.",
+    "batch": "Follow batches, learn why they are not finished, and cancel them.",
     "command": "Look at one command and all that happened to it.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
+    "domain": "See what waits in domains, pause and resume them.",
+    "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",
+    "trace": "Draw every attempt at a task, by its key.",
+    "tracker": "Follow tasks that other queues run.",
     "troubleshooting": "Resolve what waits for a person.",
     "worker": "Run the commands of an application.",
 }

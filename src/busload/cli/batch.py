@@ -6,6 +6,7 @@ from uuid import UUID
 
 import click
 
+from busload.cli.command import print_explanation
 from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
 from busload.cli.output import as_json, counters, echo_json, facts, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
@@ -14,7 +15,7 @@ from busload.errors import BatchNotFoundError
 
 @click.group()
 def batch() -> None:
-    """Follow batches, and cancel them.
+    """Follow batches, learn why they are not finished, and cancel them.
 
     \b
         busload batch ls --status IN_PROGRESS
@@ -138,6 +139,22 @@ def cancel(batch_id: UUID, reason: str, operator: str, domain: str | None, as_js
         echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
     else:
         click.echo(f"Canceled {canceled:,} commands.")
+
+
+@batch.command()
+@click.argument("batch_id", type=click.UUID)
+@domain_option
+@as_json
+def explain(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Say why a batch is not finished, and what to do about it; of a healthy one, when it will be.
+
+    \b
+        busload batch explain 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload batch explain 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq -r '.reasons[].code'
+    """
+    with open_bus() as bus:
+        found = bus.explain_batch(domain_of_batch(bus, batch_id, domain), batch_id)
+    print_explanation(found, as_json)
 
 
 def _fields(batch: BatchMetadata) -> dict[str, object]:

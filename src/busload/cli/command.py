@@ -8,8 +8,9 @@ from uuid import UUID
 import click
 
 from busload.cli.database import domain_of_command, domain_option, open_bus
-from busload.cli.output import as_json, echo_json, facts, table
+from busload.cli.output import as_json, echo_json, facts, shown, table
 from busload.domain.command import AuditEvent, CommandMetadata
+from busload.domain.explanation import Explanation
 from busload.errors import CommandNotFoundError
 
 
@@ -44,6 +45,33 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
     _print_command(found)
     click.echo()
     print_trail(trail)
+
+
+@command.command()
+@click.argument("command_id", type=click.UUID)
+@domain_option
+@as_json
+def explain(command_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Say why a command is not finished, and what to do about it.
+
+    \b
+        busload command explain 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload command explain 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.reasons[].advice'
+    """
+    with open_bus() as bus:
+        found = bus.explain_command(domain_of_command(bus, command_id, domain), command_id)
+    print_explanation(found, as_json)
+
+
+def print_explanation(found: Explanation, as_json: bool) -> None:
+    """A line that sums up, then each reason with its advice below it."""
+    if as_json:
+        echo_json(found)
+        return
+    click.echo(found.summary)
+    for reason in found.reasons:
+        since = f", since {shown(reason.since)}" if reason.since else ""
+        click.echo(f"\n{reason.code}{since}\n  {shown(reason.message)}\n  → {shown(reason.advice)}")
 
 
 def print_trail(trail: Sequence[AuditEvent]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -11,15 +13,35 @@ import click
 from busload.bus import SyncCommandBus
 from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, table
+from busload.cli.output import as_json, echo_json, progress, shown, table
+from busload.domain.batch import BatchStatus
+from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
 from busload.domain.command import TroubleshootingItem
 from busload.domain.payload import decode_strict
+from busload.errors import InvalidOperationError
+from busload.store import operate, report
 from busload.store.connection import Connection
 
-command_ids = click.argument("command_ids", nargs=-1, required=True, type=click.UUID, metavar="COMMAND_ID...")
+Act = Callable[[SyncCommandBus, str, UUID, Connection], None]
+ActOnGroup = Callable[..., GroupAction]
+
+command_ids = click.argument("command_ids", nargs=-1, type=click.UUID, metavar="[COMMAND_ID...]")
 operator_option = click.option(
     "--operator", default=operator_here, show_default="your user name", help="Who; kept in the audit trail."
 )
+
+
+def group_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `--group` takes, for all three decisions alike."""
+    for option in (
+        click.option("--wait", is_flag=True, help="With --group: follow the batch until it completes."),
+        click.option("--dry-run", is_flag=True, help="With --group: say what would be done, and do nothing."),
+        click.option("--rate", type=float, metavar="N", help="With --group: so many commands a second."),
+        click.option("--type", "command_type", help="With --group: only commands of this type."),
+        click.option("--group", metavar="FINGERPRINT", help="All that wait for this cause, instead of ids."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group()
@@ -29,7 +51,35 @@ def troubleshooting() -> None:
     \b
         busload troubleshooting ls --domain payments
         busload troubleshooting retry 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload troubleshooting groups
+        busload troubleshooting retry --group 4f0c2b7a91de --dry-run
     """
+
+
+@troubleshooting.command()
+@domain_option
+@click.option("--type", "command_type", help="Only commands of this type.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True)
+@as_json
+def groups(domain: str | None, command_type: str | None, limit: int, as_json: bool) -> None:
+    """List what waits for a person by cause, the largest group first.
+
+    \b
+        busload troubleshooting groups
+        busload troubleshooting groups --domain payments --json | jq -r '.[0].fingerprint'
+    """
+    with open_bus() as bus:
+        domains = [domain] if domain is not None else bus._read(report.domains())
+        found = [
+            (each, group)
+            for each in domains
+            for group in bus.troubleshooting.groups(each, command_type=command_type, limit=limit)
+        ]
+    found = sorted(found, key=lambda one: -one[1].count)[:limit]
+    if as_json:
+        echo_json([{"domain": each, **asdict(group)} for each, group in found])
+    else:
+        print_groups(found)
 
 
 @troubleshooting.command()
@@ -59,59 +109,88 @@ def ls(domain: str | None, command_type: str | None, limit: int, offset: int, as
 
 @troubleshooting.command()
 @command_ids
+@group_options
+@click.option("--patch", metavar="JSON|@FILE", help="With --group: a JSON patch (RFC 6902) of their data.")
 @operator_option
 @domain_option
 @as_json
-def retry(command_ids: Sequence[UUID], operator: str, domain: str | None, as_json: bool) -> None:
+def retry(
+    command_ids: Sequence[UUID], patch: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
+) -> None:
     """Put commands back into the queue, with all their attempts to use again.
+
+    With --group, all that wait for a cause are retried by a batch of its own, which workers carry out.
 
     \b
         busload troubleshooting retry 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload troubleshooting retry --group 4f0c2b7a91de --rate 50 --wait
+        busload troubleshooting retry --group 4f0c2b7a91de --dry-run \\
+            --patch '[{"op": "replace", "path": "/currency", "value": "EUR"}]'
     """
 
     def act(bus: SyncCommandBus, domain: str, command_id: UUID, conn: Connection) -> None:
         bus.troubleshooting.retry(domain, command_id, operator=operator, conn=conn)
 
-    _resolve("retried", act, command_ids, domain, as_json)
+    def act_on_group(bus: SyncCommandBus, domain: str, fingerprint: str, **how: Any) -> GroupAction:
+        value = None if patch is None else decode_strict(_text(patch), path="/patch")
+        return bus.troubleshooting.retry_group(domain, fingerprint, patch=value, operator=operator, **how)
+
+    if patch is not None and options["group"] is None:
+        raise click.UsageError("--patch needs --group.")
+    _decide("retry", "retried", act, act_on_group, command_ids, domain, as_json, **options)
 
 
 @troubleshooting.command()
 @command_ids
+@group_options
 @click.option("--result", metavar="JSON", help="What the handler would have returned.")
 @operator_option
 @domain_option
 @as_json
-def complete(command_ids: Sequence[UUID], result: str | None, operator: str, domain: str | None, as_json: bool) -> None:
+def complete(
+    command_ids: Sequence[UUID], result: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
+) -> None:
     """Declare commands done, with a result if there is one.
 
     \b
         busload troubleshooting complete 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --result '{"paid": "by hand"}'
+        busload troubleshooting complete --group 4f0c2b7a91de --result '{"paid": "by hand"}'
     """
     value: Any = None if result is None else decode_strict(result, path="/result")
 
     def act(bus: SyncCommandBus, domain: str, command_id: UUID, conn: Connection) -> None:
         bus.troubleshooting.complete(domain, command_id, result=value, operator=operator, conn=conn)
 
-    _resolve("completed", act, command_ids, domain, as_json)
+    def act_on_group(bus: SyncCommandBus, domain: str, fingerprint: str, **how: Any) -> GroupAction:
+        return bus.troubleshooting.complete_group(domain, fingerprint, result=value, operator=operator, **how)
+
+    _decide("complete", "completed", act, act_on_group, command_ids, domain, as_json, **options)
 
 
 @troubleshooting.command()
 @command_ids
+@group_options
 @click.option("--reason", required=True, help="Why; it is kept in the audit trail.")
 @operator_option
 @domain_option
 @as_json
-def cancel(command_ids: Sequence[UUID], reason: str, operator: str, domain: str | None, as_json: bool) -> None:
+def cancel(
+    command_ids: Sequence[UUID], reason: str, operator: str, domain: str | None, as_json: bool, **options: Any
+) -> None:
     """Give commands up, with a reason.
 
     \b
         busload troubleshooting cancel 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --reason 'paid twice'
+        busload troubleshooting cancel --group 4f0c2b7a91de --reason 'paid twice' --dry-run
     """
 
     def act(bus: SyncCommandBus, domain: str, command_id: UUID, conn: Connection) -> None:
         bus.troubleshooting.cancel(domain, command_id, reason=reason, operator=operator, conn=conn)
 
-    _resolve("canceled", act, command_ids, domain, as_json)
+    def act_on_group(bus: SyncCommandBus, domain: str, fingerprint: str, **how: Any) -> GroupAction:
+        return bus.troubleshooting.cancel_group(domain, fingerprint, reason=reason, operator=operator, **how)
+
+    _decide("cancel", "canceled", act, act_on_group, command_ids, domain, as_json, **options)
 
 
 def print_queue(found: Sequence[TroubleshootingItem]) -> None:
@@ -123,13 +202,111 @@ def print_queue(found: Sequence[TroubleshootingItem]) -> None:
     table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR", spare=("SINCE", "TYPE"))
 
 
-def _resolve(
+def print_groups(found: Sequence[tuple[str, CauseGroup]]) -> None:
+    columns = ("GROUP", "COUNT", "DOMAIN", "TYPES", "REASONS", "ERROR", "OLDEST", "NEWEST")
+    rows = [
+        (
+            group.fingerprint,
+            group.count,
+            domain,
+            ", ".join(group.command_types),
+            ", ".join(group.reasons),
+            ": ".join(part for part in (group.error_code or group.error_type, group.message) if part) or None,
+            group.oldest,
+            group.newest,
+        )
+        for domain, group in found
+    ]
+    spare = ("NEWEST", "OLDEST", "REASONS")
+    table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR", spare=spare)
+
+
+def _decide(
+    do: str,
     done: str,
-    act: Callable[[SyncCommandBus, str, UUID, Connection], None],
+    act: Act,
+    act_on_group: ActOnGroup,
     command_ids: Sequence[UUID],
     domain: str | None,
     as_json: bool,
+    *,
+    group: str | None,
+    command_type: str | None,
+    rate: float | None,
+    dry_run: bool,
+    wait: bool,
 ) -> None:
+    """About some commands, or about all that wait for a cause."""
+    if (group is None) == (not command_ids):
+        raise click.UsageError("Name commands, or a group with --group.")
+    if group is not None:
+        how = {"command_type": command_type, "rate": rate, "dry_run": dry_run}
+        _decide_about_group(do, act_on_group, group, domain, as_json, wait=wait and not dry_run, **how)
+        return
+    for option, value in (("--type", command_type), ("--rate", rate), ("--dry-run", dry_run), ("--wait", wait)):
+        if value:
+            raise click.UsageError(f"{option} needs --group.")
+    _resolve(done, act, command_ids, domain, as_json)
+
+
+def _decide_about_group(
+    do: str, act: ActOnGroup, fingerprint: str, domain: str | None, as_json: bool, *, wait: bool, **how: Any
+) -> None:
+    with open_bus() as bus:
+        domain = domain or _domain_of_group(bus, fingerprint)
+        action = act(bus, domain, fingerprint, **how)
+        if as_json:
+            echo_json({"domain": domain, **asdict(action)})
+        else:
+            _print_action(do, domain, action, dry_run=how["dry_run"])
+        if not wait or action.batch_id is None:
+            return
+        seen = bus.watch_batch(domain, action.batch_id)
+        if as_json:
+            for found in seen:
+                echo_json(found)
+        else:
+            with progress() as show:
+                for found in seen:
+                    show(found)
+    if found.status != BatchStatus.COMPLETED:
+        raise click.exceptions.Exit(1)
+
+
+def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
+    domains = bus._read(operate.domains_of_group(fingerprint)) if FINGERPRINT.match(fingerprint) else []
+    if not domains:
+        raise InvalidOperationError(
+            f"Nothing waits for the cause {shown(fingerprint):.80} in any domain. "
+            "List the causes with `busload troubleshooting groups`."
+        )
+    if len(domains) > 1:
+        raise click.UsageError(f"Group {fingerprint} is in several domains: {', '.join(domains)}. Add --domain.")
+    return domains[0]
+
+
+def _print_action(do: str, domain: str, action: GroupAction, *, dry_run: bool) -> None:
+    if action.count == 0:
+        click.echo(f"Nothing waits for the cause {action.fingerprint} in {domain} any more.")
+    elif dry_run:
+        click.echo(f"Would {do} {action.count:,} commands in {domain}; nothing was done.")
+        rows = [(item.command_id, item.before, item.after) for item in action.sample]
+        table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
+    else:
+        click.echo(f"Batch {action.batch_id} will {do} {action.count:,} commands in {domain}.")
+
+
+def _text(argument: str) -> str | bytes:
+    """What was given at the shell, or stands in the file that it names."""
+    if not argument.startswith("@"):
+        return argument
+    try:
+        return Path(argument[1:]).read_bytes()
+    except OSError as error:
+        raise click.BadParameter(f"{argument[1:]} cannot be read: {error.strerror}", param_hint="--patch") from None
+
+
+def _resolve(done: str, act: Act, command_ids: Sequence[UUID], domain: str | None, as_json: bool) -> None:
     """Resolve all of them in one transaction: if one is refused, none has moved."""
     with open_bus() as bus:
         places = [(domain_of_command(bus, command_id, domain), command_id) for command_id in dict.fromkeys(command_ids)]

@@ -126,6 +126,8 @@ class TroubleshootingItem:
     last_error_code: str | None
     last_error_message: str | None
     details: Any
+    fingerprint: str
+    """The same for all that failed for the same cause."""
 
 
 @dataclass(frozen=True, slots=True)

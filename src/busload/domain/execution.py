@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, TypeAlias
 from uuid import UUID
 
@@ -19,6 +20,52 @@ FAILED = "FAILED"
 CANCELED = "CANCELED"
 TROUBLESHOOTING = "TROUBLESHOOTING"
 FAILED_ATTEMPT = "FAILED_ATTEMPT"
+
+
+class ExecutionStatus(StrEnum):
+    """How far an attempt has come."""
+
+    QUEUED = "queued"
+    PROCESSING = "processing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    LOST = "lost"
+    """Its worker died, or lost its lease."""
+    DLQ = "dlq"
+    """It waits in troubleshooting, or did until an operator resolved it."""
+    CANCELED = "canceled"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAction:
+    """What a person did after an attempt had ended in troubleshooting."""
+
+    type: str
+    at: datetime
+    operator: str | None
+    details: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One attempt at a task, as `trace` and `TaskTracker` show it."""
+
+    execution_id: UUID | None
+    """None while a command of our own waits for its worker: the attempt is named when it is claimed."""
+    task_key: str | None
+    command_id: UUID
+    queue: str
+    """The domain of the command."""
+    attempt: int
+    status: ExecutionStatus
+    worker: str | None
+    enqueued_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    error: str | None
+    metadata: Any
+    """The data of the command."""
+    actions: tuple[OperatorAction, ...] = ()
 
 
 class Lease(msgspec.Struct, eq=False):

@@ -1,5 +1,5 @@
 """What PostgreSQL does: every statement we ever send."""
 
-from busload.store import cancel, claim, operate, report, rescue, send, settle
+from busload.store import cancel, claim, explain, operate, pause, prune, report, rescue, send, settle, track
 
-__all__ = ["cancel", "claim", "operate", "report", "rescue", "send", "settle"]
+__all__ = ["cancel", "claim", "explain", "operate", "pause", "prune", "report", "rescue", "send", "settle", "track"]

@@ -63,14 +63,18 @@ def promote() -> Plan[Promotion]:
 
 def give_back(lease: Lease, commands: list[int], *, pause: float, details: str) -> Plan[bool]:
     """Let commands of a lease wait for a worker that knows their type."""
-    rows = yield from execute(SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=pause, details=details)
-    return bool(rows)
+    [[given, _]] = yield from execute(
+        SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=pause, details=details
+    )
+    return bool(given)
 
 
 def hand_back(lease: Lease, commands: list[int]) -> Plan[bool]:
     """Let others run commands of a lease that have not started here."""
-    rows = yield from execute(SQL.hand_back, lease_id=lease.lease_id, commands=commands)
-    return bool(rows)
+    [[given, _]] = yield from execute(
+        SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=None, details=None
+    )
+    return bool(given)
 
 
 def _read(

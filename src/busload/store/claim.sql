@@ -93,8 +93,9 @@ SELECT (SELECT count(*) FROM due)::integer,
   FROM told;
 
 -- name: give_back
--- Commands of a lease whose type this worker does not know: they wait a while for one that does, and burn no attempt.
--- The lease remembers them, so repeating this is harmless. The first time leaves an event; later ones would only repeat it.
+-- Commands of a lease that this worker will not run, ready again for whoever can: at once, or after a pause if nobody here
+-- knows their type. They burn no attempt. The lease remembers them, so repeating this is harmless. That a type is unknown is
+-- noted the first time; later ones would only repeat it.
 WITH lease AS (
     UPDATE busload.lease SET returned = returned || %(commands)b::bigint[], open = open - cardinality(%(commands)b::bigint[])
      WHERE lease_id = %(lease_id)s::uuid AND NOT returned && %(commands)b::bigint[]
@@ -102,39 +103,27 @@ WITH lease AS (
 ), rest AS (
     SELECT id, id - row_number() OVER (ORDER BY id) AS island FROM lease CROSS JOIN unnest(%(commands)b::bigint[]) AS id
 ), load AS (
-    SELECT min(id) AS lo, max(id) AS hi FROM rest GROUP BY island
-), waiting AS (
-    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, run_at, reason)
-    SELECT load.lo, load.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies,
-           now() + %(pause)s::float8 * interval '1 second', 'NO_HANDLER'
-      FROM load CROSS JOIN lease AS l
-), noted AS (
-    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
-    SELECT 'NO_HANDLER', load.lo, load.hi, l.batch_id, l.attempt, l.lease_id, l.worker, %(details)s::text::json
-      FROM load CROSS JOIN lease AS l
-     WHERE NOT EXISTS (SELECT FROM busload.event AS e
-                        WHERE e.lo >> 10 = load.lo >> 10 AND e.lo <= load.lo AND e.hi >= load.hi AND e.type = 'NO_HANDLER')
-)
-SELECT lease_id FROM lease;
-
--- name: hand_back
--- Commands of a lease that have not started and would wait too long for a slot here: ready again for whoever has one.
--- The lease remembers them, so repeating this is harmless.
-WITH lease AS (
-    UPDATE busload.lease SET returned = returned || %(commands)b::bigint[], open = open - cardinality(%(commands)b::bigint[])
-     WHERE lease_id = %(lease_id)s::uuid AND NOT returned && %(commands)b::bigint[]
-    RETURNING *
-), rest AS (
-    SELECT id, id - row_number() OVER (ORDER BY id) AS island FROM lease CROSS JOIN unnest(%(commands)b::bigint[]) AS id
-), load AS (
-    SELECT min(id) AS lo, max(id) AS hi FROM rest GROUP BY island
+    SELECT min(rest.id) AS lo, max(rest.id) AS hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies,
+           l.lease_id, l.worker, l.since
+      FROM rest CROSS JOIN lease AS l
+     GROUP BY island, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies, l.lease_id, l.worker, l.since
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
-    SELECT load.lo, load.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies FROM load CROSS JOIN lease AS l
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM load WHERE %(pause)s::float8 IS NULL
     RETURNING domain
+), scheduled AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, run_at, reason)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+           now() + %(pause)s::float8 * interval '1 second', 'NO_HANDLER' FROM load WHERE %(pause)s::float8 IS NOT NULL
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
-    SELECT 'RELEASED', load.lo, load.hi, l.batch_id, l.attempt, l.lease_id, l.worker, json_build_object('since', l.since, 'crashes', l.crashes)
-      FROM load CROSS JOIN lease AS l
+    SELECT 'RELEASED', lo, hi, batch_id, attempt, lease_id, worker, json_build_object('since', since, 'crashes', crashes)
+      FROM load WHERE %(pause)s::float8 IS NULL
+    UNION ALL
+    SELECT 'NO_HANDLER', lo, hi, batch_id, attempt, lease_id, worker, %(details)s::text::json
+      FROM load WHERE %(pause)s::float8 IS NOT NULL AND NOT EXISTS (
+            SELECT FROM busload.event AS e
+             WHERE e.lo >> 10 = load.lo >> 10 AND e.lo <= load.lo AND e.hi >= load.hi AND e.type = 'NO_HANDLER')
 )
-SELECT pg_notify('busload_ready', domain) FROM (SELECT DISTINCT domain FROM queued) AS told;
+SELECT EXISTS (SELECT FROM lease),
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS told);

@@ -21,6 +21,8 @@ BATCH = "busload_batch"
 """A batch's counters changed, or it completed; the payload is its id. At most ten a second for one batch."""
 CANCEL = "busload_cancel"
 """A batch was canceled; the payload is its id."""
+PAUSE = "busload_pause"
+"""A domain was paused or resumed; the payload is the domain."""
 
 Hear = Callable[[str | None, str | None], None]
 """Called with channel and payload, or with None twice: something may have been missed, so look at everything."""

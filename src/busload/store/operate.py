@@ -1,34 +1,230 @@
-"""What a person does to a command in troubleshooting: retry, complete, cancel."""
+"""What a person does about commands in troubleshooting: retry, complete or cancel, one of them or all of a cause."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
 from uuid import UUID
 
+import msgspec
+
+from busload.domain.cause import WIDEST, CauseGroup, Chunk, Decision, GroupAction, GroupItem, Patch, chunks
 from busload.domain.command import CommandStatus
-from busload.errors import CommandNotFoundError, InvalidOperationError
-from busload.store import report
-from busload.store.plan import Plan, execute
+from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, storable
+from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem, Superseded
+from busload.store import report, rescue, send
+from busload.store.plan import Plan, execute, many
 from busload.store.statements import statements
 
 SQL = statements("operate")
 
+PAGE = 500
+SAMPLE = 3
+"""Items that a dry run shows."""
+
 
 def retry(domain: str, command_id: UUID, *, operator: str | None) -> Plan[None]:
-    moved = yield from execute(SQL.retry, domain=domain, command_id=command_id, operator=operator)
-    if not moved:
-        yield from _refuse(domain, command_id, "retried")
+    [picked] = yield from _pick_one(domain, command_id, "retried")
+    yield from execute(SQL.retry, commands=[picked], data=[], patch=None, operator=operator, action=None)
 
 
 def complete(domain: str, command_id: UUID, *, result: str | None, operator: str | None) -> Plan[None]:
-    moved = yield from execute(SQL.complete, domain=domain, command_id=command_id, result=result, operator=operator)
-    if not moved:
-        yield from _refuse(domain, command_id, "completed")
+    [picked] = yield from _pick_one(domain, command_id, "completed")
+    yield from execute(SQL.complete, commands=[picked], result=result, operator=operator, action=None)
 
 
 def cancel(domain: str, command_id: UUID, *, reason: str, operator: str | None) -> Plan[None]:
-    moved = yield from execute(SQL.cancel, domain=domain, command_id=command_id, reason=reason, operator=operator)
-    if not moved:
-        yield from _refuse(domain, command_id, "canceled")
+    [picked] = yield from _pick_one(domain, command_id, "canceled")
+    yield from execute(SQL.cancel, commands=[picked], reason=reason, operator=operator, action=None)
+
+
+def groups(domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
+    return many(_group, SQL.groups, domain=domain, command_type=command_type, limit=limit)
+
+
+def domains_of_group(fingerprint: str) -> Plan[list[str]]:
+    rows = yield from execute(SQL.group_domains, fingerprint=fingerprint)
+    return [domain for (domain,) in rows]
+
+
+def decide(
+    domain: str,
+    decision: Decision,
+    *,
+    command_type: str | None,
+    patch: Patch | None,
+    rate: float | None,
+    dry_run: bool,
+    batch_id: UUID,
+) -> Plan[GroupAction]:
+    """Create the batch that carries out a decision about all that waits for a cause now; needs a transaction."""
+    found = yield from _select(domain, decision, command_type=command_type, patch=patch, dry_run=dry_run)
+    if not found.command_ids and domain not in (yield from domains_of_group(decision.fingerprint)):
+        raise InvalidOperationError(
+            f"Nothing in domain {domain!r} waits for the cause {decision.fingerprint}, and nobody has decided about it "
+            "before. List the causes with `busload troubleshooting groups`."
+        )
+    action = GroupAction(None, decision.action, decision.fingerprint, len(found.command_ids), tuple(found.sample))
+    if dry_run or found.until is None:
+        return action
+    [(now,)] = yield from execute(SQL.clock)
+    custom_data = msgspec.to_builtins(decision)
+    custom_data |= {"command_type": command_type} if command_type is not None else {}
+    custom_data |= {"rate": rate} if rate is not None else {}
+    batch = send.NewBatch(
+        batch_id,
+        domain,
+        f"{decision.action} {storable(found.cause or 'failures', 200)} ({decision.fingerprint})",
+        encode(custom_data, WIDEST),
+        None,
+    )
+    commands = list(chunks(decision, found.command_ids, until=found.until, rate=rate, now=now))
+    yield from send.create_batch(batch, commands)
+    return GroupAction(batch_id, decision.action, decision.fingerprint, action.count, action.sample)
+
+
+def resolve(
+    domain: str, chunk: Chunk, *, action: UUID | None, lease_id: UUID, limits: PayloadLimits
+) -> Plan[tuple[int, dict[UUID, str]]]:
+    """Carry out a decision for some commands, in the transaction that completes the one that says so.
+
+    Returns how many have moved, and why the others have not. The lease comes first, as in every settlement.
+    """
+    if not (yield from execute(rescue.SQL.hold, leases=[lease_id])):
+        raise Superseded("Another worker has this part of the decision now.")
+    decision = chunk.decision
+    patch = None if decision.patch is None else Patch(decision.patch, limits)
+    picked = yield from execute(
+        SQL.pick,
+        domain=domain,
+        command_ids=chunk.command_ids,
+        fingerprint=decision.fingerprint,
+        until=chunk.until,
+        again=decision.action == "retry",
+        with_data=patch is not None,
+        action=action,
+    )
+    commands = {command: command_id for command, command_id, _, _ in picked}
+    data: dict[int, str] = {}
+    left: dict[UUID, str] = {}
+    if patch is not None:
+        for command, command_id, text, _ in picked:
+            try:
+                data[command] = patch.apply(text)
+            except ValueError as error:
+                left[command_id] = f"the patch does not apply: {error}"
+        commands = {command: commands[command] for command in data}
+    if commands:
+        yield from _move(decision, list(commands), list(data.values()), action)
+    gone = set(chunk.command_ids).difference(commands.values(), left)
+    if gone:
+        left |= yield from _left_behind(domain, chunk, gone)
+    return len(commands), left
+
+
+def _move(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
+    about: dict[str, Any] = {"commands": list(commands), "operator": decision.operator, "action": action}
+    match decision.action:
+        case "retry":
+            patch = None if decision.patch is None else encode(decision.patch, WIDEST)
+            yield from execute(SQL.retry, **about, data=list(data), patch=patch)
+        case "complete":
+            result = None if decision.result is None else encode(decision.result, WIDEST)
+            yield from execute(SQL.complete, **about, result=result)
+        case "cancel":
+            yield from execute(SQL.cancel, **about, reason=decision.reason)
+
+
+def _left_behind(domain: str, chunk: Chunk, command_ids: set[UUID]) -> Plan[dict[UUID, str]]:
+    rows = yield from execute(SQL.left_behind, domain=domain, command_ids=list(command_ids), until=chunk.until)
+    why = dict.fromkeys(command_ids, "it is not there any more")
+    for command_id, status, fingerprint, later in rows:
+        if fingerprint is None:
+            why[command_id] = f"it is {status}"
+        elif fingerprint != chunk.decision.fingerprint:
+            why[command_id] = f"it waits for another cause now: {fingerprint}"
+        else:
+            why[command_id] = "it failed again after the decision" if later else "its batch was canceled"
+    return why
+
+
+@dataclass(slots=True)
+class _Selection:
+    """What waits for a cause now."""
+
+    command_ids: list[UUID] = field(default_factory=list)
+    sample: list[GroupItem] = field(default_factory=list)
+    until: datetime | None = None
+    cause: str | None = None
+
+
+def _select(
+    domain: str, decision: Decision, *, command_type: str | None, patch: Patch | None, dry_run: bool
+) -> Plan[_Selection]:
+    """Everything that a decision would move; refused if its patch does not apply to each of them."""
+    found, problems, refused, after = _Selection(), list[Problem](), 0, -1
+    while True:
+        rows = yield from execute(
+            SQL.group_items,
+            domain=domain,
+            fingerprint=decision.fingerprint,
+            command_type=command_type,
+            again=decision.action == "retry",
+            with_data=patch is not None or (dry_run and not found.command_ids),
+            after=after,
+            limit=PAGE,
+        )
+        for command, command_id, since, cause, data in rows:
+            after, found.cause = command, cause
+            found.until = since if found.until is None else max(found.until, since)
+            found.command_ids.append(command_id)
+            patched = None
+            if patch is not None:
+                try:
+                    patched = patch.apply(data)
+                except ValueError as error:
+                    refused += 1
+                    if refused <= 100:
+                        message = f"does not apply to command {command_id}: {error}"
+                        problems.append(Problem("INVALID_PATCH", "/patch", message))
+            if dry_run and len(found.sample) < SAMPLE:
+                found.sample.append(GroupItem(command_id, _value(data), _value(patched)))
+        if len(rows) < PAGE:
+            break
+    if problems:
+        raise InvalidCommandError(problems, refused)
+    return found
+
+
+def _value(text: str | None) -> Any:
+    """As people see it; what other hands wrote and cannot be decoded is shown as its text."""
+    try:
+        return None if text is None else decode(text)
+    except Undecodable:
+        return str(text)[:1000]
+
+
+def _group(*row: Any) -> CauseGroup:
+    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+    return CauseGroup(*values)
+
+
+def _pick_one(domain: str, command_id: UUID, action: str) -> Plan[list[int]]:
+    picked = yield from execute(
+        SQL.pick,
+        domain=domain,
+        command_ids=[command_id],
+        fingerprint=None,
+        until=None,
+        again=action == "retried",
+        with_data=False,
+        action=None,
+    )
+    if not picked:
+        yield from _refuse(domain, command_id, action)
+    return [command for command, *_ in picked]
 
 
 def _refuse(domain: str, command_id: UUID, action: str) -> Plan[None]:

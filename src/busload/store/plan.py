@@ -13,9 +13,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.pq import Format, TransactionStatus
+from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
+from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
+MOST_UNSENT = 1024 * 1024
+"""Bytes of a COPY that libpq may hold: it keeps all that the server has not taken, and moves it with every send."""
+
 Row: TypeAlias = tuple[Any, ...]
 
 
@@ -109,9 +114,14 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
     with psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
+            unsent = 0
             with cursor.copy(step.sql) as copy:
                 for block in step.blocks:
                     copy.write(block)
+                    unsent += len(block)
+                    if unsent > MOST_UNSENT:
+                        conn.wait(_flush(conn.pgconn))
+                        unsent = 0
             return []
         cursor.execute(step.sql, step.params)
         return cursor.fetchall() if cursor.rownumber is not None else []
@@ -130,12 +140,24 @@ async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
     async with psycopg.AsyncCursor(conn, row_factory=tuple_row) as cursor:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
+            unsent = 0
             async with cursor.copy(step.sql) as copy:
                 for block in step.blocks:
                     await copy.write(block)
+                    unsent += len(block)
+                    if unsent > MOST_UNSENT:
+                        await conn.wait(_flush(conn.pgconn))
+                        unsent = 0
             return []
         await cursor.execute(step.sql, step.params)
         return await cursor.fetchall() if cursor.rownumber is not None else []
+
+
+def _flush(pgconn: PGconn) -> Generator[Wait, Ready | int, None]:
+    """Wait until the server has taken what was written."""
+    while pgconn.flush():
+        while not (yield Wait.W):
+            continue
 
 
 def _in_no_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:

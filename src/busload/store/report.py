@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from busload.domain.batch import BatchMetadata, BatchStatus
 from busload.domain.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
+from busload.domain.execution import Execution, ExecutionStatus, OperatorAction
 from busload.domain.payload import Undecodable, decode
 from busload.store.plan import Plan, execute, many, one
 from busload.store.statements import statements
@@ -66,6 +68,10 @@ def batch_audit_trail(domain: str, batch_id: UUID) -> Plan[list[AuditEvent]]:
     return many(_audit_event, SQL.batch_audit_trail, domain=domain, batch_id=batch_id)
 
 
+def trace(task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
+    return many(_execution, SQL.trace, task_key=task_key, domain=domain)
+
+
 def domains() -> Plan[list[str]]:
     rows = yield from execute(SQL.domains)
     return [domain for (domain,) in rows]
@@ -114,6 +120,16 @@ def _audit_event(*row: Any) -> AuditEvent:
     return AuditEvent(**values | {"details": _value(values["details"])})
 
 
+def _execution(*row: Any) -> Execution:
+    values = dict(zip(_EXECUTION, row, strict=True))
+    actions = [
+        OperatorAction(type, datetime.fromisoformat(at), operator, details)
+        for type, at, operator, details in _value(values["actions"]) or []
+    ]
+    values |= {"status": ExecutionStatus(values["status"]), "metadata": _value(values["metadata"])}
+    return Execution(**values | {"actions": tuple(actions)})
+
+
 def _value(text: str | None) -> Any:
     """A stored value; what other hands wrote and cannot be decoded is shown as its text."""
     if text is None:
@@ -125,6 +141,7 @@ def _value(text: str | None) -> Any:
 
 
 # The statements select their columns in the order of these fields.
-_BATCH, _COMMAND, _ITEM, _EVENT = (
-    [field.name for field in fields(kind)] for kind in (BatchMetadata, CommandMetadata, TroubleshootingItem, AuditEvent)
+_BATCH, _COMMAND, _ITEM, _EVENT, _EXECUTION = (
+    [field.name for field in fields(kind)]
+    for kind in (BatchMetadata, CommandMetadata, TroubleshootingItem, AuditEvent, Execution)
 )

@@ -2,14 +2,14 @@
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
        in_troubleshooting_count, created_at, started_at, completed_at
   FROM busload.batch
- WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid;
+ WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
 
 -- name: batches
 -- Newest first; `after` is the last batch of the page before.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
        in_troubleshooting_count, created_at, started_at, completed_at
   FROM busload.batch
- WHERE domain = %(domain)s::text
+ WHERE domain = %(domain)s::text AND pruned_at IS NULL
    AND (%(status)s::text IS NULL OR status = %(status)s::text)
    AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
         (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
@@ -39,6 +39,7 @@ WITH last AS (
     SELECT c.id
       FROM busload.command AS first JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
      WHERE first.batch_id = %(batch_id)s::uuid AND first.id & 1023 = 0 AND first.domain = %(domain)s::text
+       AND NOT EXISTS (SELECT FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NOT NULL)
        AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
      ORDER BY first.id, c.id
      LIMIT %(limit)s::integer OFFSET %(offset)s::integer
@@ -61,6 +62,7 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
   JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
  CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s
  WHERE first.batch_id = %(batch_id)s::uuid AND first.id & 1023 = 0 AND first.domain = %(domain)s::text
+   AND NOT EXISTS (SELECT FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NOT NULL)
    AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
    AND s.status = %(status)s::text
  ORDER BY first.id, c.id
@@ -69,7 +71,8 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
 -- name: troubleshooting
 -- Newest first.
 SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_key, coalesce(c.correlation_id, c.command_id), c.reply_to,
-       t.reason, t.attempt - t.forgiven, t.since, t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text
+       t.reason, t.attempt - t.forgiven, t.since, t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text,
+       t.fingerprint
   FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
  WHERE t.domain = %(domain)s::text AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
  ORDER BY t.since DESC, t.command DESC
@@ -81,11 +84,59 @@ SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, 
  WHERE a.domain = %(domain)s::text AND a.command_id = %(command_id)s::uuid
  ORDER BY a.at, a.attempt NULLS FIRST, a.step;
 
+-- name: trace
+-- Every attempt of every command of a task: those that ended, those that were lost with their worker or canceled while they
+-- waited, and the one that waits or runs now.
+WITH task AS MATERIALIZED (
+    SELECT * FROM busload.command
+     WHERE task_key = %(task_key)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+), event AS MATERIALIZED (
+    SELECT c.id, v.* FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.event AS v
+                          WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi OFFSET 0) AS v
+), attempt AS (
+    SELECT e.command AS id, e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
+           CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
+           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status
+      FROM task AS c CROSS JOIN LATERAL (SELECT * FROM busload.execution WHERE command = c.id OFFSET 0) AS e
+    UNION ALL
+    SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at, 'The worker died, or lost its lease.',
+           CASE WHEN EXISTS (SELECT FROM event AS p WHERE p.id = v.id AND p.type = 'PARKED' AND p.lease_id = v.lease_id)
+                THEN 'dlq' ELSE 'lost' END
+      FROM event AS v WHERE v.type = 'LEASE_LOST'
+    UNION ALL
+    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled' FROM event AS v WHERE v.type = 'CANCELED'
+    UNION ALL
+    SELECT c.id, q.attempt, NULL, NULL, NULL, NULL, NULL, 'queued' FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.queue WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
+                          ORDER BY hi LIMIT 1) AS q
+    UNION ALL
+    SELECT c.id, s.attempt, NULL, NULL, NULL, NULL, NULL, 'queued' FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.scheduled WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
+                          ORDER BY hi LIMIT 1) AS s
+    UNION ALL
+    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing' FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l
+                          WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id AND c.id <> ALL (returned)
+                            AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt OFFSET 0)
+                          OFFSET 0) AS l
+)
+SELECT busload.execution_id(a.lease_id, c.id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at, a.finished_at, a.error,
+       c.data::text,
+       CASE WHEN a.status = 'dlq' THEN (
+            SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event) FROM event AS v
+             WHERE v.id = c.id AND v.attempt = a.attempt
+               AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text
+  FROM attempt AS a JOIN task AS c USING (id)
+ ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
+
 -- name: batch_audit_trail
 SELECT e.type, e.at, NULL::uuid, NULL::integer, w.name, e.operator, e.batch_id, e.details::text
   FROM busload.event AS e LEFT JOIN busload.worker AS w ON w.worker = e.worker
  WHERE e.lo IS NULL AND e.batch_id = (SELECT batch_id FROM busload.batch
-                                       WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text)
+                                       WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text
+                                         AND pruned_at IS NULL)
  ORDER BY e.at, e.event;
 
 -- name: domains
@@ -95,7 +146,7 @@ UNION SELECT domain FROM busload.lease UNION SELECT domain FROM busload.troubles
 ORDER BY domain;
 
 -- name: find_batch_domain
-SELECT domain FROM busload.batch WHERE batch_id = %(batch_id)s::uuid;
+SELECT domain FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
 
 -- name: find_command_domains
 SELECT DISTINCT domain FROM busload.command WHERE command_id = %(command_id)s::uuid ORDER BY domain;

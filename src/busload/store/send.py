@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,11 +15,20 @@ from uuid import UUID
 import psycopg
 from psycopg import errors as pg
 
-from busload.domain.command import NewCommand
+from busload.domain.command import NewCommand, SendResult
+from busload.domain.dedup import Dedup
 from busload.domain.ids import LOAD_SIZE, POSITIONS
-from busload.errors import BatchNotFoundError, BatchSealedError, DuplicateCommandError, InvalidOperationError
+from busload.errors import (
+    BatchNotFoundError,
+    BatchSealedError,
+    DuplicateCommandError,
+    DuplicateTaskError,
+    InvalidOperationError,
+)
 from busload.store.plan import Copy, Plan, Row, Savepoint, execute
 from busload.store.statements import statements
+
+log = logging.getLogger("busload")
 
 T = TypeVar("T")
 SQL = statements("send")
@@ -51,12 +61,27 @@ def send(
     domain: str, command: NewCommand, *, id: int | None = None, patience: int | None = None, notify: bool = True
 ) -> Plan[int]:
     """One command without a batch, in one statement; returns its id: the given one, or one that begins a load."""
+    [[taken, _]] = yield from _send(domain, command, id=id, patience=patience, notify=notify, window=None)
+    return int(taken)
+
+
+def send_once(domain: str, command: NewCommand, dedup: Dedup) -> Plan[SendResult]:
+    """One command without a batch, unless another one holds its task key; in one statement if none does."""
+    assert command.task_key is not None
+    while True:
+        sent = yield from _send(domain, command, id=None, patience=None, notify=True, window=dedup.window)
+        if sent:
+            return SendResult(command.command_id, created=True)
+        holders = yield from _holders(domain, [command.task_key])
+        if holders:  # else it was pruned since: the key is free
+            [result] = _duplicates(domain, [command.task_key], holders, dedup)
+            return result
+
+
+def _send(domain: str, command: NewCommand, **options: Any) -> Plan[list[Row]]:
     try:
-        [[taken, _]] = yield from execute(
+        rows = yield from execute(
             SQL.send,
-            id=id,
-            patience=patience,
-            notify=notify,
             domain=domain,
             command_id=command.command_id,
             command_type=command.command_type,
@@ -67,10 +92,11 @@ def send(
             priority=command.priority,
             max_attempts=command.max_attempts,
             run_at=command.run_at,
+            **options,
         )
     except pg.UniqueViolation:
         raise DuplicateCommandError(domain, [command.command_id]) from None
-    return int(taken)
+    return rows
 
 
 def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int) -> Plan[None]:
@@ -105,6 +131,72 @@ def send_many(domain: str, commands: Sequence[NewCommand], batch_id: UUID | None
         assert batch_id is not None
         found = yield from execute(SQL.find_batch, domain=domain, batch_id=batch_id)
         raise (BatchSealedError if found else BatchNotFoundError)(domain, batch_id)
+
+
+def send_many_once(
+    domain: str, commands: Sequence[NewCommand], dedup: Dedup, batch_id: UUID | None = None
+) -> Plan[list[SendResult]]:
+    """The same without those whose task key another command holds; results come in the order of the input."""
+    results = yield from hold(domain, commands, dedup)
+    yield from send_many(domain, _created(commands, results), batch_id)
+    return results
+
+
+def create_batch_once(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[UUID]:
+    """The same without those whose task key another command holds; if none is left, the batch completes at once."""
+    results = yield from hold(batch.domain, commands, dedup)
+    if kept := _created(commands, results):
+        return (yield from create_batch(batch, kept))
+    yield from open_batch(batch)
+    yield from seal(batch.domain, batch.batch_id)
+    return batch.batch_id
+
+
+def hold(domain: str, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[list[SendResult]]:
+    """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
+
+    The first of several for the same key is the one. What has no task key may always be sent.
+    """
+    first: dict[str, UUID] = {}
+    for command in commands:
+        if command.task_key is not None:
+            first.setdefault(command.task_key, command.command_id)
+    held: set[str] = set()
+    if first:
+        keys, ids = list(first), list(first.values())
+        rows = yield from execute(SQL.hold_tasks, domain=domain, window=dedup.window, task_keys=keys, command_ids=ids)
+        held = {task_key for (task_key,) in rows}
+    holders = first
+    if taken := [task_key for task_key in first if task_key not in held]:
+        holders = first | (yield from _holders(domain, taken))
+    duplicates = {
+        command.command_id: command.task_key
+        for command in commands
+        if command.task_key is not None
+        and (command.task_key not in held or first[command.task_key] != command.command_id)
+    }
+    answers = _duplicates(domain, list(duplicates.values()), holders, dedup)
+    told = dict(zip(duplicates, answers, strict=True))
+    return [told.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
+
+
+def _created(commands: Sequence[NewCommand], results: Sequence[SendResult]) -> list[NewCommand]:
+    return [command for command, result in zip(commands, results, strict=True) if result.created]
+
+
+def _holders(domain: str, task_keys: Sequence[str]) -> Plan[dict[str, UUID]]:
+    return dict((yield from execute(SQL.holders, domain=domain, task_keys=task_keys)))
+
+
+def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup) -> list[SendResult]:
+    """What the senders of commands for these tasks are told, which others hold."""
+    if task_keys and dedup.on_conflict == "raise":
+        raise DuplicateTaskError(domain, {task_key: holders[task_key] for task_key in task_keys})
+    if task_keys and dedup.on_conflict == "skip":
+        first = task_keys[0]
+        more = f", and {len(task_keys) - 1} more" if len(task_keys) > 1 else ""
+        log.info("Skipped a command in %s: task %r is held by %s%s", domain, first, holders[first], more)
+    return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
 def create_batch(batch: NewBatch, commands: Sequence[NewCommand]) -> Plan[UUID]:

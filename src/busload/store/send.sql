@@ -1,14 +1,23 @@
 -- name: send
 -- One command, a load of one, without a batch. A time that has passed means now. Its id is the given one, next to those
 -- its sender has sent before, or begins a load. If another transaction that is not over uses its command_id too, it
--- waits for that, or fails if it takes longer than `patience`, in milliseconds.
-WITH sent AS (
+-- waits for that, or fails if it takes longer than `patience`, in milliseconds. With a `window` it is sent only if its
+-- task key is free, and holds it from then on.
+WITH held AS (
+    INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
+    SELECT %(domain)s::text, %(task_key)s::text, %(command_id)s::uuid, statement_timestamp() + %(window)s::interval
+     WHERE %(window)s::interval IS NOT NULL
+        ON CONFLICT (domain, task_key) DO UPDATE SET command_id = excluded.command_id, held_until = excluded.held_until
+     WHERE t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)
+    RETURNING command_id
+), sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, task_key, correlation_id, reply_to,
                                  priority, max_attempts, run_at)
     SELECT coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024), %(domain)s::text, %(command_id)s::uuid,
            %(command_type)s::text, %(data)s::text::json, %(task_key)s::text, %(correlation_id)s::uuid, %(reply_to)s::text,
            %(priority)s::smallint, %(max_attempts)s::smallint, %(run_at)s::timestamptz
-     WHERE %(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL
+     WHERE (%(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL)
+       AND (%(window)s::interval IS NULL OR EXISTS (SELECT FROM held))
     RETURNING id, domain, priority, run_at, reply_to
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
@@ -19,6 +28,21 @@ WITH sent AS (
     SELECT id, id, domain, priority, reply_to IS NOT NULL, run_at, 'RUN_AT' FROM sent WHERE run_at > now()
 )
 SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
+
+-- name: hold_tasks
+-- Hold those of these keys that are free, in order, so that two such statements cannot wait for each other. The rows of
+-- the others are locked until the end of the transaction: their holders stay the same meanwhile.
+INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
+SELECT %(domain)s::text, task_key, command_id, statement_timestamp() + %(window)s::interval
+  FROM unnest(%(task_keys)b::text[], %(command_ids)b::uuid[]) AS wanted (task_key, command_id)
+ ORDER BY task_key COLLATE "C"
+    ON CONFLICT (domain, task_key) DO UPDATE SET command_id = excluded.command_id, held_until = excluded.held_until
+ WHERE t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)
+RETURNING task_key;
+
+-- name: holders
+SELECT task_key, command_id FROM busload.task
+ WHERE domain = %(domain)s::text AND task_key = ANY (%(task_keys)b::text[]);
 
 -- name: notify
 SELECT pg_notify('busload_ready', domain) FROM unnest(%(domains)b::text[]) AS domain;

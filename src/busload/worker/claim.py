@@ -20,6 +20,7 @@ from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
 from busload.worker.execute import Executor
 from busload.worker.held import Held
+from busload.worker.pauses import Pauses
 from busload.worker.settle import Settlement
 
 log = logging.getLogger("busload")
@@ -47,6 +48,7 @@ class Claimer:
         executor: Executor,
         settlement: Settlement,
         held: Held,
+        pauses: Pauses,
         domains: list[str],
         settings: WorkerSettings,
         concurrency: int,
@@ -54,7 +56,8 @@ class Claimer:
     ) -> None:
         self._pool, self._handlers = pool, handlers
         self._executor, self._settlement, self._held = executor, settlement, held
-        self._domains, self._settings, self._worker = domains, settings, worker
+        self._domains, self._pauses = domains, pauses
+        self._settings, self._worker = settings, worker
         self._concurrency = concurrency
         self._farthest = max(MOST_AHEAD * concurrency, LOAD_SIZE)
         self._quarter_lease = settings.lease_for.total_seconds() / 4
@@ -81,7 +84,7 @@ class Claimer:
         if too_soon > 0:
             return too_soon
         if self._leaving:
-            await self.hand_back_line()
+            await self._hand_back_leaving()
         in_hand = self._executor.in_hand
         ahead = self._pace.ahead(self._executor.finished, self._executor.busy)
         ahead = self.ahead = min(ahead, self._farthest)
@@ -94,9 +97,6 @@ class Claimer:
             self._executor.low_water = min(low_water, in_hand - 1)
             return await self._watch_line()
         taken = await self._claim(limit)
-        self.claims += 1
-        self.claimed += len(taken.leased)
-        self.empty_claims += not taken.leased
         self.found_nothing = not (taken.leased or taken.contended or taken.refused)
         if self.found_nothing and self._executor.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
@@ -110,10 +110,22 @@ class Claimer:
         return self._settings.poll_every.total_seconds()
 
     async def hand_back_line(self) -> None:
-        """Let others run what has not started. If the answer is lost, it is said again: only then is it certain."""
+        """Let others run what has not started."""
         self._leaving += self._executor.abandon_line()
-        await self._give_back([one for one in self._leaving if not one.settled], pause=None)
-        self._leaving = []
+        await self._hand_back_leaving()
+
+    async def _hand_back_leaving(self) -> None:
+        """If the answer is lost, it is said again: only then is it certain. Meanwhile others may begin to leave."""
+        leaving = list(self._leaving)
+        await self._give_back([one for one in leaving if not one.settled], pause=None)
+        gone = set(map(id, leaving))
+        self._leaving = [one for one in self._leaving if id(one) not in gone]
+
+    def heed_pauses(self) -> None:
+        """What stands in line of a domain that is paused now does not start any more; the next look hands it back."""
+        paused, line = self._pauses.paused, self._executor.abandon_line()
+        self._leaving += [one for one in line if one.lease.domain in paused]
+        self._executor.take([one for one in line if one.lease.domain not in paused])
 
     async def promote(self) -> float:
         """Make ready what is due; returns how long to wait for what will be: long enough for some to come together."""
@@ -127,13 +139,20 @@ class Claimer:
             return await perform_async(conn, claim.promote())
 
     async def _claim(self, limit: int) -> claim.Claim:
+        paused = self._pauses.paused
+        domains = [domain for domain in self._domains if domain not in paused]
+        if not domains:
+            return claim.Claim([], [], contended=False)
         suspects = not self._held.has_suspect
-        plan = claim.claim(worker=self._worker(), domains=self._domains, limit=limit, suspects=suspects)
+        plan = claim.claim(worker=self._worker(), domains=domains, limit=limit, suspects=suspects)
         self.asked_at = time.monotonic()
         try:
             async with self._pool.connection() as conn:
                 taken = await perform_async(conn, plan)
             self._held.take(taken.leases)
+            self.claims += 1
+            self.claimed += len(taken.leased)
+            self.empty_claims += not taken.leased
             self._pace.claimed(time.monotonic() - self.asked_at)
         finally:
             self.asked_at = None
@@ -144,6 +163,8 @@ class Claimer:
             raise
         self._settlement.expect(taken.leases)
         self._executor.take(known)
+        if self._pauses.paused is not paused:
+            self.heed_pauses()  # before a slot can begin what this claim has brought
         self.ran_suspect = self._held.has_suspect
         return taken
 

@@ -12,7 +12,9 @@ from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from busload.domain.command import BatchCommand, SendResult
+from busload.domain.dedup import Dedup
 from busload.domain.execution import Leased, Transition
+from busload.domain.ids import new_id
 from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
 from busload.store.plan import Plan, perform, perform_async
@@ -79,6 +81,7 @@ class HandlerContext(_Context):
         *,
         command_id: UUID | None = None,
         task_key: str | None = None,
+        dedup: Dedup | None = None,
         priority: int = 0,
         run_at: datetime | None = None,
         max_attempts: int | None = None,
@@ -99,7 +102,12 @@ class HandlerContext(_Context):
             max_attempts=max_attempts,
         )
         if self._transaction is None or self._transaction.conn is None:
-            return await self._bus._send(domain, command, batch_id)
+            return await self._bus._send(domain, command, batch_id, dedup=dedup)
+        if dedup is not None:
+            command.command_id = command_id or new_id()
+            held = await perform_async(self._transaction.conn, self._bus._requests.hold(domain, command, dedup))
+            if not held.created:
+                return held
         write = self._bus._requests.send(domain, command, batch_id)
         self._transaction.sends.append(write.plan)
         return SendResult(write.command_ids[0], created=True)
@@ -183,6 +191,7 @@ class SyncHandlerContext(_Context):
         *,
         command_id: UUID | None = None,
         task_key: str | None = None,
+        dedup: Dedup | None = None,
         priority: int = 0,
         run_at: datetime | None = None,
         max_attempts: int | None = None,
@@ -202,9 +211,14 @@ class SyncHandlerContext(_Context):
             run_at=run_at,
             max_attempts=max_attempts,
         )
-        write = self._bus._requests.send(domain, command, batch_id)
         if self._transaction is None or self._transaction.conn is None:
-            return self._bus._write(write)
+            return self._bus._write(self._bus._requests.send(domain, command, batch_id, dedup))
+        if dedup is not None:
+            command.command_id = command_id or new_id()
+            held = perform(self._transaction.conn, self._bus._requests.hold(domain, command, dedup))
+            if not held.created:
+                return held
+        write = self._bus._requests.send(domain, command, batch_id)
         self._transaction.sends.append(write.plan)
         return SendResult(write.command_ids[0], created=True)
 

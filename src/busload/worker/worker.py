@@ -22,11 +22,12 @@ import psycopg
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
 from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING
+from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
 from busload.store.connection import async_pool, engine_pool
-from busload.store.listen import CANCEL, READY, AsyncListener
+from busload.store.listen import CANCEL, PAUSE, READY, AsyncListener
 from busload.store.plan import perform_async
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
@@ -34,6 +35,8 @@ from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.loop import Loop
 from busload.worker.metrics import metrics_text
+from busload.worker.pauses import Pauses
+from busload.worker.prune import Prune
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement, capacity
 from busload.worker.stats import CoalescerStats, Report, WorkerStats
@@ -157,6 +160,7 @@ class _Running:
             await asyncio.to_thread(self._heartbeat.start)
             await self._pool.open()
             await self._transactions.open()
+            await self._pauses.once()
         except BaseException:
             await self._undo_start()
             raise
@@ -165,6 +169,7 @@ class _Running:
         worker._stats = self.stats
         self._report = Report(self.stats)
         self._tasks.append(asyncio.create_task(Loop("Reporting", self._report.once).run()))
+        self._tasks.append(asyncio.create_task(self._heeding.run()))
         log.info("Worker %s serves %s, %d at a time", worker.name, ", ".join(worker.domains), worker.concurrency)
         return self
 
@@ -189,6 +194,7 @@ class _Running:
         self._rounds = [asyncio.create_task(loop.run()) for loop in (self._claiming, self._promoting)]
         self._tasks += [*self._rounds, asyncio.create_task(self._sweeping.run())]
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
+        self._tasks += [asyncio.create_task(loop.run()) for loop in self._pruning]
         await self._stopping.wait()
 
     async def until_drained(self) -> int:
@@ -242,6 +248,7 @@ class _Running:
         self._moved = asyncio.Event()
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS)
         self._held = Held()
+        self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
         self._transactions = async_pool(bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE)
         self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
@@ -263,6 +270,7 @@ class _Running:
             self._executor,
             self._settlement,
             self._held,
+            self._pauses,
             worker.domains,
             settings,
             worker.concurrency,
@@ -272,7 +280,12 @@ class _Running:
         self._claiming = Loop("Claiming", self._claimer.once)
         self._promoting = Loop("Promoting", self._claimer.promote)
         self._sweeping = Loop("Sweeping", self._sweep.once)
-        self._listener = AsyncListener(bus.dsn, [READY, CANCEL], self._hear)
+        self._pruning = []
+        if settings.keep_for is not None:
+            prune = Prune(bus._perform_alone, settings.keep_for, settings.archive)
+            self._pruning.append(Loop("Pruning", prune.once))
+        self._heeding = Loop("Heeding pauses", self._pauses.once)
+        self._listener = AsyncListener(bus.dsn, [READY, CANCEL, PAUSE], self._hear)
 
     async def _undo_start(self) -> None:
         """It was cancelled, or failed, half way: nothing was claimed yet."""
@@ -320,8 +333,17 @@ class _Running:
                 self._held.cancel(UUID(payload))
             except ValueError:
                 log.debug("Ignored a notification of a cancel without an id")
+        elif channel == PAUSE:
+            self._heeding.wake()
         elif channel is None or payload in self._worker.domains:
             self._claiming.wake()
+            if channel is None:
+                self._heeding.wake()
+
+    def _on_pauses(self) -> None:
+        self._claimer.heed_pauses()
+        self._moved.set()
+        self._claiming.wake()
 
     def _on_renewal(self, renewal: Renewal) -> None:
         strange = renewal.settled.difference(self._held.lease_ids)
@@ -344,8 +366,8 @@ class _Running:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
-        self._claiming.stop()
-        self._promoting.stop()
+        for loop in (self._claiming, self._promoting, *self._pruning):
+            loop.stop()
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
             await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
         await self._let_line_go()
@@ -368,7 +390,7 @@ class _Running:
     async def _end(self) -> None:
         """However far the stop came, nothing of this run goes on; what it still holds is rescued by others."""
         self._heartbeat.let_go()
-        for loop in (self._claiming, self._promoting, self._sweeping):
+        for loop in (self._claiming, self._promoting, self._sweeping, self._heeding, *self._pruning):
             loop.stop()
         for task in self._tasks:
             task.cancel()
@@ -424,10 +446,10 @@ def _check(concurrency: int, settings: WorkerSettings) -> None:
         raise ValueError(f"concurrency must be a whole number from 1 on, found {concurrency!r}.")
     if isinstance(settings.flush_size, bool) or not isinstance(settings.flush_size, int) or settings.flush_size < 1:
         raise ValueError(f"flush_size must be a whole number from 1 on, found {settings.flush_size!r}.")
-    more_than_zero = ("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline")
+    more_than_zero = ("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for")
     for name in (*more_than_zero, "grace", "no_handler_pause", "prefetch"):
         value = getattr(settings, name)
-        if value is None and name == "flush_deadline":
+        if value is None and name in ("flush_deadline", "keep_for"):
             continue
         if not isinstance(value, timedelta):
             raise ValueError(f"{name} must be a timedelta, found {value!r}.")
@@ -440,6 +462,10 @@ def _check(concurrency: int, settings: WorkerSettings) -> None:
             f"prefetch ({settings.prefetch}) must be from zero to a quarter of the lease ({settings.lease_for}): "
             "what a worker holds ahead must run before its lease ends."
         )
+    if settings.keep_for is not None and settings.keep_for > LONGEST:
+        raise ValueError(f"keep_for must be at most {LONGEST.days} days, found {settings.keep_for}; None is for ever.")
+    if not isinstance(settings.archive, bool):
+        raise ValueError(f"archive must be True or False, found {settings.archive!r}.")
     if settings.settle not in ("coalesced", "immediate"):
         raise ValueError(f"settle must be 'coalesced' or 'immediate', found {settings.settle!r}.")
     if settings.lease_for < 4 * settings.deadline:

@@ -1,0 +1,79 @@
+"""RabbitMQ delivers, busload remembers: each task is tracked by two keys, and none is lost with its message.
+
+AMQP_URL=amqp://localhost python examples/tracker_rabbitmq.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import aio_pika
+from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+
+from busload import CommandBus, Execution, ExecutionStatus, InvalidOperationError, Superseded, TaskTracker
+
+QUEUE, DEAD = "dev_partner_tasks", "dev_partner_tasks.dead"
+TO_DEAD: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": DEAD}
+
+
+async def publish(channel: AbstractChannel, execution: Execution) -> None:
+    keys: dict[str, Any] = {"taskId": execution.task_key, "executionId": str(execution.execution_id)}
+    body = json.dumps({**execution.metadata, **keys}).encode()
+    message = aio_pika.Message(body, headers=keys, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
+    await channel.default_exchange.publish(message, routing_key=QUEUE)
+
+
+async def consume(tracker: TaskTracker, message: AbstractIncomingMessage) -> None:
+    keys = json.loads(message.body)
+    try:
+        execution = await tracker.claim(keys["taskId"], keys["executionId"])
+    except InvalidOperationError:  # two keys that do not belong together
+        await message.reject(requeue=False)
+        return
+    try:
+        if execution is not None:  # else it runs elsewhere or has ended; if its worker dies, `recover` brings it back
+            await process(execution)
+            await tracker.complete(execution)
+            print(f"{execution.task_key}: completed by attempt {execution.attempt}")
+        await message.ack()
+    except Superseded:  # this process was out of reach for so long that another one has taken over
+        await message.ack()
+    except Exception as error:
+        assert execution is not None
+        failed = await tracker.fail(execution, error)
+        await message.reject(requeue=failed.status is not ExecutionStatus.DLQ)
+
+
+async def process(execution: Execution) -> None:
+    if execution.metadata["log"] == "broken" or execution.attempt == 1:
+        raise TimeoutError("The partner did not answer.")
+
+
+async def main() -> None:
+    connection = await aio_pika.connect(os.environ.get("AMQP_URL", "amqp://localhost"))
+    async with connection, CommandBus() as bus, TaskTracker(bus) as tracker:
+        await bus.migrate()
+        channel = await connection.channel()
+        dead = await channel.declare_queue(DEAD, durable=True)
+        queue = await channel.declare_queue(QUEUE, durable=True, arguments=TO_DEAD)
+        await queue.consume(partial(consume, tracker))
+        for log in ("02220710", "broken", "forgotten"):
+            task_id = tracker.task_id(QUEUE, log)
+            queued = await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})
+            if queued is not None and log != "forgotten":  # as if this process had died before it could publish
+                await publish(channel, queued)
+        while (await tracker.history(task_id))[-1].status is not ExecutionStatus.COMPLETED:
+            await asyncio.sleep(0.2)  # an application looks every minute, for what has waited for five
+            for execution in await tracker.recover(QUEUE, waiting_for=timedelta(seconds=1)):
+                await publish(channel, execution)
+        letter = await dead.get(no_ack=True, fail=False)
+        print(letter.headers["taskId"] if letter else "nothing", "is dead-lettered")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,87 @@
+"""`busload domain`: what waits in domains, and how to let one rest."""
+
+from __future__ import annotations
+
+import click
+
+from busload.cli.database import open_bus
+from busload.cli.database import operator as operator_here
+from busload.cli.output import as_json, echo_json, table
+from busload.domain.pause import DomainOverview
+from busload.store import pause as pauses
+
+operator_option = click.option("--operator", default=operator_here, show_default="your user name", help="Who.")
+
+
+@click.group()
+def domain() -> None:
+    """See what waits in domains, pause and resume them.
+
+    \b
+        busload domain ls
+        busload domain pause payments --reason 'the bank is down'
+        busload domain resume payments
+    """
+
+
+@domain.command()
+@as_json
+def ls(as_json: bool) -> None:
+    """List domains: what is ready, scheduled, running or in troubleshooting, who serves them, and which are paused.
+
+    \b
+        busload domain ls
+        busload domain ls --json | jq -r '.[] | select(.workers == 0) | .domain'
+    """
+    with open_bus() as bus:
+        found = bus._read(pauses.domains())
+    if as_json:
+        echo_json(found)
+        return
+    columns = ("DOMAIN", "READY", "SCHEDULED", "RUNNING", "TROUBLE", "WORKERS", "PAUSED")
+    rows = [(d.domain, d.ready, d.scheduled, d.running, d.in_troubleshooting, d.workers, _paused(d)) for d in found]
+    table(columns, rows, nothing="Nothing waits in any domain.", elastic="PAUSED")
+
+
+@domain.command()
+@click.argument("domain")
+@click.option("--reason", help="Why; shown by `ls` and `explain`.")
+@operator_option
+@as_json
+def pause(domain: str, reason: str | None, operator: str, as_json: bool) -> None:
+    """Let nothing new start in a domain; what runs finishes, and what is sent waits.
+
+    \b
+        busload domain pause payments --reason 'the bank is down'
+    """
+    with open_bus() as bus:
+        paused = bus.pause(domain, reason=reason, operator=operator)
+    if as_json:
+        echo_json({"domain": domain, "paused": paused})
+    else:
+        click.echo(f"Paused {domain}." if paused else f"{domain} was paused already.")
+
+
+@domain.command()
+@click.argument("domain")
+@operator_option
+@as_json
+def resume(domain: str, operator: str, as_json: bool) -> None:
+    """Let a paused domain go on.
+
+    \b
+        busload domain resume payments
+    """
+    with open_bus() as bus:
+        resumed = bus.resume(domain, operator=operator)
+    if as_json:
+        echo_json({"domain": domain, "resumed": resumed})
+    else:
+        click.echo(f"Resumed {domain}." if resumed else f"{domain} was not paused.")
+
+
+def _paused(found: DomainOverview) -> str | None:
+    if found.pause is None:
+        return None
+    by = f"by {found.pause.operator}" if found.pause.operator else "yes"
+    return f"{by}: {found.pause.reason}" if found.pause.reason else by

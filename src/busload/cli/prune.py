@@ -1,0 +1,96 @@
+"""`busload prune`: removes what ended long ago."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import click
+
+from busload.cli.database import open_bus
+from busload.cli.output import PLAIN_EVERY, as_json, at_terminal, console, echo_json
+from busload.domain.retention import Pruned
+
+UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def age(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
+    """`30d`, `12h`, `90m`, `1w`, `45s`."""
+    found = re.fullmatch(r"(\d{1,7})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w")
+    return timedelta(**{UNITS[found[2]]: int(found[1])})
+
+
+@click.command()
+@click.option(
+    "--older-than",
+    required=True,
+    callback=age,
+    metavar="AGE",
+    help="How long ago it must have ended: 30d, 12h, 90m, 1w.",
+)
+@click.option("--archive", is_flag=True, help="Move it to busload.archive and busload.archived_batch.")
+@click.option("--dry-run", is_flag=True, help="Only count it.")
+@as_json
+def prune(older_than: timedelta, archive: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove commands of all domains that ended long ago, with their executions and events.
+
+    Those of a batch go with their batch, once it is complete and its callback has ended. What is open stays, whatever
+    its age. It runs in small transactions beside the workers, and may be interrupted: the next one goes on.
+
+    \b
+        busload prune --older-than 30d --dry-run
+        busload prune --older-than 12w --archive
+    """
+    done = "Would remove" if dry_run else "Archived" if archive else "Removed"
+    pruned = Pruned()
+    with open_bus() as bus, _progress(done, silent=as_json) as show:
+        for pruned in bus._prune(older_than, archive=archive, dry_run=dry_run):
+            show(pruned)
+    if as_json:
+        echo_json(
+            {
+                "older_than_seconds": older_than.total_seconds(),
+                "archive": archive,
+                "dry_run": dry_run,
+                **_fields(pruned),
+            }
+        )
+    else:
+        click.echo(f"{_line(done, pruned)}.")
+
+
+@contextmanager
+def _progress(done: str, *, silent: bool) -> Iterator[Callable[[Pruned], None]]:
+    """How far it has come: a line that changes at a terminal, a line now and then in a pipe."""
+    if silent:
+        yield lambda pruned: None
+    elif at_terminal():
+        with console().status(done) as status:
+            yield lambda pruned: status.update(f"{_line(done, pruned)} …")
+    else:
+        printed = time.monotonic()
+
+        def show(pruned: Pruned) -> None:
+            nonlocal printed
+            if time.monotonic() - printed >= PLAIN_EVERY:
+                click.echo(f"{_line(done, pruned)} …", err=True)
+                printed = time.monotonic()
+
+        yield show
+
+
+def _line(done: str, pruned: Pruned) -> str:
+    counts = [f"{count:,} {name if count != 1 else SINGULAR[name]}" for name, count in _fields(pruned).items()]
+    return f"{done} {', '.join(counts[:-1])} and {counts[-1]}"
+
+
+SINGULAR = {"commands": "command", "executions": "execution", "events": "event", "batches": "batch"}
+
+
+def _fields(pruned: Pruned) -> dict[str, int]:
+    return {name: getattr(pruned, name) for name in SINGULAR}

@@ -1,0 +1,104 @@
+"""`busload trace`: every attempt at a task, drawn along the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+
+import click
+
+from busload.cli.database import domain_option, open_bus
+from busload.cli.output import aligned, as_json, echo_json, shown
+from busload.domain.execution import Execution, ExecutionStatus
+from busload.errors import InvalidOperationError
+
+WIDTH = 32
+"""Characters of the time axis."""
+
+MARKS = {
+    ExecutionStatus.QUEUED: "…",
+    ExecutionStatus.PROCESSING: ">",
+    ExecutionStatus.COMPLETED: "✓",
+    ExecutionStatus.FAILED: "✗",
+    ExecutionStatus.LOST: "?",
+    ExecutionStatus.DLQ: "!",
+    ExecutionStatus.CANCELED: "-",
+}
+
+
+@click.command()
+@click.argument("task_key")
+@domain_option
+@as_json
+def trace(task_key: str, domain: str | None, as_json: bool) -> None:
+    """Draw every attempt of every command that was sent for a task, oldest first.
+
+    In a bar, dots are waiting and lines are running.
+
+    \b
+        busload trace invoices:2026:7
+        busload trace invoices:2026:7 --json | jq -r '.[] | [.attempt, .status, .error] | @tsv'
+    """
+    with open_bus() as bus:
+        found = bus.trace(task_key, domain=domain)
+    if as_json:
+        echo_json(found)
+        return
+    if not found:
+        where = "any domain" if domain is None else f"domain {domain!r}"
+        raise InvalidOperationError(
+            f"No command was sent for the task {task_key!r} in {where}. Check the key; `busload command show` tells it."
+        )
+    for line in timeline(found, now=datetime.now(UTC)):
+        click.echo(line)
+
+
+def timeline(found: Sequence[Execution], now: datetime) -> list[str]:
+    """A line for the task, one for each command, and below it one for each attempt and each thing an operator did."""
+    begin = min(one.enqueued_at for one in found)
+    end = max(one.finished_at or now for one in found)
+    commands = [list(attempts) for _, attempts in groupby(found, key=lambda one: (one.queue, one.command_id))]
+    lines = [f"{shown(found[0].task_key)}: {_many(len(commands), 'command')}, {_many(len(found), 'attempt')}"]
+    for attempts in commands:
+        first = attempts[0]
+        lines += ["", f"{first.command_id} in {first.queue}, sent {shown(first.enqueued_at)}"]
+        rows, waiting_since = [], first.enqueued_at
+        for one in attempts:
+            bar = _bar(waiting_since, one.started_at, one.finished_at or now, begin, end)
+            rows.append([f"  {MARKS[one.status]} {one.status}", f"{one.attempt}", bar, _took(one, now), _by(one)])
+            waiting_since = one.finished_at or now
+            for action in one.actions:
+                rows.append(
+                    [f"    {action.type}", "", "", shown(action.at), f"by {shown(action.operator or 'unknown')}"]
+                )
+                waiting_since = action.at
+        lines += aligned(rows)
+    return lines
+
+
+def _bar(waiting: datetime, started: datetime | None, ended: datetime, begin: datetime, end: datetime) -> str:
+    span = (end - begin).total_seconds() or 1.0
+
+    def at(moment: datetime) -> int:
+        return min(WIDTH, max(0, int((moment - begin).total_seconds() / span * WIDTH)))
+
+    left, right = at(waiting), at(ended)
+    middle = right if started is None else min(at(started), WIDTH - 1)
+    running = "" if started is None else "━" * max(1, right - middle)
+    return (" " * left + "·" * (middle - left) + running).ljust(WIDTH)[:WIDTH]
+
+
+def _took(one: Execution, now: datetime) -> str:
+    if one.started_at is None:
+        return "-"
+    seconds = ((one.finished_at or now) - one.started_at).total_seconds()
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def _by(one: Execution) -> str:
+    return shown(": ".join(part for part in (one.worker, one.error) if part) or None)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

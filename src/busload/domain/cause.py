@@ -1,0 +1,153 @@
+"""Failures by cause: the group that shares a fingerprint, what a person decides about it, and what became of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Literal
+from uuid import UUID
+
+import jsonpatch
+import msgspec
+
+from busload.domain.command import NewCommand
+from busload.domain.ids import ascending_ids
+from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode
+from busload.errors import PermanentCommandError, Problem
+
+RESOLVE = "busload.Resolve"
+"""The type of the commands that carry out a decision; every worker has the handler for them."""
+
+FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
+CHUNK = 500
+"""Items that one command moves, in one transaction: a few dozen milliseconds of the rows and batches it locks."""
+
+PRIORITY = 100
+"""What a person decided should not wait behind a backlog, which is often the reason for the decision."""
+
+RATES = 0.001, 1_000_000.0
+"""Items a second: from one in a quarter of an hour to more than any database moves."""
+
+WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
+"""For what was checked already and is only wrapped once more."""
+
+Action = Literal["retry", "complete", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class CauseGroup:
+    """What waits for a person for the same cause: one decision for all of it.
+
+    `message` is that of the oldest command, of which `command_ids` names a few; the others differ in numbers, ids and
+    names only.
+    """
+
+    fingerprint: str
+    reasons: tuple[str, ...]
+    error_type: str | None
+    error_code: str | None
+    message: str | None
+    command_types: tuple[str, ...]
+    count: int
+    oldest: datetime
+    newest: datetime
+    command_ids: tuple[UUID, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupItem:
+    """One command of a group, as it is and, if a patch was given, as it would be."""
+
+    command_id: UUID
+    before: Any
+    after: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAction:
+    """What was decided about a group: `count` commands are moved by the batch `batch_id`.
+
+    There is no batch after a dry run, nor where nothing waits any more. A dry run shows the first items in `sample`.
+    """
+
+    batch_id: UUID | None
+    action: Action
+    fingerprint: str
+    count: int
+    sample: tuple[GroupItem, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a person decided about a cause."""
+
+    action: Action
+    fingerprint: str
+    operator: str | None = None
+    patch: list[dict[str, Any]] | None = None
+    result: Any = None
+    reason: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """The part of a decision that one command carries out; what failed after `until` was not decided on."""
+
+    decision: Decision
+    until: datetime
+    command_ids: list[UUID]
+
+
+class Patch:
+    """A JSON patch (RFC 6902) that was checked."""
+
+    def __init__(self, operations: Sequence[Any], limits: PayloadLimits) -> None:
+        self.operations: list[dict[str, Any]] = decode(encode(operations, WIDEST, path="/patch"))
+        self._limits = limits
+        flaw = _flaw(self.operations)
+        if flaw:
+            raise PayloadRefused(Problem("INVALID_PATCH", "/patch", f"{flaw}; wanted operations as RFC 6902 has them"))
+        self._patch = jsonpatch.JsonPatch(self.operations)
+
+    def apply(self, data: str) -> str:
+        """The JSON text of a command's data after the patch; raises `ValueError` if that cannot be."""
+        try:
+            patched = self._patch.apply(decode(data), in_place=True)
+        except Exception as error:  # the library raises what Python does on data of another shape
+            raise ValueError(f"{error!s:.200}") from None
+        return encode(patched, self._limits, path="/data")
+
+
+def chunks(
+    decision: Decision, command_ids: Sequence[UUID], *, until: datetime, rate: float | None, now: datetime
+) -> Iterator[NewCommand]:
+    """The commands that carry out a decision; with a rate, each moves what is due within a second."""
+    size = CHUNK if rate is None else min(CHUNK, max(1, int(rate)))
+    fresh = ascending_ids()
+    for start in range(0, len(command_ids), size):
+        chunk = Chunk(decision, until, list(command_ids[start : start + size]))
+        run_at = now + timedelta(seconds=start / rate) if rate is not None and start else None
+        data = encode(msgspec.to_builtins(chunk), WIDEST)
+        yield NewCommand(next(fresh), RESOLVE, data, None, None, None, PRIORITY, run_at, None)
+
+
+def read_chunk(data: Any) -> Chunk:
+    try:
+        return msgspec.convert(data, Chunk)
+    except msgspec.ValidationError as error:
+        raise PermanentCommandError(f"{RESOLVE} is sent by busload itself; this one was not: {error}") from None
+
+
+def _flaw(operations: Any) -> str | None:
+    """What is wrong with a patch before it meets any data."""
+    if not isinstance(operations, list) or not operations:
+        return f"found {operations!r:.80}, which is no list of operations"
+    try:
+        jsonpatch.JsonPatch(operations)
+    except Exception as error:
+        return f"{error!s:.200}"
+    for operation in operations:
+        needed = "from" if operation["op"] in ("move", "copy") else "value"
+        if operation["op"] != "remove" and needed not in operation:
+            return f"the operation {operation!r:.80} has no {needed!r}"
+    return None

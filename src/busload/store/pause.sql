@@ -1,0 +1,38 @@
+-- name: pause
+-- Of those who pause a domain at once the first one is remembered.
+WITH paused AS (
+    INSERT INTO busload.pause (domain, operator, reason) VALUES (%(domain)s::text, %(operator)s::text, %(reason)s::text)
+        ON CONFLICT (domain) DO NOTHING
+    RETURNING domain
+)
+SELECT pg_notify('busload_pause', domain) FROM paused;
+
+-- name: resume
+WITH resumed AS (
+    DELETE FROM busload.pause WHERE domain = %(domain)s::text RETURNING domain
+)
+SELECT pg_notify('busload_pause', domain) FROM resumed;
+
+-- name: pauses
+SELECT domain, since, operator, reason FROM busload.pause ORDER BY domain;
+
+-- name: paused
+-- Which of these domains are paused: what a worker asks.
+SELECT domain FROM busload.pause WHERE domain = ANY (%(domains)s::text[]);
+
+-- name: domains
+-- Every domain that has something waiting or running, is served or is paused, with how much of each. Reads the places
+-- from end to end: they hold loads, not commands.
+WITH place AS (
+    SELECT domain, hi - lo + 1 AS ready, 0 AS scheduled, 0 AS running, 0 AS troubleshooting, 0 AS workers FROM busload.queue
+    UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0 FROM busload.scheduled
+    UNION ALL SELECT domain, 0, 0, open, 0, 0 FROM busload.lease
+    UNION ALL SELECT domain, 0, 0, 0, 1, 0 FROM busload.troubleshooting
+    UNION ALL SELECT unnest(domains), 0, 0, 0, 0, 1 FROM busload.worker WHERE stopped_at IS NULL AND seen_at > now() - lease_for
+    UNION ALL SELECT domain, 0, 0, 0, 0, 0 FROM busload.pause
+)
+SELECT domain, sum(ready)::bigint, sum(scheduled)::bigint, sum(running)::bigint, sum(troubleshooting)::bigint, sum(workers)::integer,
+       p.since, p.operator, p.reason
+  FROM place LEFT JOIN busload.pause AS p USING (domain)
+ GROUP BY domain, p.since, p.operator, p.reason
+ ORDER BY domain;

@@ -1,0 +1,269 @@
+"""Tasks that another queue runs: claimed by name, settled like any command, and named again if nobody claims them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+from psycopg import sql
+
+from busload.domain.command import SendResult
+from busload.domain.execution import Execution, ExecutionStatus, Lease, Leased, Outcome, Succeeded, decide
+from busload.domain.payload import PayloadLimits
+from busload.domain.retry import RetryPolicy
+from busload.errors import InvalidOperationError, Superseded
+from busload.store import report, rescue, settle
+from busload.store.plan import Plan, execute, many, one
+from busload.store.statements import statements
+
+SQL = statements("track")
+
+TASK = "TrackedTask"
+"""The type of the command behind a task."""
+
+AT_ONCE = RetryPolicy(backoff=(0,))
+"""When a task is tried again is up to the queue that runs it; how often, its command says."""
+
+LOOKS = 10
+"""How often a claim looks again because the task moved while it looked."""
+
+
+def new_execution_id() -> UUID:
+    """A random id that can be a lease's: a task's command is the first of its load, so its position there is zero."""
+    return UUID(int=uuid4().int & ~0xFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim took, if anything. `refused`: the worker that asked was declared dead."""
+
+    execution: Execution | None = None
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """How a task stands: its state, and the ids that its newest execution may go by."""
+
+    task_id: str
+    status: str
+    announced: UUID
+    execution_id: UUID | None
+
+    @property
+    def ids(self) -> set[str]:
+        return {str(id) for id in (self.announced, self.execution_id) if id is not None}
+
+    @property
+    def shown_id(self) -> str:
+        return str(self.execution_id or self.announced)
+
+
+@dataclass(frozen=True, slots=True)
+class OldTask:
+    """The newest row of a task in the table of another tracker."""
+
+    task_id: str
+    status: str | None
+    execution_id: str | None
+
+
+def enqueue(
+    send: Plan[SendResult], queue: str, task_id: str, metadata: Any, *, existing: bool
+) -> Plan[Execution | None]:
+    """Send the command of a task; for a duplicate the holder's execution, if `existing` asks for it."""
+    sent = yield from send
+    if not sent.created:
+        return (yield from current(queue, task_id, sent.command_id)) if existing else None
+    [(enqueued_at,)] = yield from execute(SQL.enqueued_at, domain=queue, command_id=sent.command_id)
+    return Execution(
+        execution_id=sent.command_id,  # announced now: its first claim takes it
+        task_key=task_id,
+        command_id=sent.command_id,
+        queue=queue,
+        attempt=1,
+        status=ExecutionStatus.QUEUED,
+        worker=None,
+        enqueued_at=enqueued_at,
+        started_at=None,
+        finished_at=None,
+        error=None,
+        metadata=metadata,
+    )
+
+
+def claim(task_id: str, execution_id: UUID, *, worker: int) -> Plan[Claim]:
+    """Take a task that waits, also from a worker that died; needs a transaction."""
+    for _ in range(LOOKS):
+        [row] = yield from execute(
+            SQL.claim, task_key=task_id, execution_id=execution_id, worker=worker, fresh=new_execution_id()
+        )
+        refused, unknown, waits, lapsed, *columns = row
+        if refused:
+            return Claim(refused=True)
+        if unknown:
+            raise _stranger(task_id, execution_id)
+        if columns[0] is not None:
+            return Claim(report._execution(*columns))
+        if lapsed:
+            returned = yield from rescue.rescue()
+            if not returned.commands:
+                break
+        elif not waits:
+            break
+    return Claim()
+
+
+def end(execution: Execution, outcome: Outcome, *, workers: Sequence[int], limits: PayloadLimits) -> Plan[Execution]:
+    """Record how an execution ended, while one of these workers holds it; needs a transaction.
+
+    To repeat it is harmless: what is recorded already is returned.
+    """
+    held = yield from one(
+        _leased,
+        SQL.held,
+        execution_id=execution.execution_id,
+        command_id=execution.command_id,
+        workers=list(workers),
+    )
+    if held is not None:
+        yield from settle.settle([decide(held, outcome, AT_ONCE, limits)], now=0.0)
+    ended = yield from one(
+        report._execution,
+        SQL.ended,
+        domain=execution.queue,
+        command_id=execution.command_id,
+        execution_id=execution.execution_id,
+    )
+    if ended is None:
+        raise Superseded(
+            f"Execution {execution.execution_id} of task {execution.task_key!r:.200} does not hold it: its lease was "
+            "lost or is another's, and another execution may run the task. Nothing was written; leave the task alone."
+        )
+    if (ended.status is ExecutionStatus.COMPLETED) is not isinstance(outcome, Succeeded):
+        raise Superseded(
+            f"Execution {execution.execution_id} of task {execution.task_key!r:.200} has already ended as "
+            f"{ended.status}. Nothing was written."
+        )
+    return ended
+
+
+def retry(task_id: str, *, operator: str | None) -> Plan[Execution]:
+    """Take a task out of the dlq."""
+    retried = yield from one(
+        report._execution, SQL.retry, task_key=task_id, execution_id=new_execution_id(), operator=operator
+    )
+    if retried is None:
+        found = yield from history(task_id)
+        state = f"its newest execution is {found[-1].status}" if found else "there is no such task"
+        raise InvalidOperationError(
+            f"Task {task_id!r:.200} has nothing in the dlq to retry: {state}. Nothing was written."
+        )
+    return retried
+
+
+def history(task_id: str) -> Plan[list[Execution]]:
+    """Every attempt of a task; one that waits goes by the id it can be claimed with, if that is not used up."""
+    executions = yield from report.trace(task_id, domain=None)
+    waiting = [one.command_id for one in executions if one.status is ExecutionStatus.QUEUED]
+    if not waiting:
+        return executions
+    announced = yield from _announced(task_id, waiting)
+    used = {one.execution_id for one in executions}
+    return [
+        _named(one, announced.get(one.command_id)) if announced.get(one.command_id) not in used else one
+        for one in executions
+    ]
+
+
+def current(queue: str, task_id: str, command_id: UUID) -> Plan[Execution | None]:
+    """The newest attempt of a command; one that waits goes by an id it can be claimed with."""
+    executions = yield from report.trace(task_id, domain=queue)
+    newest = [one for one in executions if one.command_id == command_id][-1:]
+    if not newest:
+        return None
+    announced = yield from _announced(task_id, [command_id])
+    return _named(newest[0], announced.get(command_id))
+
+
+def recover(queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False) -> Plan[list[Execution]]:
+    """What has waited for so long that its message may be lost; unless `look_only`, it is not named again as soon."""
+    rows = yield from execute(SQL.waiting, domain=queue, waiting_for=waiting_for, limit=limit)
+    found = {id: report._execution(*columns) for id, *columns in rows}
+    if look_only or not found:
+        return list(found.values())
+    named = yield from execute(SQL.postpone, ids=list(found), waiting_for=waiting_for)
+    ours = {id for (id,) in named}
+    return [execution for id, execution in found.items() if id in ours]
+
+
+def leave(workers: Sequence[int], *, worker: int, hand_back: bool) -> Plan[int]:
+    """Stop being a worker; returns how many executions it still held. Needs a transaction."""
+    leases = [lease_id for (lease_id,) in (yield from execute(SQL.leases, workers=list(workers)))]
+    if hand_back:
+        yield from rescue.release(leases)
+    yield from execute(SQL.retire, worker=worker)
+    return len(leases)
+
+
+def task_page(*, after: str, queue: str | None, limit: int) -> Plan[list[str]]:
+    rows = yield from execute(SQL.task_page, after=after, domain=queue, limit=limit)
+    return [task_id for (task_id,) in rows]
+
+
+def newest(task_ids: Sequence[str], *, queue: str | None) -> Plan[list[Newest]]:
+    return many(Newest, SQL.newest, task_keys=list(task_ids), domain=queue)
+
+
+class OldTable:
+    """The table of another tracker: one row per execution, the newest of each task counts."""
+
+    def __init__(self, table: str, columns: dict[str, str], queues: Sequence[str] | None) -> None:
+        name = {key: sql.Identifier(column) for key, column in columns.items()}
+        where = sql.SQL("{} = ANY (%(queues)s::text[])").format(name["queue"]) if queues else sql.SQL("true")
+        self._queues = list(queues or ())
+        self._select = sql.SQL(
+            "SELECT DISTINCT ON ({task_id}) {task_id}::text, {status}::text, {execution_id}::text FROM {table}"
+            " WHERE {condition} AND {where} ORDER BY {task_id}, {created_at} DESC"
+        ).format
+        self._names = name | {"table": sql.Identifier(*table.split(".")), "where": where}
+
+    def page(self, *, after: str, limit: int) -> Plan[list[OldTask]]:
+        return self._read("{task_id} > %(after)s::text", " LIMIT %(limit)s::integer", after=after, limit=limit)
+
+    def of(self, task_ids: Sequence[str]) -> Plan[list[OldTask]]:
+        return self._read("{task_id} = ANY (%(task_ids)s::text[])", "", task_ids=list(task_ids))
+
+    def _read(self, condition: str, end: str, **params: Any) -> Plan[list[OldTask]]:
+        narrowed = sql.SQL(condition).format(**self._names)
+        statement = self._select(**self._names, condition=narrowed) + sql.SQL(end)
+        return many(OldTask, statement.as_bytes(None), **params, queues=self._queues)
+
+
+def _announced(task_id: str, command_ids: Sequence[UUID]) -> Plan[dict[UUID, UUID]]:
+    rows = yield from execute(SQL.announced, task_key=task_id, command_ids=list(command_ids))
+    return {row[0]: row[1] for row in rows}
+
+
+def _named(execution: Execution, execution_id: UUID | None) -> Execution:
+    if execution.status is not ExecutionStatus.QUEUED:
+        return execution
+    return replace(execution, execution_id=execution_id)
+
+
+def _leased(*row: Any) -> Leased:
+    command_id, command_type, task_key, max_attempts, seconds = row[10:]
+    lease = Lease(*row[:10])
+    leased = Leased(lease, lease.lo, command_id, command_type, None, task_key)
+    leased.max_attempts, leased.started = max_attempts, -seconds
+    return leased
+
+
+def _stranger(task_id: str, execution_id: UUID) -> InvalidOperationError:
+    return InvalidOperationError(
+        f"Execution {execution_id} is none of task {task_id!r:.200}. Claim with the two keys that one enqueue or retry "
+        "returned, and publish them only after its transaction has committed. Nothing was written."
+    )

@@ -1,0 +1,189 @@
+-- name: enqueued_at
+SELECT created_at FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
+
+-- name: claim
+-- Take one task by name, from wherever it waits. The execution_id must belong to one of its commands: the announced one, or
+-- any lease it ever had. Where the command is decides, not which of its ids was named. The announced id becomes the lease's,
+-- if it never was one: a fence is used once. Otherwise tells what was found: who asks was declared dead, no such command, it
+-- waits after all, or its lease has lapsed. Of a paused queue nothing is taken.
+WITH alive AS MATERIALIZED (
+    SELECT worker, name FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+), task AS MATERIALIZED (
+    SELECT * FROM busload.command AS c
+     WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
+       AND (c.command_id = %(execution_id)s::uuid
+            OR EXISTS (SELECT FROM busload.lease AS l WHERE l.hi = c.id AND l.lease_id = %(execution_id)s::uuid OFFSET 0)
+            OR EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.lease_id = %(execution_id)s::uuid OFFSET 0)
+            OR EXISTS (SELECT FROM busload.event AS v
+                        WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.lease_id = %(execution_id)s::uuid OFFSET 0))
+     ORDER BY c.id DESC LIMIT 1
+), announced AS (
+    SELECT id, coalesce((SELECT v.lease_id FROM busload.event AS v
+                          WHERE v.lo >> 10 = task.id >> 10 AND v.lo = task.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
+                          ORDER BY v.event DESC LIMIT 1), command_id) AS lease_id
+      FROM task
+), fence AS (
+    SELECT CASE WHEN EXISTS (SELECT FROM busload.execution AS e WHERE e.command = a.id AND e.lease_id = a.lease_id OFFSET 0)
+                  OR EXISTS (SELECT FROM busload.event AS v WHERE v.lo >> 10 = a.id >> 10 AND v.lo = a.id
+                                AND v.lease_id = a.lease_id AND v.type <> 'OPERATOR_RETRIED' OFFSET 0)
+                THEN %(fresh)s::uuid ELSE a.lease_id END AS lease_id
+      FROM announced AS a
+), free AS MATERIALIZED (
+    SELECT id FROM task WHERE NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = task.domain OFFSET 0)
+), ready AS (
+    DELETE FROM busload.queue AS q USING free, alive WHERE q.hi = free.id RETURNING q.*
+), later AS (
+    DELETE FROM busload.scheduled AS s USING free, alive WHERE s.hi = free.id RETURNING s.*
+), leased AS (
+    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
+    SELECT fence.lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, alive.worker, 1
+      FROM (SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM ready
+            UNION ALL
+            SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM later) AS load
+     CROSS JOIN fence CROSS JOIN alive
+    RETURNING lease_id, domain, attempt, since
+), serves AS (
+    UPDATE busload.worker AS w SET domains = w.domains || leased.domain FROM leased
+     WHERE w.worker = %(worker)s::bigint AND leased.domain <> ALL (w.domains)
+)
+SELECT alive.worker IS NULL, task.id IS NULL,
+       EXISTS (SELECT FROM busload.queue WHERE hi = free.id) OR EXISTS (SELECT FROM busload.scheduled WHERE hi = free.id),
+       EXISTS (SELECT FROM busload.lease AS l
+                WHERE l.hi = task.id AND NOT EXISTS (
+                      SELECT FROM busload.worker AS w
+                       WHERE w.worker = l.worker AND w.stopped_at IS NULL AND w.seen_at >= now() - w.lease_for OFFSET 0) OFFSET 0),
+       leased.lease_id, task.task_key, task.command_id, task.domain, leased.attempt, 'processing', alive.name, task.created_at,
+       leased.since, NULL::timestamptz, NULL::text, task.data::text, NULL::text
+  FROM (SELECT) AS asked LEFT JOIN alive ON true LEFT JOIN task ON true LEFT JOIN free ON true LEFT JOIN leased ON true;
+
+-- name: held
+-- What a lease of these workers runs, and for how many seconds.
+SELECT l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, c.created_at,
+       c.command_id, c.command_type, c.task_key, c.max_attempts, extract(epoch FROM statement_timestamp() - l.since)::float8
+  FROM busload.lease AS l JOIN busload.command AS c ON c.id = l.lo AND c.id = l.hi
+ WHERE l.lease_id = %(execution_id)s::uuid AND c.command_id = %(command_id)s::uuid AND l.worker = ANY (%(workers)b::bigint[]);
+
+-- name: ended
+-- An attempt as it was recorded.
+SELECT e.lease_id, c.task_key, c.command_id, c.domain, e.attempt,
+       CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = e.worker), c.created_at, e.started_at, e.finished_at,
+       CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END, c.data::text, NULL::text
+  FROM busload.command AS c JOIN busload.execution AS e ON e.command = c.id
+ WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid AND e.lease_id = %(execution_id)s::uuid;
+
+-- name: retry
+-- The newest command of a task that waits in troubleshooting goes back into the queue, with all its attempts to use again.
+-- Its event announces the id that its next execution will have.
+WITH taken AS (
+    DELETE FROM busload.troubleshooting AS t
+     USING (SELECT c.id, c.task_key, c.command_id, c.created_at, c.data FROM busload.command AS c
+             WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
+               AND EXISTS (SELECT FROM busload.troubleshooting AS t WHERE t.command = c.id OFFSET 0)
+             ORDER BY c.id DESC LIMIT 1) AS c
+     WHERE t.command = c.id
+    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.task_key, c.command_id, c.created_at, c.data
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven)
+    SELECT command, command, domain, batch_id, priority, attempt + 1, attempt FROM taken
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, operator)
+    SELECT 'OPERATOR_RETRIED', command, command, batch_id, attempt, %(execution_id)s::uuid, %(operator)s::text FROM taken
+)
+SELECT %(execution_id)s::uuid, task_key, command_id, domain, attempt + 1, 'queued', NULL::text, created_at, NULL::timestamptz,
+       NULL::timestamptz, NULL::text, data::text, NULL::text
+  FROM taken;
+
+-- name: announced
+-- The ids by which commands that wait can be claimed: what the last retry announced, or what enqueueing them did.
+SELECT c.command_id, coalesce((SELECT v.lease_id FROM busload.event AS v
+                                WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
+                                ORDER BY v.event DESC LIMIT 1), c.command_id)
+  FROM busload.command AS c
+ WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.command_id = ANY (%(command_ids)b::uuid[]);
+
+-- name: waiting
+-- Tasks of a queue that have waited for so long without being claimed: since they were enqueued, failed, were lost with their
+-- worker, handed back, or were retried by an operator. The oldest first, as many as asked for. What was named once before is
+-- not due before it has waited as long again; of a paused queue nothing is.
+WITH place AS (
+    SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes = 0 AND lo = hi
+    UNION ALL
+    SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes > 0 AND lo = hi
+    UNION ALL
+    SELECT hi, attempt FROM busload.scheduled WHERE run_at <= now() AND domain = %(domain)s::text AND lo = hi
+)
+SELECT c.id, announced.lease_id, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text, c.created_at,
+       NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text
+  FROM place
+ CROSS JOIN LATERAL (SELECT * FROM busload.command AS c
+                      WHERE c.id = place.hi AND c.command_type = 'TrackedTask' AND c.task_key IS NOT NULL
+                        AND c.created_at <= now() - %(waiting_for)s::interval OFFSET 0) AS c
+ CROSS JOIN LATERAL (SELECT greatest(
+        c.created_at,
+        (SELECT max(e.finished_at) FROM busload.execution AS e WHERE e.command = c.id),
+        (SELECT max(v.at) FROM busload.event AS v
+          WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type IN ('LEASE_LOST', 'RELEASED', 'OPERATOR_RETRIED'))) AS at) AS since
+ CROSS JOIN LATERAL (SELECT coalesce(
+        (SELECT v.lease_id FROM busload.event AS v
+          WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
+          ORDER BY v.event DESC LIMIT 1), c.command_id) AS lease_id) AS announced
+ WHERE since.at <= now() - %(waiting_for)s::interval
+   AND NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = %(domain)s::text OFFSET 0)
+ ORDER BY since.at, c.id
+ LIMIT %(limit)s::integer;
+
+-- name: postpone
+-- These are about to be published again: they wait on, and are not named again before they have waited as long. They can be
+-- claimed at any time. Returns those that nobody else has claimed or named meanwhile.
+WITH ready AS (
+    DELETE FROM busload.queue
+     WHERE hi IN (SELECT hi FROM busload.queue WHERE hi = ANY (%(ids)b::bigint[]) ORDER BY hi FOR UPDATE SKIP LOCKED)
+    RETURNING *
+), moved AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, run_at, reason)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, now() + %(waiting_for)s::interval, 'RETRY' FROM ready
+    RETURNING hi
+), later AS (
+    UPDATE busload.scheduled SET run_at = now() + %(waiting_for)s::interval
+     WHERE hi IN (SELECT hi FROM busload.scheduled
+                   WHERE hi = ANY (%(ids)b::bigint[]) AND run_at <= now() ORDER BY hi FOR UPDATE SKIP LOCKED)
+    RETURNING hi
+)
+SELECT hi FROM moved UNION ALL SELECT hi FROM later;
+
+-- name: leases
+SELECT lease_id FROM busload.lease WHERE worker = ANY (%(workers)b::bigint[]) ORDER BY lease_id;
+
+-- name: retire
+-- A tracker that runs nothing any more. With something left to run it stays, until its leases lapse.
+UPDATE busload.worker SET stopped_at = now()
+ WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+   AND NOT EXISTS (SELECT FROM busload.lease WHERE worker = %(worker)s::bigint)
+RETURNING worker;
+
+-- name: task_page
+-- The next tasks in the order of their keys.
+SELECT DISTINCT task_key FROM busload.command
+ WHERE task_key > %(after)s::text AND command_type = 'TrackedTask'
+   AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+ ORDER BY task_key LIMIT %(limit)s::integer;
+
+-- name: newest
+-- The newest command of each task: its state in the tracker's words, and the ids of its newest execution. While it waits for
+-- a second attempt that id is the one that was announced, or that of the attempt before.
+SELECT task.task_key,
+       CASE s.status WHEN 'IN_PROGRESS' THEN 'processing' WHEN 'IN_TROUBLESHOOTING_QUEUE' THEN 'dlq'
+                     WHEN 'PENDING' THEN CASE WHEN s.attempts > 0 THEN 'failed' ELSE 'queued' END
+                     WHEN 'SCHEDULED' THEN CASE WHEN s.attempts > 0 THEN 'failed' ELSE 'queued' END
+                     ELSE lower(s.status) END,
+       coalesce((SELECT v.lease_id FROM busload.event AS v
+                  WHERE v.lo >> 10 = s.id >> 10 AND v.lo = s.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
+                  ORDER BY v.event DESC LIMIT 1), s.command_id),
+       s.execution_id
+  FROM unnest(%(task_keys)b::text[]) AS task (task_key)
+ CROSS JOIN LATERAL (SELECT c.id FROM busload.command AS c
+                      WHERE c.task_key = task.task_key AND c.command_type = 'TrackedTask'
+                        AND (%(domain)s::text IS NULL OR c.domain = %(domain)s::text)
+                      ORDER BY c.id DESC LIMIT 1) AS c
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s;

@@ -1,0 +1,410 @@
+"""TaskTracker: the two keys for work that other queues run.
+
+A task is an ordinary command: its domain is the queue, its data the metadata, its task key the task id. It waits in the
+ordinary places and is claimed by name, by whoever gets its message, so that its attempts, their audit and its way into
+troubleshooting and out of it are those of every command. The message is only a doorbell: PostgreSQL decides who runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+from uuid import UUID
+
+import psycopg
+
+from busload.bus import CommandBus, SyncCommandBus
+from busload.domain.command import check_text, refuse
+from busload.domain.dedup import Dedup, task_key
+from busload.domain.execution import Execution, Failed, Succeeded
+from busload.errors import Superseded
+from busload.requests import Write
+from busload.store import rescue, track
+from busload.store.connection import AsyncConnection, Connection, connect
+from busload.store.plan import perform
+
+log = logging.getLogger("busload")
+
+PREFIXES = ("dev_", "test_", "staging_", "prod_")
+"""What names of queues may begin with to tell environments apart: a task is the same in all of them."""
+
+ONE_AT_A_TIME = Dedup()
+LEASE_FOR = timedelta(seconds=60)
+SHORTEST = timedelta(milliseconds=100)
+WAITING_FOR = timedelta(minutes=5)
+
+
+class _Face:
+    """What both faces share: names, checks, and being a worker."""
+
+    def __init__(self, prefixes: Sequence[str], lease_for: timedelta, name: str | None) -> None:
+        if isinstance(prefixes, str) or not all(isinstance(prefix, str) for prefix in prefixes):
+            raise ValueError(f"prefixes must be a list of texts, found {prefixes!r}.")
+        if not isinstance(lease_for, timedelta) or lease_for < SHORTEST:
+            raise ValueError(f"lease_for must be a timedelta of at least {SHORTEST}, found {lease_for!r}.")
+        if name is not None:
+            refuse(check_text(name, "name", 255))
+        self._prefixes = sorted(prefixes, key=len, reverse=True)
+        self._lease_for, self._name = lease_for, name
+        self._own_presence = Presence(lease_for, name)
+
+    def task_id(self, queue: str, *parts: str | int | UUID) -> str:
+        """The readable, stable identity of a task: `task_id("dev_jobs", "A", 7)` is `jobs:A:7` in every environment."""
+        return task_key(self._queue(queue), *parts)
+
+    def _queue(self, queue: str) -> str:
+        if isinstance(queue, str):
+            for prefix in self._prefixes:
+                if queue.startswith(prefix):
+                    return queue.removeprefix(prefix)
+        return queue
+
+    @property
+    def _presence(self) -> Presence:
+        """A process that was forked off is a worker of its own: threads and connections stay behind in its parent."""
+        if self._own_presence.process != os.getpid():
+            self._own_presence = Presence(self._lease_for, self._name)
+        return self._own_presence
+
+
+class TaskTracker(_Face):
+    """Follows tasks that another queue runs, in the same tables as commands.
+
+    Give both keys of `enqueue` to the queue. Who gets the message calls `claim`, and runs the task only if that returns
+    an execution; then `complete` or `fail`. Leases live as long as this process does: a task whose worker died can be
+    claimed again, and `recover` names those whose message is gone.
+    """
+
+    def __init__(
+        self,
+        bus: CommandBus,
+        *,
+        prefixes: Sequence[str] = PREFIXES,
+        lease_for: timedelta = LEASE_FOR,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(bus, CommandBus):
+            raise ValueError(f"TaskTracker needs a CommandBus, found a {type(bus).__name__}; see SyncTaskTracker.")
+        super().__init__(prefixes, lease_for, name)
+        self._bus = bus
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, *, hand_back: bool = False) -> None:
+        """Stop being a worker. What still runs can be completed until its lease ends; `hand_back` gives it up."""
+        await asyncio.to_thread(self._presence.close, hand_back=hand_back)
+
+    async def enqueue(
+        self,
+        task_id: str,
+        *,
+        queue: str,
+        metadata: dict[str, Any] | None = None,
+        dedup: Dedup | None = ONE_AT_A_TIME,
+        max_attempts: int = 3,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> Execution | None:
+        """Record a task that is about to be published; publish its two keys after the commit.
+
+        None: another execution of it waits, runs, or was enqueued within the window of `dedup`. With
+        `Dedup(on_conflict="return_existing")` that one is returned instead; with "raise" it is a `DuplicateTaskError`.
+        """
+        write = self._bus._requests.enqueue_task(task_id, self._queue(queue), metadata, dedup, max_attempts)
+        return await self._bus._write(write, conn)
+
+    async def claim(self, task_id: str, execution_id: UUID | str) -> Execution | None:
+        """Take a task for this process to run; None if it is not yours to run, and its message can be acknowledged.
+
+        It runs elsewhere then, has ended, waits for a person, or its queue is paused. Whoever names any execution of a
+        task that waits gets it, under the id that was announced for its next execution or, if that is used up, another.
+        """
+        keys = self._bus._requests.claim_keys(task_id, execution_id)
+        presence = self._presence
+        while True:
+            worker = presence.worker
+            if worker is None:
+                worker = await asyncio.to_thread(presence.register, self._bus.dsn)
+            claim = await self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+            if not claim.refused:
+                return presence.took(claim.execution)
+            presence.declared_dead(worker)
+
+    async def complete(self, execution: Execution, result: Any = None) -> Execution:
+        """Say that a claimed task is done. `Superseded`: it was taken over meanwhile, and nothing was written."""
+        return await self._end(execution, self._bus._requests.succeeded(result))
+
+    async def fail(self, execution: Execution, error: BaseException | str) -> Execution:
+        """Say that a claimed task failed, and see what becomes of it: `failed`, or `dlq` after its last attempt.
+
+        A `PermanentCommandError` goes to the dlq at once, after a `BusinessRuleError` nothing is tried again.
+        """
+        return await self._end(execution, self._bus._requests.failed(error))
+
+    async def retry(self, task_id: str, *, operator: str | None = None) -> Execution:
+        """Take a task out of the dlq: the same task, a new execution, all its attempts. Publish its two keys."""
+        return await self._bus._write(self._bus._requests.retry_task(task_id, operator=operator))
+
+    async def history(self, task_id: str) -> list[Execution]:
+        """Every execution of a task, oldest first."""
+        return await self._bus._read(self._bus._requests.task_history(task_id))
+
+    async def recover(self, queue: str, *, waiting_for: timedelta = WAITING_FOR, limit: int = 1000) -> list[Execution]:
+        """Take back what dead workers held, and return what has waited that long without being claimed.
+
+        Publish the two keys of each again, since its message may be lost; if it was not, the second one is harmless.
+        Each is returned to one caller, and not again before it has waited as long once more.
+        """
+        write = self._bus._requests.recover_tasks(self._queue(queue), waiting_for=waiting_for, limit=limit)
+        await self._bus._write(Write(rescue.rescue()))
+        return await self._bus._write(write)
+
+    async def _end(self, execution: Execution, outcome: Succeeded | Failed) -> Execution:
+        presence = self._presence
+        write = self._bus._requests.end_task(execution, outcome, workers=presence.workers)
+        try:
+            ended = await self._bus._write(write)
+        except Superseded:
+            presence.ended(execution)
+            raise
+        presence.ended(execution)
+        return ended
+
+
+class SyncTaskTracker(_Face):
+    """`TaskTracker` for code without an event loop. After a fork it opens a bus of its own, on the same database."""
+
+    def __init__(
+        self,
+        bus: SyncCommandBus,
+        *,
+        prefixes: Sequence[str] = PREFIXES,
+        lease_for: timedelta = LEASE_FOR,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(bus, SyncCommandBus):
+            raise ValueError(f"SyncTaskTracker needs a SyncCommandBus, found a {type(bus).__name__}; see TaskTracker.")
+        super().__init__(prefixes, lease_for, name)
+        self._given = bus
+        self._opened: SyncCommandBus | None = None
+
+    @property
+    def _bus(self) -> SyncCommandBus:
+        bus = self._opened or self._given
+        if bus._pool is not None and bus._process != os.getpid():
+            bus = self._opened = SyncCommandBus(bus.dsn, settings=bus.settings).open()
+        return bus
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, *, hand_back: bool = False) -> None:
+        """Stop being a worker. What still runs can be completed until its lease ends; `hand_back` gives it up."""
+        self._presence.close(hand_back=hand_back)
+        if self._opened is not None and self._opened._process == os.getpid():
+            self._opened.close()
+            self._opened = None
+
+    def enqueue(
+        self,
+        task_id: str,
+        *,
+        queue: str,
+        metadata: dict[str, Any] | None = None,
+        dedup: Dedup | None = ONE_AT_A_TIME,
+        max_attempts: int = 3,
+        conn: Connection | None = None,
+    ) -> Execution | None:
+        """Record a task that is about to be published; see `TaskTracker.enqueue`."""
+        write = self._bus._requests.enqueue_task(task_id, self._queue(queue), metadata, dedup, max_attempts)
+        return self._bus._write(write, conn)
+
+    def claim(self, task_id: str, execution_id: UUID | str) -> Execution | None:
+        """Take a task for this process to run; None if it is not yours to run; see `TaskTracker.claim`."""
+        keys = self._bus._requests.claim_keys(task_id, execution_id)
+        presence = self._presence
+        while True:
+            worker = presence.worker or presence.register(self._bus.dsn)
+            claim = self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+            if not claim.refused:
+                return presence.took(claim.execution)
+            presence.declared_dead(worker)
+
+    def complete(self, execution: Execution, result: Any = None) -> Execution:
+        """Say that a claimed task is done. `Superseded`: it was taken over meanwhile, and nothing was written."""
+        return self._end(execution, self._bus._requests.succeeded(result))
+
+    def fail(self, execution: Execution, error: BaseException | str) -> Execution:
+        """Say that a claimed task failed, and see what becomes of it; see `TaskTracker.fail`."""
+        return self._end(execution, self._bus._requests.failed(error))
+
+    def retry(self, task_id: str, *, operator: str | None = None) -> Execution:
+        """Take a task out of the dlq: the same task, a new execution, all its attempts. Publish its two keys."""
+        return self._bus._write(self._bus._requests.retry_task(task_id, operator=operator))
+
+    def history(self, task_id: str) -> list[Execution]:
+        """Every execution of a task, oldest first."""
+        return self._bus._read(self._bus._requests.task_history(task_id))
+
+    def recover(self, queue: str, *, waiting_for: timedelta = WAITING_FOR, limit: int = 1000) -> list[Execution]:
+        """Take back what dead workers held, and return what has waited too long; see `TaskTracker.recover`."""
+        write = self._bus._requests.recover_tasks(self._queue(queue), waiting_for=waiting_for, limit=limit)
+        self._bus._write(Write(rescue.rescue()))
+        return self._bus._write(write)
+
+    def _look(self, queue: str, *, waiting_for: timedelta, limit: int) -> list[Execution]:
+        """What `recover` would return, and nothing is written."""
+        write = self._bus._requests.recover_tasks(
+            self._queue(queue), waiting_for=waiting_for, limit=limit, look_only=True
+        )
+        return self._bus._write(write)
+
+    def _end(self, execution: Execution, outcome: Succeeded | Failed) -> Execution:
+        presence = self._presence
+        write = self._bus._requests.end_task(execution, outcome, workers=presence.workers)
+        try:
+            ended = self._bus._write(write)
+        except Superseded:
+            presence.ended(execution)
+            raise
+        presence.ended(execution)
+        return ended
+
+
+class Presence:
+    """A tracker as one of the workers: from its first claim until it is closed, or its process ends.
+
+    A thread renews it on a connection of its own, so that a task which blocks the process keeps its lease.
+    """
+
+    def __init__(self, lease_for: timedelta, name: str | None) -> None:
+        self.process = os.getpid()
+        self.worker: int | None = None
+        self.workers: list[int] = []
+        """All numbers it has had; what it holds under an earlier one counts until somebody takes it over."""
+        self._lease_for = lease_for
+        self._name = name or f"{socket.gethostname()}:{self.process}:{secrets.token_hex(3)}"
+        # Renew at a third of the lease, so that two renewals may fail before tasks are lost.
+        self._every = lease_for.total_seconds() / 3
+        self._held: set[UUID] = set()
+        self._queues: dict[str, None] = {}
+        self._lock = threading.Lock()
+        self._dsn = ""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def register(self, dsn: str) -> int:
+        """The number to claim under; the first caller registers, the others wait for that."""
+        with self._lock:
+            if self.worker is None:
+                with connect(dsn) as conn:
+                    self._register(conn)
+                self._dsn = dsn
+            if self._thread is None:
+                self._stopping.clear()
+                self._thread = threading.Thread(target=self._run, name="busload-tracker", daemon=True)
+                self._thread.start()
+            assert self.worker is not None
+            return self.worker
+
+    def declared_dead(self, worker: int) -> None:
+        """A claim under this number was refused: register anew, unless that has happened already."""
+        with self._lock:
+            if self.worker == worker:
+                self.worker = None
+
+    def took(self, execution: Execution | None) -> Execution | None:
+        if execution is not None and execution.execution_id is not None:
+            with self._lock:
+                self._held.add(execution.execution_id)
+                self._queues[execution.queue] = None
+        return execution
+
+    def ended(self, execution: Execution) -> None:
+        with self._lock:
+            if execution.execution_id is not None:
+                self._held.discard(execution.execution_id)
+
+    def close(self, *, hand_back: bool) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+            worker, self.worker = self.worker, None
+            self._stopping.set()
+        if thread is not None:
+            thread.join()
+        if worker is None:
+            return
+        try:
+            with connect(self._dsn) as conn, conn.transaction():
+                left = perform(conn, track.leave(self.workers, worker=worker, hand_back=hand_back))
+        except psycopg.OperationalError as error:  # then its leases lapse by themselves
+            log.warning("The tracker could not say that it has stopped: %s", error)
+            return
+        if left and not hand_back:
+            log.warning("The tracker was closed while %d executions ran; others may take them over later", left)
+
+    def once(self, conn: Connection) -> None:
+        """One heartbeat. Refused means that this worker was declared dead: it goes on under a new number."""
+        with self._lock:
+            worker, held = self.worker, set(self._held)
+        if worker is None:
+            return  # the next claim registers
+        renewal = perform(conn, rescue.renew(worker=worker, settled=self._lease_for * 2 / 3))
+        if renewal is None:
+            with self._lock:
+                if self.worker == worker:
+                    self._register(conn)
+            log.warning(
+                "This tracker was declared dead and its tasks may be given to others; it goes on under a new number"
+            )
+            return
+        with self._lock:
+            self._held -= held - renewal.leases
+            # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
+            unknown = list(renewal.settled - self._held)
+        if unknown:
+            with conn.transaction():
+                perform(conn, rescue.release(unknown))
+            log.warning("Handed back %d tasks whose claim was never answered", len(unknown))
+
+    def _register(self, conn: Connection) -> None:
+        register = rescue.register(
+            name=self._name, domains=list(self._queues), concurrency=1, lease_for=self._lease_for
+        )
+        self.worker = perform(conn, register)
+        self.workers.append(self.worker)
+
+    def _run(self) -> None:
+        conn: Connection | None = None
+        pause = self._every
+        while not self._stopping.wait(pause):
+            try:
+                conn = conn if conn is not None and not conn.closed else connect(self._dsn)
+                self.once(conn)
+                pause = self._every
+            except Exception as error:  # whatever it is, the next heartbeat may come through
+                pause = min(1.0, self._every)
+                log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
+                if conn is not None:
+                    conn.close()
+                    conn = None
+        if conn is not None:
+            conn.close()

@@ -1,0 +1,230 @@
+"""`busload tracker` at a shell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from busload import Execution, PermanentCommandError, SyncCommandBus, SyncTaskTracker
+from busload.testing import TestServer
+from tests.cli.conftest import Busload
+from tests.given import Database
+
+QUEUE = "partner_tasks"
+OLD = ("tracker", "compare", "--table", "legacy.task_tracker")
+STATUSES = ("queued", "processing", "completed", "failed", "dlq")
+
+
+@pytest.fixture
+def tracker(sync_bus: SyncCommandBus, database: Database) -> Iterator[SyncTaskTracker]:
+    database.rows("CREATE SCHEMA legacy")
+    database.rows(
+        "CREATE TABLE legacy.task_tracker (task_id text, execution_id uuid, queue text, status text,"
+        " created_at timestamptz DEFAULT clock_timestamp())"
+    )
+    with SyncTaskTracker(sync_bus) as tracker:
+        yield tracker
+
+
+def enqueued(tracker: SyncTaskTracker, name: str, queue: str = QUEUE) -> Execution:
+    execution = tracker.enqueue(tracker.task_id(queue, name), queue=queue)
+    assert execution is not None
+    return execution
+
+
+def brought_to(tracker: SyncTaskTracker, name: str) -> Execution:
+    """A task in the state it is named after."""
+    queued = enqueued(tracker, name)
+    if name == "queued":
+        return queued
+    running = tracker.claim(str(queued.task_key), str(queued.execution_id))
+    assert running is not None
+    if name == "completed":
+        return tracker.complete(running)
+    if name == "processing":
+        return running
+    return tracker.fail(running, PermanentCommandError("no") if name == "dlq" else "timeout")
+
+
+def wrote_both(database: Database, execution: Execution, status: str | None = None) -> None:
+    """The old tracker's row for the same thing."""
+    database.rows(
+        "INSERT INTO legacy.task_tracker (task_id, execution_id, queue, status) VALUES (%s, %s, %s, %s)",
+        execution.task_key,
+        execution.execution_id,
+        f"dev_{execution.queue}",
+        status or str(execution.status),
+    )
+
+
+def disagreements(busload: Busload, *arguments: str) -> list[tuple[str, str, str | None, str | None]]:
+    result = busload(*OLD, *arguments, "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == bool(found), result.output
+    return [(one["task_id"], one["problem"], one["here"], one["there"]) for one in found]
+
+
+def test_two_trackers_that_agree(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """S3-18: in every state that a task can have in both."""
+    assert disagreements(busload) == []
+    for status in STATUSES:
+        wrote_both(database, brought_to(tracker, status))
+    assert disagreements(busload) == []
+    result = busload(*OLD)
+    assert (result.exit_code, result.stderr) == (0, "5 tasks, no disagreement.\n")
+
+
+def test_what_they_disagree_about_is_listed(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """S3-18: four kinds, and exit code 1."""
+    missing_there = brought_to(tracker, "queued")
+    differs = brought_to(tracker, "processing")
+    wrote_both(database, differs, "queued")
+    other = brought_to(tracker, "completed")
+    stranger = uuid4()
+    database.rows(
+        "INSERT INTO legacy.task_tracker (task_id, execution_id, queue, status) VALUES"
+        " (%s, %s, 'partner_tasks', 'completed'), ('partner_tasks:gone', %s, 'partner_tasks', 'failed')",
+        other.task_key,
+        stranger,
+        stranger,
+    )
+    assert disagreements(busload) == [
+        ("partner_tasks:completed", "execution differs", str(other.execution_id), str(stranger)),
+        ("partner_tasks:gone", "missing here", None, "failed"),
+        ("partner_tasks:processing", "status differs", "processing", "queued"),
+        ("partner_tasks:queued", "missing there", "queued", None),
+    ]
+    said = busload(*OLD).stdout.splitlines()
+    assert said[0].split() == ["TASK", "PROBLEM", "HERE", "THERE"] and len(said) == 5
+    assert missing_there.task_key is not None and missing_there.task_key in said[4]
+    assert len(disagreements(busload, "--limit", "2")) == 2
+
+
+def test_the_newest_execution_counts(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """S3-18: the old tracker makes a row when a task comes out of the dlq, and keeps it for automatic retries."""
+    dead = brought_to(tracker, "dlq")
+    wrote_both(database, dead)
+    again = tracker.retry(str(dead.task_key))
+    assert [problem for _, problem, _, _ in disagreements(busload)] == ["status differs"]
+    wrote_both(database, again)
+    assert disagreements(busload) == []
+    running = tracker.claim(str(again.task_key), str(again.execution_id))
+    assert running is not None
+    tracker.fail(running, "timeout")
+    database.rows("UPDATE legacy.task_tracker SET status = 'failed' WHERE execution_id = %s", again.execution_id)
+    assert disagreements(busload) == []
+    running = tracker.claim(str(again.task_key), str(again.execution_id))
+    assert running is not None and running.execution_id != again.execution_id
+    database.rows("UPDATE legacy.task_tracker SET status = 'processing' WHERE execution_id = %s", again.execution_id)
+    assert disagreements(busload) == []
+    database.rows("UPDATE legacy.task_tracker SET execution_id = %s WHERE status = 'dlq'", uuid4())
+    assert disagreements(busload) == []
+
+
+def test_one_queue_can_be_compared_alone(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """S3-18: queues move over one by one; the old names of a queue have the prefixes of their environments."""
+    wrote_both(database, enqueued(tracker, "both"))
+    enqueued(tracker, "new", "jobs")
+    database.rows(
+        "INSERT INTO legacy.task_tracker VALUES ('notifications:1', gen_random_uuid(), 'notifications', 'dlq')"
+    )
+    assert disagreements(busload, "--queue", QUEUE) == []
+    assert disagreements(busload, "--queue", "jobs") == [("jobs:new", "missing there", "queued", None)]
+    assert len(disagreements(busload)) == 2
+
+
+def test_an_old_table_elsewhere_with_other_names(
+    busload: Busload, tracker: SyncTaskTracker, server: TestServer
+) -> None:
+    """S3-18."""
+    execution = enqueued(tracker, "1")
+    maps = ["task_id=taskId", "execution_id=executionId", "created_at=createdAt", "queue=queueName"]
+    with server.database(migrated=False) as elsewhere:
+        with psycopg.connect(elsewhere) as conn:
+            conn.execute(
+                'CREATE TABLE trackers ("taskId" text, "executionId" text, "queueName" text, status text,'
+                ' "createdAt" timestamp)'
+            )
+            conn.execute(
+                "INSERT INTO trackers VALUES (%s, %s, %s, 'queued', now())",
+                [execution.task_key, str(execution.execution_id), "dev_partner_tasks"],
+            )
+        old = ["tracker", "compare", "--table", "trackers", "--old-dsn", elsewhere, "--queue", QUEUE]
+        result = busload(*old, *(word for pair in maps for word in ("--map", pair)))
+        assert result.exit_code == 0, result.output
+        unmapped = busload(*old)
+        assert unmapped.exit_code == 2 and "--map" in unmapped.stderr and "does not exist" in unmapped.stderr
+
+
+def test_more_tasks_than_a_page_holds(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    database.rows(
+        "INSERT INTO busload.command (id, domain, command_id, command_type, data, task_key)"
+        " SELECT n * 1024, 'jobs', gen_random_uuid(), 'TrackedTask', '{}', 'jobs:' || n"
+        "   FROM generate_series(100001, 102500) AS n"
+    )
+    database.rows(
+        "INSERT INTO busload.queue (lo, hi, domain) SELECT id, id, domain FROM busload.command WHERE domain = 'jobs'"
+    )
+    database.rows(
+        "INSERT INTO legacy.task_tracker (task_id, execution_id, queue, status)"
+        " SELECT task_key, command_id, domain, 'queued' FROM busload.command WHERE task_key < 'jobs:101800'"
+        " UNION ALL SELECT 'old:' || n, gen_random_uuid(), 'jobs', 'dlq' FROM generate_series(1, 1200) AS n"
+    )
+    found = disagreements(busload, "--limit", "5000")
+    assert len(found) == 1200 + 701
+    assert len({task_id for task_id, *_ in found}) == len(found)
+    assert {problem for _, problem, *_ in found} == {"missing here", "missing there"}
+
+
+@pytest.mark.parametrize("pair", ["task_id", "task_id=", "nothing=taskId", "=taskId"])
+def test_columns_that_mean_nothing_are_refused(busload: Busload, pair: str) -> None:
+    result = busload(*OLD, "--map", pair)
+    assert result.exit_code == 2 and "execution_id" in result.stderr
+
+
+def test_an_old_table_that_is_not_there_is_refused(busload: Busload) -> None:
+    result = busload("tracker", "compare", "--table", 'no"such.table')
+    assert result.exit_code == 2 and "does not exist" in result.stderr
+
+
+def test_recover_lists_what_should_be_published_again(
+    busload: Busload, tracker: SyncTaskTracker, database: Database
+) -> None:
+    """S3-D2: looking changes nothing; what was listed is not listed again before it has waited as long."""
+    recover = ("tracker", "recover", "--queue", QUEUE)
+    execution = enqueued(tracker, "1")
+    enqueued(tracker, "2", "jobs")
+    assert busload(*recover).stderr == "Nothing has waited that long.\n"
+    database.rows("UPDATE busload.command SET created_at = created_at - interval '6 min'")
+    assert busload(*recover, "--waiting-for", "7m").stdout == ""
+    for _ in range(2):
+        [found] = json.loads(busload(*recover, "--dry-run", "--json").stdout)
+        assert (found["task_key"], found["execution_id"]) == (execution.task_key, str(execution.execution_id))
+    said = busload(*recover).stdout.splitlines()
+    assert len(said) == 2 and str(execution.execution_id) in said[1]
+    assert json.loads(busload(*recover, "--json").stdout) == []
+    assert tracker.claim(str(execution.task_key), str(execution.execution_id)) is not None
+
+
+def test_recover_takes_back_what_dead_workers_held(
+    busload: Busload, tracker: SyncTaskTracker, database: Database
+) -> None:
+    running = brought_to(tracker, "processing")
+    database.rows("UPDATE busload.worker SET seen_at = now() - 2 * lease_for")
+    assert busload("tracker", "recover", "--queue", QUEUE, "--dry-run").exit_code == 0
+    assert [str(one.status) for one in tracker.history(str(running.task_key))] == ["processing"]
+    assert busload("tracker", "recover", "--queue", QUEUE).exit_code == 0
+    assert [str(one.status) for one in tracker.history(str(running.task_key))] == ["lost", "queued"]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "options", [("--queue", "no queue"), ("--queue", QUEUE, "--waiting-for", "soon"), ("--queue", QUEUE, "--limit", 0)]
+)
+def test_what_recover_cannot_mean_is_refused(busload: Busload, options: tuple[object, ...]) -> None:
+    result = busload("tracker", "recover", *options)
+    assert result.exit_code == 2 and result.stdout == ""
