@@ -125,6 +125,16 @@ def test_the_newest_execution_counts(busload: Busload, tracker: SyncTaskTracker,
     assert disagreements(busload) == []
 
 
+def test_the_newest_round_counts(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """S3-18: the same task, once more."""
+    wrote_both(database, brought_to(tracker, "completed"))
+    database.rows("UPDATE busload.task SET held_until = now() - interval '1 s'")
+    again = enqueued(tracker, "completed")
+    assert [(here, there) for _, _, here, there in disagreements(busload)] == [("queued", "completed")]
+    wrote_both(database, again)
+    assert disagreements(busload) == []
+
+
 def test_one_queue_can_be_compared_alone(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
     """S3-18: queues move over one by one; the old names of a queue have the prefixes of their environments."""
     wrote_both(database, enqueued(tracker, "both"))

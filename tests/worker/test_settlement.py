@@ -369,3 +369,29 @@ async def test_what_cannot_be_written_before_the_deadline_is_counted(
         await put(settlement, leased)
         assert await settlement.close(timedelta(milliseconds=100)) == 3
     assert settlement.settled == 0
+
+
+# -- a server that is slow -------------------------------------------------------------------------------------------
+
+SLOW_ROWS = """
+    CREATE FUNCTION take_time() RETURNS trigger LANGUAGE plpgsql AS
+        'BEGIN PERFORM pg_sleep((NEW.details #>> ''{}'')::float8); RETURN NEW; END';
+    CREATE TRIGGER take_time BEFORE INSERT ON busload.execution FOR EACH ROW EXECUTE FUNCTION take_time();
+"""
+
+
+async def test_results_that_take_too_long_together_are_settled_in_parts(given: Given, database: Database) -> None:
+    """Eight that need 1.2 s against a deadline of half a second, and one that needs a second and is given two"""
+
+    async def say_how_slow(command: Command, ctx: HandlerContext) -> float:
+        return 1.0 if command.data["n"] == 0 else 0.15
+
+    database.rows(SLOW_ROWS)
+    given.handler("Debit", say_how_slow)
+    batch_id = await given.batch(commands=9)
+    deadline = timedelta(seconds=0.5)
+    settings = replace(given.settings, flush_deadline=deadline, lease_for=timedelta(seconds=30))
+    assert await given.drained(settings=settings) == 9
+    assert counts(await given.batch_now(batch_id)) == (9, 9, 0, 0, 0)
+    assert database.count("execution") == 9
+    database.check_invariants()
