@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,11 @@ from busload import (
     SyncCommandBus,
     SyncHandlerContext,
     SyncOpenBatch,
+    SyncTaskTracker,
+    TaskTracker,
     Worker,
 )
+from busload.store import connection
 from busload.store.schema.migrate import migrations
 from busload.testing import TestServer
 from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
@@ -33,6 +37,7 @@ PAIRS: list[tuple[type, type]] = [
     (CommandBus, SyncCommandBus),
     (Troubleshooting, SyncTroubleshooting),
     (OpenBatch, SyncOpenBatch),
+    (TaskTracker, SyncTaskTracker),
     (HandlerContext, SyncHandlerContext),
     (HandlerTransaction, SyncHandlerTransaction),
 ]
@@ -170,3 +175,18 @@ async def test_a_closed_bus_may_be_opened_again(dsn: str, settings: Settings) ->
         with sync_bus:
             assert sync_bus.open() is sync_bus
             assert sync_bus.send(DOMAIN, "Debit").created
+
+
+async def test_many_first_calls_check_the_schema_once(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would need a connection of its own for it: as many as callers, beyond what the server allows."""
+    connect, connected = connection.connect_async, 0
+
+    async def counted(dsn: str) -> connection.AsyncConnection:
+        nonlocal connected
+        connected += 1
+        return await connect(dsn)
+
+    monkeypatch.setattr(connection, "connect_async", counted)
+    async with CommandBus(dsn) as bus:
+        assert await asyncio.gather(*(bus.get_command(DOMAIN, uuid4()) for _ in range(500))) == [None] * 500
+    assert connected == 1

@@ -236,7 +236,7 @@ def for_people(default: object) -> str:
     if isinstance(default, timedelta):
         seconds = default.total_seconds()
         return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
-    return f"{default:,}" if isinstance(default, int) else str(default)
+    return f"{default:,}" if isinstance(default, int) and not isinstance(default, bool) else str(default)
 
 
 def test_the_docs_have_every_code_of_a_refusal() -> None:

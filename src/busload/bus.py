@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -115,6 +116,7 @@ class CommandBus(_Face):
         super().__init__(dsn, settings=settings)
         self.troubleshooting = Troubleshooting(self)
         self._pool: AsyncConnectionPool[AsyncConnection] | None = None
+        self._checking = asyncio.Lock()
         self._sending: Sending | None = None
         self._completions: AsyncCompletions | None = None
 
@@ -131,6 +133,7 @@ class CommandBus(_Face):
             await asyncio.to_thread(self._find_database)
             self._pool = connection.async_pool(self.dsn, self.settings.pool_size)
             await self._pool.open(wait=False)
+            self._checking = asyncio.Lock()  # of this event loop
             self._sending = Sending(self._write)
             self._completions = AsyncCompletions(
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
@@ -499,12 +502,15 @@ class CommandBus(_Face):
             raise
 
     async def _check_schema(self) -> None:
-        if not self._schema_checked:
-            # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
-            async with await connection.connect_async(self.dsn) as conn:
-                connection.refuse_server(conn)
-                await perform_async(conn, migrate.check())
-            self._schema_checked = True
+        if self._schema_checked:
+            return
+        async with self._checking:
+            if not self._schema_checked:
+                # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
+                async with await connection.connect_async(self.dsn) as conn:
+                    connection.refuse_server(conn)
+                    await perform_async(conn, migrate.check())
+                self._schema_checked = True
 
 
 class SyncCommandBus(_Face):
@@ -514,6 +520,7 @@ class SyncCommandBus(_Face):
         super().__init__(dsn, settings=settings)
         self.troubleshooting = SyncTroubleshooting(self)
         self._pool: ConnectionPool[Connection] | None = None
+        self._checking = threading.Lock()
         self._completions: Completions | None = None
 
     @property
@@ -839,12 +846,15 @@ class SyncCommandBus(_Face):
             raise
 
     def _check_schema(self) -> None:
-        if not self._schema_checked:
-            # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
-            with connection.connect(self.dsn) as conn:
-                connection.refuse_server(conn)
-                perform(conn, migrate.check())
-            self._schema_checked = True
+        if self._schema_checked:
+            return
+        with self._checking:
+            if not self._schema_checked:
+                # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
+                with connection.connect(self.dsn) as conn:
+                    connection.refuse_server(conn)
+                    perform(conn, migrate.check())
+                self._schema_checked = True
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import psycopg
@@ -17,7 +18,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
-from busload.store import report
+from busload.domain.execution import Transition
+from busload.store import claim, report, rescue, settle
 from busload.store.plan import perform
 from tests.cli.conftest import Busload, Spawn, Until
 from tests.given import DOMAIN, Database
@@ -329,6 +331,31 @@ def test_clients_that_say_nothing_are_few_and_do_not_stay(spawn: Spawn, until: U
         one.close()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_worker_removes_what_ended_longer_ago_than_it_keeps(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, processes: int
+) -> None:
+    """`--keep-for` and `--archive` reach the processes that a worker starts"""
+    old = sync_bus.send(DOMAIN, "Debit").command_id
+    leased = database.perform(claim.claim(worker=registered(database), domains=[DOMAIN], limit=1)).leased
+    database.perform(settle.settle([Transition(leased[0], "COMPLETED")], now=0.0))
+    database.rows(
+        "UPDATE busload.execution SET started_at = now() - interval '3 h', finished_at = now() - interval '3 h'"
+    )
+    database.rows("UPDATE busload.command SET created_at = now() - interval '3 h'")
+    process = spawn("worker", "app:bus", "--keep-for", "2h", "--archive", "--processes", processes)
+    until(lambda: database.count("archive") == 1)
+    assert database.value("SELECT command_id FROM busload.archive") == old
+    assert database.count("command") == 0
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+
+
+def registered(database: Database) -> int:
+    lease_for = timedelta(seconds=30)
+    return int(database.perform(rescue.register(name="w", domains=[DOMAIN], concurrency=1, lease_for=lease_for)))
+
+
 def test_several_processes_serve_their_metrics_on_ports_of_their_own(
     spawn: Spawn, until: Until, database: Database, tmp_path: Path
 ) -> None:
@@ -390,6 +417,8 @@ def test_ports_past_the_last_are_refused(spawn: Spawn, tmp_path: Path) -> None:
         (["--metrics", "127.0.0.1:-1"], "wanted a port from 0 to 65535"),
         (["--metrics", "here"], "wanted a port from 0 to 65535"),
         (["--metrics", "::1:9464"], "wanted an IPv6 address in brackets, e.g. [::1]:9464"),
+        (["--keep-for", "30"], "wanted a number and a unit, e.g. 30d, 12h, 90m or 1w"),
+        (["--archive"], "--archive needs --keep-for"),
         (["--prefetch", "soon"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
         (["--prefetch", "-1"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),
         (["--prefetch", "1h"], "wanted seconds or milliseconds, e.g. 0.05 or 50ms"),

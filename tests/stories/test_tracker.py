@@ -432,6 +432,15 @@ async def test_an_operators_retry_on_the_bus_is_recovered_and_claimed(tracker: T
     assert running.attempt == 2 and running.execution_id != dead.execution_id
 
 
+async def test_the_newest_that_is_in_the_dlq_is_retried(tracker: TaskTracker) -> None:
+    """S3-12: of a task that ran beside itself, the one that needs it."""
+    dead = await tracker.fail(await claimed(tracker, dedup=None), PermanentCommandError("older"))
+    await tracker.fail(await claimed(tracker, dedup=None), PermanentCommandError("newer"))
+    await tracker.complete(await claimed(tracker, dedup=None))
+    newer, older = await tracker.retry(TASK), await tracker.retry(TASK)
+    assert older.command_id == dead.command_id != newer.command_id
+
+
 async def test_nothing_in_the_dlq_is_nothing_to_retry(tracker: TaskTracker, database: Database) -> None:
     await enqueued(tracker)
     before = database.everything()

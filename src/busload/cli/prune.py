@@ -17,8 +17,10 @@ from busload.domain.retention import Pruned
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
-def age(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
+def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
     """`30d`, `12h`, `90m`, `1w`, `45s`."""
+    if text is None:
+        return None
     found = re.fullmatch(r"(\d{1,7})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
     if found is None or not int(found[1]):
         raise click.BadParameter(f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w")
@@ -37,10 +39,10 @@ def age(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
 @click.option("--dry-run", is_flag=True, help="Only count it.")
 @as_json
 def prune(older_than: timedelta, archive: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove commands of all domains that ended long ago, with their executions and events.
+    """Remove what ended long ago, or move it to the archive: commands of all domains, their executions and events.
 
-    Those of a batch go with their batch, once it is complete and its callback has ended. What is open stays, whatever
-    its age. It runs in small transactions beside the workers, and may be interrupted: the next one goes on.
+    The commands of a batch go with their batch, once it is complete and its callback has ended. What is open stays,
+    whatever its age. It runs in small transactions beside the workers, and may be interrupted: the next one goes on.
 
     \b
         busload prune --older-than 30d --dry-run

@@ -32,7 +32,7 @@ MARKS = {
 @domain_option
 @as_json
 def trace(task_key: str, domain: str | None, as_json: bool) -> None:
-    """Draw every attempt of every command that was sent for a task, oldest first.
+    """Draw every attempt at a task, by its key: of every command that was sent for it, oldest first.
 
     In a bar, dots are waiting and lines are running.
 

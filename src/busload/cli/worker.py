@@ -23,6 +23,7 @@ import msgspec
 from busload.bus import CommandBus, SyncCommandBus
 from busload.cli.database import reach
 from busload.cli.metrics import Address, MetricsServer, address
+from busload.cli.prune import age
 from busload.settings import WorkerSettings
 from busload.worker import Worker
 from busload.worker.worker import SIGNALS, stop_hearing
@@ -89,6 +90,13 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
     help="Whether results wait a moment to be written together, or go at once.",
 )
 @click.option(
+    "--keep-for",
+    callback=age,
+    metavar="AGE",
+    help="Remove what ended longer ago: 30d, 12h, 90m, 1w; default never. See `busload prune`.",
+)
+@click.option("--archive", is_flag=True, help="Move what --keep-for removes to busload.archive.")
+@click.option(
     "--metrics",
     "metrics_at",
     callback=address,
@@ -112,6 +120,8 @@ def worker(
     lease: float,
     prefetch: timedelta,
     settle: Literal["coalesced", "immediate"],
+    keep_for: timedelta | None,
+    archive: bool,
     metrics_at: Address | None,
     log_level: str,
     log_json: bool,
@@ -132,6 +142,8 @@ def worker(
     set_up_logging(log_level, as_json=log_json)
     bus = load(application)
     served = _domains(domains, bus, application)
+    if archive and keep_for is None:
+        raise click.UsageError("--archive needs --keep-for, which says how old what is moved must be, e.g. 30d.")
     if math.isnan(lease) or math.isnan(grace):
         raise click.UsageError("--lease and --grace take a number of seconds, found nan.")
     settings = WorkerSettings(
@@ -140,6 +152,8 @@ def worker(
         grace=timedelta(seconds=grace),
         prefetch=prefetch,
         settle=settle,
+        keep_for=keep_for,
+        archive=archive,
     )
     try:
         serving = Worker(bus, domains=served, settings=settings)
@@ -154,6 +168,8 @@ def worker(
         return
     options = ["--domains", ",".join(served), "--concurrency", concurrency, "--grace", grace, "--lease", lease]
     options += ["--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
+    options += [] if keep_for is None else ["--keep-for", f"{keep_for.total_seconds():.0f}s"]
+    options += ["--archive"] if archive else []
     options += ["--log-level", log_level, *(["--log-json"] if log_json else [])]
 
     def arguments(number: int) -> list[str]:
