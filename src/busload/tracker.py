@@ -30,6 +30,7 @@ from busload.requests import Write
 from busload.store import rescue, track
 from busload.store.connection import AsyncConnection, Connection, connect
 from busload.store.plan import perform
+from busload.worker.renew import beat
 
 log = logging.getLogger("busload")
 
@@ -393,18 +394,4 @@ class Presence:
         self.workers.append(self.worker)
 
     def _run(self) -> None:
-        conn: Connection | None = None
-        pause = self._every
-        while not self._stopping.wait(pause):
-            try:
-                conn = conn if conn is not None and not conn.closed else connect(self._dsn)
-                self.once(conn)
-                pause = self._every
-            except Exception as error:  # whatever it is, the next heartbeat may come through
-                pause = min(1.0, self._every)
-                log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
-                if conn is not None:
-                    conn.close()
-                    conn = None
-        if conn is not None:
-            conn.close()
+        beat(self._dsn, self._every, self._stopping, self.once)

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import click
 
+from busload.bus import SyncCommandBus
 from busload.cli.command import print_explanation
 from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
 from busload.cli.output import as_json, counters, echo_json, facts, progress, table
@@ -108,16 +109,7 @@ def watch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
         busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .completed_count
     """
     with open_bus() as bus:
-        seen = bus.watch_batch(domain_of_batch(bus, batch_id, domain), batch_id)
-        if as_json:
-            for found in seen:
-                echo_json(found)
-        else:
-            with progress() as show:
-                for found in seen:
-                    show(found)
-    if found.status != BatchStatus.COMPLETED:
-        raise click.exceptions.Exit(1)
+        follow(bus, domain_of_batch(bus, batch_id, domain), batch_id, as_json)
 
 
 @batch.command()
@@ -155,6 +147,20 @@ def explain(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     with open_bus() as bus:
         found = bus.explain_batch(domain_of_batch(bus, batch_id, domain), batch_id)
     print_explanation(found, as_json)
+
+
+def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool) -> None:
+    """Show how far a batch comes until it completes; the exit code says whether all of it did."""
+    seen = bus.watch_batch(domain, batch_id)
+    if as_json:
+        for found in seen:
+            echo_json(found)
+    else:
+        with progress() as show:
+            for found in seen:
+                show(found)
+    if found.status != BatchStatus.COMPLETED:
+        raise click.exceptions.Exit(1)
 
 
 def _fields(batch: BatchMetadata) -> dict[str, object]:

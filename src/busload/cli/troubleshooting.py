@@ -11,10 +11,10 @@ from uuid import UUID
 import click
 
 from busload.bus import SyncCommandBus
+from busload.cli.batch import follow
 from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, progress, shown, table
-from busload.domain.batch import BatchStatus
+from busload.cli.output import as_json, echo_json, shown, table
 from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
 from busload.domain.command import TroubleshootingItem
 from busload.domain.payload import decode_strict
@@ -259,18 +259,8 @@ def _decide_about_group(
             echo_json({"domain": domain, **asdict(action)})
         else:
             _print_action(do, domain, action, dry_run=how["dry_run"])
-        if not wait or action.batch_id is None:
-            return
-        seen = bus.watch_batch(domain, action.batch_id)
-        if as_json:
-            for found in seen:
-                echo_json(found)
-        else:
-            with progress() as show:
-                for found in seen:
-                    show(found)
-    if found.status != BatchStatus.COMPLETED:
-        raise click.exceptions.Exit(1)
+        if wait and action.batch_id is not None:
+            follow(bus, domain, action.batch_id, as_json)
 
 
 def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:

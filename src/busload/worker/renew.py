@@ -69,22 +69,7 @@ class Heartbeat:
                 perform(conn, rescue.retire(worker=self.worker))
 
     def _run(self) -> None:
-        conn: Connection | None = None
-        pause = self._every
-        while not self._stopping.wait(pause):
-            self._watch_loop()
-            try:
-                conn = conn if conn is not None and not conn.closed else connect(self._dsn)
-                self._once(conn)
-                pause = self._every
-            except Exception as error:  # whatever it is, the next heartbeat may come through
-                pause = min(1.0, self._every)
-                log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
-                if conn is not None:
-                    conn.close()
-                    conn = None
-        if conn is not None:
-            conn.close()
+        beat(self._dsn, self._every, self._stopping, self._once, before=self._watch_loop)
 
     def _once(self, conn: Connection) -> None:
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
@@ -115,3 +100,29 @@ class Heartbeat:
             return
         self._answered.clear()
         self._tell(self._answered.set)
+
+
+def beat(
+    dsn: str,
+    every: float,
+    stopping: threading.Event,
+    once: Callable[[Connection], None],
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `once` every so many seconds on a connection that is opened anew when it breaks; `before` it in any case."""
+    conn: Connection | None = None
+    pause = every
+    while not stopping.wait(pause):
+        before()
+        try:
+            conn = conn if conn is not None and not conn.closed else connect(dsn)
+            once(conn)
+            pause = every
+        except Exception as error:  # whatever it is, the next heartbeat may come through
+            pause = min(1.0, every)
+            log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
+            if conn is not None:
+                conn.close()
+                conn = None
+    if conn is not None:
+        conn.close()
