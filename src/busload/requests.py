@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import iscoroutinefunction
@@ -88,11 +88,11 @@ class Requests:
         plan = _then(store.send.send_many(domain, [checked], batch_id), result)
         return Write(plan, batch_id, ids, one_statement=True)
 
-    def hold(self, domain: str, command: BatchCommand, dedup: Dedup) -> Plan[SendResult]:
+    def hold(self, domain: str, command: BatchCommand, dedup: Dedup, promised: Mapping[str, UUID]) -> Plan[SendResult]:
         """Hold the task key of a command, which has its id and is sent later in the same transaction."""
         [checked] = self._check(domain, [command])
         _check_key(command, dedup)
-        return _only(store.send.hold(domain, [checked], dedup))
+        return _only(store.send.hold(domain, [checked], dedup, promised))
 
     def send_many(
         self,

@@ -398,21 +398,73 @@ async def test_a_handler_sends_once(bus: CommandBus, given: Given) -> None:
     given.database.check_invariants()
 
 
+async def test_a_handlers_transaction_sends_once_for_a_key_whatever_the_window(bus: CommandBus, given: Given) -> None:
+    """P13: what it will send is not in the database yet; one after the other, and at the same time"""
+    results: list[SendResult] = []
+
+    async def spread(command: Command, ctx: HandlerContext) -> None:
+        async with ctx.transaction():
+            results.append(await ctx.send(DOMAIN, "Debit", task_key=KEY, dedup=NO_WINDOW))
+            calls = (ctx.send(DOMAIN, "Debit", task_key=key, dedup=NO_WINDOW) for key in (KEY, "k2", "k2", KEY))
+            results.extend(await asyncio.gather(*calls))
+
+    given.handler("Spread", spread)
+    debits = given.handler()
+    await given.sent("Spread")
+    await given.drained()
+    assert [result.created for result in results] == [True, False, True, False, False]
+    assert {result.command_id for result in results} == {command.command_id for command in debits}
+    assert len(debits) == 2
+
+
+async def test_a_send_that_is_refused_in_a_handlers_transaction_holds_nothing(bus: CommandBus, given: Given) -> None:
+    async def spread(command: Command, ctx: HandlerContext) -> None:
+        async with ctx.transaction():
+            with pytest.raises(InvalidCommandError):
+                await ctx.send(DOMAIN, "Debit", task_key=KEY, dedup=ONCE, batch_id="oops")  # type: ignore[arg-type]
+
+    given.handler("Spread", spread)
+    await given.sent("Spread")
+    await given.drained()
+    assert given.database.count("task") == 0
+    assert (await sent(bus)).created
+
+
+async def test_a_database_that_is_repeatable_read_by_default_changes_nothing(dsn: str, database: Database) -> None:
+    """P13: who waited for the winner is told its id, and does not fail"""
+    database.rows(
+        f"ALTER DATABASE {database.value('SELECT current_database()')} "
+        "SET default_transaction_isolation = 'repeatable read'"
+    )
+    async with CommandBus(dsn, settings=Settings(pool_size=16)) as bus:
+        for n in range(20):
+            commands = [BatchCommand("Debit", task_key=f"many{n}")]
+            calls: list[Any] = [sent(bus, f"one{n}") for _ in range(8)]
+            calls += [bus.send_many(DOMAIN, commands, dedup=ONCE) for _ in range(8)]
+            await asyncio.gather(*calls)
+    assert database.count("command") == 40
+    with SyncCommandBus(dsn) as sync_bus:
+        assert not sync_bus.send(DOMAIN, "Debit", task_key="one0", dedup=ONCE).created
+        with sync_bus.pool.connection() as conn:
+            assert conn.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+
+
 async def test_a_handler_with_def_sends_once(bus: CommandBus, given: Given) -> None:
     results: list[SendResult] = []
 
     def spread(command: Command, ctx: SyncHandlerContext) -> None:
         results.append(ctx.send(DOMAIN, "Debit", task_key="alone", dedup=ONCE))
         with ctx.transaction():
-            results.append(ctx.send(DOMAIN, "Debit", task_key=KEY, dedup=ONCE))
+            results.append(ctx.send(DOMAIN, "Debit", task_key=KEY, dedup=NO_WINDOW))
+            results.append(ctx.send(DOMAIN, "Debit", task_key=KEY, dedup=NO_WINDOW))
 
     bus.handler(DOMAIN, "Spread")(spread)
     debits = given.handler()
     for _ in range(2):
         await given.sent("Spread")
     await given.drained(concurrency=1)
-    assert sorted(result.created for result in results) == [False, False, True, True]
-    assert len(debits) == 2
+    assert [result.created for result in results][:3] == [True, True, False]
+    assert len(debits) == sum(result.created for result in results)
 
 
 async def test_the_bus_without_an_event_loop_does_the_same(sync_bus: SyncCommandBus, database: Database) -> None:

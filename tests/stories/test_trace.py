@@ -18,7 +18,7 @@ from busload import (
     RetryPolicy,
     TransientCommandError,
 )
-from busload.store import report
+from busload.store import report, rescue
 from tests.given import DOMAIN, Given, raising
 
 KEY = "invoices:2026:7"
@@ -104,6 +104,17 @@ async def test_a_lost_attempt_is_in_the_chain(bus: CommandBus, given: Given) -> 
     assert first.worker == "given" and first.started_at is not None and first.finished_at is not None
 
 
+async def test_an_attempt_that_was_handed_back_is_in_the_chain(bus: CommandBus, given: Given) -> None:
+    """S3-13: its execution id was given to a handler, so it is accounted for"""
+    await given.sent(task_key=KEY)
+    [leased] = given.claimed()
+    given.database.perform(rescue.release([leased.lease.lease_id]))
+    given.settled(given.claimed())
+    first, second = await bus.trace(KEY)
+    assert [(first.attempt, first.status), (second.attempt, second.status)] == [(1, "lost"), (1, "completed")]
+    assert (first.execution_id, first.error) == (leased.execution_id, "The worker handed it back.")
+
+
 async def test_a_command_that_kills_its_workers_ends_in_the_dlq(bus: CommandBus, given: Given) -> None:
     await given.sent(task_key=KEY)
     statuses = []
@@ -121,8 +132,9 @@ async def test_business_refusals_and_cancels_are_told_apart(bus: CommandBus, giv
     await given.sent(task_key=KEY)
     await given.drained()
     batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Debit", task_key=KEY)])
-    await bus.cancel_batch(DOMAIN, batch_id, reason="wrong list")
+    await bus.cancel_batch(DOMAIN, batch_id, reason="wrong list", operator="li")
     failed, canceled = await bus.trace(KEY)
+    assert [(action.type, action.operator) for action in canceled.actions] == [("CANCELED", "li")]
     assert (failed.status, failed.error) == ("failed", "limit reached")
     assert (canceled.status, canceled.error, canceled.execution_id) == ("canceled", "wrong list", None)
 

@@ -19,7 +19,10 @@ AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 OLDEST_SERVER = 150000
 
-ABOUT = "SELECT pg_backend_pid(), current_setting('synchronous_commit')"
+ABOUT = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
+                  current_setting('default_transaction_isolation')"""
+ISOLATE = "SET default_transaction_isolation = 'read committed'"
+"""Who waits for a row must then see it as it is: a snapshot from before would be a reason to fail."""
 
 # A peer that vanished without a word is noticed within 15 seconds instead of the kernel's many minutes.
 PARAMETERS: dict[str, Any] = {
@@ -143,12 +146,14 @@ def _no_dsn() -> DatabaseUnusable:
 
 def _configure(conn: Connection) -> None:
     row = conn.execute(ABOUT, prepare=False).fetchone()
-    _adapt(conn, row)
+    if _adapt(conn, row):
+        conn.execute(ISOLATE, prepare=False)
 
 
 async def _configure_async(conn: AsyncConnection) -> None:
     row = await (await conn.execute(ABOUT, prepare=False)).fetchone()
-    _adapt(conn, row)
+    if _adapt(conn, row):
+        await conn.execute(ISOLATE, prepare=False)
 
 
 async def _configure_engine(conn: AsyncConnection) -> None:
@@ -159,14 +164,25 @@ async def _configure_engine(conn: AsyncConnection) -> None:
         await conn.execute("SET enable_seqscan = off", prepare=False)
 
 
-def _adapt(conn: Connection | AsyncConnection, row: Any) -> None:
-    backend, synchronous_commit = row
+def _adapt(conn: Connection | AsyncConnection, row: Any) -> bool:
+    """Get along with what there is; returns whether the isolation has to be set, which a pooler would not keep."""
+    backend, synchronous_commit, isolation = row
     if backend != conn.info.backend_pid:
         # A pooler stands in between: the next transaction may run on another server connection, which would not know
         # the statements prepared on this one.
         conn.prepare_threshold = None
     if synchronous_commit == "off":
         log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
+    if isolation == "read committed":
+        return False
+    if backend != conn.info.backend_pid:
+        log.warning(
+            "default_transaction_isolation is %s, and behind a pooler only PostgreSQL can change that: calls that meet "
+            "others will fail. Set it to read committed for this role, by ALTER ROLE ... SET.",
+            isolation,
+        )
+        return False
+    return True
 
 
 def _check(conn: Connection) -> None:

@@ -138,12 +138,12 @@ class Pruning:
         if not ids:
             return Pruned()
         packed = Bigints.of(ids)
+        rows = yield from execute(SQL.holding if self._dry_run else SQL.free_tasks, ids=packed)
+        if kept := {load for (load,) in rows}:
+            packed = Bigints.of([id for id in ids if id // POSITIONS not in kept])
         if self._dry_run:
             [counts] = yield from execute(SQL.count, ids=packed)
         else:
-            kept = {load for (load,) in (yield from execute(SQL.free_tasks, ids=packed))}
-            if kept:
-                packed = Bigints.of([id for id in ids if id // POSITIONS not in kept])
             [counts] = yield from execute(SQL.remove, ids=packed, archive=self._archive)
         return Pruned(*counts)
 

@@ -84,21 +84,29 @@ SELECT (SELECT upto FROM part),
        ARRAY(SELECT id FROM busload.removable(ARRAY(SELECT id FROM old), %(cutoff)s::timestamptz) AS id);
 
 -- name: free_tasks
--- Keys that these commands still hold, though their time is over. Returns the loads of those that a sender is just taking: who
--- waited for it could deadlock, and if it rolls back the key needs its command, so both are left to the next run.
+-- Keys that these commands still hold, though their time is over. Returns the loads of those that hold theirs for longer, and of
+-- those that a sender is just taking: who waited for it could deadlock, and if it rolls back the key needs its command. They are
+-- left to a later run.
 WITH held AS MATERIALIZED (
     SELECT c.id, c.domain, c.task_key, c.command_id FROM busload.command AS c
       JOIN busload.task AS t ON t.domain = c.domain AND t.task_key = c.task_key AND t.command_id = c.command_id
-     WHERE c.id = ANY (%(ids)b::bigint[]) AND c.task_key IS NOT NULL AND t.held_until <= now()
+     WHERE c.id = ANY (%(ids)b::bigint[]) AND c.task_key IS NOT NULL
 ), locked AS MATERIALIZED (
     SELECT h.id, h.domain, h.task_key, h.command_id FROM held AS h
       JOIN busload.task AS t ON t.domain = h.domain AND t.task_key = h.task_key AND t.command_id = h.command_id
+     WHERE t.held_until <= now()
        FOR UPDATE OF t SKIP LOCKED
 ), freed AS (
     DELETE FROM busload.task AS t USING locked AS l
      WHERE t.domain = l.domain AND t.task_key = l.task_key AND t.command_id = l.command_id
 )
 SELECT DISTINCT id >> 10 FROM held WHERE id NOT IN (SELECT id FROM locked);
+
+-- name: holding
+-- The loads of those that still hold their keys: what `free_tasks` leaves to a later run, if nobody is sending.
+SELECT DISTINCT c.id >> 10 FROM busload.command AS c
+  JOIN busload.task AS t ON t.domain = c.domain AND t.task_key = c.task_key AND t.command_id = c.command_id
+ WHERE c.id = ANY (%(ids)b::bigint[]) AND c.task_key IS NOT NULL AND t.held_until > now();
 
 -- name: remove
 -- Commands with their executions, and with those of their events that are about none that is left. What goes to the archive

@@ -100,10 +100,11 @@ WITH task AS MATERIALIZED (
            CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status
       FROM task AS c CROSS JOIN LATERAL (SELECT * FROM busload.execution WHERE command = c.id OFFSET 0) AS e
     UNION ALL
-    SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at, 'The worker died, or lost its lease.',
+    SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at,
+           CASE v.type WHEN 'RELEASED' THEN 'The worker handed it back.' ELSE 'The worker died, or lost its lease.' END,
            CASE WHEN EXISTS (SELECT FROM event AS p WHERE p.id = v.id AND p.type = 'PARKED' AND p.lease_id = v.lease_id)
                 THEN 'dlq' ELSE 'lost' END
-      FROM event AS v WHERE v.type = 'LEASE_LOST'
+      FROM event AS v WHERE v.type IN ('LEASE_LOST', 'RELEASED')
     UNION ALL
     SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled' FROM event AS v WHERE v.type = 'CANCELED'
     UNION ALL
@@ -124,10 +125,11 @@ WITH task AS MATERIALIZED (
 SELECT busload.execution_id(a.lease_id, c.id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
        (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at, a.finished_at, a.error,
        c.data::text,
-       CASE WHEN a.status = 'dlq' THEN (
+       CASE WHEN a.status IN ('dlq', 'canceled') THEN (
             SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event) FROM event AS v
              WHERE v.id = c.id AND v.attempt = a.attempt
-               AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text
+               AND v.type = ANY (CASE a.status WHEN 'dlq' THEN ARRAY['OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED']
+                                               ELSE ARRAY['CANCELED'] END)) END::text
   FROM attempt AS a JOIN task AS c USING (id)
  ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
 

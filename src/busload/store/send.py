@@ -152,22 +152,27 @@ def create_batch_once(batch: NewBatch, commands: Sequence[NewCommand], dedup: De
     return batch.batch_id
 
 
-def hold(domain: str, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[list[SendResult]]:
+def hold(
+    domain: str, commands: Sequence[NewCommand], dedup: Dedup, promised: Mapping[str, UUID] | None = None
+) -> Plan[list[SendResult]]:
     """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
 
-    The first of several for the same key is the one. What has no task key may always be sent.
+    The first of several for the same key is the one. What has no task key may always be sent. `promised` are keys that
+    this transaction holds for commands it has not sent yet, which the database cannot know of.
     """
-    first: dict[str, UUID] = {}
+    promised = promised or {}
+    first = dict(promised)
     for command in commands:
         if command.task_key is not None:
             first.setdefault(command.task_key, command.command_id)
+    wanted = [task_key for task_key in first if task_key not in promised]
     held: set[str] = set()
-    if first:
-        keys, ids = list(first), list(first.values())
-        rows = yield from execute(SQL.hold_tasks, domain=domain, window=dedup.window, task_keys=keys, command_ids=ids)
+    if wanted:
+        ids = [first[task_key] for task_key in wanted]
+        rows = yield from execute(SQL.hold_tasks, domain=domain, window=dedup.window, task_keys=wanted, command_ids=ids)
         held = {task_key for (task_key,) in rows}
     holders = first
-    if taken := [task_key for task_key in first if task_key not in held]:
+    if taken := [task_key for task_key in wanted if task_key not in held]:
         holders = first | (yield from _holders(domain, taken))
     duplicates = {
         command.command_id: command.task_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
@@ -103,12 +104,16 @@ class HandlerContext(_Context):
         )
         if self._transaction is None or self._transaction.conn is None:
             return await self._bus._send(domain, command, batch_id, dedup=dedup)
+        command.command_id = command_id or new_id()
+        write = self._bus._requests.send(domain, command, batch_id)  # refuses what is wrong before anything is held
         if dedup is not None:
-            command.command_id = command_id or new_id()
-            held = await perform_async(self._transaction.conn, self._bus._requests.hold(domain, command, dedup))
-            if not held.created:
-                return held
-        write = self._bus._requests.send(domain, command, batch_id)
+            async with self._transaction.holding:
+                promised = self._transaction.promised.setdefault(domain, {})
+                hold = self._bus._requests.hold(domain, command, dedup, promised)
+                held = await perform_async(self._transaction.conn, hold)
+                if not held.created:
+                    return held
+                promised[task_key or ""] = held.command_id
         self._transaction.sends.append(write.plan)
         return SendResult(write.command_ids[0], created=True)
 
@@ -124,6 +129,9 @@ class HandlerTransaction:
         self._pool = pool
         self.conn: AsyncConnection | None = None
         self.sends: list[Plan[SendResult]] = []
+        self.promised: dict[str, dict[str, UUID]] = {}
+        """By domain, the task keys that are held for what will be sent."""
+        self.holding = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncConnection:
         self.conn = await self._pool.getconn()
@@ -213,12 +221,15 @@ class SyncHandlerContext(_Context):
         )
         if self._transaction is None or self._transaction.conn is None:
             return self._bus._write(self._bus._requests.send(domain, command, batch_id, dedup))
+        command.command_id = command_id or new_id()
+        write = self._bus._requests.send(domain, command, batch_id)  # refuses what is wrong before anything is held
         if dedup is not None:
-            command.command_id = command_id or new_id()
-            held = perform(self._transaction.conn, self._bus._requests.hold(domain, command, dedup))
+            promised = self._transaction.promised.setdefault(domain, {})
+            hold = self._bus._requests.hold(domain, command, dedup, promised)
+            held = perform(self._transaction.conn, hold)
             if not held.created:
                 return held
-        write = self._bus._requests.send(domain, command, batch_id)
+            promised[task_key or ""] = held.command_id
         self._transaction.sends.append(write.plan)
         return SendResult(write.command_ids[0], created=True)
 
@@ -230,6 +241,8 @@ class SyncHandlerTransaction:
         self._pool = pool
         self.conn: Connection | None = None
         self.sends: list[Plan[SendResult]] = []
+        self.promised: dict[str, dict[str, UUID]] = {}
+        """By domain, the task keys that are held for what will be sent."""
 
     def __enter__(self) -> Connection:
         self.conn = self._pool.getconn()
