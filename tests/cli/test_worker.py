@@ -339,11 +339,9 @@ def test_a_worker_removes_what_ended_longer_ago_than_it_keeps(
     old = sync_bus.send(DOMAIN, "Debit").command_id
     leased = database.perform(claim.claim(worker=registered(database), domains=[DOMAIN], limit=1)).leased
     database.perform(settle.settle([Transition(leased[0], "COMPLETED")], now=0.0))
-    database.rows(
-        "UPDATE busload.execution SET started_at = now() - interval '3 h', finished_at = now() - interval '3 h'"
-    )
-    database.rows("UPDATE busload.command SET created_at = now() - interval '3 h'")
-    process = spawn("worker", "app:bus", "--keep-for", "2h", "--archive", "--processes", processes)
+    database.rows("UPDATE busload.execution SET started_at = '2020-01-01', finished_at = '2020-01-01'")
+    database.rows("UPDATE busload.command SET created_at = '2020-01-01'")
+    process = spawn("worker", "app:bus", "--keep-for", "180d", "--archive", "--processes", processes)
     until(lambda: database.count("archive") == 1)
     assert database.value("SELECT command_id FROM busload.archive") == old
     assert database.count("command") == 0

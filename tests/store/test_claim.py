@@ -167,7 +167,7 @@ async def test_parts_of_one_load_that_were_handed_back_are_leased_as_one_again(
     worker = given.registered_worker()
     first, second = given.claimed(limit=3, by=worker), given.claimed(limit=3, by=worker)
     for part in (first, second):
-        database.perform(claim.hand_back(part[0].lease, [one.id for one in part]))
+        database.perform(claim.give_back({part[0].lease: [one.id for one in part]}))
         database.rows("DELETE FROM busload.lease WHERE open = 0")
     assert loads(database) == [(0, 2), (3, 5)]
     assert numbers(given.claimed(limit=6)) == [0, 1, 2, 3, 4, 5]
@@ -509,7 +509,9 @@ async def test_unknown_commands_are_given_back_without_burning_an_attempt(given:
     leased = given.claimed(limit=6)
     unknown = [leased[1].id, leased[2].id, leased[5].id]
 
-    assert database.perform(claim.give_back(leased[0].lease, unknown, pause=30, details="{}")) is True
+    assert database.perform(claim.give_back({leased[0].lease: unknown}, pause=30, details=["{}"])) == {
+        leased[0].lease.lease_id
+    }
 
     assert loads(database, "scheduled") == [(1, 2), (5, 5)]
     assert database.rows("SELECT DISTINCT attempt, reason FROM busload.scheduled") == [(1, "NO_HANDLER")]
@@ -523,9 +525,9 @@ async def test_unknown_commands_are_given_back_without_burning_an_attempt(given:
 async def test_giving_back_twice_changes_nothing(given: Given, database: Database) -> None:
     await given.batch(commands=3)
     leased = given.claimed(limit=3)
-    database.perform(claim.give_back(leased[0].lease, [leased[0].id], pause=30, details="{}"))
+    database.perform(claim.give_back({leased[0].lease: [leased[0].id]}, pause=30, details=["{}"]))
     before = database.everything()
-    assert database.perform(claim.give_back(leased[0].lease, [leased[0].id], pause=30, details="{}")) is False
+    assert database.perform(claim.give_back({leased[0].lease: [leased[0].id]}, pause=30, details=["{}"])) == set()
     assert database.everything() == before
     database.check_invariants()
 
@@ -534,7 +536,7 @@ async def test_only_the_first_give_back_leaves_an_event(given: Given, database: 
     await given.batch(commands=1)
     for _ in range(3):
         [one] = given.claimed()
-        database.perform(claim.give_back(one.lease, [one.id], pause=0, details="{}"))
+        database.perform(claim.give_back({one.lease: [one.id]}, pause=0, details=["{}"]))
         database.rows("DELETE FROM busload.lease")
         given.make_due()
         database.perform(claim.promote())
@@ -548,7 +550,9 @@ async def test_what_is_handed_back_is_ready_at_once_and_burns_no_attempt(given: 
     leased = given.claimed(limit=8)
     waiting = [leased[n] for n in (1, 2, 3, 6, 7)]
 
-    assert database.perform(claim.hand_back(leased[0].lease, [one.id for one in waiting])) is True
+    assert database.perform(claim.give_back({leased[0].lease: [one.id for one in waiting]})) == {
+        leased[0].lease.lease_id
+    }
 
     assert loads(database) == [(1, 3), (6, 7)]
     assert database.rows("SELECT DISTINCT attempt, batch_id FROM busload.queue") == [(1, batch_id)]
@@ -570,9 +574,9 @@ async def test_handing_back_twice_changes_nothing(given: Given, database: Databa
     """Its answer was lost."""
     await given.batch(commands=3)
     leased = given.claimed(limit=3)
-    database.perform(claim.hand_back(leased[0].lease, [leased[1].id, leased[2].id]))
+    database.perform(claim.give_back({leased[0].lease: [leased[1].id, leased[2].id]}))
     before = database.everything()
-    assert database.perform(claim.hand_back(leased[0].lease, [leased[1].id, leased[2].id])) is False
+    assert database.perform(claim.give_back({leased[0].lease: [leased[1].id, leased[2].id]})) == set()
     assert database.everything() == before
     database.check_invariants()
 
@@ -586,7 +590,7 @@ async def test_what_is_handed_back_by_a_worker_that_lost_its_lease_changes_nothi
     given.died(dead)
     given.rescued()
     before = database.everything()
-    assert database.perform(claim.hand_back(late[0].lease, [one.id for one in late])) is False
+    assert database.perform(claim.give_back({late[0].lease: [one.id for one in late]})) == set()
     assert database.everything() == before
     database.check_invariants()
 
@@ -597,7 +601,7 @@ async def test_a_returned_command_can_be_claimed_while_its_neighbours_still_run(
     """Its lease stays open for them, and covers its id."""
     await given.batch(commands=3)
     leased = given.claimed(limit=3)
-    database.perform(claim.give_back(leased[0].lease, [leased[2].id], pause=0, details="{}"))
+    database.perform(claim.give_back({leased[0].lease: [leased[2].id]}, pause=0, details=["{}"]))
     database.perform(claim.promote())
 
     [again] = given.claimed(limit=5)

@@ -126,7 +126,7 @@ OPERATIONS: dict[str, Operation] = {
     "claim": lambda s: claim.claim(worker=s.heir, domains=[DOMAIN], limit=10),
     "claim a part": lambda s: claim.claim(worker=s.heir, domains=[DOMAIN], limit=1),
     "promote": lambda s: claim.promote(),
-    "give back": lambda s: claim.give_back(s.leased[0].lease, [s.leased[3].id], pause=0, details="{}"),
+    "give back": lambda s: claim.give_back({s.leased[0].lease: [s.leased[3].id]}, pause=0, details=["{}"]),
     "settle ok": settling(slice(0, 2), COMPLETED),
     "settle all": settling(slice(0, 4), COMPLETED),
     "settle fail": settling(slice(1, 3), FAILED_ATTEMPT, delay=0.0),

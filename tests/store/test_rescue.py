@@ -201,7 +201,7 @@ async def test_given_back_commands_do_not_come_back_twice(given: Given, database
     await given.batch(commands=3)
     dead = given.registered_worker()
     leased = given.claimed(limit=3, by=dead)
-    database.perform(claim.give_back(leased[0].lease, [leased[1].id], pause=30, details="{}"))
+    database.perform(claim.give_back({leased[0].lease: [leased[1].id]}, pause=30, details=["{}"]))
     given.died(dead)
     assert given.rescued().commands == 2
     assert database.count("scheduled") == 1

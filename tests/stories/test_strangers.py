@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import UUID
 
 import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, Worker
+from busload.domain.execution import Lease
+from busload.store import claim
 from tests.given import DOMAIN, Given, counts
 
 
@@ -122,3 +126,27 @@ async def test_a_finished_command_that_is_queued_again_is_not_counted_again(give
     batch = await given.batch_now(batch_id)
     assert (batch.status, counts(batch)) == ("COMPLETED", (1, 1, 0, 0, 0))
     given.database.rows("DELETE FROM busload.lease")
+
+
+async def test_many_that_nobody_knows_are_given_back_together(
+    bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second command of a batch is unknown, so each comes in a load and a lease of its own the second time"""
+    given.handler("Known")
+    types = ["Known", "Unknown"] * 200
+    await bus.create_batch(DOMAIN, [BatchCommand(command_type) for command_type in types])
+    assert await given.drained() == 200
+    assert given.database.count("scheduled") == 200
+    given.make_due()
+    give_back, calls = claim.give_back, []
+
+    def counted(parts: Mapping[Lease, Sequence[int]], **options: Any) -> Any:
+        calls.append(len(parts))
+        return give_back(parts, **options)
+
+    monkeypatch.setattr(claim, "give_back", counted)
+    assert await given.drained() == 0
+    assert sum(calls) == 200 and len(calls) <= 4
+    assert (given.database.count("scheduled"), given.database.count("lease")) == (200, 0)
+    assert given.database.value("SELECT count(*) FROM busload.event WHERE type = 'NO_HANDLER'") == 200
+    given.database.check_invariants()

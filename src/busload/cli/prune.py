@@ -12,19 +12,23 @@ import click
 
 from busload.cli.database import open_bus
 from busload.cli.output import PLAIN_EVERY, as_json, at_terminal, console, echo_json
-from busload.domain.retention import Pruned
+from busload.domain.retention import LONGEST, Pruned
 
-UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+"""In seconds."""
 
 
 def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
     """`30d`, `12h`, `90m`, `1w`, `45s`."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d{1,7})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
-    if found is None or not int(found[1]):
-        raise click.BadParameter(f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w")
-    return timedelta(**{UNITS[found[2]]: int(found[1])})
+    found = re.fullmatch(r"(\d{1,10})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < seconds <= LONGEST.total_seconds():
+        raise click.BadParameter(
+            f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w, of at most {LONGEST.days} days"
+        )
+    return timedelta(seconds=seconds)
 
 
 @click.command()

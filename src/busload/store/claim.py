@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import repeat
@@ -61,20 +61,22 @@ def promote() -> Plan[Promotion]:
     return Promotion(*row)
 
 
-def give_back(lease: Lease, commands: list[int], *, pause: float, details: str) -> Plan[bool]:
-    """Let commands of a lease wait for a worker that knows their type."""
-    [[given, _]] = yield from execute(
-        SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=pause, details=details
-    )
-    return bool(given)
+def give_back(
+    parts: Mapping[Lease, Sequence[int]], *, pause: float | None = None, details: Sequence[str] = ()
+) -> Plan[set[UUID]]:
+    """Let others run these commands of leases; returns the leases that had them to give.
 
-
-def hand_back(lease: Lease, commands: list[int]) -> Plan[bool]:
-    """Let others run commands of a lease that have not started here."""
+    With a pause they wait for a worker that knows their type; `details` then say of each lease which that are.
+    """
     [[given, _]] = yield from execute(
-        SQL.give_back, lease_id=lease.lease_id, commands=commands, pause=None, details=None
+        SQL.give_back,
+        leases=[lease.lease_id for lease in parts],
+        commands=[id for ids in parts.values() for id in ids],
+        ordinals=[ordinal for ordinal, ids in enumerate(parts.values(), 1) for _ in ids],
+        details=list(details),
+        pause=pause,
     )
-    return bool(given)
+    return set(given)
 
 
 def _read(

@@ -93,20 +93,31 @@ SELECT (SELECT count(*) FROM due)::integer,
   FROM told;
 
 -- name: give_back
--- Commands of a lease that this worker will not run, ready again for whoever can: at once, or after a pause if nobody here
--- knows their type. They burn no attempt. The lease remembers them, so repeating this is harmless. That a type is unknown is
--- noted the first time; later ones would only repeat it.
-WITH lease AS (
-    UPDATE busload.lease SET returned = returned || %(commands)b::bigint[], open = open - cardinality(%(commands)b::bigint[])
-     WHERE lease_id = %(lease_id)s::uuid AND NOT returned && %(commands)b::bigint[]
-    RETURNING *
+-- Commands of some leases that this worker will not run, ready again for whoever can: at once, or after a pause if nobody here
+-- knows their type. They burn no attempt. A lease remembers them, or is closed with its last command, so repeating this is
+-- harmless. That a type is unknown is noted the first time; later ones would only repeat it.
+WITH held AS MATERIALIZED (
+    SELECT * FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE
+), asked AS MATERIALIZED (
+    SELECT n.lease_id, n.details, array_agg(c.id ORDER BY c.id) AS ids
+      FROM unnest(%(leases)b::uuid[], %(details)b::text[]) WITH ORDINALITY AS n (lease_id, details, ordinal)
+      JOIN unnest(%(commands)b::bigint[], %(ordinals)b::integer[]) AS c (id, ordinal) USING (ordinal)
+     GROUP BY n.lease_id, n.details
+), given AS MATERIALIZED (
+    SELECT h.*, a.ids, a.details, h.open - cardinality(a.ids) AS left_open
+      FROM asked AS a JOIN held AS h USING (lease_id) WHERE NOT h.returned && a.ids
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM given WHERE left_open <= 0))
+), kept AS (
+    UPDATE busload.lease AS l SET returned = g.returned || g.ids, open = g.left_open FROM given AS g
+     WHERE l.lease_id = g.lease_id AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM given WHERE left_open > 0))
 ), rest AS (
-    SELECT id, id - row_number() OVER (ORDER BY id) AS island FROM lease CROSS JOIN unnest(%(commands)b::bigint[]) AS id
-), load AS (
-    SELECT min(rest.id) AS lo, max(rest.id) AS hi, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies,
-           l.lease_id, l.worker, l.since
-      FROM rest CROSS JOIN lease AS l
-     GROUP BY island, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.crashes, l.replies, l.lease_id, l.worker, l.since
+    SELECT g.lease_id, id, id - row_number() OVER (PARTITION BY g.lease_id ORDER BY id) AS island
+      FROM given AS g CROSS JOIN LATERAL unnest(g.ids) AS id
+), load AS MATERIALIZED (
+    SELECT part.lo, part.hi, g.domain, g.batch_id, g.priority, g.attempt, g.forgiven, g.crashes, g.replies, g.lease_id, g.worker,
+           g.since, g.details
+      FROM (SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island) AS part JOIN given AS g USING (lease_id)
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
     SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM load WHERE %(pause)s::float8 IS NULL
@@ -120,10 +131,10 @@ WITH lease AS (
     SELECT 'RELEASED', lo, hi, batch_id, attempt, lease_id, worker, json_build_object('since', since, 'crashes', crashes)
       FROM load WHERE %(pause)s::float8 IS NULL
     UNION ALL
-    SELECT 'NO_HANDLER', lo, hi, batch_id, attempt, lease_id, worker, %(details)s::text::json
+    SELECT 'NO_HANDLER', lo, hi, batch_id, attempt, lease_id, worker, details::json
       FROM load WHERE %(pause)s::float8 IS NOT NULL AND NOT EXISTS (
             SELECT FROM busload.event AS e
-             WHERE e.lo >> 10 = load.lo >> 10 AND e.lo <= load.lo AND e.hi >= load.hi AND e.type = 'NO_HANDLER')
+             WHERE e.lo >> 10 = load.lo >> 10 AND e.lo <= load.lo AND e.hi >= load.hi AND e.type = 'NO_HANDLER' OFFSET 0)
 )
-SELECT EXISTS (SELECT FROM lease),
+SELECT ARRAY(SELECT lease_id FROM given),
        (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS told);

@@ -206,17 +206,14 @@ class Claimer:
                 await self._release(conn, whole)
                 for lease in whole:
                     self._gave_back(lease, by_lease.pop(lease))
+            if not by_lease:
+                return
+            parts = {lease: [one.id for one in commands] for lease, commands in by_lease.items()}
+            types = ({one.command_type for one in commands} for commands in by_lease.values())
+            details = [encode({"command_types": sorted(each)}) for each in types]
+            await perform_async(conn, claim.give_back(parts, pause=pause, details=details))
             for lease, commands in by_lease.items():
-                ids = [one.id for one in commands]
-                if pause is None:
-                    plan = claim.hand_back(lease, ids)
-                else:
-                    details = encode({"command_types": sorted({one.command_type for one in commands})})
-                    plan = claim.give_back(lease, ids, pause=pause, details=details)
-                await perform_async(conn, plan)
                 self._gave_back(lease, commands)
-                if lease.unsettled <= 0:
-                    await self._release(conn, [lease])
 
     def _gave_back(self, lease: Lease, commands: list[Leased]) -> None:
         lease.running -= len(commands)
