@@ -1,9 +1,5 @@
 """RabbitMQ delivers, busload remembers: each task is tracked by two keys, and none is lost with its message.
-
-AMQP_URL=amqp://localhost python examples/tracker_rabbitmq.py
-"""
-
-from __future__ import annotations
+AMQP_URL=amqp://localhost python examples/tracker_rabbitmq.py"""
 
 import asyncio
 import json
@@ -31,22 +27,26 @@ async def publish(channel: AbstractChannel, execution: Execution) -> None:
 async def consume(tracker: TaskTracker, message: AbstractIncomingMessage) -> None:
     keys = json.loads(message.body)
     try:
-        execution = await tracker.claim(keys["taskId"], keys["executionId"])
-    except InvalidOperationError:  # two keys that do not belong together
-        await message.reject(requeue=False)
-        return
-    try:
-        if execution is not None:  # else it runs elsewhere or has ended; if its worker dies, `recover` brings it back
-            await process(execution)
-            await tracker.complete(execution)
-            print(f"{execution.task_key}: completed by attempt {execution.attempt}")
-        await message.ack()
+        execution = await tracker.claim(keys["taskId"], keys["executionId"])  # None: it runs elsewhere, or has ended
+        status = ExecutionStatus.COMPLETED if execution is None else await run(tracker, execution)
     except Superseded:  # this process was out of reach for so long that another one has taken over
+        status = ExecutionStatus.COMPLETED
+    except InvalidOperationError:  # two keys that do not belong together
+        status = ExecutionStatus.DLQ
+    if status is ExecutionStatus.COMPLETED:
         await message.ack()
+    else:
+        await message.reject(requeue=status is not ExecutionStatus.DLQ)
+
+
+async def run(tracker: TaskTracker, execution: Execution) -> ExecutionStatus:
+    try:
+        await process(execution)
     except Exception as error:
-        assert execution is not None
-        failed = await tracker.fail(execution, error)
-        await message.reject(requeue=failed.status is not ExecutionStatus.DLQ)
+        return (await tracker.fail(execution, error)).status
+    await tracker.complete(execution)
+    print(f"{execution.task_key}: completed by attempt {execution.attempt}")
+    return ExecutionStatus.COMPLETED
 
 
 async def process(execution: Execution) -> None:

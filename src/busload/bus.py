@@ -430,6 +430,10 @@ class CommandBus(_Face):
         """Every domain that is paused: since when, by whom and why."""
         return await self._read(self._requests.list_pauses())
 
+    async def pause_history(self, domain: str | None = None, *, limit: int = 100) -> list[Pause]:
+        """The pauses of a domain or of all, also those that are over: who paused and who resumed; newest first."""
+        return await self._read(self._requests.pause_history(domain, limit=limit))
+
     def _register(self, batch_id: UUID, on_complete: BatchCompletionCallback | BatchCommand | None) -> None:
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
             assert self._completions is not None
@@ -764,6 +768,10 @@ class SyncCommandBus(_Face):
     def list_pauses(self) -> list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return self._read(self._requests.list_pauses())
+
+    def pause_history(self, domain: str | None = None, *, limit: int = 100) -> list[Pause]:
+        """The pauses of a domain or of all, also those that are over: who paused and who resumed; newest first."""
+        return self._read(self._requests.pause_history(domain, limit=limit))
 
     def _watch(self, domain: str, batch_id: UUID, seconds: float | None) -> Iterator[BatchMetadata]:
         """Yield changes until the batch is complete or the time is up, on a connection of its own."""

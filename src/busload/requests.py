@@ -29,7 +29,7 @@ from busload.domain.command import (
     check_uuid,
     refuse,
 )
-from busload.domain.dedup import Dedup
+from busload.domain.dedup import TRACKED, Dedup
 from busload.domain.execution import Execution, ExecutionStatus, Failed, Succeeded
 from busload.domain.explanation import Explanation
 from busload.domain.ids import new_id
@@ -223,7 +223,7 @@ class Requests:
         dry_run: bool,
     ) -> Write[GroupAction]:
         problems = self._name(domain) + self._type(command_type) + _check_fingerprint(fingerprint)
-        problems += _check_rate(rate) + self._operator(operator)
+        problems += _check_rate(rate) + self._operator(operator) + _check_flag(dry_run, "dry_run")
         if action == "cancel":
             problems += check_text(reason, "reason", 4096)
         refuse(problems)
@@ -232,7 +232,7 @@ class Requests:
         checked = None if patch is None else self._patch(patch)
         decision = Decision(
             action=action,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.lower(),
             operator=operator,
             patch=None if checked is None else checked.operations,
             result=result,
@@ -271,11 +271,7 @@ class Requests:
         return store.report.batch_audit_trail(domain, batch_id)
 
     def prune(self, older_than: timedelta, *, archive: bool, dry_run: bool) -> store.prune.Pruning:
-        problems = [
-            Problem("INVALID_OPTION", f"/{name}", f"found {value!r:.80}, wanted True or False")
-            for name, value in (("archive", archive), ("dry_run", dry_run))
-            if not isinstance(value, bool)
-        ]
+        problems = _check_flag(archive, "archive") + _check_flag(dry_run, "dry_run")
         if not isinstance(older_than, timedelta) or not timedelta(0) < older_than <= LONGEST:
             message = f"found {older_than!r:.80}, wanted a timedelta of more than zero and at most {LONGEST.days} days"
             problems.append(Problem("INVALID_OPTION", "/older_than", message))
@@ -296,10 +292,14 @@ class Requests:
 
     def resume(self, domain: str, *, operator: str | None) -> Write[bool]:
         self._check_pause(domain, operator)
-        return Write(store.pause.resume(domain), one_statement=True)
+        return Write(store.pause.resume(domain, operator=operator), one_statement=True)
 
     def list_pauses(self) -> Plan[list[Pause]]:
         return store.pause.pauses()
+
+    def pause_history(self, domain: str | None, *, limit: int) -> Plan[list[Pause]]:
+        refuse(([] if domain is None else self._name(domain)) + check_number(limit, "limit", PAGE))
+        return store.pause.history(domain, limit=limit)
 
     def trace(self, task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
         problems = check_text(task_key, "task_key", self._limits.task_key_bytes)
@@ -315,7 +315,7 @@ class Requests:
         refuse(problems)
         data = metadata or {}
         execution_id = store.track.new_execution_id()
-        command = BatchCommand(store.track.TASK, execution_id, data, task_key=task_id, max_attempts=max_attempts)
+        command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
         send = self.send(queue, command, None, dedup)
         existing = dedup is not None and dedup.on_conflict == "return_existing"
         plan = store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
@@ -523,10 +523,16 @@ def _page(limit: int, offset: int, after: UUID | None) -> list[Problem]:
 
 
 def _check_fingerprint(fingerprint: object) -> list[Problem]:
-    if isinstance(fingerprint, str) and FINGERPRINT.match(fingerprint):
+    if isinstance(fingerprint, str) and FINGERPRINT.match(fingerprint.lower()):
         return []
     message = f"found {fingerprint!r:.80}, wanted the 12 hex digits that `busload troubleshooting groups` shows"
     return [Problem("INVALID_OPTION", "/fingerprint", message)]
+
+
+def _check_flag(value: object, name: str) -> list[Problem]:
+    if isinstance(value, bool):
+        return []
+    return [Problem("INVALID_OPTION", f"/{name}", f"found {value!r:.80}, wanted True or False")]
 
 
 def _check_rate(rate: object) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from busload.domain.cause import read_chunk
+from busload.domain.cause import read_chunk, summary
 from busload.domain.command import Command
 from busload.domain.retry import RetryPolicy
 from busload.store import operate
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RETRY = RetryPolicy(max_attempts=5, backoff=(1, 5, 30, 60))
 
 
-async def resolve(command: Command, ctx: HandlerContext) -> dict[str, Any]:
+async def resolve(command: Command, ctx: HandlerContext) -> dict[str, Any] | None:
     """Move the items of a chunk; they move if this completes, so that nothing is moved twice.
 
     Returns how many have moved, and which have not and why.
@@ -26,4 +26,4 @@ async def resolve(command: Command, ctx: HandlerContext) -> dict[str, Any]:
         lease_id = ctx._leased.lease.lease_id
         plan = operate.resolve(command.domain, chunk, action=command.batch_id, lease_id=lease_id, limits=limits)
         moved, left = await perform_async(conn, plan)
-    return {"moved": moved, "left": {str(command_id): why for command_id, why in left.items()}}
+    return summary(moved, left, limits)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -41,13 +44,34 @@ ONE_AT_A_TIME = Dedup()
 LEASE_FOR = timedelta(seconds=60)
 SHORTEST = timedelta(milliseconds=100)
 WAITING_FOR = timedelta(minutes=5)
+GLANCE, PATIENCE = 0.02, 5.0
+"""How often, and for how many seconds, a claim looks again at what a worker without a handler is about to give back."""
+
+
+class _AfterFork:
+    """Lets one thread of a process that was forked off make what all of them use there."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        """A lock that another thread held when the process forked would stay locked in the child."""
+        self.lock = threading.RLock()
+
+
+_after_fork = _AfterFork()
 
 
 class _Face:
     """What both faces share: names, checks, and being a worker."""
 
     def __init__(self, prefixes: Sequence[str], lease_for: timedelta, name: str | None) -> None:
-        if isinstance(prefixes, str) or not all(isinstance(prefix, str) for prefix in prefixes):
+        if (
+            isinstance(prefixes, str)
+            or not isinstance(prefixes, Sequence)
+            or not all(isinstance(prefix, str) for prefix in prefixes)
+        ):
             raise ValueError(f"prefixes must be a list of texts, found {prefixes!r}.")
         if not isinstance(lease_for, timedelta) or lease_for < SHORTEST:
             raise ValueError(f"lease_for must be a timedelta of at least {SHORTEST}, found {lease_for!r}.")
@@ -71,9 +95,10 @@ class _Face:
     @property
     def _presence(self) -> Presence:
         """A process that was forked off is a worker of its own: threads and connections stay behind in its parent."""
-        if self._own_presence.process != os.getpid():
-            self._own_presence = Presence(self._lease_for, self._name)
-        return self._own_presence
+        with _after_fork.lock:
+            if self._own_presence.process != os.getpid():
+                self._own_presence = Presence(self._lease_for, self._name)
+            return self._own_presence
 
 
 class TaskTracker(_Face):
@@ -134,15 +159,20 @@ class TaskTracker(_Face):
         task that waits gets it, under the id that was announced for its next execution or, if that is used up, another.
         """
         keys = self._bus._requests.claim_keys(task_id, execution_id)
-        presence = self._presence
+        presence, asked_at = self._presence, time.monotonic()
         while True:
             worker = presence.worker
             if worker is None:
                 worker = await asyncio.to_thread(presence.register, self._bus.dsn)
-            claim = await self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
-            if not claim.refused:
-                return presence.took(claim.execution)
-            presence.declared_dead(worker)
+            with presence.asking():
+                claim = await self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+                presence.took(claim.execution)
+            if claim.refused:
+                presence.declared_dead(worker)
+            elif claim.passing and time.monotonic() < asked_at + PATIENCE:
+                await asyncio.sleep(GLANCE)
+            else:
+                return claim.execution
 
     async def complete(self, execution: Execution, result: Any = None) -> Execution:
         """Say that a claimed task is done. `Superseded`: it was taken over meanwhile, and nothing was written."""
@@ -204,10 +234,11 @@ class SyncTaskTracker(_Face):
 
     @property
     def _bus(self) -> SyncCommandBus:
-        bus = self._opened or self._given
-        if bus._pool is not None and bus._process != os.getpid():
-            bus = self._opened = SyncCommandBus(bus.dsn, settings=bus.settings).open()
-        return bus
+        with _after_fork.lock:
+            bus = self._opened or self._given
+            if bus._pool is not None and bus._process != os.getpid():
+                bus = self._opened = SyncCommandBus(bus.dsn, settings=bus.settings).open()
+            return bus
 
     def __enter__(self) -> Self:
         return self
@@ -241,13 +272,18 @@ class SyncTaskTracker(_Face):
     def claim(self, task_id: str, execution_id: UUID | str) -> Execution | None:
         """Take a task for this process to run; None if it is not yours to run; see `TaskTracker.claim`."""
         keys = self._bus._requests.claim_keys(task_id, execution_id)
-        presence = self._presence
+        presence, asked_at = self._presence, time.monotonic()
         while True:
             worker = presence.worker or presence.register(self._bus.dsn)
-            claim = self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
-            if not claim.refused:
-                return presence.took(claim.execution)
-            presence.declared_dead(worker)
+            with presence.asking():
+                claim = self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+                presence.took(claim.execution)
+            if claim.refused:
+                presence.declared_dead(worker)
+            elif claim.passing and time.monotonic() < asked_at + PATIENCE:
+                time.sleep(GLANCE)
+            else:
+                return claim.execution
 
     def complete(self, execution: Execution, result: Any = None) -> Execution:
         """Say that a claimed task is done. `Superseded`: it was taken over meanwhile, and nothing was written."""
@@ -306,6 +342,8 @@ class Presence:
         # Renew at a third of the lease, so that two renewals may fail before tasks are lost.
         self._every = lease_for.total_seconds() / 3
         self._held: set[UUID] = set()
+        self._unanswered: dict[object, float] = {}
+        """Claims under way, and since when."""
         self._queues: dict[str, None] = {}
         self._lock = threading.Lock()
         self._dsn = ""
@@ -332,12 +370,23 @@ class Presence:
             if self.worker == worker:
                 self.worker = None
 
-    def took(self, execution: Execution | None) -> Execution | None:
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A claim is under way: its answer may have to wait for this process, whatever the database knows already."""
+        claim = object()
+        with self._lock:
+            self._unanswered[claim] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._unanswered[claim]
+
+    def took(self, execution: Execution | None) -> None:
         if execution is not None and execution.execution_id is not None:
             with self._lock:
                 self._held.add(execution.execution_id)
                 self._queues[execution.queue] = None
-        return execution
 
     def ended(self, execution: Execution) -> None:
         with self._lock:
@@ -347,20 +396,23 @@ class Presence:
     def close(self, *, hand_back: bool) -> None:
         with self._lock:
             thread, self._thread = self._thread, None
-            worker, self.worker = self.worker, None
+            self.worker = None
             self._stopping.set()
         if thread is not None:
             thread.join()
-        if worker is None:
+        if not (leaving := list(self.workers)):
             return
         try:
             with connect(self._dsn) as conn, conn.transaction():
-                left = perform(conn, track.leave(self.workers, worker=worker, hand_back=hand_back))
+                left = perform(conn, track.leave(leaving, hand_back=hand_back))
         except psycopg.OperationalError as error:  # then its leases lapse by themselves
             log.warning("The tracker could not say that it has stopped: %s", error)
             return
         if left and not hand_back:
             log.warning("The tracker was closed while %d executions ran; others may take them over later", left)
+            return
+        with self._lock:
+            self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def once(self, conn: Connection) -> None:
         """One heartbeat. Refused means that this worker was declared dead: it goes on under a new number."""
@@ -379,8 +431,10 @@ class Presence:
             return
         with self._lock:
             self._held -= held - renewal.leases
-            # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
-            unknown = list(renewal.settled - self._held)
+            # What was leased two heartbeats ago and is unknown here never arrived, unless the claim that took it is
+            # still under way: this process may have been too busy to read its answer.
+            oldest = min(self._unanswered.values(), default=math.inf)
+            unknown = [] if oldest < time.monotonic() - self._every else list(renewal.settled - self._held)
         if unknown:
             with conn.transaction():
                 perform(conn, rescue.release(unknown))
@@ -388,8 +442,8 @@ class Presence:
 
     def _register(self, conn: Connection) -> None:
         register = rescue.register(
-            name=self._name, domains=list(self._queues), concurrency=1, lease_for=self._lease_for
-        )
+            name=self._name, domains=list(self._queues), concurrency=0, lease_for=self._lease_for
+        )  # none at a time of those it would find by itself: it takes tasks by name
         self.worker = perform(conn, register)
         self.workers.append(self.worker)
 

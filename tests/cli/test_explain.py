@@ -97,7 +97,27 @@ def test_a_domain_is_paused_and_resumed_and_the_list_says_by_whom(
     assert (again.exit_code, again.stdout) == (0, "payments was not paused.\n")
     assert json.loads(busload("domain", "pause", DOMAIN, "--json").stdout) == {"domain": DOMAIN, "paused": True}
     assert json.loads(busload("domain", "resume", DOMAIN, "--json").stdout) == {"domain": DOMAIN, "resumed": True}
-    assert database.count("pause") == 0
+    assert database.value("SELECT count(*) FROM busload.pause WHERE resumed_at IS NULL") == 0
+
+
+def test_the_history_says_who_paused_and_who_resumed(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    nothing = busload("domain", "pauses")
+    assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", "Nothing was ever paused.\n")
+    busload("domain", "pause", DOMAIN, "--reason", "the bank is down", "--operator", "rosa")
+    busload("domain", "resume", DOMAIN, "--operator", "ada")
+    busload("domain", "pause", "crm", "--operator", "bob")
+
+    newest, oldest = json.loads(busload("domain", "pauses", "--json").stdout)
+    assert (newest["domain"], newest["operator"], newest["resumed_by"]) == ("crm", "bob", None)
+    assert (oldest["domain"], oldest["operator"], oldest["resumed_by"]) == (DOMAIN, "rosa", "ada")
+    heading, line = busload("domain", "pauses", DOMAIN).stdout.splitlines()
+    assert heading.split() == ["DOMAIN", "SINCE", "BY", "REASON", "RESUMED", "RESUMED", "BY"]
+    assert "rosa  the bank is down" in line and line.endswith("ada")
+    assert len(json.loads(busload("domain", "pauses", "--limit", 1, "--json").stdout)) == 1
+    assert "payments" not in busload("domain", "ls").stdout
+    sync_bus.send(DOMAIN, "Debit")
+    [found] = [one for one in json.loads(busload("domain", "ls", "--json").stdout) if one["domain"] == DOMAIN]
+    assert (found["ready"], found["pause"]) == (1, None)
 
 
 async def test_the_list_counts_what_is_in_each_place(busload: Busload, given: Given) -> None:

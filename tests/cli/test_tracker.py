@@ -143,8 +143,55 @@ def test_one_queue_can_be_compared_alone(busload: Busload, tracker: SyncTaskTrac
         "INSERT INTO legacy.task_tracker VALUES ('notifications:1', gen_random_uuid(), 'notifications', 'dlq')"
     )
     assert disagreements(busload, "--queue", QUEUE) == []
+    assert disagreements(busload, "--queue", "dev_jobs") == [("jobs:new", "missing there", "queued", None)]
     assert disagreements(busload, "--queue", "jobs") == [("jobs:new", "missing there", "queued", None)]
     assert len(disagreements(busload)) == 2
+
+
+def test_a_queue_goes_by_the_name_it_has_in_any_environment(
+    busload: Busload, tracker: SyncTaskTracker, database: Database
+) -> None:
+    """S3-18: as for `recover`; the old table may have it with its prefix and without."""
+    wrote_both(database, enqueued(tracker, "1"))
+    database.rows("INSERT INTO legacy.task_tracker VALUES ('partner_tasks:2', NULL, 'partner_tasks', 'dlq')")
+    expected = [("partner_tasks:2", "missing here", None, "dlq")]
+    for name in (QUEUE, f"dev_{QUEUE}", f"prod_{QUEUE}"):
+        assert disagreements(busload, "--queue", name) == expected
+
+
+@pytest.mark.parametrize("kind", ["uuid", "bigint", "varchar(50)"])
+def test_an_old_table_whose_ids_are_no_texts(
+    busload: Busload, tracker: SyncTaskTracker, database: Database, kind: str
+) -> None:
+    """S3-18."""
+    task_id = str(uuid4()) if kind == "uuid" else "7"
+    execution = tracker.enqueue(task_id, queue=QUEUE)
+    assert execution is not None
+    database.rows(f"ALTER TABLE legacy.task_tracker ALTER task_id TYPE {kind} USING NULL")
+    wrote_both(database, execution)
+    assert disagreements(busload) == []
+    tracker.claim(task_id, str(execution.execution_id))
+    assert disagreements(busload, "--queue", QUEUE) == [(task_id, "status differs", "processing", "queued")]
+
+
+@pytest.mark.parametrize("name", ["", ".", "legacy.", ".task_tracker", "a.b.c", "a.b.c.d"])
+def test_a_name_that_is_no_tables_is_refused(busload: Busload, name: str) -> None:
+    result = busload("tracker", "compare", "--table", name)
+    assert result.exit_code == 2 and "wanted a table" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["50%.s", "pg_catalog.pg_class", "100%s"])
+def test_a_table_that_cannot_be_read_as_one_is_refused(busload: Busload, name: str) -> None:
+    result = busload("tracker", "compare", "--table", name)
+    assert result.exit_code == 2 and "does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_comparison_that_lists_nothing_is_refused(busload: Busload, tracker: SyncTaskTracker, limit: int) -> None:
+    """It would say that there is no disagreement."""
+    enqueued(tracker, "1")
+    result = busload(*OLD, "--limit", limit)
+    assert result.exit_code == 2 and "--limit" in result.stderr
 
 
 def test_an_old_table_elsewhere_with_other_names(
@@ -230,6 +277,23 @@ def test_recover_takes_back_what_dead_workers_held(
     assert busload("tracker", "recover", "--queue", QUEUE).exit_code == 0
     assert [str(one.status) for one in tracker.history(str(running.task_key))] == ["lost", "queued"]
     database.check_invariants()
+
+
+def test_looking_shows_what_dead_workers_hold(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
+    """Nobody may have taken it back: without a loop that recovers, this is where it is seen."""
+    running = brought_to(tracker, "processing")
+    look = ("tracker", "recover", "--queue", QUEUE, "--dry-run", "--json")
+    assert json.loads(busload(*look).stdout) == []
+    database.rows("UPDATE busload.worker SET seen_at = now() - 2 * lease_for")
+    for _ in range(2):
+        [found] = json.loads(busload(*look).stdout)
+        assert (found["task_key"], found["execution_id"]) == (running.task_key, str(running.execution_id))
+        assert (found["status"], found["worker"]) == ("lost", running.worker)
+    assert "lost" in busload(*look[:-1]).stdout
+    database.rows("UPDATE busload.worker SET seen_at = now(), stopped_at = now()")
+    assert len(json.loads(busload(*look).stdout)) == 1
+    assert json.loads(busload("tracker", "recover", "--queue", "jobs", "--dry-run", "--json").stdout) == []
+    assert [str(one.status) for one in tracker.history(str(running.task_key))] == ["processing"]
 
 
 @pytest.mark.parametrize(

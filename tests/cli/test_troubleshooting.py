@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 
 from busload import BatchStatus, CommandStatus
-from tests.cli.conftest import Busload
+from tests.cli.conftest import Busload, Spawn, Until
 from tests.given import DOMAIN, Given
 
 
@@ -139,7 +140,8 @@ async def test_a_group_is_resolved_by_a_batch_of_its_own(
     assert would.stdout.startswith(f"Would {verb} 2 commands in {DOMAIN}; nothing was done.\n")
     assert given.database.everything() == before
 
-    said = busload("troubleshooting", verb, "--group", cause, "--operator", "ada", *options).stdout
+    capitals = cause.upper()
+    said = busload("troubleshooting", verb, "--group", capitals, "--operator", "ada", *options).stdout
     batch_id = UUID(said.split()[1])
     assert said == f"Batch {batch_id} will {verb} 2 commands in {DOMAIN}.\n"
     await given.drained()
@@ -184,6 +186,53 @@ async def test_wait_follows_the_batch_until_it_completes(busload: Busload, given
     assert result.stdout.splitlines()[-1].startswith("1/1  completed 1")
     assert result.stdout.splitlines()[-1].endswith("COMPLETED")
     assert await given.bus.troubleshooting.list(DOMAIN) == []
+
+
+async def test_wait_says_once_why_nothing_moves(given: Given, spawn: Spawn, until: Until, tmp_path: Path) -> None:
+    await given.in_troubleshooting(3)
+    cause = await cause_of(given)
+    await given.bus.pause(DOMAIN, operator="rosa")
+    process = spawn("troubleshooting", "cancel", "--group", cause, "--reason", "no", "--wait")
+    said = tmp_path / "said.txt"
+    await asyncio.to_thread(until, lambda: "paused" in said.read_text())
+    await given.bus.resume(DOMAIN)
+    await given.drained()
+    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert said.read_text().count("paused") == 1
+    assert said.read_text().splitlines()[-1].startswith("1/1  completed 1")
+
+
+async def test_commands_are_held_in_one_order_whatever_the_order_of_their_ids(
+    busload: Busload, given: Given, dsn: str, until: Until
+) -> None:
+    """Two operators who name the same commands in opposite order would wait for each other"""
+    _, command_ids = await given.in_troubleshooting(2)
+    low, high = sorted(command_ids)
+    hold = (
+        "SELECT FROM busload.troubleshooting WHERE command = (SELECT id FROM busload.command WHERE command_id = %s)"
+        " FOR UPDATE NOWAIT"
+    )
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with psycopg.connect(dsn) as first:
+        first.execute(hold, [low])
+        retry = asyncio.create_task(asyncio.to_thread(busload, "troubleshooting", "retry", high, low))
+        await asyncio.to_thread(until, lambda: given.database.value(waits))
+        with psycopg.connect(dsn) as second:
+            second.execute(hold, [high])
+    said = await retry
+    assert said.stdout == f"Retried {high} in payments.\nRetried {low} in payments.\n"
+
+
+async def test_groups_shows_in_what_messages_differ(busload: Busload, given: Given) -> None:
+    await given.in_troubleshooting(2)
+    given.database.rows(
+        "UPDATE busload.troubleshooting SET error = json_build_object('type', 'E', 'message', 'No account ' || command)"
+    )
+    messages = json.loads(busload("troubleshooting", "groups", "--json").stdout)[0]["messages"]
+    assert len(messages) == 2
+    _, row, also = busload("troubleshooting", "groups").stdout.splitlines()
+    assert f"E: {messages[0]}" in row
+    assert also.strip() == f"also: {messages[1]}"
 
 
 async def test_a_group_in_several_domains_needs_one_named(busload: Busload, given: Given) -> None:
@@ -234,6 +283,8 @@ async def test_a_group_is_named_instead_of_commands_and_exists(busload: Busload,
         (1, ("retry", "--group", "0123456789ab")),
         (1, ("retry", "--group", "0123456789ab", "--domain", DOMAIN)),
         (1, ("retry", "--group", cause, "--domain", "crm")),
+        (1, ("retry", "--group", cause, "--type", "Typo")),
+        (1, ("retry", "--group", cause, "--type", "Typo", "--dry-run")),
     ]
     for exit_code, arguments in wrong:
         refused = busload("troubleshooting", *arguments)

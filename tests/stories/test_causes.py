@@ -30,9 +30,11 @@ from busload import (
     Settings,
     Superseded,
     SyncCommandBus,
+    Worker,
 )
 from busload.domain.cause import CHUNK, PRIORITY, RESOLVE, read_chunk
 from busload.store import operate
+from busload.store.plan import execute, perform_async
 from busload.store.schema.migrate import migrations
 from busload.testing import TestServer
 from tests.given import DOMAIN, Database, Given, counts
@@ -126,9 +128,14 @@ SAME = {
     "numbers": ["Account 17 is closed", "Account 4,018.50 is closed", "Account -3 is closed"],
     "ids": ["No key 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01", "No key ffffc5d2-8000-4c11-9d2e-5b1c8a6e4f02"],
     "hex": ["The hash deadbeefcafe is wrong", "The hash 12ADBEEF0000 is wrong"],
-    "odd ids": ["Order ord_8Hx92kLq is lost", "Order ord_zzz99aBc is lost"],
-    "quotes": ["Customer 'Bob' is unknown", "Customer 'Ann Lee' is unknown"],
-    "double quotes": ['No "x" here', 'No "why not" here'],
+    "odd ids": ["Order ord_8Hx92kLq is lost", "Order ord_z1z99aBc is lost"],
+    "long numbers": ["Invoice 9 is paid", "Invoice 123456 is paid", "Invoice 1234567890123 is paid"],
+    "quotes": ["Customer 'Bob Ray' is unknown", "Customer 'Ann Lee' is unknown", "Customer 'C-17' is unknown"],
+    "double quotes": ['No "x y" here', 'No "why not" here', 'No "user1234" here'],
+    "names with a number": ["No table 'part_1'", "No table 'part_2'"],
+    "bytes": ["byte 0xff in position 0", "byte 0xfe in position 10"],
+    "no status": ["status of account 404 is odd", "status of account 503 is odd"],
+    "numbers after status": ["status 1234", "status 99"],
     "apostrophes": ["can't find the customer's order 7", "can't find the customer's order 12"],
     "times": ["Late at 2026-11-16T04:53:56.123Z", "Late at 2026-11-17 04:53:56+02:00"],
     "e-mail": ["Nobody is bob@example.com here", "Nobody is ann.lee+x@mail.example.org here"],
@@ -137,6 +144,28 @@ SAME = {
     "addresses": ["<Car at 0x7f3a12ff00>", "<Car at 0x7f3a12ff08>"],
 }
 OTHER = [
+    "'NoneType' object has no attribute 'amount'",
+    "'Order' object has no attribute 'currency'",
+    "No module named 'foo'",
+    "No module named 'bar.baz'",
+    'duplicate key value violates unique constraint "orders_pkey"',
+    'duplicate key value violates unique constraint "users_email_key"',
+    'column "a" does not exist',
+    'column "b" does not exist',
+    "no such column: `a`",
+    "no such column: `b`",
+    "HTTP 404",
+    "HTTP 503",
+    "HTTP/1.1 404 from the bank",
+    "HTTP/1.1 503 from the bank",
+    "HTTP Error 404: no",
+    "HTTP Error 503: no",
+    "The bank said status_code=404",
+    "The bank said status_code=503",
+    "The bank said {'status': 404}",
+    "The bank said {'status': 503}",
+    "oauth2_token failed",
+    "base64_decode failed",
     "'amount'",
     "'customer'",
     "S3 is away",
@@ -159,6 +188,17 @@ def test_messages_that_differ_in_words_types_or_codes_have_not(database: Databas
     assert len({fingerprint(database, message) for message in messages}) == len(messages)
     kinds = [("KeyError", None), ("ValueError", None), ("KeyError", "A"), ("KeyErrorA", None)]
     assert len({fingerprint(database, "x", *kind) for kind in kinds}) == 4
+
+
+async def test_a_group_shows_messages_that_differ(bus: CommandBus, given: Given) -> None:
+    """At most three, the oldest first, so that a person sees what was taken for the same"""
+    fails(given)
+    for n in (1, 1, 2, 3, 4):
+        await failed(given, "A", message=f"No account {n}")
+    await failed(given, "B", message="Closed")
+    [a, b] = await bus.troubleshooting.groups(DOMAIN)
+    assert (a.count, a.message, a.messages) == (5, "No account 1", ("No account 1", "No account 2", "No account 3"))
+    assert (b.messages, len(a.command_ids)) == (("Closed",), 3)
 
 
 def fingerprint(database: Database, message: str, kind: str = "ValueError", code: str | None = None) -> str:
@@ -296,6 +336,32 @@ async def test_only_one_type_of_a_group_may_be_decided_on(bus: CommandBus, given
     assert (left.fingerprint, left.count, left.command_types) == (a, 2, ("Debit",))
 
 
+async def test_a_type_of_which_nothing_waits_for_the_cause_is_refused(bus: CommandBus, given: Given) -> None:
+    """A slip of the pen, not a decision that was carried out; one that was may be repeated"""
+    fails(given)
+    fails(given, "Credit")
+    await failed(given, "A")
+    await failed(given, "A", "Credit")
+    a = await fingerprint_of(bus, "A")
+    await bus.troubleshooting.cancel_group(DOMAIN, a, command_type="Credit", reason="no")
+    await given.drained()
+    before = given.database.everything()
+    with pytest.raises(InvalidOperationError, match="of type 'Typo'"):
+        await bus.troubleshooting.cancel_group(DOMAIN, a, command_type="Typo", reason="no")
+    again = await bus.troubleshooting.cancel_group(DOMAIN, a, command_type="Credit", reason="no")
+    assert (again.batch_id, again.count) == (None, 0)
+    assert given.database.everything() == before
+
+
+@every_action
+async def test_a_fingerprint_may_be_in_capitals(bus: CommandBus, given: Given, action: Action) -> None:
+    fails(given)
+    await failed(given, "ABCDEF")
+    a = max((group.fingerprint for group in await bus.troubleshooting.groups(DOMAIN)), key=lambda f: f != f.upper())
+    done = await action(bus, a.upper())
+    assert (done.fingerprint, done.count) == (a, 1)
+
+
 async def test_what_belongs_to_a_canceled_batch_is_not_tried_again(bus: CommandBus, given: Given) -> None:
     """As a single retry would not; it can still be completed or canceled"""
     fails(given)
@@ -325,6 +391,93 @@ async def test_an_action_is_divided_into_chunks(bus: CommandBus, given: Given) -
     await given.drained()
     assert [result["moved"] for result in await results_of(bus, action.batch_id)] == [CHUNK, CHUNK, 1]
     assert (await given.batch_now(batch_id)).canceled_count == 2 * CHUNK + 1
+
+
+async def test_a_chunk_of_a_patch_is_bounded_by_its_bytes(bus: CommandBus, given: Given) -> None:
+    """Else a few hundred large commands would be one transaction of many seconds"""
+    repaired = fails(given)
+    batch_id = await failed(given, "A" * 12, text="é" * 300_000)
+    a = await fingerprint_of(bus, "A")
+    plain = await bus.troubleshooting.retry_group(DOMAIN, a, dry_run=True)
+    assert (plain.count, [item.before["n"] for item in plain.sample]) == (12, [0, 1, 2])
+
+    action = await bus.troubleshooting.retry_group(DOMAIN, a, patch=EUROS)
+    assert action.batch_id is not None
+    parts = [len(c.data["command_ids"]) for c in await bus.list_batch_commands(DOMAIN, action.batch_id)]
+    assert parts == [3, 3, 3, 3]
+    repaired.add("A")
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (12, 12, 0, 0, 0)
+
+
+async def test_what_a_decision_adds_counts_as_well(bus: CommandBus, given: Given) -> None:
+    """It is kept with every command: in its data or in its trail"""
+    fails(given)
+    await failed(given, "A" * 10)
+    a, large = await fingerprint_of(bus, "A"), "x" * 900_000
+    patched = await bus.troubleshooting.retry_group(DOMAIN, a, patch=[{"op": "add", "path": "/a", "value": large}])
+    completed = await bus.troubleshooting.complete_group(DOMAIN, a, result=large)
+    for action, sizes in ((patched, [2] * 5), (completed, [4, 4, 2])):
+        assert action.batch_id is not None
+        parts = [len(c.data["command_ids"]) for c in await bus.list_batch_commands(DOMAIN, action.batch_id)]
+        assert sorted(parts, reverse=True) == sizes
+
+
+async def test_a_page_of_large_data_is_read_in_parts(database: Database, bus: CommandBus, given: Given) -> None:
+    fails(given)
+    await failed(given, "A" * 5, text="x" * 1000)
+    commands = [command for (command,) in database.rows("SELECT command FROM busload.troubleshooting ORDER BY command")]
+    for most, read in ((1, 1), (2000, 2), (10**9, 6)):
+        plan = perform_plan(execute(operate.SQL.data_of, commands=[*commands, -1], bytes=most), bus)
+        texts = [text for (text,) in await plan]
+        assert len(texts) == read
+        assert [None if text is None else json.loads(text)["n"] for text in texts] == [0, 1, 2, 3, 4, None][:read]
+
+
+async def perform_plan(plan: Any, bus: CommandBus) -> Any:
+    async with bus.pool.connection() as conn:
+        return await perform_async(conn, plan)
+
+
+@pytest.mark.parametrize("data_bytes", [3000, 400, 60, 40, 4])
+async def test_a_chunk_that_left_many_behind_completes_within_any_limit(
+    dsn: str, bus: CommandBus, given: Given, data_bytes: int
+) -> None:
+    """Else its result would be refused, and what it moved would be undone, each time it is tried"""
+    fails(given)
+    batch_id = await failed(given, "A" * 251)
+    a = await fingerprint_of(bus, "A")
+    action = await bus.troubleshooting.cancel_group(DOMAIN, a, reason="no")
+    assert action.batch_id is not None
+    for item in await bus.troubleshooting.list(DOMAIN, limit=250):
+        await bus.troubleshooting.cancel(DOMAIN, item.command_id, reason="by hand")
+    limits = InputLimits(payload=PayloadLimits(data_bytes=data_bytes))
+    async with CommandBus(dsn, settings=Settings(limits=limits)) as small:
+        small.handler(DOMAIN, "Debit")(nothing)
+        await Worker(small).drain()
+
+    [result] = await results_of(bus, action.batch_id)
+    assert (await given.batch_now(action.batch_id)).status == "COMPLETED"
+    assert (await given.batch_now(batch_id)).canceled_count == 251
+    if data_bytes >= 60:
+        assert (result["moved"], len(result["left"]) + result["others"]) == (1, 250)
+    assert result is None or len(json.dumps(result, separators=(",", ":"))) <= data_bytes
+
+
+async def nothing(command: Command, ctx: HandlerContext) -> None:
+    """Runs, and that is all."""
+
+
+async def test_a_chunk_tells_of_a_hundred_that_it_left_behind(bus: CommandBus, given: Given) -> None:
+    fails(given)
+    await failed(given, "A" * 120)
+    action = await bus.troubleshooting.cancel_group(DOMAIN, await fingerprint_of(bus, "A"), reason="no")
+    for item in await bus.troubleshooting.list(DOMAIN, limit=120):
+        await bus.troubleshooting.cancel(DOMAIN, item.command_id, reason="by hand")
+    await given.drained()
+    [result] = await results_of(bus, action.batch_id)
+    assert (result["moved"], len(result["left"]), result["others"]) == (0, 100, 20)
+    assert set(result["left"].values()) == {"it is CANCELED"}
 
 
 async def test_a_rate_spreads_an_action_over_time(bus: CommandBus, given: Given) -> None:
@@ -459,19 +612,20 @@ async def test_an_action_moves_its_items_with_its_completion_or_not_at_all(bus: 
     assert (await given.batch_now(batch_id)).canceled_count == 2
 
 
-async def test_what_is_moved_is_undone_if_the_chunk_cannot_complete(dsn: str, given: Given) -> None:
-    """Its result is too large for this worker, so a person looks at it; nothing has moved"""
+async def test_what_is_moved_is_undone_if_the_chunk_cannot_complete(bus: CommandBus, given: Given) -> None:
+    """The database refuses its completion, so it is tried again; nothing has moved until it completes"""
     fails(given)
     batch_id = await failed(given, "AA")
-    await given.bus.troubleshooting.cancel_group(DOMAIN, await fingerprint_of(given.bus, "A"), reason="no")
-    tiny = Settings(limits=InputLimits(payload=PayloadLimits(data_bytes=10)))
-    async with CommandBus(dsn, settings=tiny) as bus:
-        await Given(bus, given.database, given.settings).drained()
-    assert (await given.batch_now(batch_id)).in_troubleshooting_count == 2
-    [chunk] = await given.bus.troubleshooting.list(DOMAIN, command_type=RESOLVE)
-    assert chunk.reason == "RESULT_INVALID"
+    action = await bus.troubleshooting.cancel_group(DOMAIN, await fingerprint_of(bus, "A"), reason="no")
+    assert action.batch_id is not None
+    given.database.rows("ALTER TABLE busload.execution ADD CONSTRAINT refused CHECK (outcome <> 'COMPLETED') NOT VALID")
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 0, 2)
+    [chunk] = await bus.list_batch_commands(DOMAIN, action.batch_id)
+    assert (chunk.attempts, chunk.last_error_type) == (1, "CheckViolation")
 
-    await given.bus.troubleshooting.retry(DOMAIN, chunk.command_id)
+    given.database.rows("ALTER TABLE busload.execution DROP CONSTRAINT refused")
+    given.make_due()
     await given.drained()
     assert (await given.batch_now(batch_id)).canceled_count == 2
 
@@ -648,7 +802,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a domain": ({"domain": "no domain"}, "/domain"),
     "a type": ({"command_type": "no type"}, "/command_type"),
     "a short fingerprint": ({"fingerprint": "abc"}, "/fingerprint"),
-    "upper case": ({"fingerprint": "ABCDEF012345"}, "/fingerprint"),
+    "capitals that are no hex digits": ({"fingerprint": "ABCDEF01234G"}, "/fingerprint"),
     "no fingerprint": ({"fingerprint": None}, "/fingerprint"),
     "no rate": ({"rate": 0}, "/rate"),
     "a negative rate": ({"rate": -1.0}, "/rate"),
@@ -658,6 +812,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a rate in words": ({"rate": "10"}, "/rate"),
     "NUL in the operator": ({"operator": "a\0da"}, "/operator"),
     "no operator": ({"operator": ""}, "/operator"),
+    "a dry run in words": ({"dry_run": "no"}, "/dry_run"),
+    "a dry run that is neither": ({"dry_run": None}, "/dry_run"),
 }
 
 

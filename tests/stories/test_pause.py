@@ -11,7 +11,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from busload import BatchCommand, Command, CommandBus, HandlerContext, InvalidCommandError, SyncCommandBus
+from busload import (
+    BatchCommand,
+    Command,
+    CommandBus,
+    HandlerContext,
+    InvalidCommandError,
+    SyncCommandBus,
+    TaskTracker,
+)
 from busload.worker.worker import _Running
 from tests.given import DOMAIN, Database, Given, eventually
 
@@ -197,6 +205,55 @@ async def test_pausing_twice_and_resuming_what_is_not_paused_change_nothing(bus:
     assert await bus.list_pauses() == []
 
 
+async def test_who_paused_and_who_resumed_is_kept(bus: CommandBus, given: Given) -> None:
+    """Also when it is over, which no worker and no explanation takes for a pause"""
+    given.handler()
+    assert await bus.pause_history() == []
+    await bus.pause(DOMAIN, reason="the bank is down", operator="rosa")
+    await bus.resume(DOMAIN, operator="ada")
+    await bus.pause("crm", operator="rosa")
+    await bus.pause(DOMAIN, reason="again", operator="bob")
+    await bus.resume(DOMAIN)
+
+    [third, second, first] = await bus.pause_history()
+    assert [(p.domain, p.reason, p.operator, p.resumed_by) for p in (first, second, third)] == [
+        (DOMAIN, "the bank is down", "rosa", "ada"),
+        ("crm", None, "rosa", None),
+        (DOMAIN, "again", "bob", None),
+    ]
+    assert first.resumed_at is not None and third.resumed_at is not None and second.resumed_at is None
+    assert first.since <= first.resumed_at <= third.since
+    assert await bus.pause_history(DOMAIN) == [third, first]
+    assert await bus.pause_history(limit=1) == [third]
+    assert await bus.list_pauses() == [second]
+
+    batch_id = await given.batch(2)
+    assert "PAUSED" not in [reason.code for reason in (await bus.explain_batch(DOMAIN, batch_id)).reasons]
+    assert await given.drained() == 2
+    tracker = TaskTracker(bus)
+    execution = await tracker.enqueue("invoice:7", queue=DOMAIN)
+    assert execution is not None and execution.execution_id is not None
+    assert [task.task_key for task in await tracker.recover(DOMAIN, waiting_for=timedelta(0))] == ["invoice:7"]
+    claimed = await tracker.claim("invoice:7", execution.execution_id)
+    assert claimed is not None
+    await tracker.complete(claimed)
+    await tracker.close()
+
+
+async def test_of_many_who_pause_at_once_one_is_kept(bus: CommandBus, database: Database) -> None:
+    for _ in range(3):
+        paused = await asyncio.gather(*(bus.pause(DOMAIN, operator=f"o{n}") for n in range(8)))
+        resumed = await asyncio.gather(*(bus.resume(DOMAIN, operator=f"o{n}") for n in range(8)))
+        assert (sum(paused), sum(resumed)) == (1, 1)
+    assert database.count("pause") == 3
+
+
+@pytest.mark.parametrize(("domain", "limit"), [("a b", 1), (None, -1), (None, "1"), (7, 1)])
+async def test_a_history_of_nothing_is_refused(bus: CommandBus, domain: Any, limit: Any) -> None:
+    with pytest.raises(InvalidCommandError):
+        await bus.pause_history(domain, limit=limit)
+
+
 async def test_a_pause_joins_a_transaction(bus: CommandBus, conn: psycopg.AsyncConnection) -> None:
     async with conn.transaction(force_rollback=True):
         assert await bus.pause(DOMAIN, conn=conn)
@@ -235,3 +292,4 @@ def test_the_sync_bus_pauses_too(sync_bus: SyncCommandBus) -> None:
     assert (pause.operator, pause.reason) == ("rosa", "the bank is down")
     assert sync_bus.resume(DOMAIN)
     assert not sync_bus.resume(DOMAIN)
+    assert [over.since for over in sync_bus.pause_history(DOMAIN)] == [pause.since]

@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import logging
 import multiprocessing
+import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,7 @@ import psycopg
 import pytest
 
 from busload import (
+    Blocker,
     BusinessRuleError,
     CommandBus,
     Dedup,
@@ -31,6 +34,8 @@ from busload import (
     TaskTracker,
     task_key,
 )
+from busload.store import claim as claims
+from busload.store import rescue
 from busload.testing import TestServer
 from tests.given import Database, Given
 
@@ -227,6 +232,44 @@ async def test_a_duplicate_can_be_an_error_that_names_the_holder(tracker: TaskTr
         await tracker.enqueue(TASK, queue=QUEUE, dedup=Dedup(on_conflict="raise"))
     assert refused.value.holders == {TASK: first.command_id}
     assert database.everything() == before
+
+
+async def test_the_holder_may_be_no_task_at_all(tracker: TaskTracker, bus: CommandBus, database: Database) -> None:
+    """S3-D5: a command of a worker has no execution that could be claimed."""
+    holder = await bus.send(QUEUE, "Import", task_key=TASK, dedup=Dedup())
+    before = database.everything()
+    with pytest.raises(InvalidOperationError, match=f"{holder.command_id} of type 'Import'"):
+        await tracker.enqueue(TASK, queue=QUEUE, dedup=Dedup(on_conflict="return_existing"))
+    assert database.everything() == before
+    assert await tracker.enqueue(TASK, queue=QUEUE) is None
+
+
+async def test_the_handle_of_what_exists_tells_what_its_history_tells(
+    tracker: TaskTracker, given: Given, database: Database
+) -> None:
+    """S3-D5: in every state; one that waits has an id that can be claimed with."""
+    existing = Dedup(on_conflict="return_existing")
+
+    async def handle() -> Execution:
+        found = await tracker.enqueue(TASK, queue=QUEUE, dedup=existing)
+        [*_, newest] = await tracker.history(TASK)
+        assert found is not None and replace(newest, execution_id=found.execution_id) == found
+        assert newest.execution_id in (found.execution_id, None)
+        return found
+
+    running = await claimed(tracker)
+    assert (await handle()).status == "processing"
+    given.died(worker_of(running, database))
+    given.rescued()
+    assert (await handle()).status == "queued"
+    await tracker.fail(await claim(tracker, running), "timeout")
+    assert (await handle()).attempt == 2
+    await tracker.fail(await claim(tracker, running), PermanentCommandError("no"))
+    assert (await handle()).status == "dlq"
+    retried = await tracker.retry(TASK, operator="rosa")
+    assert (await handle()).execution_id == retried.execution_id
+    await tracker.complete(await claim(tracker, retried))
+    assert (await handle()).status == "completed"
 
 
 async def test_without_dedup_a_task_can_run_beside_itself(tracker: TaskTracker) -> None:
@@ -730,6 +773,147 @@ async def test_a_closed_tracker_can_claim_again(bus: CommandBus) -> None:
     await tracker.close()
 
 
+async def test_a_tracker_retires_under_every_number_it_has_had(bus: CommandBus, database: Database) -> None:
+    """Also under one that it kept for what still ran when it was closed before."""
+    tracker = TaskTracker(bus)
+    running = await claimed(tracker)
+    await tracker.close()
+    again = await claimed(tracker, "jobs:2", queue="jobs")
+    for execution in (running, again):
+        await tracker.complete(execution)
+    await tracker.close()
+    assert database.rows("SELECT stopped_at IS NULL, lost FROM busload.worker") == [(False, False)] * 2
+
+
+async def test_a_tracker_that_closes_again_retires(bus: CommandBus, database: Database) -> None:
+    tracker = TaskTracker(bus)
+    running = await claimed(tracker)
+    await tracker.close()
+    await tracker.complete(running)
+    await tracker.close()
+    assert database.rows("SELECT stopped_at IS NULL, lost FROM busload.worker") == [(False, False)]
+
+
+async def test_an_id_that_was_handed_back_is_used_up(bus: CommandBus, tracker: TaskTracker) -> None:
+    """The next execution has another: the history does not announce this one again."""
+    async with TaskTracker(bus) as leaving:
+        running = await claimed(leaving)
+        await leaving.close(hand_back=True)
+    assert [one.execution_id for one in await tracker.history(TASK) if one.status == "queued"] == [None]
+    assert (await claim(tracker, running)).execution_id != running.execution_id
+
+
+# -- beside workers ---------------------------------------------------------------------------------------------
+
+
+def held_by_a_worker(given: Given, database: Database) -> UUID:
+    """A worker that serves the domain has claimed the task, for as long as it takes to see that it has no handler."""
+    worker = given.registered_worker()
+    [leased] = database.perform(claims.claim(worker=worker, domains=[QUEUE], limit=1)).leased
+    return UUID(str(leased.lease.lease_id))
+
+
+async def test_a_worker_in_the_same_domain_takes_no_task_away(tracker: TaskTracker, given: Given) -> None:
+    """It claims what it has no handler for and gives it back; a claim by name waits for that."""
+    given.bus.handler(QUEUE, "Import")(lambda command, ctx: None)
+    async with given.running(domains=[QUEUE]):
+        for n in range(100):
+            await tracker.complete(await claimed(tracker, f"jobs:{n}"))
+
+
+async def test_a_claim_waits_for_a_worker_to_give_its_task_back(
+    tracker: TaskTracker, given: Given, database: Database
+) -> None:
+    queued = await enqueued(tracker)
+    lease_id = held_by_a_worker(given, database)
+    asked = asyncio.create_task(tracker.claim(TASK, str(queued.execution_id)))
+    done, _ = await asyncio.wait([asked], timeout=0.3)
+    assert not done
+    database.perform(rescue.release([lease_id]))
+    running = await asked
+    assert running is not None
+    await tracker.complete(running)
+    database.check_invariants()
+
+
+async def test_a_worker_that_runs_tracked_tasks_itself_is_not_waited_for_for_ever(
+    tracker: TaskTracker, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busload.tracker.PATIENCE", 0.1)
+    queued = await enqueued(tracker)
+    held_by_a_worker(given, database)
+    assert await tracker.claim(TASK, str(queued.execution_id)) is None
+
+
+async def test_what_a_worker_gave_back_is_recovered_whenever_it_is_due(
+    tracker: TaskTracker, given: Given, database: Database
+) -> None:
+    """S3-D2: when the worker will look at it again says nothing about its message. Once, as ever."""
+    queued = await enqueued(tracker)
+    given.bus.handler(QUEUE, "Import")(lambda command, ctx: None)
+    await given.drained(domains=[QUEUE])
+    database.rows("UPDATE busload.scheduled SET run_at = now() + interval '1 day'")
+    assert database.rows("SELECT reason FROM busload.scheduled") == [("NO_HANDLER",)]
+    database.rows("UPDATE busload.command SET created_at = created_at - interval '6 min'")
+    [found] = await tracker.recover(QUEUE)
+    assert found.execution_id == queued.execution_id
+    assert await tracker.recover(QUEUE) == []
+    await tracker.complete(await claim(tracker, found))
+
+
+# -- why it is not finished -------------------------------------------------------------------------------------
+
+
+async def reasons(bus: CommandBus, task: Execution) -> list[tuple[Blocker, str]]:
+    explanation = await bus.explain_command(QUEUE, task.command_id)
+    return [(reason.code, reason.message + " " + reason.advice) for reason in explanation.reasons]
+
+
+async def test_a_task_that_waits_needs_somebody_to_claim_it(
+    tracker: TaskTracker, bus: CommandBus, given: Given, database: Database
+) -> None:
+    """No busload worker could help: it was enqueued, has failed, was recovered, or a worker gave it back."""
+    task = await enqueued(tracker)
+    [(code, said)] = await reasons(bus, task)
+    assert code == Blocker.NOT_CLAIMED and "busload worker" not in said
+    assert "has claimed it" in said and f"busload tracker recover --queue {QUEUE}" in said
+    assert "not claimed" in (await bus.explain_command(QUEUE, task.command_id)).summary
+    given.bus.handler(QUEUE, "Import")(lambda command, ctx: None)
+    await given.drained(domains=[QUEUE])
+    assert [code for code, _ in await reasons(bus, task)] == [Blocker.NOT_CLAIMED]
+    running = await claim(tracker, task)
+    assert await reasons(bus, task) == []
+    await tracker.fail(running, TimeoutError("The partner did not answer."))
+    assert [code for code, _ in await reasons(bus, task)] == [Blocker.NOT_CLAIMED]
+    await tracker.recover(QUEUE, waiting_for=NO_TIME)
+    database.rows("UPDATE busload.scheduled SET run_at = now() + interval '5 min'")
+    [(code, said)] = await reasons(bus, task)
+    assert code == Blocker.NOT_CLAIMED and "The last error was TimeoutError: The partner did not answer." in said
+
+
+async def test_a_task_of_a_paused_queue_waits_for_that(tracker: TaskTracker, bus: CommandBus) -> None:
+    task = await enqueued(tracker)
+    await bus.pause(QUEUE, reason="the partner is down")
+    assert [code for code, _ in await reasons(bus, task)] == [Blocker.PAUSED]
+
+
+async def test_a_task_of_a_dead_process_can_be_taken_back(
+    tracker: TaskTracker, bus: CommandBus, given: Given, database: Database
+) -> None:
+    running = await claimed(tracker)
+    given.died(worker_of(running, database))
+    [(code, said)] = await reasons(bus, running)
+    assert code == Blocker.WORKER_LOST and "busload tracker recover" in said and "busload worker" not in said
+
+
+async def test_a_tracker_serves_no_domain(tracker: TaskTracker, bus: CommandBus) -> None:
+    """It takes tasks by name: an ordinary command beside them waits for a worker."""
+    await claimed(tracker)
+    sent = await bus.send(QUEUE, "Import")
+    [reason] = (await bus.explain_command(QUEUE, sent.command_id)).reasons
+    assert reason.code == Blocker.NO_WORKER
+
+
 # -- bad input --------------------------------------------------------------------------------------------------
 
 
@@ -778,7 +962,14 @@ def test_a_tracker_says_what_it_needs(bus: CommandBus, sync_bus: SyncCommandBus)
     for wrong in (bus, None):
         with pytest.raises(ValueError, match="SyncCommandBus"):
             SyncTaskTracker(wrong)
-    for wrong in ({"prefixes": "dev_"}, {"prefixes": [1]}, {"lease_for": NO_TIME}, {"lease_for": 60}, {"name": ""}):
+    for wrong in (
+        {"prefixes": None},
+        {"prefixes": "dev_"},
+        {"prefixes": [1]},
+        {"lease_for": NO_TIME},
+        {"lease_for": 60},
+        {"name": ""},
+    ):
         with pytest.raises(ValueError):
             TaskTracker(bus, **wrong)
     with pytest.raises(InvalidCommandError):
@@ -862,3 +1053,43 @@ def test_a_forked_process_is_a_worker_of_its_own(
     assert sync_tracker.complete(running).worker == running.worker
     assert [str(one.status) for one in sync_tracker.history(TASK)] == ["completed"]
     assert database.value("SELECT count(*) FROM busload.worker WHERE stopped_at IS NOT NULL") == 1
+
+
+def run_in_threads_of_child(tracker: SyncTaskTracker, answers: Any) -> None:
+    barrier = threading.Barrier(8)
+
+    def use(n: int) -> tuple[int, int]:
+        barrier.wait()
+        return id(tracker._bus), id(tracker._presence)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers.put(len(set(threads.map(use, range(8)))))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_all_threads_of_a_forked_process_share_a_bus_and_a_worker(sync_tracker: SyncTaskTracker) -> None:
+    """Else each of them would open connections of its own, and the heartbeat would keep the leases of one."""
+    assert sync_tracker.enqueue(TASK, queue=QUEUE) is not None
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=run_in_threads_of_child, args=(sync_tracker, answers))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert answers.get() == 1
+
+
+def test_a_claim_without_an_event_loop_waits_for_a_worker_too(
+    sync_tracker: SyncTaskTracker, given: Given, database: Database
+) -> None:
+    queued = sync_tracker.enqueue(TASK, queue=QUEUE)
+    assert queued is not None
+    lease_id = held_by_a_worker(given, database)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(sync_tracker.claim, TASK, str(queued.execution_id))
+        done, _ = wait([asked], timeout=0.3)
+        assert not done
+        database.perform(rescue.release([lease_id]))
+        running = asked.result(60)
+    assert running is not None
+    sync_tracker.complete(running)

@@ -19,7 +19,7 @@ from busload import CommandBus, Execution, Superseded, TaskTracker
 from busload.domain.payload import PayloadLimits
 from busload.store import rescue, track
 from busload.store.connection import connect
-from tests.given import Database, Given, eventually
+from tests.given import Database, Given, eventually, until
 
 QUEUE = "partner_tasks"
 ZOMBIES, REDELIVERIES = 500, 1000
@@ -264,6 +264,37 @@ async def test_a_claim_whose_answer_was_lost_is_handed_back(
     assert execution is not None
     await living.complete(execution)
     await zombie.complete(known)
+
+
+async def test_a_claim_whose_answer_was_not_read_yet_is_kept(bus: CommandBus, database: Database) -> None:
+    """The database has committed it, and the event loop is blocked for longer than a claim can take to answer."""
+    async with TaskTracker(bus, name="blocked", lease_for=timedelta(milliseconds=300)) as blocked:
+        execution = await claimed_just_before_the_loop_is_blocked(blocked, database)
+        assert (await blocked.complete(execution)).status == "completed"
+
+
+async def claimed_just_before_the_loop_is_blocked(tracker: TaskTracker, database: Database) -> Execution:
+    held = "SELECT count(*) FROM busload.lease"
+    beats = (
+        "SELECT w.seen_at - l.since > 3 * w.lease_for FROM busload.lease AS l JOIN busload.worker AS w USING (worker)"
+    )
+    [first] = await running(tracker, 1)
+    await tracker.complete(first)
+    for n in range(1, 1000):
+        queued = await tracker.enqueue(f"jobs:{n}", queue=QUEUE)
+        assert queued is not None
+        asked = asyncio.create_task(redelivered(tracker, queued))
+        while not asked.done() and not database.value(held):
+            await asyncio.sleep(0)
+        late = not asked.done()
+        if late:
+            until(lambda: database.value(held) == 0 or database.value(beats))  # and nothing else happens here
+        execution = await asked
+        assert execution is not None
+        if late:
+            return execution
+        await tracker.complete(execution)
+    raise AssertionError("Never was an answer late.")
 
 
 async def test_a_completion_whose_answer_was_lost_can_be_repeated(

@@ -140,3 +140,52 @@ async def test_a_message_that_outlives_its_worker_is_acknowledged_and_its_task_i
     for _ in range(2):
         await example.consume(tracker, await delivered(queue))
     assert await statuses(tracker, execution) == ["lost", "failed", "completed"]
+
+
+async def test_who_was_superseded_while_it_failed_acknowledges(
+    tracker: TaskTracker,
+    bus: CommandBus,
+    given: Given,
+    database: Database,
+    channel: AbstractChannel,
+    queue: AbstractQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process runs the task: the message has done its work."""
+    execution = await enqueued(tracker, queue)
+    await example.publish(channel, execution)
+    async with TaskTracker(bus, name="other") as other:
+
+        async def process(running: Execution) -> None:
+            given.died(int(database.value("SELECT worker FROM busload.lease")))
+            assert await other.claim(str(running.task_key), str(running.execution_id)) is not None
+            raise TimeoutError
+
+        monkeypatch.setattr(example, "process", process)
+        await example.consume(tracker, await delivered(queue))
+        assert await queue.get(fail=False) is None
+        assert await statuses(tracker, execution) == ["lost", "processing"]
+
+
+async def test_an_acknowledgement_that_fails_is_no_failure_of_the_task(
+    tracker: TaskTracker,
+    rabbitmq_url: str,
+    channel: AbstractChannel,
+    queue: AbstractQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker is gone after the work: the task is completed, and its message comes again and finds that."""
+    execution = await enqueued(tracker, queue)
+    await example.publish(channel, execution)
+    doomed = await aio_pika.connect(rabbitmq_url)
+    message = await delivered(await (await doomed.channel()).get_queue(queue.name))
+
+    async def process(running: Execution) -> None:
+        await doomed.close()
+
+    monkeypatch.setattr(example, "process", process)
+    with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
+        await example.consume(tracker, message)
+    assert await statuses(tracker, execution) == ["completed"]
+    await example.consume(tracker, await delivered(queue))
+    assert await queue.get(fail=False) is None

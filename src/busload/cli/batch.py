@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from uuid import UUID
 
 import click
@@ -12,6 +13,9 @@ from busload.cli.database import domain_of_batch, domain_option, everywhere, ope
 from busload.cli.output import as_json, counters, echo_json, facts, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
 from busload.errors import BatchNotFoundError
+
+STILL = 3.0
+"""Seconds without any change after which one who waits should be told why."""
 
 
 @click.group()
@@ -149,9 +153,9 @@ def explain(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     print_explanation(found, as_json)
 
 
-def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool) -> None:
+def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, explain: bool = False) -> None:
     """Show how far a batch comes until it completes; the exit code says whether all of it did."""
-    seen = bus.watch_batch(domain, batch_id)
+    seen = _explained(bus, domain, batch_id) if explain else bus.watch_batch(domain, batch_id)
     if as_json:
         for found in seen:
             echo_json(found)
@@ -161,6 +165,22 @@ def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool) -> N
                 show(found)
     if found.status != BatchStatus.COMPLETED:
         raise click.exceptions.Exit(1)
+
+
+def _explained(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[BatchMetadata]:
+    """As `watch_batch`; when nothing has moved for a while, it says why, once, beside what is shown."""
+    last: BatchMetadata | None = None
+    told = moved = False
+    while last is None or not last.status.final:
+        for found in bus.watch_batch(domain, batch_id) if told else bus._watch(domain, batch_id, STILL):
+            moved = moved or (last is not None and found != last)
+            if found != last:
+                last = found
+                yield found
+        if not moved and not told:
+            click.echo(bus.explain_batch(domain, batch_id).summary, err=True)
+            told = True
+        moved = False
 
 
 def _fields(batch: BatchMetadata) -> dict[str, object]:

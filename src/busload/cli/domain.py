@@ -8,7 +8,7 @@ from busload.cli.database import open_bus
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, table
 from busload.domain.pause import DomainOverview
-from busload.store import pause as pauses
+from busload.store import pause as store
 
 operator_option = click.option("--operator", default=operator_here, show_default="your user name", help="Who.")
 
@@ -21,6 +21,7 @@ def domain() -> None:
         busload domain ls
         busload domain pause payments --reason 'the bank is down'
         busload domain resume payments
+        busload domain pauses payments
     """
 
 
@@ -34,7 +35,7 @@ def ls(as_json: bool) -> None:
         busload domain ls --json | jq -r '.[] | select(.workers == 0) | .domain'
     """
     with open_bus() as bus:
-        found = bus._read(pauses.domains())
+        found = bus._read(store.domains())
     if as_json:
         echo_json(found)
         return
@@ -78,6 +79,27 @@ def resume(domain: str, operator: str, as_json: bool) -> None:
         echo_json({"domain": domain, "resumed": resumed})
     else:
         click.echo(f"Resumed {domain}." if resumed else f"{domain} was not paused.")
+
+
+@domain.command()
+@click.argument("domain", required=False)
+@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True)
+@as_json
+def pauses(domain: str | None, limit: int, as_json: bool) -> None:
+    """List who paused and resumed a domain, or any, newest first; also what is over.
+
+    \b
+        busload domain pauses
+        busload domain pauses payments --json | jq -r '.[0].resumed_by'
+    """
+    with open_bus() as bus:
+        found = bus.pause_history(domain, limit=limit)
+    if as_json:
+        echo_json(found)
+        return
+    columns = ("DOMAIN", "SINCE", "BY", "REASON", "RESUMED", "RESUMED BY")
+    rows = [(p.domain, p.since, p.operator, p.reason, p.resumed_at, p.resumed_by) for p in found]
+    table(columns, rows, nothing="Nothing was ever paused.", elastic="REASON")
 
 
 def _paused(found: DomainOverview) -> str | None:

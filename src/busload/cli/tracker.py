@@ -36,6 +36,13 @@ class Disagreement:
     there: str | None
 
 
+def _table(ctx: click.Context, param: click.Parameter, name: str) -> str:
+    parts = name.split(".")
+    if len(parts) > 2 or not all(parts) or "\0" in name:
+        raise click.BadParameter(f"found {name!r:.80}, wanted a table, or a schema, a dot and a table")
+    return name
+
+
 @click.group()
 def tracker() -> None:
     """Follow tasks that other queues run.
@@ -50,7 +57,9 @@ def tracker() -> None:
 @click.option("--queue", required=True, help="The queue.")
 @click.option("--waiting-for", default="5m", callback=age, metavar="AGE", show_default=True, help="30s, 5m, 2h, 1d.")
 @click.option("--limit", default=PAGE, show_default=True, help="At most so many.")
-@click.option("--dry-run", is_flag=True, help="Only look: take nothing back from dead workers, let nothing wait anew.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only look; what dead workers hold is listed as lost, and not taken back from them."
+)
 @as_json
 def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_json: bool) -> None:
     """List tasks that nobody has claimed for too long, for somebody to publish their two keys again.
@@ -74,11 +83,15 @@ def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_js
 
 
 @tracker.command()
-@click.option("--table", "old_table", required=True, help="The old table, for example legacy.task_tracker.")
+@click.option(
+    "--table", "old_table", required=True, callback=_table, help="The old table, for example legacy.task_tracker."
+)
 @click.option("--old-dsn", metavar="URL", help="The database it is in; default this one.")
-@click.option("--queue", help="Compare the tasks of one queue only, without the prefix of its environment.")
+@click.option("--queue", help="Compare the tasks of one queue only, in whatever environment.")
 @click.option("--map", "names", multiple=True, metavar="NEW=OLD", help=f"Columns with other names than {COLUMNS}.")
-@click.option("--limit", default=100, show_default=True, help="Stop after so many disagreements.")
+@click.option(
+    "--limit", default=100, type=click.IntRange(min=1), show_default=True, help="Stop after so many disagreements."
+)
 @as_json
 def compare(
     old_table: str, old_dsn: str | None, queue: str | None, names: Sequence[str], limit: int, as_json: bool
@@ -93,8 +106,10 @@ def compare(
         busload tracker compare --table legacy.task_tracker
         busload tracker compare --table tracker --map task_id=taskId --map execution_id=executionId --json
     """
-    old = track.OldTable(old_table, _columns(names), _environments(queue))
+    columns = _columns(names)
     with open_bus() as bus, ExitStack() as stack:
+        queue = queue and SyncTaskTracker(bus)._queue(queue)
+        old = track.OldTable(old_table, columns, _environments(queue))
         ours = stack.enter_context(bus.pool.connection())
         theirs = stack.enter_context(connect(old_dsn)) if old_dsn else ours
         comparison = _Comparison(ours, theirs, old, queue)
@@ -149,9 +164,10 @@ class _Comparison:
     def _there(self, plan: Plan[T]) -> T:
         try:
             return perform(self._theirs, plan)
-        except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
             hint = "--map names columns that are called otherwise."
-            raise click.UsageError(f"The old table cannot be read: {error.diag.message_primary}. {hint}") from None
+            found = error.diag.message_primary or error
+            raise click.UsageError(f"The old table cannot be read: {found}. {hint}") from None
 
 
 def _disagreement(task_id: str, here: track.Newest | None, there: track.OldTask | None) -> Disagreement | None:
@@ -189,5 +205,6 @@ def _environments(queue: str | None) -> list[str] | None:
 
 
 def _print_waiting(found: Sequence[Execution]) -> None:
-    rows = [(one.task_key, one.execution_id, one.attempt, one.enqueued_at) for one in found]
-    table(("TASK", "EXECUTION", "ATTEMPT", "ENQUEUED"), rows, nothing="Nothing has waited that long.", elastic="TASK")
+    rows = [(one.task_key, one.execution_id, one.attempt, one.status, one.enqueued_at) for one in found]
+    heads = ("TASK", "EXECUTION", "ATTEMPT", "STATUS", "ENQUEUED")
+    table(heads, rows, nothing="Nothing has waited that long.", elastic="TASK")

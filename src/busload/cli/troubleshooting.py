@@ -204,19 +204,12 @@ def print_queue(found: Sequence[TroubleshootingItem]) -> None:
 
 def print_groups(found: Sequence[tuple[str, CauseGroup]]) -> None:
     columns = ("GROUP", "COUNT", "DOMAIN", "TYPES", "REASONS", "ERROR", "OLDEST", "NEWEST")
-    rows = [
-        (
-            group.fingerprint,
-            group.count,
-            domain,
-            ", ".join(group.command_types),
-            ", ".join(group.reasons),
-            ": ".join(part for part in (group.error_code or group.error_type, group.message) if part) or None,
-            group.oldest,
-            group.newest,
-        )
-        for domain, group in found
-    ]
+    rows = list[tuple[object, ...]]()
+    for domain, group in found:
+        types, reasons = ", ".join(group.command_types), ", ".join(group.reasons)
+        error = ": ".join(part for part in (group.error_code or group.error_type, group.message) if part) or None
+        rows.append((group.fingerprint, group.count, domain, types, reasons, error, group.oldest, group.newest))
+        rows += [("", "", "", "", "", f"also: {message}", "", "") for message in group.messages[1:]]
     spare = ("NEWEST", "OLDEST", "REASONS")
     table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR", spare=spare)
 
@@ -252,6 +245,7 @@ def _decide(
 def _decide_about_group(
     do: str, act: ActOnGroup, fingerprint: str, domain: str | None, as_json: bool, *, wait: bool, **how: Any
 ) -> None:
+    fingerprint = fingerprint.lower()
     with open_bus() as bus:
         domain = domain or _domain_of_group(bus, fingerprint)
         action = act(bus, domain, fingerprint, **how)
@@ -260,7 +254,7 @@ def _decide_about_group(
         else:
             _print_action(do, domain, action, dry_run=how["dry_run"])
         if wait and action.batch_id is not None:
-            follow(bus, domain, action.batch_id, as_json)
+            follow(bus, domain, action.batch_id, as_json, explain=True)
 
 
 def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
@@ -301,7 +295,7 @@ def _resolve(done: str, act: Act, command_ids: Sequence[UUID], domain: str | Non
     with open_bus() as bus:
         places = [(domain_of_command(bus, command_id, domain), command_id) for command_id in dict.fromkeys(command_ids)]
         with bus.pool.connection() as conn, conn.transaction():
-            for each, command_id in places:
+            for each, command_id in sorted(places):  # as everybody does, so that nobody waits in a circle
                 act(bus, each, command_id, conn)
     if as_json:
         echo_json([{"domain": each, "command_id": command_id, "done": done} for each, command_id in places])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Any, Literal
 from uuid import UUID
 
@@ -24,6 +25,12 @@ FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
 CHUNK = 500
 """Items that one command moves, in one transaction: a few dozen milliseconds of the rows and batches it locks."""
 
+CHUNK_BYTES = 4 * 1024 * 1024
+"""What one command may write, so that large data do not make that seconds, or fill the memory of a worker."""
+
+MOST_TOLD, REASON_LENGTH = 100, 100
+"""Of how many commands a chunk's result says why they have not moved, and in how many characters."""
+
 PRIORITY = 100
 """What a person decided should not wait behind a backlog, which is often the reason for the decision."""
 
@@ -40,8 +47,8 @@ Action = Literal["retry", "complete", "cancel"]
 class CauseGroup:
     """What waits for a person for the same cause: one decision for all of it.
 
-    `message` is that of the oldest command, of which `command_ids` names a few; the others differ in numbers, ids and
-    names only.
+    `message` is that of the oldest command, of which `command_ids` names a few; `messages` are up to three different
+    ones, to see in what they differ.
     """
 
     fingerprint: str
@@ -54,6 +61,7 @@ class CauseGroup:
     oldest: datetime
     newest: datetime
     command_ids: tuple[UUID, ...]
+    messages: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +127,44 @@ class Patch:
 
 
 def chunks(
-    decision: Decision, command_ids: Sequence[UUID], *, until: datetime, rate: float | None, now: datetime
+    decision: Decision,
+    command_ids: Sequence[UUID],
+    sizes: Sequence[int],
+    *,
+    until: datetime,
+    rate: float | None,
+    now: datetime,
 ) -> Iterator[NewCommand]:
-    """The commands that carry out a decision; with a rate, each moves what is due within a second."""
-    size = CHUNK if rate is None else min(CHUNK, max(1, int(rate)))
+    """The commands that carry out a decision; with a rate, each moves what is due within a second.
+
+    `sizes` are the bytes of each command's data; the decision itself is kept with each of them, so it counts as well.
+    """
+    most = CHUNK if rate is None else min(CHUNK, max(1, int(rate)))
+    own = len(encode(msgspec.to_builtins(decision), WIDEST))
     fresh = ascending_ids()
-    for start in range(0, len(command_ids), size):
-        chunk = Chunk(decision, until, list(command_ids[start : start + size]))
+    for start, end in _cuts([own + size for size in sizes], most):
+        chunk = Chunk(decision, until, list(command_ids[start:end]))
         run_at = now + timedelta(seconds=start / rate) if rate is not None and start else None
         data = encode(msgspec.to_builtins(chunk), WIDEST)
         yield NewCommand(next(fresh), RESOLVE, data, None, None, None, PRIORITY, run_at, None)
+
+
+def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict[str, Any] | None:
+    """What a chunk did, as its result: as many of those left as may be told, and how many others there are.
+
+    It must be stored, or nothing of the chunk is: where even the numbers are too much for the limits, it says nothing.
+    """
+    told = min(len(left), MOST_TOLD)
+    while True:
+        some = {str(command_id): why[:REASON_LENGTH] for command_id, why in islice(left.items(), told)}
+        found = {"moved": moved, "left": some} | ({"others": len(left) - told} if told < len(left) else {})
+        try:
+            encode(found, limits)
+            return found
+        except PayloadRefused:
+            if told == 0:
+                return None
+            told //= 2
 
 
 def read_chunk(data: Any) -> Chunk:
@@ -136,6 +172,18 @@ def read_chunk(data: Any) -> Chunk:
         return msgspec.convert(data, Chunk)
     except msgspec.ValidationError as error:
         raise PermanentCommandError(f"{RESOLVE} is sent by busload itself; this one was not: {error}") from None
+
+
+def _cuts(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """From where to where the parts go that are of `most` items and `CHUNK_BYTES` at most, or of one item."""
+    start = total = 0
+    for position, size in enumerate(sizes):
+        if position - start == most or (position > start and total + size > CHUNK_BYTES):
+            yield start, position
+            start, total = position, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
 
 
 def _flaw(operations: Any) -> str | None:

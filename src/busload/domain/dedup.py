@@ -11,6 +11,8 @@ from busload.errors import InvalidCommandError, Problem
 
 OnConflict = Literal["skip", "raise", "return_existing"]
 LONGEST = timedelta(days=36525)
+TRACKED = "TrackedTask"
+"""The type of the command behind a task that another queue runs."""
 
 
 @dataclass(frozen=True, slots=True)

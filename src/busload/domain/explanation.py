@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
+from busload.domain.dedup import TRACKED
 from busload.domain.pause import Pause
 
 LONG = timedelta(seconds=30)
@@ -26,6 +27,7 @@ class Blocker(StrEnum):
     CANCELING = "CANCELING"
     PAUSED = "PAUSED"
     NO_WORKER = "NO_WORKER"
+    NOT_CLAIMED = "NOT_CLAIMED"
     IN_TROUBLESHOOTING = "IN_TROUBLESHOOTING"
     NO_HANDLER = "NO_HANDLER"
     WORKER_LOST = "WORKER_LOST"
@@ -256,7 +258,7 @@ def _batch_reasons(facts: BatchFacts) -> list[Reason]:
 
 
 def _command_reasons(facts: CommandFacts) -> list[Reason]:
-    subject = _Subject.of(facts, command_id=facts.command_id)
+    subject = _Subject.of(facts, command_id=facts.command_id, tracked=facts.command_type == TRACKED)
     return sorted(subject.reasons(nowhere=1 - facts.places.count), key=lambda reason: _URGENCY[reason.code])
 
 
@@ -306,11 +308,13 @@ class _Subject:
     around: Surroundings
     batch_id: UUID | None = None
     command_id: UUID | None = None
+    tracked: bool = False
+    """Another queue runs it: no worker looks for it, somebody has to claim it by name."""
 
     @classmethod
-    def of(cls, facts: BatchFacts | CommandFacts, **id: UUID) -> _Subject:
+    def of(cls, facts: BatchFacts | CommandFacts, **more: Any) -> _Subject:
         canceled_at, places, around = facts.canceled_at, facts.places, facts.around
-        return cls(facts.now, facts.domain, facts.created_at, canceled_at, places, around, **id)
+        return cls(facts.now, facts.domain, facts.created_at, canceled_at, places, around, **more)
 
     @property
     def _start_one(self) -> str:
@@ -319,6 +323,9 @@ class _Subject:
     def reasons(self, *, nowhere: int) -> Iterator[Reason]:
         if self.canceled_at is not None:
             yield from self._canceling(self.canceled_at)
+        elif self.tracked:
+            yield from self._waits_for_a_claim()
+            yield from self._running_long()
         else:
             yield from self._ready()
             for waiting in self.places.waiting:
@@ -354,6 +361,26 @@ class _Subject:
             f"{_are(count)} ready, but domain {self.domain!r} was paused {_ago(self.now, pause.since)}{by}{why}.",
             f"Let it go on: `busload domain resume {self.domain}`.",
             {"paused_at": pause.since, "operator": pause.operator, "reason": pause.reason},
+        )
+
+    def _waits_for_a_claim(self) -> Iterator[Reason]:
+        if not self.places.ready and not self.places.waiting:
+            return
+        places: tuple[Ready | Waiting, ...] = (*self.places.ready, *self.places.waiting)
+        since = _oldest(place.since for place in places) or self.created_at
+        if self.around.pause is not None:
+            yield self._paused(self.around.pause, 1, since)
+            return
+        failures = [one for waiting in self.places.waiting for one in waiting.failures if one.error_type]
+        failed = f" The last error was {_said(failures[0])}." if failures else ""
+        yield Reason(
+            Blocker.NOT_CLAIMED,
+            1,
+            since,
+            f"No process of its queue, {self.domain!r}, has claimed it for {_span(self.now - since)}.{failed}",
+            "Publish its two keys again, its message may be lost: "
+            f"`busload tracker recover --queue {self.domain}` lists all that have waited too long.",
+            {"failures": failures},
         )
 
     def _no_worker(self, count: int, sent: datetime) -> Reason:
@@ -435,7 +462,9 @@ class _Subject:
             _oldest(running.seen_at for running in lost) or last.since,
             f"{_are(count)} held by worker {last.worker or 'unknown'}{others}{seen}. {then} any living worker "
             "can take over.",
-            "Nothing to do but wait; find out why the worker died."
+            f"Publish its two keys again, or take it back: `busload tracker recover --queue {self.domain}`."
+            if self.tracked
+            else "Nothing to do but wait; find out why the worker died."
             if self.around.anybody
             else f"No worker lives that could take them back. {self._start_one}",
             {"workers": [running.worker for running in lost], "lease_ends_at": ends},
@@ -546,6 +575,7 @@ _LABELS = {
     Blocker.CANCELING: "being canceled",
     Blocker.PAUSED: "paused",
     Blocker.NO_WORKER: "without a worker",
+    Blocker.NOT_CLAIMED: "not claimed",
     Blocker.IN_TROUBLESHOOTING: "waiting for a person",
     Blocker.NO_HANDLER: "without a handler",
     Blocker.WORKER_LOST: "held by a lost worker",

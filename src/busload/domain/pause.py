@@ -8,12 +8,14 @@ from datetime import datetime
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Nothing new starts in this domain until somebody resumes it."""
+    """Nothing new starts in this domain until somebody resumes it; one that is over says when that was, and who did."""
 
     domain: str
     since: datetime
     operator: str | None
     reason: str | None
+    resumed_at: datetime | None = None
+    resumed_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

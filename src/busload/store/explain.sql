@@ -92,14 +92,14 @@ SELECT avg(e.finished_at - e.started_at)
  WHERE c.domain = %(domain)s::text AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text);
 
 -- name: surroundings
--- Who serves a domain, whether anybody lives at all, and whether it is paused.
+-- Who serves a domain, whether anybody lives at all, and whether it is paused. Trackers take only what they are told to.
 SELECT w.*, p.since, p.operator, p.reason
   FROM (SELECT count(*) FILTER (WHERE lives AND serves)::integer AS serving, max(last_seen) FILTER (WHERE serves) AS last_seen,
                coalesce(bool_or(lives), false) AS anybody
           FROM (SELECT stopped_at IS NULL AND seen_at > now() - lease_for AS lives, %(domain)s::text = ANY (domains) AS serves,
                        CASE WHEN lost THEN seen_at ELSE coalesce(stopped_at, seen_at) END AS last_seen
-                  FROM busload.worker) AS w) AS w
-  LEFT JOIN busload.pause AS p ON p.domain = %(domain)s::text;
+                  FROM busload.worker WHERE concurrency > 0) AS w) AS w
+  LEFT JOIN busload.pause AS p ON p.domain = %(domain)s::text AND p.resumed_at IS NULL;
 
 -- name: ahead
 -- Ready commands of others with a higher priority, as many as the next ten thousand loads hold.

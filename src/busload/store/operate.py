@@ -10,7 +10,7 @@ from uuid import UUID
 
 import msgspec
 
-from busload.domain.cause import WIDEST, CauseGroup, Chunk, Decision, GroupAction, GroupItem, Patch, chunks
+from busload.domain.cause import CHUNK_BYTES, WIDEST, CauseGroup, Chunk, Decision, GroupAction, GroupItem, Patch, chunks
 from busload.domain.command import CommandStatus
 from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, storable
 from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem, Superseded
@@ -44,8 +44,8 @@ def groups(domain: str, *, command_type: str | None, limit: int) -> Plan[list[Ca
     return many(_group, SQL.groups, domain=domain, command_type=command_type, limit=limit)
 
 
-def domains_of_group(fingerprint: str) -> Plan[list[str]]:
-    rows = yield from execute(SQL.group_domains, fingerprint=fingerprint)
+def domains_of_group(fingerprint: str, command_type: str | None = None) -> Plan[list[str]]:
+    rows = yield from execute(SQL.group_domains, fingerprint=fingerprint, command_type=command_type)
     return [domain for (domain,) in rows]
 
 
@@ -61,10 +61,11 @@ def decide(
 ) -> Plan[GroupAction]:
     """Create the batch that carries out a decision about all that waits for a cause now; needs a transaction."""
     found = yield from _select(domain, decision, command_type=command_type, patch=patch, dry_run=dry_run)
-    if not found.command_ids and domain not in (yield from domains_of_group(decision.fingerprint)):
+    if not found.command_ids and domain not in (yield from domains_of_group(decision.fingerprint, command_type)):
+        of_type = "" if command_type is None else f" of type {command_type!r}"
         raise InvalidOperationError(
-            f"Nothing in domain {domain!r} waits for the cause {decision.fingerprint}, and nobody has decided about it "
-            "before. List the causes with `busload troubleshooting groups`."
+            f"Nothing{of_type} in domain {domain!r} waits for the cause {decision.fingerprint}, and nobody has decided "
+            "about it before. List the causes with `busload troubleshooting groups`."
         )
     action = GroupAction(None, decision.action, decision.fingerprint, len(found.command_ids), tuple(found.sample))
     if dry_run or found.until is None:
@@ -80,7 +81,8 @@ def decide(
         encode(custom_data, WIDEST),
         None,
     )
-    commands = list(chunks(decision, found.command_ids, until=found.until, rate=rate, now=now))
+    how: dict[str, Any] = {"until": found.until, "rate": rate, "now": now}
+    commands = list(chunks(decision, found.command_ids, found.sizes, **how))
     yield from send.create_batch(batch, commands)
     return GroupAction(batch_id, decision.action, decision.fingerprint, action.count, action.sample)
 
@@ -152,9 +154,10 @@ def _left_behind(domain: str, chunk: Chunk, command_ids: set[UUID]) -> Plan[dict
 
 @dataclass(slots=True)
 class _Selection:
-    """What waits for a cause now."""
+    """What waits for a cause now; `sizes` are the bytes of data that a patch reads and writes for each."""
 
     command_ids: list[UUID] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     sample: list[GroupItem] = field(default_factory=list)
     until: datetime | None = None
     cause: str | None = None
@@ -164,7 +167,7 @@ def _select(
     domain: str, decision: Decision, *, command_type: str | None, patch: Patch | None, dry_run: bool
 ) -> Plan[_Selection]:
     """Everything that a decision would move; refused if its patch does not apply to each of them."""
-    found, problems, refused, after = _Selection(), list[Problem](), 0, -1
+    found, refusals, after = _Selection(), _Refusals(), -1
     while True:
         rows = yield from execute(
             SQL.group_items,
@@ -172,30 +175,65 @@ def _select(
             fingerprint=decision.fingerprint,
             command_type=command_type,
             again=decision.action == "retry",
-            with_data=patch is not None or (dry_run and not found.command_ids),
             after=after,
             limit=PAGE,
         )
-        for command, command_id, since, cause, data in rows:
-            after, found.cause = command, cause
-            found.until = since if found.until is None else max(found.until, since)
+        for command, command_id, since, cause in rows:
+            after = command
+            found.cause, found.until = cause, since if found.until is None else max(found.until, since)
             found.command_ids.append(command_id)
-            patched = None
-            if patch is not None:
-                try:
-                    patched = patch.apply(data)
-                except ValueError as error:
-                    refused += 1
-                    if refused <= 100:
-                        message = f"does not apply to command {command_id}: {error}"
-                        problems.append(Problem("INVALID_PATCH", "/patch", message))
-            if dry_run and len(found.sample) < SAMPLE:
-                found.sample.append(GroupItem(command_id, _value(data), _value(patched)))
+        items = [(command, command_id) for command, command_id, *_ in rows]
+        if patch is not None:
+            yield from _try_patch(patch, items, found, refusals, dry_run=dry_run)
+        else:
+            found.sizes += [0] * len(items)
+            if dry_run and not found.sample:
+                yield from _show(items[:SAMPLE], found)
         if len(rows) < PAGE:
             break
-    if problems:
-        raise InvalidCommandError(problems, refused)
+    if refusals.problems:
+        raise InvalidCommandError(refusals.problems, refusals.count)
     return found
+
+
+@dataclass(slots=True)
+class _Refusals:
+    """To which commands a patch does not apply; the first of them are told."""
+
+    count: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, command_id: UUID, error: ValueError) -> None:
+        self.count += 1
+        if self.count <= 100:
+            message = f"does not apply to command {command_id}: {error}"
+            self.problems.append(Problem("INVALID_PATCH", "/patch", message))
+
+
+def _try_patch(
+    patch: Patch, items: Sequence[tuple[int, UUID]], found: _Selection, refusals: _Refusals, *, dry_run: bool
+) -> Plan[None]:
+    """Measure what a patch reads and makes of a page, a few megabytes at a time."""
+    while items:
+        texts = yield from execute(SQL.data_of, commands=[command for command, _ in items], bytes=CHUNK_BYTES)
+        for (_, command_id), (text,) in zip(items, texts, strict=False):
+            patched = None
+            if text is not None:
+                try:
+                    patched = patch.apply(text)
+                except ValueError as error:
+                    refusals.add(command_id, error)
+            found.sizes.append(len((text or "").encode()) + len((patched or "").encode()))
+            if dry_run and len(found.sample) < SAMPLE:
+                found.sample.append(GroupItem(command_id, _value(text), _value(patched)))
+        items = items[len(texts) :]
+
+
+def _show(items: Sequence[tuple[int, UUID]], found: _Selection) -> Plan[None]:
+    texts = yield from execute(SQL.data_of, commands=[command for command, _ in items], bytes=WIDEST.data_bytes)
+    found.sample += [
+        GroupItem(command_id, _value(text)) for (_, command_id), (text,) in zip(items, texts, strict=False)
+    ]
 
 
 def _value(text: str | None) -> Any:

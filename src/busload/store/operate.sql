@@ -86,7 +86,8 @@ SELECT s.command_id, s.status, t.fingerprint, t.since > %(until)s::timestamptz
  WHERE c.domain = %(domain)s::text AND c.command_id = ANY (%(command_ids)b::uuid[]);
 
 -- name: groups
--- What waits, by cause, the largest group first; the oldest few commands of each speak for the others.
+-- What waits, by cause, the largest group first; the oldest few commands of each speak for the others, with
+-- what differs among the messages of the first hundred.
 WITH kind AS (
     SELECT t.fingerprint, t.reason, c.command_type, count(*) AS count, min(t.since) AS oldest, max(t.since) AS newest
       FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
@@ -99,34 +100,58 @@ WITH kind AS (
      ORDER BY sum(count) DESC, fingerprint LIMIT %(limit)s::integer
 )
 SELECT cause.fingerprint, reasons, error ->> 'type', error ->> 'code', error ->> 'message', command_types, count, oldest, newest,
-       command_ids
+       command_ids, messages
   FROM cause CROSS JOIN LATERAL (
-        SELECT (array_agg(few.error ORDER BY few.command))[1] AS error, array_agg(few.command_id ORDER BY few.command) AS command_ids
-          FROM (SELECT t.command, t.error, c.command_id
-                  FROM busload.troubleshooting AS t CROSS JOIN LATERAL (
-                        SELECT command_id, command_type FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
-                 WHERE t.domain = %(domain)s::text AND t.fingerprint = cause.fingerprint
-                   AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
-                 ORDER BY t.command LIMIT 3) AS few) AS sample
+        WITH few AS MATERIALIZED (
+            SELECT t.command, t.error, c.command_id
+              FROM busload.troubleshooting AS t CROSS JOIN LATERAL (
+                    SELECT command_id, command_type FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+             WHERE t.domain = %(domain)s::text AND t.fingerprint = cause.fingerprint
+               AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
+             ORDER BY t.command LIMIT 100)
+        SELECT (array_agg(error ORDER BY command))[1] AS error, (array_agg(command_id ORDER BY command))[1:3] AS command_ids,
+               (SELECT coalesce(array_agg(message ORDER BY first), '{}')
+                  FROM (SELECT few.error ->> 'message' AS message, min(few.command) AS first FROM few
+                         WHERE few.error ->> 'message' IS NOT NULL GROUP BY 1 ORDER BY 2 LIMIT 3) AS said) AS messages
+          FROM few) AS sample
  ORDER BY count DESC, cause.fingerprint;
 
 -- name: group_items
 -- The next page of a group, in the order of its commands. What a retry would not move is left out. OFFSET keeps the planner
 -- from merging all commands up to this page.
-SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type'),
-       CASE WHEN %(with_data)s::boolean THEN coalesce(c.data::text, 'null') END
+SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type')
   FROM busload.troubleshooting AS t
- CROSS JOIN LATERAL (SELECT command_id, command_type, data FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ CROSS JOIN LATERAL (SELECT command_id, command_type FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
  WHERE t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND t.command > %(after)s::bigint
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
    AND (NOT %(again)s::boolean OR NOT EXISTS (
         SELECT FROM busload.batch AS b WHERE b.batch_id = t.batch_id AND b.canceled_at IS NOT NULL OFFSET 0))
  ORDER BY t.command LIMIT %(limit)s::integer;
 
+-- name: data_of
+-- The data of the first of these commands, for as long as they fit into so many bytes, but at least of one. It is read one by
+-- one, so that what does not fit is not read at all. A command that is not there any more has none.
+WITH RECURSIVE item AS (
+    SELECT 0 AS n, 0::bigint AS bytes, NULL::text AS data
+    UNION ALL
+    SELECT n + 1, bytes + coalesce(octet_length(c.data), 0), c.data
+      FROM item LEFT JOIN LATERAL (
+            SELECT coalesce(data::text, 'null') AS data FROM busload.command WHERE id = (%(commands)b::bigint[])[n + 1] OFFSET 0) AS c
+        ON true
+     WHERE n < cardinality(%(commands)b::bigint[]) AND bytes < %(bytes)s::bigint
+)
+SELECT data FROM item WHERE n > 0 ORDER BY n;
+
 -- name: group_domains
--- Where something waits with this cause, or did when somebody decided about it.
-SELECT domain FROM busload.troubleshooting WHERE fingerprint = %(fingerprint)s::text
- UNION SELECT domain FROM busload.batch WHERE custom_data ->> 'fingerprint' = %(fingerprint)s::text AND custom_data ? 'action'
+-- Where something of this type, or of any, waits with this cause, or did when somebody decided about it.
+SELECT domain FROM busload.troubleshooting AS t
+ WHERE fingerprint = %(fingerprint)s::text
+   AND (%(command_type)s::text IS NULL OR EXISTS (
+        SELECT FROM busload.command AS c WHERE c.id = t.command AND c.command_type = %(command_type)s::text OFFSET 0))
+ UNION
+SELECT domain FROM busload.batch
+ WHERE custom_data ->> 'fingerprint' = %(fingerprint)s::text AND custom_data ? 'action'
+   AND (%(command_type)s::text IS NULL OR custom_data ->> 'command_type' = %(command_type)s::text)
  ORDER BY domain;
 
 -- name: clock

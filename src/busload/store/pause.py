@@ -17,13 +17,17 @@ def pause(domain: str, *, reason: str | None, operator: str | None) -> Plan[bool
     return bool((yield from execute(SQL.pause, domain=domain, reason=reason, operator=operator)))
 
 
-def resume(domain: str) -> Plan[bool]:
+def resume(domain: str, *, operator: str | None) -> Plan[bool]:
     """False: it was not paused."""
-    return bool((yield from execute(SQL.resume, domain=domain)))
+    return bool((yield from execute(SQL.resume, domain=domain, operator=operator)))
 
 
 def pauses() -> Plan[list[Pause]]:
     return many(Pause, SQL.pauses)
+
+
+def history(domain: str | None, *, limit: int) -> Plan[list[Pause]]:
+    return many(Pause, SQL.history, domain=domain, limit=limit)
 
 
 def paused(domains: Sequence[str]) -> Plan[frozenset[str]]:

@@ -2,23 +2,30 @@
 -- Of those who pause a domain at once the first one is remembered.
 WITH paused AS (
     INSERT INTO busload.pause (domain, operator, reason) VALUES (%(domain)s::text, %(operator)s::text, %(reason)s::text)
-        ON CONFLICT (domain) DO NOTHING
+        ON CONFLICT (domain) WHERE resumed_at IS NULL DO NOTHING
     RETURNING domain
 )
 SELECT pg_notify('busload_pause', domain) FROM paused;
 
 -- name: resume
 WITH resumed AS (
-    DELETE FROM busload.pause WHERE domain = %(domain)s::text RETURNING domain
+    UPDATE busload.pause SET resumed_at = now(), resumed_by = %(operator)s::text
+     WHERE domain = %(domain)s::text AND resumed_at IS NULL
+    RETURNING domain
 )
 SELECT pg_notify('busload_pause', domain) FROM resumed;
 
 -- name: pauses
-SELECT domain, since, operator, reason FROM busload.pause ORDER BY domain;
+SELECT domain, since, operator, reason FROM busload.pause WHERE resumed_at IS NULL ORDER BY domain;
+
+-- name: history
+SELECT domain, since, operator, reason, resumed_at, resumed_by FROM busload.pause
+ WHERE %(domain)s::text IS NULL OR domain = %(domain)s::text
+ ORDER BY pause DESC LIMIT %(limit)s::bigint;
 
 -- name: paused
 -- Which of these domains are paused: what a worker asks.
-SELECT domain FROM busload.pause WHERE domain = ANY (%(domains)s::text[]);
+SELECT domain FROM busload.pause WHERE domain = ANY (%(domains)s::text[]) AND resumed_at IS NULL;
 
 -- name: domains
 -- Every domain that has something waiting or running, is served or is paused, with how much of each. Reads the places
@@ -29,10 +36,10 @@ WITH place AS (
     UNION ALL SELECT domain, 0, 0, open, 0, 0 FROM busload.lease
     UNION ALL SELECT domain, 0, 0, 0, 1, 0 FROM busload.troubleshooting
     UNION ALL SELECT unnest(domains), 0, 0, 0, 0, 1 FROM busload.worker WHERE stopped_at IS NULL AND seen_at > now() - lease_for
-    UNION ALL SELECT domain, 0, 0, 0, 0, 0 FROM busload.pause
+    UNION ALL SELECT domain, 0, 0, 0, 0, 0 FROM busload.pause WHERE resumed_at IS NULL
 )
 SELECT domain, sum(ready)::bigint, sum(scheduled)::bigint, sum(running)::bigint, sum(troubleshooting)::bigint, sum(workers)::integer,
        p.since, p.operator, p.reason
-  FROM place LEFT JOIN busload.pause AS p USING (domain)
+  FROM place LEFT JOIN (SELECT * FROM busload.pause WHERE resumed_at IS NULL) AS p USING (domain)
  GROUP BY domain, p.since, p.operator, p.reason
  ORDER BY domain;

@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 from psycopg import sql
 
 from busload.domain.command import SendResult
+from busload.domain.dedup import TRACKED
 from busload.domain.execution import Execution, ExecutionStatus, Lease, Leased, Outcome, Succeeded, decide
 from busload.domain.payload import PayloadLimits
 from busload.domain.retry import RetryPolicy
@@ -20,9 +21,6 @@ from busload.store.plan import Plan, execute, many, one
 from busload.store.statements import statements
 
 SQL = statements("track")
-
-TASK = "TrackedTask"
-"""The type of the command behind a task."""
 
 AT_ONCE = RetryPolicy(backoff=(0,))
 """When a task is tried again is up to the queue that runs it; how often, its command says."""
@@ -38,10 +36,14 @@ def new_execution_id() -> UUID:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a claim took, if anything. `refused`: the worker that asked was declared dead."""
+    """What a claim took, if anything. `refused`: the worker that asked was declared dead.
+
+    `passing`: a worker which takes whatever its domains have holds the task, and is about to give it back.
+    """
 
     execution: Execution | None = None
     refused: bool = False
+    passing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def enqueue(
     """Send the command of a task; for a duplicate the holder's execution, if `existing` asks for it."""
     sent = yield from send
     if not sent.created:
-        return (yield from current(queue, task_id, sent.command_id)) if existing else None
+        return (yield from current(queue, sent.command_id)) if existing else None
     [(enqueued_at,)] = yield from execute(SQL.enqueued_at, domain=queue, command_id=sent.command_id)
     return Execution(
         execution_id=sent.command_id,  # announced now: its first claim takes it
@@ -97,15 +99,15 @@ def enqueue(
 
 def claim(task_id: str, execution_id: UUID, *, worker: int) -> Plan[Claim]:
     """Take a task that waits, also from a worker that died; needs a transaction."""
+    found = yield from execute(SQL.find, task_key=task_id, execution_id=execution_id)
+    if not found:
+        raise _stranger(task_id, execution_id)
+    [(command,)] = found
     for _ in range(LOOKS):
-        [row] = yield from execute(
-            SQL.claim, task_key=task_id, execution_id=execution_id, worker=worker, fresh=new_execution_id()
-        )
-        refused, unknown, waits, lapsed, *columns = row
-        if refused:
-            return Claim(refused=True)
-        if unknown:
-            raise _stranger(task_id, execution_id)
+        [row] = yield from execute(SQL.claim, command=command, worker=worker, fresh=new_execution_id())
+        refused, waits, lapsed, passing, *columns = row
+        if refused or passing:
+            return Claim(refused=refused, passing=passing)
         if columns[0] is not None:
             return Claim(report._execution(*columns))
         if lapsed:
@@ -157,8 +159,8 @@ def retry(task_id: str, *, operator: str | None) -> Plan[Execution]:
         report._execution, SQL.retry, task_key=task_id, execution_id=new_execution_id(), operator=operator
     )
     if retried is None:
-        found = yield from history(task_id)
-        state = f"its newest execution is {found[-1].status}" if found else "there is no such task"
+        found = yield from newest([task_id], queue=None)
+        state = f"its newest execution is {found[0].status}" if found else "there is no such task"
         raise InvalidOperationError(
             f"Task {task_id!r:.200} has nothing in the dlq to retry: {state}. Nothing was written."
         )
@@ -171,41 +173,52 @@ def history(task_id: str) -> Plan[list[Execution]]:
     waiting = [one.command_id for one in executions if one.status is ExecutionStatus.QUEUED]
     if not waiting:
         return executions
-    announced = yield from _announced(task_id, waiting)
-    used = {one.execution_id for one in executions}
+    rows = yield from execute(SQL.announced, task_key=task_id, command_ids=waiting)
+    announced = {command_id: None if used else id for command_id, id, used in rows}
     return [
-        _named(one, announced.get(one.command_id)) if announced.get(one.command_id) not in used else one
+        replace(one, execution_id=announced.get(one.command_id)) if one.status is ExecutionStatus.QUEUED else one
         for one in executions
     ]
 
 
-def current(queue: str, task_id: str, command_id: UUID) -> Plan[Execution | None]:
+def current(queue: str, command_id: UUID) -> Plan[Execution | None]:
     """The newest attempt of a command; one that waits goes by an id it can be claimed with."""
-    executions = yield from report.trace(task_id, domain=queue)
-    newest = [one for one in executions if one.command_id == command_id][-1:]
-    if not newest:
+    rows = yield from execute(SQL.current, domain=queue, command_id=command_id)
+    if not rows:
         return None
-    announced = yield from _announced(task_id, [command_id])
-    return _named(newest[0], announced.get(command_id))
+    [(command_type, *columns)] = rows
+    _, task_key, command_id, domain, attempt, *_ = columns
+    if command_type != TRACKED:
+        raise InvalidOperationError(
+            f"Task {task_key!r:.200} is held by command {command_id} of type {command_type!r} in domain {domain!r}, "
+            "which is no tracked task and has no execution to claim. Give one of them another key. Nothing was written."
+        )
+    return report._execution(*columns) if attempt is not None else None
 
 
 def recover(queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False) -> Plan[list[Execution]]:
-    """What has waited for so long that its message may be lost; unless `look_only`, it is not named again as soon."""
+    """What has waited for so long that its message may be lost; it is not named again as soon.
+
+    With `look_only` nothing is written, and what dead workers hold is named as well: nobody has taken it back.
+    """
     rows = yield from execute(SQL.waiting, domain=queue, waiting_for=waiting_for, limit=limit)
     found = {id: report._execution(*columns) for id, *columns in rows}
-    if look_only or not found:
-        return list(found.values())
+    if look_only:
+        lost = yield from many(report._execution, SQL.lost, domain=queue, limit=limit)
+        return [*lost, *found.values()][:limit]
+    if not found:
+        return []
     named = yield from execute(SQL.postpone, ids=list(found), waiting_for=waiting_for)
     ours = {id for (id,) in named}
     return [execution for id, execution in found.items() if id in ours]
 
 
-def leave(workers: Sequence[int], *, worker: int, hand_back: bool) -> Plan[int]:
-    """Stop being a worker; returns how many executions it still held. Needs a transaction."""
+def leave(workers: Sequence[int], *, hand_back: bool) -> Plan[int]:
+    """Stop being any of these workers; returns how many executions they still held. Needs a transaction."""
     leases = [lease_id for (lease_id,) in (yield from execute(SQL.leases, workers=list(workers)))]
     if hand_back:
         yield from rescue.release(leases)
-    yield from execute(SQL.retire, worker=worker)
+    yield from execute(SQL.retire, workers=list(workers))
     return len(leases)
 
 
@@ -222,20 +235,20 @@ class OldTable:
     """The table of another tracker: one row per execution, the newest of each task counts."""
 
     def __init__(self, table: str, columns: dict[str, str], queues: Sequence[str] | None) -> None:
-        name = {key: sql.Identifier(column) for key, column in columns.items()}
-        where = sql.SQL("{} = ANY (%(queues)s::text[])").format(name["queue"]) if queues else sql.SQL("true")
+        name = {key: _identifier(column) for key, column in columns.items()}
+        where = sql.SQL("{}::text = ANY (%(queues)s::text[])").format(name["queue"]) if queues else sql.SQL("true")
         self._queues = list(queues or ())
         self._select = sql.SQL(
-            "SELECT DISTINCT ON ({task_id}) {task_id}::text, {status}::text, {execution_id}::text FROM {table}"
-            " WHERE {condition} AND {where} ORDER BY {task_id}, {created_at} DESC"
+            "SELECT DISTINCT ON ({task_id}::text) {task_id}::text, {status}::text, {execution_id}::text FROM {table}"
+            " WHERE {condition} AND {where} ORDER BY {task_id}::text, {created_at} DESC"
         ).format
-        self._names = name | {"table": sql.Identifier(*table.split(".")), "where": where}
+        self._names = name | {"table": _identifier(*table.split(".")), "where": where}
 
     def page(self, *, after: str, limit: int) -> Plan[list[OldTask]]:
-        return self._read("{task_id} > %(after)s::text", " LIMIT %(limit)s::integer", after=after, limit=limit)
+        return self._read("{task_id}::text > %(after)s::text", " LIMIT %(limit)s::integer", after=after, limit=limit)
 
     def of(self, task_ids: Sequence[str]) -> Plan[list[OldTask]]:
-        return self._read("{task_id} = ANY (%(task_ids)s::text[])", "", task_ids=list(task_ids))
+        return self._read("{task_id}::text = ANY (%(task_ids)s::text[])", "", task_ids=list(task_ids))
 
     def _read(self, condition: str, end: str, **params: Any) -> Plan[list[OldTask]]:
         narrowed = sql.SQL(condition).format(**self._names)
@@ -243,15 +256,9 @@ class OldTable:
         return many(OldTask, statement.as_bytes(None), **params, queues=self._queues)
 
 
-def _announced(task_id: str, command_ids: Sequence[UUID]) -> Plan[dict[UUID, UUID]]:
-    rows = yield from execute(SQL.announced, task_key=task_id, command_ids=list(command_ids))
-    return {row[0]: row[1] for row in rows}
-
-
-def _named(execution: Execution, execution_id: UUID | None) -> Execution:
-    if execution.status is not ExecutionStatus.QUEUED:
-        return execution
-    return replace(execution, execution_id=execution_id)
+def _identifier(*parts: str) -> sql.Identifier:
+    """A name within a statement that has parameters."""
+    return sql.Identifier(*(part.replace("%", "%%") for part in parts))
 
 
 def _leased(*row: Any) -> Leased:

@@ -1,22 +1,38 @@
 -- name: enqueued_at
 SELECT created_at FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
 
+-- name: find
+-- The command of a task that an execution_id belongs to: the announced one, or any lease it ever had. Two keys find the
+-- usual ones, however often the task has run: the domain of its newest run with the announced id, and the lease. Only for
+-- others its runs are read, from the newest back.
+WITH domain AS MATERIALIZED (
+    SELECT domain FROM busload.command WHERE task_key = %(task_key)s::text AND command_type = 'TrackedTask' ORDER BY id DESC LIMIT 1
+)
+SELECT id FROM busload.command
+ WHERE domain = (SELECT domain FROM domain) AND command_id = %(execution_id)s::uuid
+   AND task_key = %(task_key)s::text AND command_type = 'TrackedTask' AND id & 1023 = 0
+UNION ALL
+SELECT c.id FROM busload.lease AS l CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id = l.hi OFFSET 0) AS c
+ WHERE l.lease_id = %(execution_id)s::uuid AND c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
+UNION ALL
+(SELECT id FROM busload.command AS c
+  WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
+    AND (c.command_id = %(execution_id)s::uuid
+         OR EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.lease_id = %(execution_id)s::uuid OFFSET 0)
+         OR EXISTS (SELECT FROM busload.event AS v
+                     WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.lease_id = %(execution_id)s::uuid OFFSET 0))
+  ORDER BY c.id DESC LIMIT 1)
+LIMIT 1;
+
 -- name: claim
--- Take one task by name, from wherever it waits. The execution_id must belong to one of its commands: the announced one, or
--- any lease it ever had. Where the command is decides, not which of its ids was named. The announced id becomes the lease's,
--- if it never was one: a fence is used once. Otherwise tells what was found: who asks was declared dead, no such command, it
--- waits after all, or its lease has lapsed. Of a paused queue nothing is taken.
+-- Take one task, from wherever it waits. Where its command is decides, not by which of its ids it was found. The announced
+-- id becomes the lease's, if it never was one: a fence is used once. Otherwise tells what was found: who asks was declared
+-- dead, it waits after all, its lease has lapsed, or a worker that takes whatever its domains have is about to give it back.
+-- Of a paused queue nothing is taken.
 WITH alive AS MATERIALIZED (
     SELECT worker, name FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), task AS MATERIALIZED (
-    SELECT * FROM busload.command AS c
-     WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
-       AND (c.command_id = %(execution_id)s::uuid
-            OR EXISTS (SELECT FROM busload.lease AS l WHERE l.hi = c.id AND l.lease_id = %(execution_id)s::uuid OFFSET 0)
-            OR EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.lease_id = %(execution_id)s::uuid OFFSET 0)
-            OR EXISTS (SELECT FROM busload.event AS v
-                        WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.lease_id = %(execution_id)s::uuid OFFSET 0))
-     ORDER BY c.id DESC LIMIT 1
+    SELECT * FROM busload.command WHERE id = %(command)s::bigint
 ), announced AS (
     SELECT id, coalesce((SELECT v.lease_id FROM busload.event AS v
                           WHERE v.lo >> 10 = task.id >> 10 AND v.lo = task.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
@@ -29,7 +45,7 @@ WITH alive AS MATERIALIZED (
                 THEN %(fresh)s::uuid ELSE a.lease_id END AS lease_id
       FROM announced AS a
 ), free AS MATERIALIZED (
-    SELECT id FROM task WHERE NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = task.domain OFFSET 0)
+    SELECT id FROM task WHERE NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.resumed_at IS NULL AND p.domain = task.domain OFFSET 0)
 ), ready AS (
     DELETE FROM busload.queue AS q USING free, alive WHERE q.hi = free.id RETURNING q.*
 ), later AS (
@@ -45,13 +61,14 @@ WITH alive AS MATERIALIZED (
 ), serves AS (
     UPDATE busload.worker AS w SET domains = w.domains || leased.domain FROM leased
      WHERE w.worker = %(worker)s::bigint AND leased.domain <> ALL (w.domains)
+), held AS (
+    SELECT w.worker IS NULL AS lapsed, w.concurrency > 0 AS passing
+      FROM task JOIN busload.lease AS l ON l.hi = task.id AND task.id <> ALL (l.returned)
+      LEFT JOIN busload.worker AS w ON w.worker = l.worker AND w.stopped_at IS NULL AND w.seen_at >= now() - w.lease_for
 )
-SELECT alive.worker IS NULL, task.id IS NULL,
+SELECT alive.worker IS NULL,
        EXISTS (SELECT FROM busload.queue WHERE hi = free.id) OR EXISTS (SELECT FROM busload.scheduled WHERE hi = free.id),
-       EXISTS (SELECT FROM busload.lease AS l
-                WHERE l.hi = task.id AND NOT EXISTS (
-                      SELECT FROM busload.worker AS w
-                       WHERE w.worker = l.worker AND w.stopped_at IS NULL AND w.seen_at >= now() - w.lease_for OFFSET 0) OFFSET 0),
+       EXISTS (SELECT FROM held WHERE lapsed), EXISTS (SELECT FROM held WHERE passing) AND free.id IS NOT NULL,
        leased.lease_id, task.task_key, task.command_id, task.domain, leased.attempt, 'processing', alive.name, task.created_at,
        leased.since, NULL::timestamptz, NULL::text, task.data::text, NULL::text
   FROM (SELECT) AS asked LEFT JOIN alive ON true LEFT JOIN task ON true LEFT JOIN free ON true LEFT JOIN leased ON true;
@@ -74,14 +91,24 @@ SELECT e.lease_id, c.task_key, c.command_id, c.domain, e.attempt,
 
 -- name: retry
 -- The newest command of a task that waits in troubleshooting goes back into the queue, with all its attempts to use again.
--- Its event announces the id that its next execution will have.
-WITH taken AS (
-    DELETE FROM busload.troubleshooting AS t
-     USING (SELECT c.id, c.task_key, c.command_id, c.created_at, c.data FROM busload.command AS c
-             WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
-               AND EXISTS (SELECT FROM busload.troubleshooting AS t WHERE t.command = c.id OFFSET 0)
-             ORDER BY c.id DESC LIMIT 1) AS c
-     WHERE t.command = c.id
+-- Its event announces the id that its next execution will have. The runs of a task and what waits in troubleshooting may
+-- both be many: the search leaps from one to the next of the other, from the newest back, and reads neither in between.
+WITH RECURSIVE leap AS (
+    (SELECT c.id, (SELECT max(t.command) FROM busload.troubleshooting AS t WHERE t.command <= c.id) AS parked
+       FROM busload.command AS c
+      WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0
+      ORDER BY c.id DESC LIMIT 1)
+    UNION ALL
+    SELECT run.id, (SELECT max(t.command) FROM busload.troubleshooting AS t WHERE t.command <= run.id)
+      FROM leap CROSS JOIN LATERAL (
+            SELECT c.id FROM busload.command AS c
+             WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.id & 1023 = 0 AND c.id <= leap.parked
+             ORDER BY c.id DESC LIMIT 1) AS run
+     WHERE leap.parked < leap.id
+), newest AS MATERIALIZED (
+    SELECT id FROM leap WHERE id = parked
+), taken AS (
+    DELETE FROM busload.troubleshooting AS t USING newest JOIN busload.command AS c USING (id) WHERE t.command = newest.id
     RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.task_key, c.command_id, c.created_at, c.data
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven)
@@ -95,23 +122,66 @@ SELECT %(execution_id)s::uuid, task_key, command_id, domain, attempt + 1, 'queue
   FROM taken;
 
 -- name: announced
--- The ids by which commands that wait can be claimed: what the last retry announced, or what enqueueing them did.
-SELECT c.command_id, coalesce((SELECT v.lease_id FROM busload.event AS v
-                                WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
-                                ORDER BY v.event DESC LIMIT 1), c.command_id)
+-- The ids by which commands that wait can be claimed: what the last retry announced, or what enqueueing them did; and
+-- whether an execution has used it up.
+SELECT c.command_id, announced.lease_id,
+       EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.lease_id = announced.lease_id OFFSET 0)
+       OR EXISTS (SELECT FROM busload.event AS v WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id
+                     AND v.lease_id = announced.lease_id AND v.type <> 'OPERATOR_RETRIED' OFFSET 0)
   FROM busload.command AS c
+ CROSS JOIN LATERAL (SELECT coalesce(
+        (SELECT v.lease_id FROM busload.event AS v
+          WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
+          ORDER BY v.event DESC LIMIT 1), c.command_id) AS lease_id) AS announced
  WHERE c.task_key = %(task_key)s::text AND c.command_type = 'TrackedTask' AND c.command_id = ANY (%(command_ids)b::uuid[]);
+
+-- name: current
+-- The newest attempt of a command, whatever else its task has done; while it waits, by an id that it can be claimed with.
+-- A command that is no task has no attempt here: only its type is told.
+WITH task AS MATERIALIZED (
+    SELECT * FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid
+), event AS MATERIALIZED (
+    SELECT v.* FROM task AS c JOIN busload.event AS v ON v.lo >> 10 = c.id >> 10 AND v.lo = c.id
+), attempt AS (
+    SELECT e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
+           CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
+           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status
+      FROM task AS c JOIN busload.execution AS e ON e.command = c.id
+    UNION ALL
+    SELECT attempt, lease_id, worker, (details ->> 'since')::timestamptz, at, 'The worker died, or lost its lease.', 'dlq'
+      FROM event WHERE type = 'LEASE_LOST' AND lease_id IN (SELECT lease_id FROM event WHERE type = 'PARKED')
+    UNION ALL
+    SELECT attempt, (SELECT lease_id FROM event WHERE type = 'OPERATOR_RETRIED' AND lease_id IS NOT NULL ORDER BY event DESC LIMIT 1),
+           NULL, NULL, NULL, NULL, 'queued'
+      FROM (SELECT q.attempt FROM task AS c JOIN busload.queue AS q ON q.hi = c.id
+            UNION ALL
+            SELECT s.attempt FROM task AS c JOIN busload.scheduled AS s ON s.hi = c.id) AS place
+    UNION ALL
+    SELECT l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing'
+      FROM task AS c JOIN busload.lease AS l ON l.hi = c.id AND c.id <> ALL (l.returned)
+)
+SELECT c.command_type, coalesce(a.lease_id, c.command_id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at, a.finished_at, a.error,
+       c.data::text,
+       CASE WHEN a.status = 'dlq' THEN (
+            SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event) FROM event AS v
+             WHERE v.attempt = a.attempt AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text
+  FROM task AS c LEFT JOIN attempt AS a ON c.command_type = 'TrackedTask'
+ ORDER BY a.attempt DESC, a.finished_at DESC NULLS FIRST
+ LIMIT 1;
 
 -- name: waiting
 -- Tasks of a queue that have waited for so long without being claimed: since they were enqueued, failed, were lost with their
 -- worker, handed back, or were retried by an operator. The oldest first, as many as asked for. What was named once before is
--- not due before it has waited as long again; of a paused queue nothing is.
+-- not due before it has waited as long again; of a paused queue nothing is. What a worker without a handler has given back
+-- waits for a time that means nothing here.
 WITH place AS (
     SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes = 0 AND lo = hi
     UNION ALL
     SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes > 0 AND lo = hi
     UNION ALL
-    SELECT hi, attempt FROM busload.scheduled WHERE run_at <= now() AND domain = %(domain)s::text AND lo = hi
+    SELECT hi, attempt FROM busload.scheduled
+     WHERE (run_at <= now() OR reason = 'NO_HANDLER') AND domain = %(domain)s::text AND lo = hi
 )
 SELECT c.id, announced.lease_id, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text, c.created_at,
        NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text
@@ -129,7 +199,7 @@ SELECT c.id, announced.lease_id, c.task_key, c.command_id, c.domain, place.attem
           WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.type = 'OPERATOR_RETRIED' AND v.lease_id IS NOT NULL
           ORDER BY v.event DESC LIMIT 1), c.command_id) AS lease_id) AS announced
  WHERE since.at <= now() - %(waiting_for)s::interval
-   AND NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = %(domain)s::text OFFSET 0)
+   AND NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.resumed_at IS NULL AND p.domain = %(domain)s::text OFFSET 0)
  ORDER BY since.at, c.id
  LIMIT %(limit)s::integer;
 
@@ -145,22 +215,34 @@ WITH ready AS (
     SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, now() + %(waiting_for)s::interval, 'RETRY' FROM ready
     RETURNING hi
 ), later AS (
-    UPDATE busload.scheduled SET run_at = now() + %(waiting_for)s::interval
+    UPDATE busload.scheduled SET run_at = now() + %(waiting_for)s::interval, reason = 'RETRY'
      WHERE hi IN (SELECT hi FROM busload.scheduled
-                   WHERE hi = ANY (%(ids)b::bigint[]) AND run_at <= now() ORDER BY hi FOR UPDATE SKIP LOCKED)
+                   WHERE hi = ANY (%(ids)b::bigint[]) AND (run_at <= now() OR reason = 'NO_HANDLER')
+                   ORDER BY hi FOR UPDATE SKIP LOCKED)
     RETURNING hi
 )
 SELECT hi FROM moved UNION ALL SELECT hi FROM later;
+
+-- name: lost
+-- Tasks of a queue that workers hold which are not alive any more: a rescue would let them wait again.
+SELECT l.lease_id, c.task_key, c.command_id, c.domain, l.attempt, 'lost', w.name, c.created_at, l.since, NULL::timestamptz,
+       'The worker died, or lost its lease.', c.data::text, NULL::text
+  FROM busload.lease AS l
+ CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id = l.hi AND command_type = 'TrackedTask' OFFSET 0) AS c
+  LEFT JOIN busload.worker AS w ON w.worker = l.worker
+ WHERE l.domain = %(domain)s::text AND l.lo = l.hi AND c.id <> ALL (l.returned)
+   AND (w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for)
+ ORDER BY l.since, l.lease_id
+ LIMIT %(limit)s::integer;
 
 -- name: leases
 SELECT lease_id FROM busload.lease WHERE worker = ANY (%(workers)b::bigint[]) ORDER BY lease_id;
 
 -- name: retire
--- A tracker that runs nothing any more. With something left to run it stays, until its leases lapse.
-UPDATE busload.worker SET stopped_at = now()
- WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
-   AND NOT EXISTS (SELECT FROM busload.lease WHERE worker = %(worker)s::bigint)
-RETURNING worker;
+-- The numbers of a tracker that run nothing any more. One with something left to run stays, until its leases lapse.
+UPDATE busload.worker AS w SET stopped_at = now()
+ WHERE worker = ANY (%(workers)b::bigint[]) AND stopped_at IS NULL
+   AND NOT EXISTS (SELECT FROM busload.lease AS l WHERE l.worker = w.worker OFFSET 0);
 
 -- name: task_page
 -- The next tasks in the order of their keys.
