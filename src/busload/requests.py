@@ -357,10 +357,7 @@ class Requests:
         return Write(plan, command_ids=[execution.command_id])
 
     def retry_task(self, task_id: str, *, operator: str | None) -> Write[Execution]:
-        problems = check_text(task_id, "task_id", self._limits.task_key_bytes)
-        if operator is not None:
-            problems += check_text(operator, "operator", self._limits.name_bytes)
-        refuse(problems)
+        refuse(check_text(task_id, "task_id", self._limits.task_key_bytes) + self._operator(operator))
         return Write(store.track.retry(task_id, operator=operator))
 
     def task_history(self, task_id: str) -> Plan[list[Execution]]:
@@ -470,9 +467,7 @@ class Requests:
         return text, command.command_id
 
     def _check_pause(self, domain: str, operator: str | None, reason: str | None = None) -> None:
-        problems = self._name(domain)
-        if operator is not None:
-            problems += check_text(operator, "operator", self._limits.name_bytes)
+        problems = self._name(domain) + self._operator(operator)
         if reason is not None:
             problems += check_text(reason, "reason", 4096)
         refuse(problems)
