@@ -134,6 +134,12 @@ GOALS = [
         unit="ms",
     ),
     Goal(
+        "a group distributed with many waiting, beside few",
+        1.3,
+        _latencies("busload/buffer-many", "busload/buffer-few"),
+        at_most=True,
+    ),
+    Goal(
         "memory of a worker after a tenth",
         120,
         lambda figures: figures.fact("busload/memory", "tenth_peak_mb"),

@@ -64,6 +64,13 @@ VARIANTS = {
     "drain-keys": "drain",
     "send-once": "send",
     "trace": None,
+    "buffer-singles": None,
+    "buffer-drain": "buffer-singles",
+    "buffer-bulk": "buffer-singles",
+    "buffer-add": "send",
+    "buffer-add-many": "create",
+    "buffer-few": None,
+    "buffer-many": "buffer-few",
     "memory": None,
     "stream": None,
 }
@@ -217,6 +224,8 @@ def _figure(result: Result) -> str:
         tenth = result.fact("tenth_peak_mb")
         earlier = "" if tenth is None else f"{tenth:.0f} MB after a tenth, "
         return f"{result.rate:,.0f}\n{earlier}{peak:.0f} MB at most"
+    if (calls := result.fact("calls")) is not None:
+        return f"{result.rate:,.0f}\n{calls:,.0f} calls, {result.fact('statements'):,.0f} statements"
     return f"{result.rate:,.0f}"
 
 

@@ -84,7 +84,7 @@ class Database:
         return int(self.value(f"SELECT count(*) FROM busload.{table}"))
 
     def check_invariants(self) -> None:
-        """I1 to I9 in our tables: counters equal the facts, and every command is in exactly one place."""
+        """I1 to I12 in our tables: counters equal the facts, and every command is in exactly one place."""
         for name, query in INVARIANTS.items():
             assert not self.rows(query), name
 
@@ -270,4 +270,11 @@ INVARIANTS = {
     "I7 loads of one place do not overlap": """
         SELECT a.hi FROM busload.queue a JOIN busload.queue b
             ON a.hi <> b.hi AND a.lo >> 10 = b.lo >> 10 AND a.lo <= b.hi AND b.lo <= a.hi""",
+    "I12 an event in a group has a command that has not ended": """
+        SELECT buffer, group_id
+          FROM (SELECT DISTINCT buffer, group_id FROM busload.buffered WHERE group_id IS NOT NULL) b
+         WHERE NOT EXISTS (
+               SELECT FROM busload.command_status c
+                WHERE c.domain = b.buffer AND c.command_id = b.group_id AND c.command_type = 'busload.Group'
+                  AND c.status IN ('PENDING', 'SCHEDULED', 'IN_PROGRESS', 'IN_TROUBLESHOOTING_QUEUE'))""",
 }

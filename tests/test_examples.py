@@ -205,7 +205,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_site_has_every_page() -> None:
-    nav = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    nav = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert nav == {page.name for page in PAGES[1:]}
 
 
@@ -216,7 +216,8 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_reference_has_every_public_method() -> None:
     text = (ROOT / "docs/reference.md").read_text()
-    for kind in (busload.CommandBus, busload.OpenBatch, busload.Worker, busload.HandlerContext, busload.Coalescer):
+    kinds = (busload.CommandBus, busload.OpenBatch, busload.Worker, busload.HandlerContext, busload.Coalescer)
+    for kind in (*kinds, busload.Buffer, busload.Group, busload.Chunk, busload.ChunkContext):
         missing = [name for name in dir(kind) if not name.startswith("_") and f"{name}" not in text]
         assert not missing, kind.__name__
 

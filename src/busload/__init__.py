@@ -1,7 +1,10 @@
 """A batch-native command bus for PostgreSQL."""
 
+from busload.buffer import Buffer, SyncBuffer
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, BatchStatus, SyncBatchCompletionCallback
+from busload.domain.buffer import BufferStatus, BufferTable
+from busload.domain.bulk import Chunk, Group, Item
 from busload.domain.cause import CauseGroup, GroupAction, GroupItem
 from busload.domain.command import (
     AuditEvent,
@@ -18,6 +21,7 @@ from busload.domain.execution import Execution, ExecutionStatus, OperatorAction
 from busload.domain.explanation import Blocker, Explanation, Reason
 from busload.domain.pause import Pause
 from busload.domain.payload import PayloadLimits
+from busload.domain.rate import LimitStatus, RateLimit
 from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import (
@@ -35,6 +39,7 @@ from busload.errors import (
     OutcomeUnknown,
     PermanentCommandError,
     Problem,
+    RateLimited,
     SchemaOutdated,
     Superseded,
     TransientCommandError,
@@ -42,7 +47,16 @@ from busload.errors import (
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.settings import Settings, WorkerSettings
 from busload.tracker import SyncTaskTracker, TaskTracker
-from busload.worker import Coalescer, CoalescerStats, HandlerContext, SyncHandlerContext, Worker, WorkerStats
+from busload.worker import (
+    ChunkContext,
+    Coalescer,
+    CoalescerStats,
+    HandlerContext,
+    SyncChunkContext,
+    SyncHandlerContext,
+    Worker,
+    WorkerStats,
+)
 
 __all__ = [
     "AuditEvent",
@@ -53,9 +67,14 @@ __all__ = [
     "BatchSealedError",
     "BatchStatus",
     "Blocker",
+    "Buffer",
+    "BufferStatus",
+    "BufferTable",
     "BusinessRuleError",
     "BusloadError",
     "CauseGroup",
+    "Chunk",
+    "ChunkContext",
     "Coalescer",
     "CoalescerStats",
     "Command",
@@ -70,6 +89,7 @@ __all__ = [
     "Execution",
     "ExecutionStatus",
     "Explanation",
+    "Group",
     "GroupAction",
     "GroupItem",
     "HandlerAlreadyRegisteredError",
@@ -77,6 +97,8 @@ __all__ = [
     "InputLimits",
     "InvalidCommandError",
     "InvalidOperationError",
+    "Item",
+    "LimitStatus",
     "OpenBatch",
     "OperatorAction",
     "OutcomeUnknown",
@@ -85,6 +107,8 @@ __all__ = [
     "PermanentCommandError",
     "Problem",
     "Pruned",
+    "RateLimit",
+    "RateLimited",
     "Reason",
     "RetryPolicy",
     "SchemaOutdated",
@@ -92,6 +116,8 @@ __all__ = [
     "Settings",
     "Superseded",
     "SyncBatchCompletionCallback",
+    "SyncBuffer",
+    "SyncChunkContext",
     "SyncCommandBus",
     "SyncHandlerContext",
     "SyncOpenBatch",

@@ -19,11 +19,14 @@ from uuid import UUID
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from busload.buffer import Buffer, SyncBuffer
 from busload.completion import AsyncCompletions, Completions
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
+from busload.domain.buffer import BufferSettings, BufferStatus, BufferTable, Merge, OnExhausted
 from busload.domain.command import (
     AuditEvent,
     BatchCommand,
+    Command,
     CommandMetadata,
     SendResult,
 )
@@ -31,10 +34,11 @@ from busload.domain.dedup import Dedup
 from busload.domain.execution import Execution
 from busload.domain.explanation import Explanation
 from busload.domain.pause import Pause
+from busload.domain.rate import LimitStatus, RateLimit
 from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
-from busload.handlers import Function, Handlers
+from busload.handlers import Function, Handlers, gather
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.requests import Requests, Write
 from busload.sending import Sending
@@ -64,6 +68,7 @@ class _Face:
         self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus))
         self._schema_checked = False
         self._process = os.getpid()
+        self._buffers: dict[str, BufferSettings] = {}
 
     @property
     def dsn(self) -> str:
@@ -79,13 +84,57 @@ class _Face:
         *,
         retry: RetryPolicy | None = None,
         timeout: timedelta | float | None = None,
+        rate_limit: RateLimit | None = None,
     ) -> Callable[[Function], Function]:
         """Register the function below to run these commands; it is returned unchanged.
 
         It is called with the `Command` and a `HandlerContext`, and may be `async def` or `def`, which runs in a thread.
-        What it returns is kept as the command's result.
+        What it returns is kept as the command's result. With `rate_limit` it is called no more often than that, by all
+        workers together.
         """
-        return self.handlers.register(domain, command_type, retry=retry, timeout=timeout)
+        return self.handlers.register(domain, command_type, retry=retry, timeout=timeout, rate_limit=rate_limit)
+
+    def _declare(self, settings: BufferSettings) -> BufferSettings:
+        """A buffer may be named in several places, but it is one and the same."""
+        known = self._buffers.setdefault(settings.name, settings)
+        if known != settings:
+            raise InvalidOperationError(
+                f"The buffer {settings.name!r} was declared before with other settings: {known}. "
+                "Declare it once and use what bus.buffer() returns."
+            )
+        return known
+
+    def bulk_handler(
+        self,
+        domain: str,
+        command_type: str,
+        *,
+        size: int = 1000,
+        max_wait: timedelta | float = timedelta(seconds=2),
+        max_bytes: int | None = None,
+        by: Callable[[Command], object] | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+        isolate_poison: bool = False,
+        rate_limit: RateLimit | None = None,
+    ) -> Callable[[Function], Function]:
+        """Register the function below to run these commands in chunks: one call for up to `size` of them.
+
+        It is called with a `Chunk` and a `ChunkContext` once `size` commands were claimed, or `max_bytes` of data, or
+        `max_wait` after the first one. `by` tells what the commands of a chunk must have in common. If it returns, all
+        are completed, with what it returns as their result; if it raises, all are tried again; `chunk.succeed` and
+        `chunk.fail` judge one by one. Each command has its own attempts, result and batch, as with `handler`.
+        """
+        gathering = gather(size=size, max_wait=max_wait, max_bytes=max_bytes, by=by)
+        return self.handlers.register(
+            domain,
+            command_type,
+            retry=retry,
+            timeout=timeout,
+            rate_limit=rate_limit,
+            isolate_poison=isolate_poison,
+            gathering=gathering,
+        )
 
     def _refuse_after_fork(self) -> None:
         """Two processes on one connection would read each other's answers."""
@@ -426,6 +475,50 @@ class CommandBus(_Face):
         _tell("Resumed", resumed, domain, operator)
         return resumed
 
+    def buffer(
+        self,
+        name: str,
+        *,
+        size: int = 1000,
+        max_age: timedelta = timedelta(minutes=2),
+        max_groups: int = 20,
+        max_bytes: int | None = None,
+        partition_by: str | None = None,
+        merge: Merge | None = None,
+        archive: bool = False,
+        on_exhausted: OnExhausted = "troubleshoot",
+        table: str | BufferTable | None = None,
+    ) -> Buffer:
+        """Events that are added one at a time and leave in groups: one call of its handler for up to `size` of them.
+
+        A group leaves when it is full, has `max_bytes`, or its oldest event is `max_age` old; at most `max_groups` wait
+        in the queue for a worker. `partition_by` keeps what differs in a key of the payload, or in a column, in
+        different groups. With `merge`, each event has a key, and those of one key become one: "keep_last",
+        "keep_first", or a function of the older and the newer payload. `table` is a table of your own that holds the
+        events. With `archive` events that are done are kept in `busload.buffer_archive`.
+        """
+        settings = BufferSettings(
+            name,
+            size=size,
+            max_age=max_age,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            partition_by=partition_by,
+            merge=merge,
+            archive=archive,
+            on_exhausted=on_exhausted,
+            table=BufferTable(table) if isinstance(table, str) else table,
+        )
+        return Buffer(self, self._declare(settings))
+
+    async def list_buffers(self) -> list[BufferStatus]:
+        """Every buffer that a worker has served or in which events wait, and how it is doing."""
+        return await self._look(self._requests.list_buffers())
+
+    async def list_limits(self, name: str | None = None, *, limit: int = 100) -> list[LimitStatus]:
+        """Every rate limit that was used within a day, or those of one name: the rate now, and what was refused."""
+        return await self._read(self._requests.list_limits(name, limit=limit))
+
     async def list_pauses(self) -> list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return await self._read(self._requests.list_pauses())
@@ -765,6 +858,43 @@ class SyncCommandBus(_Face):
         _tell("Resumed", resumed, domain, operator)
         return resumed
 
+    def buffer(
+        self,
+        name: str,
+        *,
+        size: int = 1000,
+        max_age: timedelta = timedelta(minutes=2),
+        max_groups: int = 20,
+        max_bytes: int | None = None,
+        partition_by: str | None = None,
+        merge: Merge | None = None,
+        archive: bool = False,
+        on_exhausted: OnExhausted = "troubleshoot",
+        table: str | BufferTable | None = None,
+    ) -> SyncBuffer:
+        """Events that are added one at a time and leave in groups; see `CommandBus.buffer`."""
+        settings = BufferSettings(
+            name,
+            size=size,
+            max_age=max_age,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            partition_by=partition_by,
+            merge=merge,
+            archive=archive,
+            on_exhausted=on_exhausted,
+            table=BufferTable(table) if isinstance(table, str) else table,
+        )
+        return SyncBuffer(self, self._declare(settings))
+
+    def list_buffers(self) -> list[BufferStatus]:
+        """Every buffer that a worker has served or in which events wait, and how it is doing."""
+        return self._look(self._requests.list_buffers())
+
+    def list_limits(self, name: str | None = None, *, limit: int = 100) -> list[LimitStatus]:
+        """Every rate limit that was used within a day, or those of one name: the rate now, and what was refused."""
+        return self._read(self._requests.list_limits(name, limit=limit))
+
     def list_pauses(self) -> list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return self._read(self._requests.list_pauses())
@@ -815,6 +945,12 @@ class SyncCommandBus(_Face):
     def _read(self, plan: Plan[T]) -> T:
         self._check_schema()
         with self.pool.connection() as conn:
+            return perform(conn, plan)
+
+    def _perform_alone(self, plan: Plan[T]) -> T:
+        """In a transaction of its own. One that may be repeated: if its end is unknown, it does not matter."""
+        self._check_schema()
+        with self.pool.connection() as conn, conn.transaction():
             return perform(conn, plan)
 
     def _look(self, plan: Plan[T]) -> T:

@@ -16,6 +16,7 @@ BusloadError
 
 For handlers to raise:
 ├── TransientCommandError                   try again later
+├── RateLimited                             the receiver refuses calls for now: no attempt is burnt
 ├── PermanentCommandError                   a person must look: troubleshooting
 └── BusinessRuleError                       a final, expected no: FAILED
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -152,11 +154,11 @@ class OutcomeUnknown(BusloadError):
     """
 
     def __init__(self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = ()) -> None:
-        what = f"batch {batch_id}" if batch_id else f"{len(command_ids)} command(s)"
-        super().__init__(
-            f"The connection broke while {what} was being committed, so it may or may not exist. "
-            "Repeat the call with the same ids: it will be accepted exactly once."
-        )
+        what = f"batch {batch_id}" if batch_id else f"{len(command_ids)} command(s)" if command_ids else "this"
+        todo = "Repeat the call with the same ids: it will be accepted exactly once."
+        if not batch_id and not command_ids:
+            todo = "Look whether it does, or repeat the call: at worst it is there twice."
+        super().__init__(f"The connection broke while {what} was being committed, so it may or may not exist. {todo}")
         self.batch_id, self.command_ids = batch_id, tuple(command_ids)
 
 
@@ -181,6 +183,24 @@ class _HandlerError(BusloadError):
 
 class TransientCommandError(_HandlerError):
     """It may work later: retried under the handler's retry policy."""
+
+
+class RateLimited(_HandlerError):
+    """The receiver wants fewer calls: all workers wait `after` (seconds, or a timedelta), and no attempt is burnt."""
+
+    def __init__(
+        self,
+        message: str = "The receiver refuses calls for now.",
+        *,
+        after: timedelta | float | None = None,
+        code: str | None = None,
+        details: Any = None,
+    ) -> None:
+        super().__init__(message, code=code, details=details)
+        seconds = after.total_seconds() if isinstance(after, timedelta) else after
+        if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < 10**9):
+            raise ValueError(f"RateLimited(after=...) wants seconds from 0 on or a timedelta, found {after!r:.80}.")
+        self.after = None if seconds is None else float(seconds)
 
 
 class PermanentCommandError(_HandlerError):

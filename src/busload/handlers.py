@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from busload.domain.buffer import EXHAUSTED, GROUP, BufferSettings
 from busload.domain.cause import RESOLVE
 from busload.domain.command import InputLimits, check_name, refuse
+from busload.domain.rate import RateLimit
 from busload.domain.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, Problem
 from busload.resolve import RETRY, resolve
@@ -18,17 +20,39 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
+class Gathering:
+    """How commands are gathered into chunks for a bulk handler. `max_wait` is in seconds."""
+
+    size: int
+    max_wait: float
+    max_bytes: int | None = None
+    by: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Handler:
-    """A registered function; one written with `def` runs in a thread. `timeout` is in seconds."""
+    """A registered function; one written with `def` runs in a thread. `timeout` is in seconds.
+
+    With `gathering` it gets chunks of commands, with `buffer` groups of events, else one command at a time.
+    """
 
     function: Callable[..., Any]
     retry: RetryPolicy
     timeout: float | None
     is_async: bool
+    rate_limit: RateLimit | None = None
+    isolate_poison: bool = False
+    gathering: Gathering | None = None
+    buffer: BufferSettings | None = None
 
 
 BUILT_IN = {RESOLVE: Handler(resolve, RETRY, timeout=None, is_async=True)}
 """What every worker runs, in every domain."""
+
+MOST_GATHERED = 30_000
+"""The largest chunk: a worker claims two at a time."""
+
+RESERVED = {*BUILT_IN, GROUP, EXHAUSTED}
 
 
 class Handlers:
@@ -36,6 +60,10 @@ class Handlers:
 
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], Handler] = {}
+        self.gathers = False
+        """Whether there is a bulk handler."""
+        self.limits = False
+        """Whether there is a handler with a limit."""
 
     def register(
         self,
@@ -44,13 +72,51 @@ class Handlers:
         *,
         retry: RetryPolicy | None = None,
         timeout: timedelta | float | None = None,
+        rate_limit: RateLimit | None = None,
+        isolate_poison: bool = False,
+        gathering: Gathering | None = None,
     ) -> Callable[[Function], Function]:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
         refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
-        if command_type in BUILT_IN:
-            message = f"found {command_type!r}, which every worker runs by itself; choose another name"
+        if command_type in RESERVED:
+            message = f"found {command_type!r}, which busload uses itself; choose another name"
             refuse([Problem("INVALID_NAME", "/command_type", message)])
+        return self._register(domain, command_type, retry, timeout, rate_limit, isolate_poison, gathering)
+
+    def register_buffer(
+        self,
+        buffer: BufferSettings,
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+        rate_limit: RateLimit | None = None,
+        isolate_poison: bool = False,
+    ) -> Callable[[Function], Function]:
+        """A decorator for the function that runs a buffer's groups."""
+        return self._register(buffer.name, GROUP, retry, timeout, rate_limit, isolate_poison, buffer=buffer)
+
+    def register_exhausted(
+        self, buffer: BufferSettings, *, retry: RetryPolicy | None = None, timeout: timedelta | float | None = None
+    ) -> Callable[[Function], Function]:
+        """A decorator for the function that is told of a buffer's groups whose attempts are used up."""
+        return self._register(buffer.name, EXHAUSTED, retry, timeout)
+
+    def _register(
+        self,
+        domain: str,
+        command_type: str,
+        retry: RetryPolicy | None,
+        timeout: timedelta | float | None,
+        rate_limit: RateLimit | None = None,
+        isolate_poison: bool = False,
+        gathering: Gathering | None = None,
+        buffer: BufferSettings | None = None,
+    ) -> Callable[[Function], Function]:
+        if rate_limit is not None and not isinstance(rate_limit, RateLimit):
+            raise ValueError(f"rate_limit must be a RateLimit, found {rate_limit!r:.80}.")
+        if not isinstance(isolate_poison, bool):
+            raise ValueError(f"isolate_poison must be True or False, found {isolate_poison!r:.80}.")
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a RetryPolicy, found {retry!r:.80}.")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -66,7 +132,11 @@ class Handlers:
             is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
                 getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
             )
-            self._handlers[domain, command_type] = Handler(function, retry or RetryPolicy(), seconds, is_async)
+            self._handlers[domain, command_type] = Handler(
+                function, retry or RetryPolicy(), seconds, is_async, rate_limit, isolate_poison, gathering, buffer
+            )
+            self.gathers = self.gathers or gathering is not None
+            self.limits = self.limits or rate_limit is not None
             return function
 
         return add
@@ -74,10 +144,39 @@ class Handlers:
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
 
+    def of_domain(self, domain: str) -> list[Handler]:
+        return [handler for (of, _), handler in self._handlers.items() if of == domain]
+
+    @property
+    def buffers(self) -> list[BufferSettings]:
+        """Every buffer that has a handler."""
+        return [handler.buffer for handler in self._handlers.values() if handler.buffer is not None]
+
     @property
     def domains(self) -> list[str]:
         """Every domain that has a handler."""
         return sorted({domain for domain, _ in self._handlers})
+
+
+def gather(
+    *,
+    size: int,
+    max_wait: timedelta | float,
+    max_bytes: int | None,
+    by: Callable[[Any], object] | None,
+) -> Gathering:
+    """How a bulk handler wants its commands; refuses what makes no chunk."""
+    for name, value in (("size", size), ("max_bytes", max_bytes)):
+        if value is not None and (type(value) is not int or not 1 <= value < 2**31):
+            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r:.80}.")
+    if size is None or size > MOST_GATHERED:
+        raise ValueError(f"size must be a whole number from 1 to {MOST_GATHERED:,}, found {size!r:.80}.")
+    seconds = max_wait.total_seconds() if isinstance(max_wait, timedelta) else max_wait
+    if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
+        raise ValueError(f"max_wait must be a timedelta or seconds from 0 on, found {max_wait!r:.80}.")
+    if by is not None and not callable(by):
+        raise ValueError(f"by must be a function of a command, found {by!r:.80}.")
+    return Gathering(size, float(seconds), max_bytes, by)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from busload import store
 from busload.domain.batch import BatchMetadata, BatchStatus
+from busload.domain.buffer import SIZES, BufferSettings, BufferStatus, key_problems, partition_of
 from busload.domain.cause import FINGERPRINT, RATES, Action, CauseGroup, Decision, GroupAction, Patch
 from busload.domain.command import (
     AuditEvent,
@@ -35,6 +36,7 @@ from busload.domain.explanation import Explanation
 from busload.domain.ids import new_id
 from busload.domain.pause import Pause
 from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode
+from busload.domain.rate import LimitStatus
 from busload.domain.retention import LONGEST
 from busload.errors import (
     DuplicateCommandError,
@@ -294,12 +296,93 @@ class Requests:
         self._check_pause(domain, operator)
         return Write(store.pause.resume(domain, operator=operator), one_statement=True)
 
+    def list_limits(self, name: str | None, *, limit: int) -> Plan[list[LimitStatus]]:
+        problems = [] if name is None else check_text(name, "name", 2 * self._limits.name_bytes + 1)
+        refuse(problems + check_number(limit, "limit", PAGE))
+        return store.rate.limits(name, limit=limit)
+
     def list_pauses(self) -> Plan[list[Pause]]:
         return store.pause.pauses()
 
     def pause_history(self, domain: str | None, *, limit: int) -> Plan[list[Pause]]:
         refuse(([] if domain is None else self._name(domain)) + check_number(limit, "limit", PAGE))
         return store.pause.history(domain, limit=limit)
+
+    def add(self, buffer: BufferSettings, data: Any, key: str | None) -> Write[Any]:
+        """One event into a buffer."""
+        if buffer.table is not None:
+            return Write(_only(store.buffer.insert(buffer, [self._row(buffer, data, key, None)])))
+        event = self._event(buffer, data, key, None)
+        return Write(store.buffer.add(buffer, event), one_statement=True)
+
+    def add_many(self, buffer: BufferSettings, items: object, key: object) -> Write[list[Any]]:
+        """Many events, all or none; every offender is named by its index."""
+        if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
+            message = f"found {items!r:.80}, wanted several payloads, for example a list of dicts"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/items", message)])
+        if key is not None and not callable(key):
+            message = f"found {key!r:.80}, wanted a function that tells the key of a payload"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/key", message)])
+        checked: list[Any] = []
+        problems: list[Problem] = []
+        check = self._event if buffer.table is None else self._row
+        for index, data in enumerate(items):
+            try:
+                checked.append(check(buffer, data, None if key is None else key(data), index))
+            except InvalidCommandError as refused:
+                problems += refused.problems
+        refuse(problems)
+        if buffer.table is not None:
+            return Write(store.buffer.insert(buffer, checked))
+        one = store.buffer.in_one_statement(checked)
+        return Write(store.buffer.add_many(buffer, checked), one_statement=one)
+
+    def claim(self, buffer: BufferSettings, callback: object, limit: int | None) -> int:
+        """How many events a claim may take."""
+        if not callable(callback):
+            raise TypeError(f"claim() needs a function to call with the group_id, found {callback!r:.80}.")
+        if iscoroutinefunction(callback) and not self._awaits:
+            raise TypeError("claim() found an async function, which nobody awaits here; pass a plain one.")
+        if limit is not None:
+            refuse(check_number(limit, "limit", SIZES))
+        return buffer.size if limit is None else limit
+
+    def flush(self, buffer: BufferSettings) -> Write[int]:
+        return Write(store.buffer.flush(buffer))
+
+    def buffer_status(self, buffer: BufferSettings) -> Plan[BufferStatus]:
+        return store.buffer.status(buffer)
+
+    def list_buffers(self) -> Plan[list[BufferStatus]]:
+        return store.buffer.statuses()
+
+    def _event(self, buffer: BufferSettings, data: Any, key: str | None, index: int | None) -> store.buffer.NewEvent:
+        partition, problems = partition_of(buffer, data)
+        problems += key_problems(buffer, key)
+        text = ""
+        try:
+            text = encode(data, self._payload)
+        except PayloadRefused as refused:
+            problems.append(refused.problem)
+        refuse([Problem(p.code, p.path, p.message, index, p.limit) for p in problems])
+        return store.buffer.NewEvent(partition, key, text)
+
+    def _row(self, buffer: BufferSettings, data: Any, key: str | None, index: int | None) -> dict[str, Any]:
+        """What goes into the columns of an application's table."""
+        table = buffer.table
+        assert table is not None
+        problems: list[Problem] = []
+        if not isinstance(data, dict) or not data or not all(isinstance(name, str) for name in data):
+            message = f"found {data!r:.80}, wanted a dict of columns and values, since the buffer is a table of yours"
+            problems.append(Problem("INVALID_OPTION", "/data", message, index))
+        elif key is not None:
+            if table.key is None:
+                message = f"found {key!r:.80}, but no column for it; declare BufferTable(key=...)"
+                problems.append(Problem("INVALID_OPTION", "/key", message, index))
+            else:
+                data = {table.key: key} | data
+        refuse(problems)
+        return dict(data)
 
     def trace(self, task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
         problems = check_text(task_key, "task_key", self._limits.task_key_bytes)

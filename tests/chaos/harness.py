@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,8 +41,11 @@ class Workers:
 
     def __init__(self, dsn: str, folder: Path, **options: Any) -> None:
         self.ledger, self.log = folder / "handlers", folder / "workers.log"
-        self._options = {"dsn": dsn, "ledger": str(self.ledger), "log": str(self.log), **options}
+        self.receiver = folder / "receiver"
+        files = {"ledger": str(self.ledger), "log": str(self.log), "receiver": str(self.receiver)}
+        self._options = {"dsn": dsn, **files, **options}
         self.ledger.touch()
+        self.receiver.touch()
         self.log.touch()  # a worker that is stopped early enough says nothing
         self.alive: list[int] = []
         self.ended: dict[int, int] = {}
@@ -77,6 +81,10 @@ class Workers:
         pids = [int(self._ask({"start": {**self._options, **options}})) for _ in range(count)]
         self.alive += pids
         return pids
+
+    def assist(self, role: str, count: int = 1, **options: Any) -> list[int]:
+        """Start processes of another kind; whoever wants them to end tells them."""
+        return [int(self._ask({"start": {**self._options, **options, "role": role}})) for _ in range(count)]
 
     def keep(self, count: int) -> None:
         """Start as many as have ended by themselves."""
@@ -122,6 +130,38 @@ class Workers:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A bulk call as its receiver saw it: id, key and payload of each item."""
+
+    name: str
+    group: str
+    pid: int
+    at: float
+    items: list[tuple[str, str | None, Any]]
+
+
+class Received:
+    """The calls of a receiver's file, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+        self.calls: list[Call] = []
+
+    def read(self) -> list[Call]:
+        """All so far. What is no whole line was a call of a process that was killed while it made it."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            fresh = file.read()
+        self._offset += len(fresh)
+        *lines, self._rest = (self._rest + fresh).split(b"\n")
+        for line in lines:
+            with suppress(ValueError):
+                told = json.loads(line)
+                self.calls.append(Call(**{**told, "items": [(id, key, data) for id, key, data in told["items"]]}))
+        return self.calls
 
 
 class Accepted:

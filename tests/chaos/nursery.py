@@ -1,8 +1,8 @@
 """Forks workers on demand: everything is imported once, so that killing one and starting another costs milliseconds.
 
-Run as a script of its own. Each line on stdin is JSON: `{"start": {...}}` is answered with the pid of a new worker,
-`{"ended": true}` with `{pid: exit status}` of those that have ended since it was last asked. At the end of stdin, that
-is also when the test dies, every worker is killed.
+Run as a script of its own. Each line on stdin is JSON: `{"start": {...}}` is answered with the pid of a new worker, or
+of whatever else its `role` names, `{"ended": true}` with `{pid: exit status}` of those that have ended since it was
+last asked. At the end of stdin, that is also when the test dies, every one of them is killed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,33 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from busload import (
+    Buffer,
     BusinessRuleError,
+    Chunk,
+    ChunkContext,
     Command,
     CommandBus,
+    Group,
     HandlerContext,
+    Item,
     PermanentCommandError,
+    RateLimit,
     RetryPolicy,
     Settings,
+    SyncBuffer,
+    SyncCommandBus,
     SyncHandlerContext,
     TransientCommandError,
     Worker,
@@ -35,6 +48,8 @@ from busload import (
 )
 
 DOMAIN = "payments"
+BULK, LIMITED = "crm", "partner"
+"""Domains of commands that run in chunks, and of those that a limit holds up."""
 DID_NOT_START = 75
 """The exit status of a worker that found no database when it started: whoever runs workers starts another."""
 
@@ -124,6 +139,174 @@ def register(bus: CommandBus, ledger: Ledger, options: dict[str, Any]) -> None:
         ledger.note("end", command, ctx.execution_id)
 
 
+class Receiver:
+    """The service that bulk calls reach, in a file that busload does not write: one line per call.
+
+    A line that is cut off is the call of a process that was killed while it made it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def take(self, name: str, group_id: object, items: Sequence[Item]) -> None:
+        told = [(str(item.id), item.key, item.data) for item in items]
+        line = {"name": name, "group": str(group_id), "pid": os.getpid(), "at": time.monotonic(), "items": told}
+        os.write(self._file, f"\n{json.dumps(line, default=str)}\n".encode())
+
+    def calls_of(self, name: str) -> int:
+        return Path(f"/proc/self/fd/{self._file}").read_text().count(f'"name": "{name}"')
+
+
+def appended(older: list[Any], newer: list[Any]) -> list[Any]:
+    return older + newer
+
+
+def declared(bus: Any, name: str, options: dict[str, Any]) -> Any:
+    """A buffer as the test has described it, on either face."""
+    told = dict(options["buffers"][name])
+    if told.get("merge") == "append":
+        told["merge"] = appended
+    return bus.buffer(name, **{**told, "max_age": timedelta(seconds=told["max_age"])})
+
+
+def register_buffers(bus: CommandBus, receiver: Receiver, options: dict[str, Any]) -> None:
+    for name in options.get("buffers", {}):
+        events = declared(bus, name, options)
+        if name == "doomed":
+            doom(events, receiver, options)
+        else:
+            deliver_in_bulk(events, receiver, options)
+
+
+def deliver_in_bulk(events: Buffer, receiver: Receiver, options: dict[str, Any]) -> None:
+    """With `moods`, a service that refuses a call, takes a part of it, or takes it and does not answer."""
+    pause, moods = options.get("pause", 0.01), options.get("moods", False)
+
+    @events.handler(retry=RetryPolicy(max_attempts=1000, backoff=(0.02,)))
+    async def deliver(group: Group, ctx: HandlerContext) -> None:
+        mood = random.randrange(20) if moods else None
+        if mood == 0:
+            raise TransientCommandError("busy")
+        await asyncio.sleep(random.uniform(0, pause))
+        taken = [item for item in group if mood not in (1, 2, 3) or random.randrange(4)]
+        receiver.take(group.buffer, group.group_id, taken)
+        await asyncio.sleep(random.uniform(0, pause))
+        if mood == 4:
+            raise TransientCommandError("its answer was lost")
+        if mood in (1, 2, 3):
+            known = {item.id for item in taken}
+            for item in group:
+                group.succeed(item) if item.id in known else group.fail(item, "not this one")
+
+
+def doom(events: Buffer, receiver: Receiver, options: dict[str, Any]) -> None:
+    """Nothing is taken, and the hook for that kills its worker the first times."""
+
+    @events.handler(retry=RetryPolicy(max_attempts=2, backoff=(0.01,)))
+    async def refuse(group: Group, ctx: HandlerContext) -> None:
+        raise TransientCommandError("never")
+
+    @events.exhausted(retry=RetryPolicy(max_attempts=2, backoff=(0.01,)))
+    async def compensate(group: Group, ctx: HandlerContext) -> None:
+        receiver.take("hook", group.group_id, group.items)
+        if receiver.calls_of("hook") <= options["hook_crashes"]:
+            os._exit(9)
+
+
+def register_bulk(bus: CommandBus, receiver: Receiver, options: dict[str, Any]) -> None:
+    pause = options.get("pause", 0.01)
+    retry = RetryPolicy(max_attempts=50, backoff=(0.01,))
+
+    @bus.bulk_handler(BULK, "Push", size=options["bulk"], max_wait=0.05, retry=retry)
+    async def push(chunk: Chunk, ctx: ChunkContext) -> None:
+        receiver.take(chunk.domain, "-", chunk.items)
+        await asyncio.sleep(random.uniform(0, pause))
+        if random.randrange(10) == 0:
+            raise TransientCommandError("its answer was lost")
+
+
+def register_limited(bus: CommandBus, receiver: Receiver, options: dict[str, Any]) -> None:
+    @bus.handler(LIMITED, "Call", rate_limit=RateLimit(**options["limit"]))
+    async def call(command: Command, ctx: HandlerContext) -> None:
+        receiver.take(LIMITED, command.command_id, [])
+
+
+class Told:
+    """Becomes true when this process is told to end; until then, `wait` waits."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self._event.set())
+        self.wait = self._event.wait
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+
+def produce(options: dict[str, Any]) -> None:
+    """Record activities, each in a transaction of its own together with its event, until told to end.
+
+    Every tenth is rolled back, and a few times in a thousand the process dies before it commits. What was acknowledged
+    or rolled back is noted; each activity has a number that is never used again.
+    """
+    told, notes = Told(), os.open(options["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    while not told:
+        try:
+            with SyncCommandBus(options["dsn"], settings=Settings(pool_size=1)) as bus:
+                buffers = {name: declared(bus, name, options) for name in options["buffers"]}
+                with psycopg.connect(options["dsn"], autocommit=True) as conn:
+                    while not told:
+                        name, n = random.choice(list(buffers)), random.getrandbits(52)
+                        fact = record(conn, buffers[name], n)
+                        os.write(notes, f"{fact} {name} {n}\n".encode())
+                        told.wait(random.uniform(0, options["rest"]))
+        except psycopg.OperationalError:
+            told.wait(0.05)  # the server was cut off: whether that one was committed is written in its table
+
+
+def record(conn: psycopg.Connection[Any], events: SyncBuffer, n: int) -> str:
+    fate = random.randrange(1000)
+    with conn.transaction(force_rollback=fate < 100):
+        conn.execute("INSERT INTO activity (n, buffer) VALUES (%s, %s)", [n, events.name])
+        if events.settings.table is not None and fate % 2:
+            conn.execute("INSERT INTO activity_event (n) VALUES (%s)", [n])
+        else:
+            events.add({"n": n}, conn=conn)
+        if fate >= 996:
+            os._exit(9)
+    return "undone" if fate < 100 else "added"
+
+
+def pour(options: dict[str, Any]) -> None:
+    """Add single events as fast as it goes: to the buffers that merge, a number of one of some subjects each time."""
+    told, sent = Told(), Counter[str]()
+    with SyncCommandBus(options["dsn"], settings=Settings(pool_size=1)) as bus:
+        buffers = [declared(bus, name, options) for name in options["buffers"]]
+        while not told:
+            for events in buffers:
+                key = f"{events.name}-{os.getpid()}-{random.randrange(20)}"
+                events.add([sent[key]], key=key)
+                sent[key] += 1
+    Path(options["notes"], str(os.getpid())).write_text(json.dumps(sent))
+
+
+def claim(options: dict[str, Any]) -> None:
+    """Make groups as fast as it goes."""
+    told = Told()
+    with SyncCommandBus(options["dsn"], settings=Settings(pool_size=1)) as bus:
+        buffers = [declared(bus, name, options) for name in options["buffers"]]
+        while not told:
+            for events in buffers:
+                events.distribute()
+
+
+def work(options: dict[str, Any]) -> None:
+    asyncio.run(serve(options))
+
+
+ROLES = {"worker": work, "producer": produce, "pourer": pour, "claimer": claim}
+
+
 async def serve(options: dict[str, Any]) -> None:
     lease_for = timedelta(seconds=options.get("lease_for", 30))
     settings = WorkerSettings(
@@ -137,7 +320,14 @@ async def serve(options: dict[str, Any]) -> None:
     )
     async with CommandBus(options["dsn"], settings=Settings(pool_size=4)) as bus:
         register(bus, Ledger(options["ledger"]), options)
-        await Worker(bus, domains=[DOMAIN], concurrency=options.get("concurrency", 10), settings=settings).run()
+        receiver = Receiver(options["receiver"])
+        register_buffers(bus, receiver, options)
+        if "bulk" in options:
+            register_bulk(bus, receiver, options)
+        if "limit" in options:
+            register_limited(bus, receiver, options)
+        domains = options.get("domains", [DOMAIN])
+        await Worker(bus, domains=domains, concurrency=options.get("concurrency", 10), settings=settings).run()
 
 
 def run_worker(options: dict[str, Any]) -> None:
@@ -146,7 +336,7 @@ def run_worker(options: dict[str, Any]) -> None:
     try:
         random.seed()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own
-        asyncio.run(serve(options))
+        ROLES[options.get("role", "worker")](options)
         status = 0
     except BaseException as error:
         logging.exception("The worker ended")

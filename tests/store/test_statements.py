@@ -20,6 +20,7 @@ from busload.store import claim, rescue, settle
 from busload.store.arrays import Packed, Texts
 from busload.store.connection import engine_pool
 from busload.store.plan import Plan, Statement, perform, perform_async
+from busload.store.relation import OWN
 from busload.store.schema import migrate
 from busload.store.statements import statements
 from busload.testing import TestServer
@@ -28,7 +29,9 @@ from tests.given import DOMAIN, Database, Given, eventually
 STORE = files("busload.store")
 SUBJECTS = sorted(file.name.removesuffix(".sql") for file in STORE.iterdir() if file.name.endswith(".sql"))
 OWNED = {
-    f"{subject}.{name}": text.decode() for subject in SUBJECTS for name, text in statements(subject).by_name.items()
+    f"{subject}.{name}": OWN.spell(text).decode()
+    for subject in SUBJECTS
+    for name, text in statements(subject).by_name.items()
 } | {
     "migrate.lock": migrate.LOCK.decode(),
     "migrate.exists": migrate.EXISTS.decode(),

@@ -70,8 +70,8 @@ async def test_drain_looks_again_after_a_settlement_that_its_look_may_not_have_s
     claim, flush = Claimer._claim, Settlement._flush
     looked = asyncio.Event()
 
-    async def claim_slowly(self: Claimer, limit: int) -> Claim:
-        taken = await claim(self, limit)
+    async def claim_slowly(self: Claimer, domains: list[str], limit: int) -> Claim:
+        taken = await claim(self, domains, limit)
         if not taken.leased:
             looked.set()
             await eventually(lambda: not self._settlement.stats.waiting)

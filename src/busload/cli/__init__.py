@@ -26,10 +26,12 @@ from busload.errors import BusloadError, DatabaseUnusable, InvalidCommandError
 
 NOUNS = {
     "batch": "Follow batches, learn why they are not finished, and cancel them.",
+    "buffer": "See what waits in buffers, let it leave, prepare tables to be one.",
     "command": "Look at one command and all that happened to it.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
     "domain": "See what waits in domains, pause and resume them.",
+    "limit": "See how often receivers may be called, and which refuse calls.",
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",
     "trace": "Draw every attempt at a task, by its key.",

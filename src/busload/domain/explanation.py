@@ -33,6 +33,7 @@ class Blocker(StrEnum):
     WORKER_LOST = "WORKER_LOST"
     RUNNING_LONG = "RUNNING_LONG"
     IN_NO_PLACE = "IN_NO_PLACE"
+    RATE_LIMITED = "RATE_LIMITED"
     BACKOFF = "BACKOFF"
     RUN_AT = "RUN_AT"
     BEHIND_PRIORITY = "BEHIND_PRIORITY"
@@ -93,7 +94,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Commands that are not due, all for one reason: RUN_AT, RETRY or NO_HANDLER."""
+    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER or RATE_LIMITED."""
 
     reason: str
     count: int
@@ -102,6 +103,7 @@ class Waiting:
     last_at: datetime
     failures: tuple[Failure, ...] = ()
     command_types: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +446,19 @@ class _Subject:
             {"command_types": list(waiting.command_types), "next_at": waiting.next_at},
         )
 
+    def _rate_limited(self, waiting: Waiting) -> Reason:
+        limits = ", ".join(waiting.limits) or "unknown"
+        shown = waiting.limits[0] if waiting.limits else "NAME"
+        return Reason(
+            Blocker.RATE_LIMITED,
+            waiting.count,
+            waiting.since or self.created_at,
+            f"{_are(waiting.count)} held up by a rate limit, {limits}: {self._when(waiting)}.",
+            f"Nothing to do: what is held up comes back by itself. `busload limit show {shown}` tells how many calls a "
+            "second it allows, and until when the receiver refuses them.",
+            {"limits": list(waiting.limits), "next_at": waiting.next_at, "last_at": waiting.last_at},
+        )
+
     def _workers_lost(self) -> Iterator[Reason]:
         lost = [running for running in self.places.running if running.lost]
         if not lost:
@@ -564,7 +579,12 @@ class _Subject:
         return f"the next {_until(self.now, waiting.next_at)}, the last {_until(self.now, waiting.last_at)}"
 
 
-_WAITING = {"RUN_AT": _Subject._run_at, "RETRY": _Subject._backoff, "NO_HANDLER": _Subject._no_handler}
+_WAITING = {
+    "RUN_AT": _Subject._run_at,
+    "RETRY": _Subject._backoff,
+    "NO_HANDLER": _Subject._no_handler,
+    "RATE_LIMITED": _Subject._rate_limited,
+}
 _URGENCY = {code: place for place, code in enumerate(Blocker)}
 
 
@@ -581,6 +601,7 @@ _LABELS = {
     Blocker.WORKER_LOST: "held by a lost worker",
     Blocker.RUNNING_LONG: "running long",
     Blocker.IN_NO_PLACE: "in no place",
+    Blocker.RATE_LIMITED: "held up by a rate limit",
     Blocker.BACKOFF: "waiting for the next attempt",
     Blocker.RUN_AT: "waiting for their time",
     Blocker.BEHIND_PRIORITY: "behind higher priority",

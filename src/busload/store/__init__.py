@@ -1,5 +1,35 @@
 """What PostgreSQL does: every statement we ever send."""
 
-from busload.store import cancel, claim, explain, operate, pause, prune, report, rescue, send, settle, track
+from busload.store import (
+    buffer,
+    cancel,
+    claim,
+    explain,
+    group,
+    operate,
+    pause,
+    prune,
+    rate,
+    report,
+    rescue,
+    send,
+    settle,
+    track,
+)
 
-__all__ = ["cancel", "claim", "explain", "operate", "pause", "prune", "report", "rescue", "send", "settle", "track"]
+__all__ = [
+    "buffer",
+    "cancel",
+    "claim",
+    "explain",
+    "group",
+    "operate",
+    "pause",
+    "prune",
+    "rate",
+    "report",
+    "rescue",
+    "send",
+    "settle",
+    "track",
+]

@@ -96,6 +96,9 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any]) -> Plan[Waiting]:
     if waiting.reason == "NO_HANDLER":
         [(types, since)] = yield from execute(SQL.unknown_types, **here)
         return replace(waiting, since=since, command_types=tuple(types))
+    if waiting.reason == "RATE_LIMITED":
+        [(limits, since)] = yield from execute(SQL.limits, **here)
+        return replace(waiting, since=since, limits=tuple(limits))
     return waiting
 
 
@@ -107,6 +110,9 @@ def _command(domain: str, command_id: UUID) -> Plan[CommandFacts | None]:
     ended = status in ENDED
     usual = None if ended else (yield from _usual(batch_id, domain, id, command_type))
     places = _place(now, command_id, command_type, priority, status, created_at, usual, *place)
+    if any(waiting.reason == "RATE_LIMITED" for waiting in places.waiting):
+        [(limits, since)] = yield from execute(SQL.limits_of_command, id=id)
+        places = replace(places, waiting=(replace(places.waiting[0], since=since, limits=tuple(limits)),))
     around = Surroundings(workers=0) if ended else (yield from _surroundings(domain))
     if places.ready:
         around = yield from _with_those_ahead(around, domain, priority, None)

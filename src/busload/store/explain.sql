@@ -53,6 +53,20 @@ SELECT coalesce(array_agg(DISTINCT type ORDER BY type), '{}'), min(e.at)
                       WHERE lo >> 10 = load.lo >> 10 AND lo <= load.lo AND hi >= load.hi AND type = 'NO_HANDLER' OFFSET 0) AS e
  CROSS JOIN LATERAL json_array_elements_text(e.details -> 'command_types') AS type;
 
+-- name: limits
+-- Which limits hold commands up, and since when: each left an event the first time.
+SELECT coalesce(array_agg(DISTINCT e.details ->> 'limit' ORDER BY e.details ->> 'limit'), '{}'), min(e.at)
+  FROM (SELECT lo, hi FROM busload.scheduled
+         WHERE hi BETWEEN %(first)s::bigint AND %(last)s::bigint AND batch_id = %(batch_id)s::uuid AND run_at > now() AND reason = 'RATE_LIMITED'
+         ORDER BY run_at LIMIT 1000) AS load
+ CROSS JOIN LATERAL (SELECT at, details FROM busload.event
+                      WHERE lo >> 10 = load.lo >> 10 AND lo <= load.hi AND hi >= load.lo AND type = 'RATE_LIMITED' OFFSET 0) AS e;
+
+-- name: limits_of_command
+SELECT coalesce(array_agg(DISTINCT details ->> 'limit'), '{}'), min(at)
+  FROM busload.event
+ WHERE lo >> 10 = %(id)s::bigint >> 10 AND %(id)s::bigint BETWEEN lo AND hi AND type = 'RATE_LIMITED';
+
 -- name: running
 -- By worker. One that has missed its heartbeat for half the time that its leases last is most likely dead.
 SELECT w.name, sum(l.open)::bigint, min(l.since), w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),

@@ -23,6 +23,8 @@ CANCEL = "busload_cancel"
 """A batch was canceled; the payload is its id."""
 PAUSE = "busload_pause"
 """A domain was paused or resumed; the payload is the domain."""
+LIMIT = "busload_limit"
+"""A receiver has refused a call; the payload is the name of the limit."""
 
 Hear = Callable[[str | None, str | None], None]
 """Called with channel and payload, or with None twice: something may have been missed, so look at everything."""

@@ -43,10 +43,11 @@ SELECT count(*)::integer, (SELECT count(pg_notify('busload_ready', domain)) FROM
   FROM taken;
 
 -- name: complete
+-- The events of a group end with its command.
 WITH taken AS (
     DELETE FROM busload.troubleshooting AS t USING busload.command AS c
      WHERE t.command = ANY (%(commands)b::bigint[]) AND c.id = t.command
-    RETURNING t.command, t.batch_id, t.attempt, c.reply_to
+    RETURNING t.command, t.batch_id, t.attempt, c.reply_to, c.command_type
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
     SELECT 'OPERATOR_COMPLETED', command, command, batch_id, attempt, %(operator)s::text,
@@ -56,14 +57,16 @@ WITH taken AS (
 ), replied AS (
     SELECT busload.reply(command, 'SUCCESS', %(result)s::text::json) AS domain FROM taken WHERE reply_to IS NOT NULL
 )
-SELECT count(*)::integer, (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told)
+SELECT count(*)::integer,
+       busload.end_groups(array_agg(command) FILTER (WHERE command_type = 'busload.Group'), 'OPERATOR_COMPLETED'),
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told)
   FROM taken;
 
 -- name: cancel
 WITH taken AS (
     DELETE FROM busload.troubleshooting AS t USING busload.command AS c
      WHERE t.command = ANY (%(commands)b::bigint[]) AND c.id = t.command
-    RETURNING t.command, t.batch_id, t.attempt, c.reply_to
+    RETURNING t.command, t.batch_id, t.attempt, c.reply_to, c.command_type
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
     SELECT 'OPERATOR_CANCELED', command, command, batch_id, attempt, %(operator)s::text,
@@ -74,7 +77,9 @@ WITH taken AS (
     SELECT busload.reply(command, 'CANCELED', json_build_object('message', %(reason)s::text)) AS domain
       FROM taken WHERE reply_to IS NOT NULL
 )
-SELECT count(*)::integer, (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told)
+SELECT count(*)::integer,
+       busload.end_groups(array_agg(command) FILTER (WHERE command_type = 'busload.Group'), 'OPERATOR_CANCELED'),
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS told)
   FROM taken;
 
 -- name: left_behind

@@ -26,10 +26,14 @@ Row: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement with its parameters; answered with its rows."""
+    """One statement with its parameters; answered with its rows.
+
+    They come in binary form, which is cheaper; as text, a value of a type nobody knows here is its text.
+    """
 
     sql: bytes
     params: dict[str, Any]
+    binary: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
                         conn.wait(_flush(conn.pgconn))
                         unsent = 0
             return []
+        if not step.binary:
+            cursor.format = Format.TEXT
         cursor.execute(step.sql, step.params)
         return cursor.fetchall() if cursor.rownumber is not None else []
 
@@ -149,6 +155,8 @@ async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
                         await conn.wait(_flush(conn.pgconn))
                         unsent = 0
             return []
+        if not step.binary:
+            cursor.format = Format.TEXT
         await cursor.execute(step.sql, step.params)
         return await cursor.fetchall() if cursor.rownumber is not None else []
 

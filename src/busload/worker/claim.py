@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import defaultdict
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from psycopg_pool import AsyncConnectionPool
 
-from busload.domain.execution import Lease, Leased
+from busload.domain.execution import Lease, Leased, Transition
 from busload.domain.ids import LOAD_SIZE
 from busload.domain.payload import encode
 from busload.handlers import Handlers
@@ -27,6 +28,9 @@ log = logging.getLogger("busload")
 
 SMALLEST_GAP = 0.002
 """Seconds after a claim that emptied the queue before the next one: what is sent one by one is claimed together."""
+
+LONGEST_EMPTY = 0.05
+"""Seconds for which a domain of bulk handlers that was found empty is left out of claims for single commands."""
 
 SMALLEST_TICK = 0.02
 """Seconds from a look that found something due to the next one: retries become due one by one."""
@@ -56,6 +60,9 @@ class Claimer:
     ) -> None:
         self._pool, self._handlers = pool, handlers
         self._executor, self._settlement, self._held = executor, settlement, held
+        self._gatherer = executor.gatherer
+        self._rests = executor.rests
+        self._rest = math.inf
         self._domains, self._pauses = domains, pauses
         self._settings, self._worker = settings, worker
         self._concurrency = concurrency
@@ -64,6 +71,8 @@ class Claimer:
         prefetch = settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self._empty_at = 0.0
+        self._bulk_empty_at: dict[str, float] = {}
+        self._left_out = False
         self._leaving: list[Leased] = []
         self._unknown: set[tuple[str, str]] = set()
         self.claims = self.empty_claims = self.claimed = self.handed_back = 0
@@ -74,12 +83,14 @@ class Claimer:
         """Whether the last claim took all there was."""
         self.found_nothing = False
         self.ran_suspect = False
+        self.draining = False
+        """Whether it is to look everywhere before it says that there is nothing."""
         self.asked_at: float | None = None
         """When the claim under way was sent; None while there is none."""
 
     async def once(self) -> float | None:
         """Claim in one statement what is missing; returns how long to wait before the next look."""
-        self.found_nothing = False
+        self.found_nothing, self._rest = False, math.inf
         too_soon = self._empty_at + SMALLEST_GAP - time.monotonic()
         if too_soon > 0:
             return too_soon
@@ -95,23 +106,68 @@ class Claimer:
         self.waits_for_room = limit <= 0
         if in_hand > low_water or limit <= 0:
             self._executor.low_water = min(low_water, in_hand - 1)
+            limit = 0
+        wanted = self._wanted(limit)
+        if not wanted:
             return await self._watch_line()
-        taken = await self._claim(limit)
-        self.found_nothing = not (taken.leased or taken.contended or taken.refused)
+        found = [(await self._claim(domains, most), most) for domains, most in wanted]
+        self._note_empty(wanted, found)
+        self.found_nothing = not any(taken.leased or taken.contended or taken.refused for taken, _ in found)
+        if self._rest < math.inf or self._left_out:
+            self.found_nothing = False  # it has not looked everywhere
         if self.found_nothing and self._executor.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
-        self.emptied = len(taken.leased) < limit and not taken.contended
-        if taken.contended:
+        contended = any(taken.contended for taken, _ in found)
+        self.emptied = not contended and all(len(taken.leased) < most for taken, most in found)
+        if contended:
             return random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
         if not self.emptied:
             return 0
         self._empty_at = time.monotonic()
-        self._executor.low_water = 0
-        return self._settings.poll_every.total_seconds()
+        pause = min(self._settings.poll_every.total_seconds(), self._rest)
+        if limit:
+            self._executor.low_water = 0
+        else:
+            pause = min(pause, await self._watch_line() or math.inf)
+        return min(pause, LONGEST_EMPTY) if self._left_out else pause
+
+    def _wanted(self, limit: int) -> list[tuple[list[str], int]]:
+        """What to claim: domains, and how many commands of them.
+
+        Where there are bulk handlers only, as many as chunks may hold, whatever the slots do. Where there are others
+        too, no more than the slots can take, since nobody knows beforehand of which type a command is.
+        """
+        if not self._handlers.gathers:
+            return [(self._domains, limit)] if limit else []
+        if self._executor.in_hand < self._concurrency:
+            self._gatherer.slot_is_free()
+        single: list[str] = []
+        wanted: list[tuple[list[str], int]] = []
+        for domain in self._domains:
+            room = self._gatherer.room(domain)
+            if room is None or (room and not self._gatherer.only_gathers(domain)):
+                single.append(domain)
+            elif room:
+                wanted.append(([domain], room))
+        if not single or not limit:
+            self._left_out = False
+            return wanted
+        # A domain that was empty a moment ago need not be asked with every claim for single commands.
+        now = time.monotonic()
+        due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
+        self._left_out = len(due) < len(wanted)
+        return [(single, limit), *due]
+
+    def _note_empty(self, wanted: list[tuple[list[str], int]], found: list[tuple[claim.Claim, int]]) -> None:
+        if self._handlers.gathers:
+            now = time.monotonic()
+            for (domains, _), (taken, most) in zip(wanted, found, strict=True):
+                if len(domains) == 1 and len(taken.leased) < most:
+                    self._bulk_empty_at[domains[0]] = now
 
     async def hand_back_line(self) -> None:
         """Let others run what has not started."""
-        self._leaving += self._executor.abandon_line()
+        self._leaving += self._gatherer.unpack(self._executor.abandon_line()) + self._gatherer.abandon()
         await self._hand_back_leaving()
 
     async def _hand_back_leaving(self) -> None:
@@ -124,7 +180,8 @@ class Claimer:
     def heed_pauses(self) -> None:
         """What stands in line of a domain that is paused now does not start any more; the next look hands it back."""
         paused, line = self._pauses.paused, self._executor.abandon_line()
-        self._leaving += [one for one in line if one.lease.domain in paused]
+        self._leaving += self._gatherer.unpack(one for one in line if one.lease.domain in paused)
+        self._leaving += self._gatherer.abandon(paused)
         self._executor.take([one for one in line if one.lease.domain not in paused])
 
     async def promote(self) -> float:
@@ -138,9 +195,11 @@ class Claimer:
         async with self._pool.connection() as conn:
             return await perform_async(conn, claim.promote())
 
-    async def _claim(self, limit: int) -> claim.Claim:
+    async def _claim(self, domains: list[str], limit: int) -> claim.Claim:
         paused = self._pauses.paused
-        domains = [domain for domain in self._domains if domain not in paused]
+        domains = [domain for domain in domains if domain not in paused]
+        if self._rests:
+            domains = self._without_resting(domains)
         if not domains:
             return claim.Claim([], [], contended=False)
         suspects = not self._held.has_suspect
@@ -162,11 +221,33 @@ class Claimer:
             self._held.drop({lease.lease_id for lease in taken.leases})
             raise
         self._settlement.expect(taken.leases)
-        self._executor.take(known)
+        if self._rests:
+            self._rests.claimed(taken.leased)
+        refused = self._start(known)
         if self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
         self.ran_suspect = self._held.has_suspect
+        for transition in refused:
+            await self._settlement.put(transition)
         return taken
+
+    def _start(self, leased: list[Leased]) -> list[Transition]:
+        """Into the line, or to those who gather; returns the results of those that cannot be gathered."""
+        if not self._handlers.gathers:
+            self._executor.take(leased)
+            return []
+        gathers = self._gatherer.gathers
+        single = [one for one in leased if not gathers(one.lease.domain, one.command_type)]
+        self._executor.take(single)
+        return self._gatherer.take(one for one in leased if gathers(one.lease.domain, one.command_type))
+
+    def _without_resting(self, domains: list[str]) -> list[str]:
+        """Leave those alone that bring mostly what a limit holds up; when they have rested, there is another look."""
+        if self.draining and not self._executor.in_hand:
+            return domains
+        resting = self._rests.resting()
+        self._rest = min([self._rest, *(resting[domain] for domain in domains if domain in resting)])
+        return [domain for domain in domains if domain not in resting]
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:
         """Give back what this worker has no handler for; it waits for one that has."""
@@ -186,14 +267,26 @@ class Claimer:
 
     async def _watch_line(self) -> float | None:
         """Slots that got stuck must not keep what stands in line from other workers."""
-        waited = self._executor.waited(time.monotonic())
-        if waited is None:
-            return None  # a slot that comes free wakes the loop
+        now = time.monotonic()
+        stuck = self._executor.stuck_chunks(now, self._quarter_lease)
+        if stuck:
+            for domain in {gathered.lease.domain for gathered in stuck}:
+                self._gatherer.stuck(domain)
+            await self._hand_back(self._gatherer.unpack(stuck))
+        waited = self._executor.waited(now)
+        if waited is None:  # a slot that comes free wakes the loop
+            return self._quarter_lease / 4 if self._executor.in_line else None
         patience = min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)
         if waited > patience:
             log.info("Handing back %d commands that have waited %.1f s for a slot", self._executor.in_line, waited)
-            await self.hand_back_line()
+            line = self._executor.abandon_line()
+            self._executor.take([one for one in line if not isinstance(one, Leased)])
+            await self._hand_back([one for one in line if isinstance(one, Leased)])
         return patience / 4
+
+    async def _hand_back(self, leased: list[Leased]) -> None:
+        self._leaving += leased
+        await self._hand_back_leaving()
 
     async def _give_back(self, leased: list[Leased], *, pause: float | None) -> None:
         """Let others run these: at once, or after a pause where nobody here has a handler for them."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import UUID
 
 from psycopg.pq import TransactionStatus
@@ -23,6 +23,7 @@ from busload.store.plan import Plan, perform, perform_async
 if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
 
+T = TypeVar("T")
 Settle = Callable[[Transition], Plan[set[int]]]
 
 
@@ -56,13 +57,28 @@ class _Context:
         self._timed_out = True
 
 
-class HandlerContext(_Context):
-    """What an async handler is given besides its command."""
+class _ChunkFacts:
+    """Facts about a chunk: its commands may be of several batches, and at different attempts."""
 
-    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]) -> None:
-        super().__init__(leased)
-        self._bus, self._transactions = bus, transactions
-        self._transaction: HandlerTransaction | None = None
+    def __init__(self, leased: Sequence[Leased]) -> None:
+        self._all = leased
+        self._timed_out = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it would be better to stop: the time is up, or every command of the chunk was canceled or lost."""
+        return self._timed_out or all(one.lease.canceled or one.lease.lost for one in self._all)
+
+    def _give_up(self) -> None:
+        self._timed_out = True
+
+
+class _Acts:
+    """What an async handler can do besides its work."""
+
+    _bus: CommandBus
+    _transactions: AsyncConnectionPool[AsyncConnection]
+    _transaction: HandlerTransaction | None = None
 
     def transaction(self) -> HandlerTransaction:
         """`async with ctx.transaction() as conn`: what is written on `conn` commits together with this completion.
@@ -118,6 +134,27 @@ class HandlerContext(_Context):
         return SendResult(write.command_ids[0], created=True)
 
 
+class HandlerContext(_Context, _Acts):
+    """What an async handler is given besides its command."""
+
+    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]) -> None:
+        super().__init__(leased)
+        self._bus, self._transactions = bus, transactions
+
+
+class ChunkContext(_ChunkFacts, _Acts):
+    """What an async bulk handler is given besides its chunk.
+
+    What is written in its `transaction()` commits together with the results of all commands of the chunk.
+    """
+
+    def __init__(
+        self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]
+    ) -> None:
+        super().__init__(leased)
+        self._bus, self._transactions = bus, transactions
+
+
 class HandlerTransaction:
     """A transaction that ends with the handler.
 
@@ -149,18 +186,19 @@ class HandlerTransaction:
             await self.rollback()
         return False
 
-    async def commit(self, settle: Plan[set[int]]) -> None:
+    async def commit(self, settle: Plan[T]) -> T | None:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
-            return
+            return None
         if self.conn.info.transaction_status == TransactionStatus.IDLE:
             raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
-            if not await perform_async(self.conn, settle):
+            if not (settled := await perform_async(self.conn, settle)):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
             for send in self.sends:
                 await perform_async(self.conn, send)
             await self.conn.execute("COMMIT")
+            return settled
         finally:
             await self.rollback()
 
@@ -177,13 +215,12 @@ class HandlerTransaction:
             await self._pool.putconn(conn)
 
 
-class SyncHandlerContext(_Context):
-    """What a handler written with `def` is given besides its command; it runs in a thread."""
+class _SyncActs:
+    """What a handler that runs in a thread can do besides its work."""
 
-    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
-        super().__init__(leased)
-        self._bus, self._transactions = bus, transactions
-        self._transaction: SyncHandlerTransaction | None = None
+    _bus: SyncCommandBus
+    _transactions: ConnectionPool[Connection]
+    _transaction: SyncHandlerTransaction | None = None
 
     def transaction(self) -> SyncHandlerTransaction:
         """`with ctx.transaction() as conn`: see `HandlerContext.transaction`."""
@@ -234,6 +271,22 @@ class SyncHandlerContext(_Context):
         return SendResult(write.command_ids[0], created=True)
 
 
+class SyncHandlerContext(_Context, _SyncActs):
+    """What a handler written with `def` is given besides its command; it runs in a thread."""
+
+    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
+        super().__init__(leased)
+        self._bus, self._transactions = bus, transactions
+
+
+class SyncChunkContext(_ChunkFacts, _SyncActs):
+    """What a bulk handler written with `def` is given besides its chunk; see `ChunkContext`."""
+
+    def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
+        super().__init__(leased)
+        self._bus, self._transactions = bus, transactions
+
+
 class SyncHandlerTransaction:
     """A transaction that ends with the handler; see `HandlerTransaction`."""
 
@@ -260,18 +313,19 @@ class SyncHandlerTransaction:
             self.rollback()
         return False
 
-    def commit(self, settle: Plan[set[int]]) -> None:
+    def commit(self, settle: Plan[T]) -> T | None:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
-            return
+            return None
         if self.conn.info.transaction_status == TransactionStatus.IDLE:
             raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
-            if not perform(self.conn, settle):
+            if not (settled := perform(self.conn, settle)):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
             for send in self.sends:
                 perform(self.conn, send)
             self.conn.execute("COMMIT")
+            return settled
         finally:
             self.rollback()
 

@@ -7,32 +7,37 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
+from busload.domain.buffer import EXHAUSTED
+from busload.domain.bulk import Group
 from busload.domain.command import Command
 from busload.domain.execution import (
     COMPLETED,
     Failed,
     Leased,
     Outcome,
-    Stopped,
     Transition,
     Unreadable,
     complete,
     decide,
 )
-from busload.domain.payload import Undecodable, decode
+from busload.domain.payload import Undecodable
 from busload.domain.retry import RetryPolicy
-from busload.errors import BusinessRuleError, PermanentCommandError, Superseded, TransientCommandError
+from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
 from busload.store.connection import AsyncConnection
 from busload.store.plan import Plan
-from busload.worker.context import HandlerContext
+from busload.worker.calls import Calls, command_of, failure, timeout, within
+from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
+from busload.worker.context import HandlerContext, SyncHandlerContext
+from busload.worker.distribute import Tallies
+from busload.worker.groups import GroupRunner, exhausted_group
 from busload.worker.held import Held
+from busload.worker.limit import Entered, Limiter, Postponed
 from busload.worker.settle import Settlement
 from busload.worker.threads import Threads
 
@@ -40,8 +45,6 @@ log = logging.getLogger("busload")
 
 LONGEST_BREATH = 0.001
 """Seconds after which handlers that never wait for anything let the claim and the settlement have their turn."""
-
-FINAL_WORDS = (BusinessRuleError, PermanentCommandError)
 
 
 class Executor:
@@ -60,12 +63,14 @@ class Executor:
         settlement: Settlement,
         concurrency: int,
         on_free: Callable[[], None],
+        limiter: Limiter,
+        tallies: Tallies,
     ) -> None:
         self._bus, self._transactions, self._threads = bus, transactions, threads
         self._held, self._settlement = held, settlement
-        self._concurrency, self._on_free = concurrency, on_free
+        self._concurrency, self._on_free, self._limiter = concurrency, on_free, limiter
         self._limits = bus.settings.limits.payload
-        self._line: deque[Leased] = deque()
+        self._line: deque[Leased | Gathered] = deque()
         self._resting: list[asyncio.Future[None]] = []
         self._slots: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -75,6 +80,13 @@ class Executor:
         self.in_hand = 0
         self.finished = 0
         self.low_water = concurrency - 1
+        self.rests = limiter.rests
+        self.calls = Calls(threads, lambda: self._stopping)
+        self.gatherer = Gatherer(bus.handlers, self.take, on_free)
+        self._chunks = ChunkRunner(
+            bus, self.calls, transactions, threads, limiter, settlement, self.gatherer, self._postpone
+        )
+        self._groups = GroupRunner(bus, self.calls, transactions, threads, limiter, settlement, tallies)
 
     @property
     def busy(self) -> float:
@@ -87,12 +99,24 @@ class Executor:
 
     def waited(self, now: float) -> float | None:
         """How long the first in line has waited for a slot; None if nobody stands there."""
-        return now - self._line[0].lease.claimed if self._line else None
+        first = next((one for one in self._line if isinstance(one, Leased)), None)
+        return None if first is None else now - first.lease.claimed
+
+    def stuck_chunks(self, now: float, patience: float) -> list[Gathered]:
+        """Chunks that have waited for a slot for longer than that; they do not stand in line any more."""
+        waiting = [one for one in self._line if isinstance(one, Gathered) and now - one.lease.claimed > patience]
+        if waiting:
+            stuck = set(map(id, waiting))
+            others = [one for one in self._line if id(one) not in stuck]
+            self._line.clear()
+            self._line.extend(others)
+            self._fewer(len(waiting))
+        return waiting
 
     def start(self) -> None:
         self._slots = [asyncio.create_task(self._slot(), name=f"busload-slot-{n}") for n in range(self._concurrency)]
 
-    def take(self, leased: Sequence[Leased]) -> None:
+    def take(self, leased: Sequence[Leased | Gathered]) -> None:
         if leased and self.in_hand == 0:
             self._idle.clear()
             self._busy_since = time.monotonic()
@@ -103,7 +127,7 @@ class Executor:
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
-    def abandon_line(self) -> list[Leased]:
+    def abandon_line(self) -> list[Leased | Gathered]:
         """Do not start what has not started, and return it: it is to be handed back."""
         abandoned = list(self._line)
         self._line.clear()
@@ -121,6 +145,10 @@ class Executor:
             if stubborn:
                 log.warning("%d handlers do not heed that they were cancelled", len(stubborn))
 
+    async def close(self) -> None:
+        """Let go of what groups were read and ended with."""
+        await self._groups.close()
+
     async def _slot(self) -> None:
         line = self._line
         while not self._stopping:  # a handler may have swallowed the cancellation
@@ -131,9 +159,11 @@ class Executor:
             leased = line.popleft()
             try:
                 if not leased.lease.lost:
-                    await self._run(leased)
+                    await (self._run(leased) if isinstance(leased, Leased) else self._chunks.run(leased))
             except Exception as error:  # ours, not the handler's: the slot must live, and the command must not hang
                 log.exception("Could not say how execution %s ended", leased.execution_id)
+                if not isinstance(leased, Leased):
+                    continue
                 last_resort = TransientCommandError(f"The outcome could not be told: {type(error).__name__}.")
                 await self._settlement.put(self._decide(leased, Failed(last_resort), RetryPolicy()))
             finally:
@@ -167,29 +197,48 @@ class Executor:
     async def _run(self, leased: Leased) -> None:
         leased.started = time.monotonic()
         handler = self._bus.handlers.find(leased.lease.domain, leased.command_type)
+        entered: Entered | None = None
         try:
             if handler is None:  # only one that was claimed by other means than Claimer
                 raise TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
-            transition = await self._execute(leased, handler)
+            if handler.gathering is not None:
+                return await self._chunks.run(self.gatherer.alone(leased, handler))
+            if handler.buffer is not None:
+                transition = await self._groups.run(leased, handler)
+            else:
+                if handler.rate_limit is not None:
+                    entered = await self._enter(leased, handler)
+                    if leased.lease.lost:
+                        return None
+                transition = await self._execute(leased, handler)
+        except Postponed as postponed:
+            return await self._postpone([leased], postponed)
         except Superseded as superseded:
             log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)
-            return
+            return None
         except Undecodable as error:
             transition = self._decide(leased, Unreadable(error), RetryPolicy())
         except asyncio.CancelledError as error:
             if self._stopping:
                 raise
-            transition = self._decide(leased, _failure(leased, error), _retry(handler))
+            transition = self._decide(leased, failure(leased, error), _retry(handler))
+        except RateLimited as error:
+            if handler is not None and not leased.lease.canceled:
+                return await self._postpone([leased], await self._refused(leased, handler, error, entered))
+            transition = self._decide(leased, failure(leased, error), _retry(handler))
         except BaseException as error:
             # Also KeyboardInterrupt and SystemExit: raised in a handler they are the failure of that command.
-            transition = self._decide(leased, _failure(leased, error), _retry(handler))
+            transition = self._decide(leased, failure(leased, error), _retry(handler))
         if transition is not None:
             transition.finished = time.monotonic()
             await self._settlement.put(transition)
+        return None
 
     async def _execute(self, leased: Leased, handler: Handler) -> Transition | None:
         """Run the handler; None if its own transaction has settled it already."""
-        command = _command(leased)
+        command: Command | Group = command_of(leased)
+        if leased.command_type == EXHAUSTED and isinstance(command, Command):
+            command = exhausted_group(command)
         if not handler.is_async:
             return await self._execute_in_thread(leased, handler, command)
         context = HandlerContext(leased, self._bus, self._transactions)
@@ -197,7 +246,7 @@ class Executor:
             if handler.timeout is None:  # a timer per command costs more than the rest of the loop
                 result = await handler.function(command, context)
             else:
-                result = await _within(handler.timeout, handler.function, command, context)
+                result = await within(handler.timeout, handler.function, command, context)
             transition = complete(leased, result, self._limits)
             transaction = context._transaction
             if transaction is None or transaction.conn is None:
@@ -211,8 +260,8 @@ class Executor:
             if context._transaction is not None:
                 await context._transaction.rollback()
 
-    async def _execute_in_thread(self, leased: Leased, handler: Handler, command: Command) -> Transition | None:
-        context = self._threads.context(leased)
+    async def _execute_in_thread(self, leased: Leased, handler: Handler, command: Command | Group) -> Transition | None:
+        context = self._threads.context(leased, SyncHandlerContext)
 
         def call() -> Transition | None:
             try:
@@ -239,7 +288,7 @@ class Executor:
             return transition
         # A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns.
         context._give_up()
-        overdue = self._decide(leased, _failure(leased, _timeout(handler.timeout)), handler.retry)
+        overdue = self._decide(leased, failure(leased, timeout(handler.timeout)), handler.retry)
         overdue.finished = time.monotonic()
         await self._settlement.put(overdue)
         log.warning(
@@ -250,6 +299,24 @@ class Executor:
         await asyncio.wait({running})
         return None
 
+    async def _enter(self, leased: Leased, handler: Handler) -> Entered:
+        """Wait for the handler's limit; the time of the attempt begins afterwards."""
+        assert handler.rate_limit is not None
+        subject = None if handler.rate_limit.by is None else command_of(leased)
+        entered = await self._limiter.enter(handler, leased.lease.domain, leased.command_type, subject)
+        leased.started = time.monotonic()
+        return entered
+
+    async def _refused(
+        self, leased: Leased, handler: Handler, error: RateLimited, entered: Entered | None
+    ) -> Postponed:
+        return await self._limiter.refused(handler, leased.lease.domain, leased.command_type, None, error, entered)
+
+    async def _postpone(self, leased: Sequence[Leased], postponed: Postponed) -> None:
+        """Put these off; no attempt is burnt."""
+        await self._limiter.postpone(leased, postponed)
+        self.finished -= 1  # it says nothing about how fast commands are done
+
     @staticmethod
     def _settle_now(transition: Transition) -> Plan[set[int]]:
         transition.finished = time.monotonic()
@@ -259,42 +326,5 @@ class Executor:
         return decide(leased, outcome, retry, self._limits)
 
 
-async def _within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await function(*args)
-    except TimeoutError:
-        if limit.expired():
-            raise _timeout(seconds) from None
-        raise
-
-
-def _timeout(seconds: float | None) -> TransientCommandError:
-    return TransientCommandError(f"The handler did not finish within {seconds} s.", code="TIMEOUT")
-
-
-def _failure(leased: Leased, error: BaseException) -> Outcome:
-    """A handler of a canceled batch that raises has stopped as it was asked to, unless it says something final."""
-    if leased.lease.canceled and not isinstance(error, FINAL_WORDS):
-        return Stopped(error)
-    return Failed(error)
-
-
 def _retry(handler: Handler | None) -> RetryPolicy:
     return handler.retry if handler else RetryPolicy()
-
-
-def _command(leased: Leased) -> Command:
-    lease = leased.lease
-    return Command(
-        leased.command_id,
-        lease.domain,
-        leased.command_type,
-        None if leased.data is None else decode(leased.data),
-        lease.batch_id,
-        leased.task_key,
-        leased.correlation_id or leased.command_id,
-        leased.reply_to,
-        lease.priority,
-        leased.created_at or lease.created_at,
-    )

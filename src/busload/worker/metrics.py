@@ -48,6 +48,8 @@ def _worker(text: _Text, stats: WorkerStats) -> None:
     text.counter("worker_late_results_total", "Results that came after their lease was lost.", stats.late)
     text.counter("worker_handed_back_total", "Commands claimed and handed back without having run.", stats.handed_back)
     text.counter("worker_lost_leases_total", "Leases that others took over.", stats.lost_leases)
+    text.counter("worker_bulk_calls_total", "Calls of bulk handlers and of those of buffers.", stats.bulk_calls)
+    text.counter("worker_bulk_items_total", "Commands and events they were given.", stats.bulk_items)
 
 
 def _settlement(text: _Text, stats: WorkerStats) -> None:

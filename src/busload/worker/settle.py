@@ -25,6 +25,10 @@ from busload.worker.stats import CoalescerStats
 log = logging.getLogger("busload")
 
 
+ROOM_FOR_OTHERS = 0.7
+"""The share of what it can hold that chunks fill up."""
+
+
 class Settlement:
     """Takes finished attempts and settles many of them in one statement."""
 
@@ -72,6 +76,17 @@ class Settlement:
             await self._results.put(transition)
         self._ran(transition.leased.lease)
 
+    async def put_many(self, transitions: Sequence[Transition]) -> None:
+        """Hand over the results of a chunk, which may be more than it can hold: as many at a time as there is room for.
+
+        Some of it stays free for others, so that a large chunk does not look like a settlement that cannot keep up.
+        """
+        for transition in transitions:
+            while self.stats.fullness >= ROOM_FOR_OTHERS:
+                self._results.flush_soon()
+                await asyncio.sleep(0.005)
+            await self.put(transition)
+
     def expect(self, leases: Iterable[Lease]) -> None:
         """Results of these will come. If they are the last of a batch, it need not wait for others to join them."""
         ours = self._held.unsettled_by_batch()
@@ -80,9 +95,9 @@ class Settlement:
             if lease.batch_id is not None and lease.remaining is not None and lease.remaining <= ours[lease.batch_id]:
                 self._tails.add(lease.batch_id)
 
-    def settled_elsewhere(self, leased: Leased) -> None:
+    def settled_elsewhere(self, leased: Leased, outcome: str = COMPLETED) -> None:
         """The handler's own transaction has settled this one."""
-        self.outcomes[COMPLETED] += 1
+        self.outcomes[outcome] += 1
         self.in_transactions += 1
         self._held.settled([leased])
         self._ran(leased.lease)

@@ -166,6 +166,10 @@ class WorkerStats:
     handed_back: int = 0
     """Commands that were claimed and not run: they waited too long, have no handler here, or the worker stopped."""
     lost_leases: int = 0
+    bulk_calls: int = 0
+    """Calls of bulk handlers, and of those of buffers."""
+    bulk_items: int = 0
+    """Commands and events that they were given."""
 
     @property
     def finished(self) -> int:

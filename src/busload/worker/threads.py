@@ -8,17 +8,18 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from psycopg_pool import ConnectionPool
 
 from busload.bus import CommandBus, SyncCommandBus
-from busload.domain.execution import Leased
 from busload.store import connection
 from busload.store.connection import Connection
-from busload.worker.context import SyncHandlerContext
 
 log = logging.getLogger("busload")
+
+C = TypeVar("C")
+L = TypeVar("L")
 
 
 class Threads:
@@ -30,13 +31,14 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._running: set[asyncio.Future[Any]] = set()
 
-    def context(self, leased: Leased) -> SyncHandlerContext:
+    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, ConnectionPool[Connection]], C]) -> C:
+        """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
             self._bus = SyncCommandBus(dsn, settings=settings).open()
             self._transactions = connection.pool(dsn, settings.pool_size, min_size=0, timeout=self._patience)
             self._transactions.open()
-        return SyncHandlerContext(leased, self._bus, self._transactions)
+        return kind(leased, self._bus, self._transactions)
 
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
         """Run a call in a thread. There are never more calls than slots, so none waits for a thread."""

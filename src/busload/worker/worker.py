@@ -27,12 +27,14 @@ from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
 from busload.store.connection import async_pool, engine_pool
-from busload.store.listen import CANCEL, PAUSE, READY, AsyncListener
+from busload.store.listen import CANCEL, LIMIT, PAUSE, READY, AsyncListener
 from busload.store.plan import perform_async
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
+from busload.worker.distribute import Distributor, Tallies, warn_of_unserved, write_tallies
 from busload.worker.execute import Executor
 from busload.worker.held import Held
+from busload.worker.limit import Limiter
 from busload.worker.loop import Loop
 from busload.worker.metrics import metrics_text
 from busload.worker.pauses import Pauses
@@ -46,7 +48,10 @@ from busload.worker.threads import Threads
 log = logging.getLogger("busload")
 
 ENGINE_CONNECTIONS = 4
-"""One each for claiming, settling, promoting and sweeping."""
+"""One each for claiming, settling, promoting and sweeping; where there are limits, one more for asking."""
+
+MOST_DISTRIBUTING = 8
+"""Connections more, at most, for distributing: one for each buffer, so that a locked table holds up no other one."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -161,6 +166,7 @@ class _Running:
             await self._pool.open()
             await self._transactions.open()
             await self._pauses.once()
+            await self._start_distributing()
         except BaseException:
             await self._undo_start()
             raise
@@ -170,6 +176,7 @@ class _Running:
         self._report = Report(self.stats)
         self._tasks.append(asyncio.create_task(Loop("Reporting", self._report.once).run()))
         self._tasks.append(asyncio.create_task(self._heeding.run()))
+        self._tasks.append(asyncio.create_task(self._limiter.loop.run()))
         log.info("Worker %s serves %s, %d at a time", worker.name, ", ".join(worker.domains), worker.concurrency)
         return self
 
@@ -190,19 +197,28 @@ class _Running:
                 raise cancelled
             ending.result()
 
+    async def _start_distributing(self) -> None:
+        for distributor in self._distributors:
+            await distributor.start()
+        served = {buffer.name for buffer in self._bus.handlers.buffers}
+        await warn_of_unserved(self._pool, list(self._bus._buffers.values()), served)
+
     async def until_stopped(self) -> None:
         self._rounds = [asyncio.create_task(loop.run()) for loop in (self._claiming, self._promoting)]
         self._tasks += [*self._rounds, asyncio.create_task(self._sweeping.run())]
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
-        self._tasks += [asyncio.create_task(loop.run()) for loop in self._pruning]
+        self._tasks += [asyncio.create_task(loop.run()) for loop in (*self._pruning, *self._distributing)]
         await self._stopping.wait()
 
     async def until_drained(self) -> int:
         """Claim and run until a look finds nothing ready and nothing due; return how many attempts were settled."""
+        self._claimer.draining = True
         await self._sweep.once()
         while not self._stopping.is_set():
             self._moved.clear()
             pause = await self._claimer.once()
+            if self._claimer.found_nothing and self._executor.gatherer.flush():
+                continue  # nothing will join what was gathered for a bulk handler
             if pause == 0:
                 await asyncio.sleep(0)
             elif self._executor.in_hand or self._settlement.stats.waiting:
@@ -211,9 +227,13 @@ class _Running:
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
             elif not self._claimer.found_nothing:
                 await asyncio.sleep(pause or 0)  # others had locked what is ready
-            elif (await self._claimer.promote_due()).loads == 0:
+            elif (await self._claimer.promote_due()).loads == 0 and not await self._distribute():
                 break
         return self._settlement.settled
+
+    async def _distribute(self) -> int:
+        """Make groups of what is due in the buffers served here; returns how many."""
+        return sum([await distributor.distribute() for distributor in self._distributors])
 
     def stats(self) -> WorkerStats:
         settlement, claimer = self._settlement, self._claimer
@@ -235,6 +255,8 @@ class _Running:
             late=settlement.late,
             handed_back=claimer.handed_back + self._handed_back,
             lost_leases=self._held.lost,
+            bulk_calls=self._executor.calls.made,
+            bulk_items=self._executor.calls.items,
         )
 
     def _refuse_domains(self) -> None:
@@ -246,14 +268,26 @@ class _Running:
     def _assemble(self) -> None:
         worker, settings, bus = self._worker, self._settings, self._bus
         self._moved = asyncio.Event()
-        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS)
+        buffers = [buffer for buffer in bus.handlers.buffers if buffer.name in worker.domains]
+        more = (1 if bus.handlers.limits else 0) + min(len(buffers), MOST_DISTRIBUTING)
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more)
         self._held = Held()
+        self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
         self._transactions = async_pool(bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE)
+        self._limiter = Limiter(pool, self._held, settings.deadline)
         self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
         self._executor = Executor(
-            bus, self._transactions, self._threads, self._held, self._settlement, worker.concurrency, self._on_free
+            bus,
+            self._transactions,
+            self._threads,
+            self._held,
+            self._settlement,
+            worker.concurrency,
+            self._on_free,
+            self._limiter,
+            self._tallies,
         )
         self._heartbeat = Heartbeat(
             bus.dsn,
@@ -276,6 +310,10 @@ class _Running:
             worker.concurrency,
             self._number,
         )
+        self._distributors = [
+            Distributor(pool, buffer, self._pauses, self._tallies, settings.poll_every) for buffer in buffers
+        ]
+        self._distributing = [Loop(f"Distributing {one.name}", one.once) for one in self._distributors]
         self._sweep = Sweep(pool, settings.sweep_every, self._number)
         self._claiming = Loop("Claiming", self._claimer.once)
         self._promoting = Loop("Promoting", self._claimer.promote)
@@ -285,7 +323,7 @@ class _Running:
             prune = Prune(bus._perform_alone, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once))
         self._heeding = Loop("Heeding pauses", self._pauses.once)
-        self._listener = AsyncListener(bus.dsn, [READY, CANCEL, PAUSE], self._hear)
+        self._listener = AsyncListener(bus.dsn, [READY, CANCEL, PAUSE, LIMIT], self._hear)
 
     async def _undo_start(self) -> None:
         """It was cancelled, or failed, half way: nothing was claimed yet."""
@@ -335,6 +373,8 @@ class _Running:
                 log.debug("Ignored a notification of a cancel without an id")
         elif channel == PAUSE:
             self._heeding.wake()
+        elif channel == LIMIT:
+            self._limiter.hear(payload)
         elif channel is None or payload in self._worker.domains:
             self._claiming.wake()
             if channel is None:
@@ -342,8 +382,10 @@ class _Running:
 
     def _on_pauses(self) -> None:
         self._claimer.heed_pauses()
+        self._limiter.expel(self._pauses.paused)
         self._moved.set()
-        self._claiming.wake()
+        for loop in (self._claiming, *self._distributing):
+            loop.wake()
 
     def _on_renewal(self, renewal: Renewal) -> None:
         strange = renewal.settled.difference(self._held.lease_ids)
@@ -366,18 +408,21 @@ class _Running:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
-        for loop in (self._claiming, self._promoting, *self._pruning):
+        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
             await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
         await self._let_line_go()
+        self._limiter.expel(self._worker.domains)
         await self._finish_handlers()
         await self._executor.stop(self._settings.deadline.total_seconds())
+        await self._limiter.close(self._settings.deadline)
         abandoned = await self._settlement.close(self._settings.deadline)
         self._sweeping.stop()
         try:
             async with asyncio.timeout(self._settings.deadline.total_seconds()):
                 await self._hand_back(self._held.lease_ids)
+                await write_tallies(self._pool, self._tallies)
                 async with self._pool.connection() as conn:
                     await perform_async(conn, rescue.retire(worker=self._number()))
         except (psycopg.Error, TimeoutError) as error:
@@ -390,11 +435,13 @@ class _Running:
     async def _end(self) -> None:
         """However far the stop came, nothing of this run goes on; what it still holds is rescued by others."""
         self._heartbeat.let_go()
-        for loop in (self._claiming, self._promoting, self._sweeping, self._heeding, *self._pruning):
+        loops = (self._claiming, self._promoting, self._sweeping, self._heeding, *self._pruning, *self._distributing)
+        for loop in loops:
             loop.stop()
         for task in self._tasks:
             task.cancel()
         await self._executor.stop(within=1)
+        await self._limiter.close(timedelta(0))
         await self._settlement.close(timedelta(0))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._heartbeat.stop)
@@ -403,6 +450,7 @@ class _Running:
         stats = self.stats()
         self._worker._stats = lambda: stats
         await self._transactions.close()
+        await self._executor.close()
         await self._pool.close()
         await self._leave()
 
@@ -437,7 +485,7 @@ def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
 
 def _async_face(bus: SyncCommandBus) -> CommandBus:
     face = CommandBus(bus._dsn, settings=bus.settings)
-    face.handlers = bus.handlers
+    face.handlers, face._buffers = bus.handlers, bus._buffers
     return face
 
 

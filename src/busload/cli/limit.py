@@ -1,0 +1,81 @@
+"""`busload limit`: how often receivers may be called, and which of them refuse calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from busload.cli.database import open_bus
+from busload.cli.output import as_json, echo_json, table
+from busload.domain.rate import LimitStatus
+from busload.errors import InvalidOperationError
+
+most = click.option("--limit", "most", type=click.IntRange(1, 10_000), default=100, show_default=True)
+
+
+@click.group()
+def limit() -> None:
+    """See rate limits: the calls per second now, and until when a receiver refuses them.
+
+    \b
+        busload limit ls
+        busload limit show crm
+    """
+
+
+@limit.command()
+@most
+@as_json
+def ls(most: int, as_json: bool) -> None:
+    """List the limits that were used within a day.
+
+    A limit without a name is called DOMAIN/COMMAND_TYPE, that of a buffer BUFFER/busload.Group.
+
+    \b
+        busload limit ls
+        busload limit ls --json | jq -r '.[] | select(.blocked_until) | .name'
+    """
+    with open_bus() as bus:
+        _print(bus.list_limits(limit=most), as_json)
+
+
+@limit.command()
+@click.argument("name")
+@most
+@as_json
+def show(name: str, most: int, as_json: bool) -> None:
+    """Show one limit; where it has a `by`, each value that it was used with.
+
+    \b
+        busload limit show crm
+        busload limit show payments/Debit --json
+    """
+    with open_bus() as bus:
+        found = bus.list_limits(name, limit=most)
+    if not found:
+        raise InvalidOperationError(
+            f"No limit {name!r:.200} was used within a day. See those that were with `busload limit ls`."
+        )
+    _print(found, as_json)
+
+
+def _print(found: Sequence[LimitStatus], as_json: bool) -> None:
+    if as_json:
+        echo_json(found)
+        return
+    columns = ("NAME", "BY", "PER SECOND", "ADAPTIVE", "BLOCKED UNTIL", "CALLS", "REFUSED", "USED")
+    rows = [
+        (
+            one.name,
+            one.subject or None,
+            f"{one.rate:.4g}",
+            one.adaptive,
+            one.blocked_until,
+            one.calls,
+            one.refused,
+            one.used_at,
+        )
+        for one in found
+    ]
+    table(columns, rows, nothing="No limit was used within a day.", elastic="BY", spare=("USED", "ADAPTIVE"))

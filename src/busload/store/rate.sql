@@ -1,0 +1,111 @@
+-- name: ask
+-- Let as many calls go as each limit allows within `ahead` seconds. The first may begin `base - slack` seconds from now, each
+-- further one `every` seconds later; the column after it says when the next one could that was not granted. While a limit is blocked
+-- nobody gets anything. Of an adaptive limit the rate only grows here, by what calls of this round have shown (`steps`).
+-- Does not wait for the disk: a crash gives back the calls of some milliseconds.
+WITH asked AS MATERIALIZED (
+    SELECT * FROM unnest(%(names)b::text[], %(subjects)b::text[], %(wanted)b::integer[], %(rates)b::float8[], %(bursts)b::integer[],
+                         %(rounds)b::integer[], %(steps)b::float8[]) AS a (name, subject, wanted, rate, burst, round, step)
+), held AS MATERIALIZED (
+    SELECT r.* FROM busload.rate_limit AS r
+     WHERE (r.name, r.subject) IN (SELECT name, subject FROM asked) ORDER BY r.name, r.subject FOR UPDATE
+), paced AS (
+    SELECT a.name, a.subject, a.wanted, a.burst, a.round IS NOT NULL AS adaptive, h.round, h.ceiling, h.back, h.soon,
+           h.progress + CASE WHEN a.round = h.round THEN a.step ELSE 0 END AS progress,
+           CASE WHEN a.round IS NULL THEN a.rate WHEN a.round = h.round THEN greatest(a.rate, h.rate) ELSE h.rate END AS rate,
+           greatest(extract(epoch FROM h.next_at - now())::float8, 0) AS base,
+           extract(epoch FROM h.blocked_until - now())::float8 AS blocked
+      FROM asked AS a JOIN held AS h USING (name, subject)
+), granted AS MATERIALIZED (
+    SELECT *, CASE WHEN blocked > 0 THEN 0
+                   ELSE greatest(least(wanted, floor((%(ahead)s::float8 + slack - base) / every) + 1), 0)::integer END AS calls
+      FROM (SELECT *, 1 / rate AS every, (burst - 1) / rate AS slack FROM paced) AS paced
+), used AS (
+    UPDATE busload.rate_limit AS r
+       SET adaptive = g.adaptive, rate = g.rate, progress = g.progress, calls = r.calls + g.calls, used_at = now(),
+           next_at = CASE WHEN g.calls > 0 THEN now() + (g.base + g.calls * g.every) * interval '1 second' ELSE r.next_at END
+      FROM granted AS g WHERE r.name = g.name AND r.subject = g.subject
+)
+SELECT g.name, g.subject, g.calls, g.base - g.slack, g.every,
+       CASE WHEN blocked > 0 THEN blocked ELSE g.base + g.calls * g.every - g.slack END,
+       g.round, g.ceiling, g.progress, g.back, g.soon
+  FROM granted AS g CROSS JOIN (SELECT set_config('synchronous_commit', 'off', true)) AS hasty;
+
+-- name: begin
+-- Limits that were not known yet.
+INSERT INTO busload.rate_limit (name, subject, adaptive, rate, ceiling)
+SELECT name, subject, adaptive, rate, rate
+  FROM unnest(%(names)b::text[], %(subjects)b::text[], %(adaptive)b::boolean[], %(rates)b::float8[]) AS a (name, subject, adaptive, rate)
+ ORDER BY name, subject
+    ON CONFLICT (name, subject) DO NOTHING;
+
+-- name: refuse
+-- The receiver wants no calls for a while: neither those to come nor those that were granted and have not begun, whoever waits
+-- for one hears of it. Afterwards there is no burst.
+WITH refused AS (
+    UPDATE busload.rate_limit
+       SET blocked_until = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second'), refused = refused + 1,
+           next_at = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second')
+                     + (%(burst)s::integer - 1) / rate * interval '1 second',
+           used_at = now()
+     WHERE name = %(name)s::text AND subject = %(subject)s::text
+    RETURNING *
+)
+SELECT extract(epoch FROM blocked_until - now())::float8, round, ceiling, progress, back, soon, extract(epoch FROM now() - cut_at)::float8,
+       pg_notify('busload_limit', name)
+  FROM refused;
+
+-- name: cut
+-- Unless somebody else has cut it meanwhile: those who were refused together cut it once.
+UPDATE busload.rate_limit
+   SET ceiling = %(ceiling)s::float8, progress = 0, back = %(back)s::float8, soon = %(soon)s::integer, rate = %(rate)s::float8,
+       round = round + 1, cut_at = now()
+ WHERE name = %(name)s::text AND subject = %(subject)s::text AND round = %(round)s::integer;
+
+-- name: limits
+SELECT name, subject, adaptive, rate, CASE WHEN blocked_until > now() THEN blocked_until END, calls, refused, used_at
+  FROM busload.rate_limit
+ WHERE %(name)s::text IS NULL OR name = %(name)s::text
+ ORDER BY name, subject LIMIT %(limit)s::integer;
+
+-- name: forget
+DELETE FROM busload.rate_limit WHERE (name, subject) IN (
+    SELECT name, subject FROM busload.rate_limit WHERE used_at < now() - interval '1 day' AND blocked_until < now()
+     ORDER BY name, subject LIMIT 10000 FOR UPDATE SKIP LOCKED);
+
+-- name: postpone
+-- Commands of some leases wait until a limit lets them go. They burn no attempt; that they were held up is noted once for each.
+-- A lease remembers them, or is closed with its last command, so repeating this is harmless.
+WITH held AS MATERIALIZED (
+    SELECT * FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE
+), late AS MATERIALIZED (
+    SELECT c.id, c.delay, c.name, h.lease_id
+      FROM unnest(%(ids)b::bigint[], %(ordinals)b::integer[], %(delays)b::float8[], %(names)b::text[]) AS c (id, ordinal, delay, name)
+      JOIN unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = c.ordinal
+      JOIN held AS h ON h.lease_id = n.lease_id
+     WHERE c.id <> ALL (h.returned)
+), progress AS (
+    SELECT h.lease_id, h.returned || l.ids AS returned, h.open - cardinality(l.ids) AS open
+      FROM (SELECT lease_id, array_agg(id) AS ids FROM late GROUP BY lease_id) AS l JOIN held AS h USING (lease_id)
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
+), kept AS (
+    UPDATE busload.lease AS l SET returned = p.returned, open = p.open FROM progress AS p
+     WHERE l.lease_id = p.lease_id AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
+), scheduled AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, run_at, reason)
+    SELECT p.lo, p.hi, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies,
+           now() + p.delay * interval '1 second', 'RATE_LIMITED'
+      FROM (SELECT lease_id, delay, min(id) AS lo, max(id) AS hi
+              FROM (SELECT *, id - row_number() OVER (PARTITION BY lease_id, delay ORDER BY id) AS island FROM late) AS part
+             GROUP BY lease_id, delay, island) AS p JOIN held AS h USING (lease_id)
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT 'RATE_LIMITED', p.lo, p.hi, h.batch_id, h.attempt, h.lease_id, h.worker, json_build_object('limit', p.name)
+      FROM (SELECT lease_id, name, min(id) AS lo, max(id) AS hi
+              FROM (SELECT *, id - row_number() OVER (PARTITION BY lease_id, name ORDER BY id) AS island FROM late
+                     WHERE NOT EXISTS (SELECT FROM busload.event AS e WHERE e.lo >> 10 = late.id >> 10
+                                          AND late.id BETWEEN e.lo AND e.hi AND e.type = 'RATE_LIMITED' OFFSET 0)) AS part
+             GROUP BY lease_id, name, island) AS p JOIN held AS h USING (lease_id)
+)
+SELECT count(*)::integer FROM late;

@@ -1,0 +1,84 @@
+-- Single events collect here, or in an application's own table, and leave in groups: one bulk call each. A group is run by
+-- a command of type busload.Group in the domain that has the buffer's name; its command_id is the group_id, and the
+-- statement that makes the one makes the other. So an event waits (no group_id), is in the group of a command that has not
+-- ended, or is gone.
+
+CREATE TABLE busload.buffered (
+    id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    buffer     text        NOT NULL,
+    partition  text        NOT NULL DEFAULT '',
+    key        text,                  -- the subject; with a merge rule, events of one subject leave one after the other
+    once       boolean     NOT NULL DEFAULT false,   -- at most one of its key waits: a further one is merged on arrival
+    data       json        NOT NULL,
+    bytes      integer     NOT NULL,
+    group_id   uuid,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);
+CREATE INDEX buffered_waiting  ON busload.buffered (buffer, partition, created_at, id) WHERE group_id IS NULL;
+CREATE INDEX buffered_group    ON busload.buffered (group_id) WHERE group_id IS NOT NULL;
+CREATE INDEX buffered_running  ON busload.buffered (buffer, key) WHERE group_id IS NOT NULL AND key IS NOT NULL;
+CREATE UNIQUE INDEX buffered_once ON busload.buffered (buffer, key) WHERE group_id IS NULL AND once;
+
+-- What was declared, by the worker that serves it last, and what has happened since it was first seen. The columns of an
+-- application's table are kept as SQL spells them, so that whoever resolves a group can remove its events.
+CREATE TABLE busload.buffer (
+    buffer       text        PRIMARY KEY,
+    relation     text,                  -- the application's table, as SQL spells it; null: busload.buffered
+    id_column    text,
+    group_column text,
+    created_column text,
+    key_column   text,
+    partition_column text,
+    archive      boolean     NOT NULL DEFAULT false,
+    size         integer     NOT NULL,
+    max_age      interval    NOT NULL,
+    flushed_at   timestamptz NOT NULL DEFAULT '-infinity',   -- what is older than this leaves without waiting for more
+    calls        bigint      NOT NULL DEFAULT 0,
+    done         bigint      NOT NULL DEFAULT 0,
+    vanished     bigint      NOT NULL DEFAULT 0,
+    served_at    timestamptz NOT NULL DEFAULT now()
+) WITH (fillfactor = 50);
+
+-- History, for buffers that keep it. `data` is the payload, or the whole row of an application's table.
+CREATE TABLE busload.buffer_archive (
+    buffer     text        NOT NULL,
+    id         text        NOT NULL,
+    key        text,
+    data       json        NOT NULL,
+    group_id   uuid        NOT NULL,
+    created_at timestamptz NOT NULL,
+    ended_at   timestamptz NOT NULL DEFAULT now(),
+    outcome    text        NOT NULL CHECK (outcome IN ('DONE', 'EXHAUSTED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED'))
+);
+CREATE INDEX buffer_archive_newest ON busload.buffer_archive (buffer, ended_at DESC);
+
+-- What an operator decides about a group holds for its events: they end in the transaction that ends its command. The names
+-- were spelled by PostgreSQL when the buffer was declared. A table that is not there any more has no events either.
+CREATE FUNCTION busload.end_groups(commands bigint[], outcome text) RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE
+    ended   bigint := 0;
+    removed bigint;
+    g       record;
+BEGIN
+    FOR g IN
+        SELECT c.domain, array_agg(c.command_id) AS ids, b.relation, b.id_column, b.group_column, b.created_column, b.key_column,
+               coalesce(b.archive, false) AS archive
+          FROM busload.command AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
+         WHERE c.id = ANY (commands)
+         GROUP BY c.domain, b.buffer
+    LOOP
+        CONTINUE WHEN g.relation IS NOT NULL AND to_regclass(g.relation) IS NULL;
+        EXECUTE format(
+            'WITH gone AS (DELETE FROM %1$s AS b WHERE b.%2$s = ANY ($1) %3$s RETURNING b.%4$s::text AS id, %5$s AS key,'
+            ' CASE WHEN $3 THEN %6$s END AS data, b.%2$s AS group_id, b.%7$s::timestamptz AS created_at),'
+            ' archived AS (INSERT INTO busload.buffer_archive (buffer, id, key, data, group_id, created_at, outcome)'
+            ' SELECT $2, id, key, data, group_id, created_at, $4 FROM gone WHERE $3) SELECT count(*) FROM gone',
+            coalesce(g.relation, 'busload.buffered'), coalesce(g.group_column, 'group_id'),
+            CASE WHEN g.relation IS NULL THEN 'AND b.buffer = $2' ELSE '' END, coalesce(g.id_column, 'id'),
+            CASE WHEN g.relation IS NULL THEN 'b.key' WHEN g.key_column IS NULL THEN 'NULL::text' ELSE format('b.%s::text', g.key_column) END,
+            CASE WHEN g.relation IS NULL THEN 'b.data' ELSE 'row_to_json(b.*)' END, coalesce(g.created_column, 'created_at'))
+           INTO removed USING g.ids, g.domain, g.archive, outcome;
+        ended := ended + removed;
+    END LOOP;
+    RETURN ended;
+END $$;

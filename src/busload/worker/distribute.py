@@ -1,0 +1,200 @@
+"""Buffered events → groups: what every worker does for the buffers it serves, needing no leader."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from datetime import timedelta
+from typing import TypeVar
+
+import psycopg
+from psycopg_pool import AsyncConnectionPool
+
+from busload.domain.buffer import BufferSettings
+from busload.errors import InvalidOperationError
+from busload.store import buffer, relation
+from busload.store.connection import AsyncConnection
+from busload.store.plan import Plan, perform_async
+from busload.store.relation import Relation
+from busload.worker.pauses import Pauses
+
+log = logging.getLogger("busload")
+
+T = TypeVar("T")
+
+AGAIN_AFTER = 60.0
+"""Seconds until a table that was found unfit is looked at again."""
+
+SHORTEST_PAUSE = 0.01
+REMEMBER = 60.0
+"""Seconds after which a buffer is declared anew, so that people see that it is served."""
+
+
+class Tallies:
+    """What the calls of buffers' handlers have come to here, since it was last written down.
+
+    Counted in memory: a row that every group had to update would make them wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    def add(self, buffer: str, *, calls: int = 0, done: int = 0, vanished: int = 0) -> None:
+        counts = self._counts[buffer]
+        counts[0] += calls
+        counts[1] += done
+        counts[2] += vanished
+
+    def take(self, *buffers: str) -> list[tuple[str, int, int, int]]:
+        """What there is to write, of some buffers or of all; it is not counted here any more."""
+        found = [name for name in self._counts if not buffers or name in buffers]
+        return [(name, *self._counts.pop(name)) for name in sorted(found)]  # type: ignore[misc]
+
+    def put_back(self, tallies: list[tuple[str, int, int, int]]) -> None:
+        for name, calls, done, vanished in tallies:
+            self.add(name, calls=calls, done=done, vanished=vanished)
+
+
+class Distributor:
+    """Makes groups of what is due in one buffer.
+
+    A table that turns out to be unfit while the worker runs, perhaps after a DROP COLUMN, is reported once and looked
+    at again every minute; its events wait meanwhile.
+    """
+
+    def __init__(
+        self,
+        pool: AsyncConnectionPool[AsyncConnection],
+        settings: BufferSettings,
+        pauses: Pauses,
+        tallies: Tallies,
+        every: timedelta,
+        again_after: float = AGAIN_AFTER,
+    ) -> None:
+        self._pool, self._settings, self._pauses, self._tallies = pool, settings, pauses, tallies
+        self._every, self._again_after = every.total_seconds(), again_after
+        self._at: Relation | None = None
+        self._unfit: str | None = None
+        self._look_at = self._declared_at = 0.0
+        self._cursor: str | None = None
+        self.groups = 0
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    async def start(self) -> None:
+        """Refuse a table that cannot be a buffer, before anything is claimed."""
+        self._at = await self._perform(relation.check(self._settings))
+        await self._declare(self._at)
+
+    async def once(self) -> float:
+        """Claim what is due; returns how long to wait: until the next event will be, or until it is time to look."""
+        began = time.monotonic()
+        round = await self._round()
+        if round is None:
+            return self._every
+        if round.short_of_room:
+            return self._every / 4
+        if round.cursor is not None:  # there are more partitions than one look can see: a fifth of the time is theirs
+            return min(self._every, max(SHORTEST_PAUSE, 4 * (time.monotonic() - began)))
+        if round.next_due is None:
+            return self._every
+        return min(self._every, max(SHORTEST_PAUSE, round.next_due))
+
+    async def distribute(self) -> int:
+        """Claim all that is due and has room; returns how many groups that were."""
+        groups = 0
+        while True:
+            round = await self._round()
+            groups += 0 if round is None else round.groups
+            if round is None or round.cursor is None or round.short_of_room:
+                return groups
+
+    async def write_tallies(self) -> None:
+        await write_tallies(self._pool, self._tallies, self.name)
+
+    async def _round(self) -> buffer.Round | None:
+        """None: it is paused, or its table is unfit."""
+        await self.write_tallies()
+        if self.name in self._pauses.paused or time.monotonic() < self._look_at:
+            return None
+        try:
+            at = self._at
+            if at is None:
+                at = await self._perform(relation.check(self._settings))
+            await self._declare(at)
+            round = buffer.Round(self._settings, at, self._cursor)
+            for plan in round.plans():
+                await self._perform(plan)
+        except psycopg.OperationalError:
+            raise  # the database is away, or busy: that is not the table's fault
+        except (psycopg.Error, InvalidOperationError) as error:
+            await self._found_unfit(error)
+            return None
+        if self._unfit is not None:
+            log.info("The table of buffer %s is fit again: its events leave", self._settings.name)
+        self._at, self._unfit, self._cursor = at, None, round.cursor
+        self.groups += round.groups
+        return round
+
+    async def _declare(self, at: Relation) -> None:
+        now = time.monotonic()
+        if now - self._declared_at > REMEMBER or not self._declared_at:
+            await self._perform(buffer.declare(self._settings, at))
+            self._declared_at = now
+
+    async def _found_unfit(self, error: Exception) -> None:
+        self._at, self._look_at = None, time.monotonic() + self._again_after
+        if isinstance(error, psycopg.Error):
+            try:
+                await self._perform(relation.find(self._settings))
+            except InvalidOperationError as clear:
+                error = clear
+        said, self._unfit = self._unfit, str(error)
+        if said != self._unfit:
+            log.error(
+                "Buffer %s makes no groups, its events wait; looking again every %.0f s: %s",
+                self._settings.name,
+                self._again_after,
+                error,
+            )
+
+    async def _perform(self, plan: Plan[T]) -> T:
+        """Without a transaction where one statement does it: whoever is held up in one, holds up others."""
+        async with self._pool.connection() as conn:
+            if not buffer.takes_turns(self._settings):
+                return await perform_async(conn, plan)
+            async with conn.transaction():
+                return await perform_async(conn, plan)
+
+
+async def write_tallies(pool: AsyncConnectionPool[AsyncConnection], tallies: Tallies, *buffers: str) -> None:
+    """Add what was counted here to the counters of the buffers; what could not be written is counted on."""
+    taken = tallies.take(*buffers)
+    if not taken:
+        return
+    try:
+        async with pool.connection() as conn:
+            await perform_async(conn, buffer.count(taken))
+    except BaseException:
+        tallies.put_back(taken)
+        raise
+
+
+async def warn_of_unserved(
+    pool: AsyncConnectionPool[AsyncConnection], declared: list[BufferSettings], served: set[str]
+) -> None:
+    """Say which buffers hold events that this worker has no handler for."""
+    own = {settings.name: settings for settings in declared}
+    async with pool.connection() as conn:
+        names = await perform_async(conn, buffer.names())
+        for name in sorted({*names, *own} - served):
+            try:
+                waits = await perform_async(conn, buffer.waits(name, own.get(name)))
+            except (InvalidOperationError, psycopg.Error):
+                continue  # whoever serves it says what is wrong
+            if waits:
+                level = logging.WARNING if name in own else logging.INFO
+                log.log(level, "Events wait in buffer %s, which has no handler here", name)

@@ -1,0 +1,447 @@
+"""Groups of buffered events: read, handed to their function in one call, ended together with their command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+from uuid import UUID
+
+import psycopg
+from psycopg_pool import AsyncConnectionPool
+
+from busload.bus import CommandBus
+from busload.domain.buffer import EXHAUSTED, BufferSettings, Merge
+from busload.domain.bulk import Group, Item, Judgement
+from busload.domain.command import Command
+from busload.domain.execution import (
+    COMPLETED,
+    FAILED,
+    TROUBLESHOOTING,
+    Failed,
+    Leased,
+    Transition,
+    decide,
+    describe,
+)
+from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, safe_str, storable
+from busload.errors import PermanentCommandError, RateLimited, Superseded, TransientCommandError
+from busload.handlers import Handler
+from busload.store import group as groups
+from busload.store import relation
+from busload.store.connection import AsyncConnection, engine_pool
+from busload.store.group import Ended, Ending, Place, Row
+from busload.store.plan import Plan, perform_async
+from busload.store.relation import Relation
+from busload.worker.calls import FINAL_WORDS, Call, Calls, find_bad, isolates
+from busload.worker.context import HandlerContext, SyncHandlerContext
+from busload.worker.distribute import Tallies
+from busload.worker.limit import Limiter, Postponed
+from busload.worker.settle import Settlement
+from busload.worker.threads import Threads
+
+log = logging.getLogger("busload")
+
+T = TypeVar("T")
+
+CONNECTIONS = 4
+"""Groups that are read or ended at a time, apart from the engine's own statements: whoever locks an application's table
+must not keep other domains from being claimed and settled."""
+
+LONGEST_PAUSE = 5.0
+MOST_TOLD = 1000
+"""Items whose errors are kept with an attempt."""
+WIDE = PayloadLimits(data_bytes=16 * 1024 * 1024)
+
+
+class GroupRunner:
+    """Runs the groups of buffers."""
+
+    def __init__(
+        self,
+        bus: CommandBus,
+        calls: Calls,
+        transactions: AsyncConnectionPool[AsyncConnection],
+        threads: Threads,
+        limiter: Limiter,
+        settlement: Settlement,
+        tallies: Tallies,
+    ) -> None:
+        self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
+        self._limiter, self._settlement, self._tallies = limiter, settlement, tallies
+        self._pool: AsyncConnectionPool[AsyncConnection] | None = None
+        self._opening = asyncio.Lock()
+        self._relations: dict[str, Relation] = {}
+
+    async def run(self, leased: Leased, handler: Handler) -> Transition | None:
+        """Raises what the attempt fails with; returns a result to settle, or None if it has settled itself."""
+        assert handler.buffer is not None
+        return await _Run(self, leased, handler, handler.buffer).all()
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def relation(self, leased: Leased, buffer: BufferSettings) -> Relation:
+        """Where the buffer's events are. Looked up again after a statement about them was refused."""
+        found = self._relations.get(buffer.name)
+        if found is None:
+            found = await self.insist(leased, buffer.name, lambda: relation.find(buffer))
+            self._relations[buffer.name] = found
+        return found
+
+    async def insist(self, leased: Leased, buffer: str, plan: Callable[[], Plan[T]]) -> T:
+        """Perform a plan in a transaction of its own, again and again while the database is away.
+
+        What the database refuses is the failure of this attempt: trying the same again at once would hang the slot.
+        """
+        failures = 0
+        while True:
+            try:
+                async with (await self._connections()).connection() as conn:
+                    return await _alone(conn, plan())
+            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                if leased.lease.lost:
+                    raise Superseded("Another worker has this group now; the database was away.") from error
+                failures += 1
+                pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10))
+                log.warning("Could not reach the events of %s, trying again in %.1f s: %s", buffer, pause, error)
+                await asyncio.sleep(pause)
+            except psycopg.Error as error:
+                self._relations.pop(buffer, None)
+                raise TransientCommandError(
+                    f"The database refuses a statement about the events of buffer {buffer!r}: {error}. If its table "
+                    "was changed, `busload buffer ddl` prints what it lacks.",
+                    code="BUFFER_REFUSED",
+                ) from error
+
+    async def _connections(self) -> AsyncConnectionPool[AsyncConnection]:
+        async with self._opening:
+            if self._pool is None:
+                pool = engine_pool(self._bus.dsn, CONNECTIONS)
+                await pool.open()
+                self._pool = pool
+        return self._pool
+
+
+class _Run:
+    """One attempt at a group."""
+
+    def __init__(self, runner: GroupRunner, leased: Leased, handler: Handler, buffer: BufferSettings) -> None:
+        self._runner, self._leased, self._handler, self._buffer = runner, leased, handler, buffer
+        told = decode(leased.data) if leased.data is not None else None
+        self._told = told if isinstance(told, dict) else {}
+        self._events = Events()
+        self._postponed: Postponed | None = None
+        self._calls = self._rows = self._done = self._vanished = 0
+
+    async def all(self) -> Transition | None:
+        await self._read()
+        if self._leased.lease.crashes:
+            await self._halve()
+        if not self._events.items:
+            return await self._finish(Judgement([], [], {}, answered=True))
+        call = await self._call(self._events.items, self._end)
+        judgement, overdue = call.judgement, call.overdue
+        if call.ended is not None:
+            return self._settled(call.ended)
+        if self._postponed is not None:
+            ending = self._ending(judgement)
+            self._count(await self._insist(lambda: groups.leave(self._place, ending, fenced=False)))
+            raise self._postponed
+        if isolates(self._handler, call, self._leased.lease.round_attempt):
+            failed, overdue = await find_bad(judgement.failed, self._try)
+            if self._postponed is not None:
+                raise self._postponed
+            judgement = Judgement([], failed, {}, answered=True)
+        transition = await self._finish(judgement)
+        if overdue is not None:
+            log.warning(
+                "The handler of buffer %s outlived its %s s; its slot is taken until it returns",
+                self._buffer.name,
+                self._handler.timeout,
+            )
+            await asyncio.wait({overdue})
+        return transition
+
+    async def _read(self) -> None:
+        found = await self._runner.relation(self._leased, self._buffer)
+        partition, expected = self._told.get("partition"), self._told.get("items")
+        self._place = Place(
+            found,
+            self._leased,
+            self._buffer.archive,
+            partition if isinstance(partition, str) else None,
+            expected if type(expected) is int else None,
+        )
+        rows = await self._insist(lambda: groups.read(found, self._leased.command_id))
+        self._events = Events.of(rows, self._buffer.merge, own=found.own)
+        self._rows = len(rows)
+        if self._place.told is not None:
+            self._miss(self._place.told - len(rows))
+
+    async def _halve(self) -> None:
+        """A worker died with this group: run the first half alone, so that the item to blame is soon a group of one."""
+        items = self._events.all_items
+        if len(items) < 2:
+            return
+        second = items[len(items) // 2 :]
+        ids = self._events.rows_of(second)
+        left = self._rows - len(ids)
+        if not await self._insist(lambda: groups.halve(self._place, ids, left)):
+            raise Superseded("Another worker has this group now.")
+        self._events.drop(second)
+        self._rows = left
+
+    async def _call(self, items: Sequence[Item], end: Callable[[Judgement, Any], Plan[Ended]]) -> Call:
+        runner, handler, name = self._runner, self._handler, self._buffer.name
+        group = Group(name, self._leased.command_id, items, self._place.partition)
+        about = (handler, name, self._leased.command_type, group)
+        entered = None
+        if handler.rate_limit is not None:
+            entered = await runner._limiter.enter(*about)
+        self._calls += 1
+        runner._tallies.add(name, calls=1)
+        call = await runner._calls.call(handler, group, self._context(), end)
+        if call.refusal is not None:
+            self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
+        return call
+
+    def _context(self) -> HandlerContext | SyncHandlerContext:
+        if self._handler.is_async:
+            return HandlerContext(self._leased, self._runner._bus, self._runner._transactions)
+        return self._runner._threads.context(self._leased, SyncHandlerContext)
+
+    async def _try(self, items: list[Item]) -> Call | None:
+        """Call with a part, and end at once what passes; None if there is no point in going on."""
+        if self._postponed is not None or self._leased.lease.lost:
+            return None
+        try:
+            call = await self._call(items, self._end_part)
+        except Postponed as postponed:
+            self._postponed = postponed
+            return None
+        done = call.judgement.done
+        if call.ended is None and done:
+            ids = self._events.rows_of(done)
+            left = self._rows - self._done - len(ids)
+            call.ended = await self._insist(lambda: groups.end_part(self._place, ids, left, fenced=False))
+        if call.ended is not None:
+            self._count(call.ended)
+        return call
+
+    def _end_part(self, judgement: Judgement, value: Any) -> Plan[Ended]:
+        """In the handler's own transaction, for a part."""
+        ids = self._events.rows_of(judgement.done)
+        return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=True)
+
+    def _end(self, judgement: Judgement, value: Any) -> Plan[Ended]:
+        """In the handler's own transaction, for all of it."""
+        ending = self._ending(judgement)
+        if any(isinstance(error, RateLimited) for _, error in judgement.failed):
+            return groups.leave(self._place, ending, fenced=True)
+        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=True)
+
+    def _settled(self, ended: Ended) -> Transition | None:
+        """The handler's own transaction has ended it, or what could be ended before it is put off."""
+        self._count(ended)
+        if ended.transition is not None:
+            self._runner._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
+        elif self._postponed is not None:
+            raise self._postponed
+        return None
+
+    async def _finish(self, judgement: Judgement) -> Transition | None:
+        ending = self._ending(judgement)
+        conclude = self._conclude(judgement, ending)
+        ended = await self._insist(lambda: groups.finish(self._place, ending, conclude, time.monotonic(), fenced=False))
+        self._count(ended)
+        if not ended.credited or ended.transition is None:
+            raise Superseded("Another worker has this group now; what was delivered has left it all the same.")
+        if ending.exhausted:
+            left = ending.left or "no"
+            log.error(
+                "Group %s of buffer %s has used up its attempts with %s events left, which %s: %s",
+                self._leased.command_id,
+                self._buffer.name,
+                left,
+                "were deleted" if ending.delete else "wait for a person",
+                ended.transition.details,
+            )
+        self._runner._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
+        return None
+
+    def _ending(self, judgement: Judgement) -> Ending:
+        failed = judgement.failed + self._events.unreadable
+        done = self._events.rows_of(judgement.done)
+        if not failed:
+            return Ending(done=None, expected=self._rows - self._done)
+        final = [(item, error) for item, error in failed if isinstance(error, FINAL_WORDS)]
+        passing = [(item, error) for item, error in failed if not isinstance(error, FINAL_WORDS)]
+        if not passing:  # the group itself waits for a person, with these in it
+            return Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in final])))
+        ending = Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in passing])))
+        if final:
+            ending.parted = self._events.rows_of([item for item, _ in final])
+            ending.parted_error = _described(final, self._rows, answered=True, listed=True)
+        lease, retry = self._leased.lease, self._handler.retry
+        if retry.exhausted(lease.round_attempt, self._leased.max_attempts):
+            ending.exhausted = True
+            ending.hook = self._runner._bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
+            ending.delete = self._buffer.on_exhausted == "delete"
+        return ending
+
+    def _conclude(self, judgement: Judgement, ending: Ending) -> Callable[[int], Transition]:
+        """Where the group's command goes, given how many rows were done just now."""
+        failed = judgement.failed + self._events.unreadable
+        passing = [(item, error) for item, error in failed if not isinstance(error, FINAL_WORDS)]
+        answered = judgement.answered or bool(self._events.unreadable)
+
+        def conclude(done: int) -> Transition:
+            if not failed:
+                vanished = self._vanished + max(0, ending.expected - done)
+                told = {"items": self._rows, "done": self._done + done, "calls": self._calls, "vanished": vanished}
+                transition = Transition(self._leased, COMPLETED, encode(told))
+            elif not passing:
+                details = _described(failed, self._rows, answered=answered, listed=True)
+                transition = Transition(self._leased, TROUBLESHOOTING, details, reason="PERMANENT")
+            else:
+                transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, WIDE)
+                listed = answered or ending.exhausted
+                transition.details = _described(passing, self._rows, answered=answered, listed=listed)
+                if ending.delete:
+                    transition = Transition(self._leased, FAILED, transition.details)
+            transition.finished = time.monotonic()
+            return transition
+
+        return conclude
+
+    def _count(self, ended: Ended) -> None:
+        self._done += ended.done
+        self._runner._tallies.add(self._buffer.name, done=ended.done)
+        self._miss(ended.missing)
+
+    def _miss(self, rows: int) -> None:
+        """Other hands have deleted rows of this group: not fatal, but somebody should know."""
+        if rows > 0:
+            self._vanished += rows
+            self._runner._tallies.add(self._buffer.name, vanished=rows)
+            log.warning(
+                "%d events of group %s in buffer %s have vanished: deleted by others while they were in the group",
+                rows,
+                self._leased.command_id,
+                self._buffer.name,
+            )
+
+    async def _insist(self, plan: Callable[[], Plan[T]]) -> T:
+        return await self._runner.insist(self._leased, self._buffer.name, plan)
+
+
+@dataclass(slots=True)
+class Events:
+    """The items of a group, and the rows behind each: where events are merged, several rows are one item."""
+
+    items: list[Item] = field(default_factory=list)
+    unreadable: list[tuple[Item, BaseException]] = field(default_factory=list)
+    """Those that fail alone before anybody is called: other hands wrote them, or their merge failed."""
+    _rows: dict[Any, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], merge: Merge | None, *, own: bool) -> Events:
+        events = cls()
+        by_key: dict[Any, list[Row]] = {}
+        for row in rows:
+            alone = merge is None or row.key is None
+            by_key.setdefault((True, row.id) if alone else (False, row.key), []).append(row)
+        for members in by_key.values():
+            chosen = members[-1] if merge == "keep_last" else members[0]
+            events._rows[chosen.id] = [row.id for row in members]
+            first = members[0]
+            try:
+                data = _merged([_value(row, own) for row in members], merge)
+                events.items.append(Item(chosen.id, data, chosen.key, first.created_at))
+            except Exception as error:
+                events.unreadable.append((Item(chosen.id, None, chosen.key, first.created_at), _unusable(error)))
+        return events
+
+    @property
+    def all_items(self) -> list[Item]:
+        return self.items + [item for item, _ in self.unreadable]
+
+    def rows_of(self, items: Sequence[Item]) -> list[Any]:
+        return [row for item in items for row in self._rows[item.id]]
+
+    def drop(self, items: Sequence[Item]) -> None:
+        gone = {item.id for item in items}
+        self.items = [item for item in self.items if item.id not in gone]
+        self.unreadable = [(item, error) for item, error in self.unreadable if item.id not in gone]
+
+
+def exhausted_group(command: Command) -> Group:
+    """What the function for exhausted groups gets: the group as it was then. Rows of a table come as JSON has them."""
+    told = command.data
+    items = [Item(one["id"], one["data"], one["key"], _moment(one["created_at"])) for one in told["items"]]
+    return Group(told["buffer"], UUID(told["group_id"]), items, told["partition"])
+
+
+async def _alone(conn: AsyncConnection, plan: Plan[T]) -> T:
+    try:
+        async with conn.transaction():
+            return await perform_async(conn, plan)
+    except psycopg.NotSupportedError:
+        # "Cached plan must not change result type": the table was altered, and this connection remembers how it was.
+        await conn.close()
+        raise
+
+
+def _value(row: Row, own: bool) -> Any:
+    return decode(row.data) if own else row.data
+
+
+def _merged(values: list[Any], merge: Merge | None) -> Any:
+    if callable(merge):
+        merged = values[0]
+        for newer in values[1:]:
+            merged = merge(merged, newer)
+        return merged
+    return values[-1] if merge == "keep_last" else values[0]
+
+
+def _unusable(error: Exception) -> PermanentCommandError:
+    if isinstance(error, Undecodable):
+        return PermanentCommandError(str(error), code="UNDECODABLE")
+    return PermanentCommandError(f"The merge of its events raised {type(error).__name__}: {error}", code="MERGE_FAILED")
+
+
+def _moment(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _described(failed: Sequence[tuple[Item, BaseException]], total: int, *, answered: bool, listed: bool) -> str:
+    """The errors of an attempt: that of the first item speaks for all, and each is told if they differ."""
+    described = decode(describe(failed[0][1]))
+    if answered:
+        described["message"] = f"{len(failed)} of {total} items failed: {described['message']}"
+    if listed:
+        details: dict[str, Any] = {"items": [_told(item, error) for item, error in failed[:MOST_TOLD]]}
+        if len(failed) > MOST_TOLD:
+            details["more"] = len(failed) - MOST_TOLD
+        if "details" in described:
+            details["said"] = described["details"]
+        described["details"] = details
+    return encode(described, WIDE)
+
+
+def _told(item: Item, error: BaseException) -> dict[str, Any]:
+    described = decode(describe(error, 300))
+    return {
+        "id": item.id if isinstance(item.id, int | str) else storable(str(item.id), 300),
+        "key": item.key,
+        "type": described["type"],
+        "code": described["code"],
+        "message": safe_str(error, 300),
+    }

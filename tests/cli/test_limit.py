@@ -1,0 +1,40 @@
+"""`busload limit`: what people see of rate limits."""
+
+from __future__ import annotations
+
+import json
+
+from busload import RateLimit
+from busload.store import rate
+from busload.store.rate import Ask
+from tests.cli.conftest import Busload
+from tests.given import Database
+
+
+def test_limits_are_listed_with_their_rate_and_what_was_refused(busload: Busload, database: Database) -> None:
+    limit = RateLimit(10, burst=3)
+    database.perform(rate.ask({("crm", ""): Ask(limit, 3), ("crm", "tenant 1"): Ask(limit, 1)}))
+    database.perform(rate.refuse(("mail/Send", ""), RateLimit(0.5), 60.0, None))
+    listed = busload("limit", "ls")
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == ["NAME", "crm", "crm", "mail/Send"]
+    found = json.loads(busload("limit", "ls", "--json").output)
+    assert [(one["name"], one["subject"], one["rate"], one["calls"], one["refused"]) for one in found] == [
+        ("crm", "", 10.0, 3, 0),
+        ("crm", "tenant 1", 10.0, 1, 0),
+        ("mail/Send", "", 0.5, 0, 1),
+    ]
+    assert [one["blocked_until"] is not None for one in found] == [False, False, True]
+
+
+def test_one_limit_is_shown_with_all_that_by_has_said(busload: Busload, database: Database) -> None:
+    database.perform(rate.ask({("crm", f"tenant {n}"): Ask(RateLimit(1), 1) for n in range(3)}))
+    shown = busload("limit", "show", "crm", "--limit", 2, "--json")
+    assert [one["subject"] for one in json.loads(shown.output)] == ["tenant 0", "tenant 1"]
+
+
+def test_a_limit_that_nobody_uses_is_not_found(busload: Busload) -> None:
+    assert "No limit was used within a day." in busload("limit", "ls").output
+    missing = busload("limit", "show", "crm")
+    assert missing.exit_code == 1
+    assert "No limit 'crm' was used within a day." in missing.output

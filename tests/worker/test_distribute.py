@@ -1,0 +1,317 @@
+"""The distributor: what every worker does for the buffers it serves, and what it does when a table lets it down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from busload import (
+    Buffer,
+    BufferTable,
+    CommandBus,
+    Group,
+    InvalidOperationError,
+    PermanentCommandError,
+    SyncCommandBus,
+    Worker,
+)
+from busload.store.connection import engine_pool
+from busload.store.relation import all_ddl
+from busload.worker import distribute
+from busload.worker.distribute import Distributor, Tallies
+from busload.worker.pauses import Pauses
+from tests.given import Database, Given, eventually
+
+NEVER, NOW = timedelta(days=30), timedelta(0)
+COLUMNS = """id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n int, group_id uuid,
+             created_at timestamptz NOT NULL DEFAULT clock_timestamp()"""
+
+
+def handled(events: Buffer) -> list[list[Any]]:
+    """Register a handler; returns the list of calls, each the data of its items."""
+    calls: list[list[Any]] = []
+
+    async def handle(group: Group, ctx: Any) -> None:
+        calls.append([item.data for item in group])
+
+    events.handler()(handle)
+    return calls
+
+
+@pytest.fixture
+def table(database: Database) -> str:
+    database.rows(f"CREATE TABLE theirs ({COLUMNS})")
+    for statement in all_ddl(BufferTable("theirs"))[3:]:
+        database.rows(statement)
+    return "theirs"
+
+
+async def test_a_worker_makes_groups_of_what_is_full_at_once(bus: CommandBus, given: Given) -> None:
+    """S2-D3: nobody waits for max_age"""
+    events = bus.buffer("events", size=10, max_age=NEVER)
+    calls = handled(events)
+    async with given.running(domains=None):
+        await events.add_many(range(25))
+        await eventually(lambda: len(calls) == 2)
+        await events.flush()
+        await eventually(lambda: len(calls) == 3)
+    assert sorted(n for call in calls for n in call) == list(range(25))
+    assert (await events.status()).waiting == 0
+    given.database.check_invariants()
+
+
+async def test_a_worker_makes_a_group_when_its_oldest_event_is_old_enough(bus: CommandBus, given: Given) -> None:
+    """S2-D3: and its loop sleeps no longer than that"""
+    events = bus.buffer("events", size=10, max_age=timedelta(milliseconds=300))
+    calls = handled(events)
+    slow = given.settings.__class__(poll_every=timedelta(seconds=60), sweep_every=timedelta(milliseconds=100))
+    await events.add("first")
+    async with given.running(domains=None, settings=slow):
+        await eventually(lambda: calls, within=30)
+    assert calls == [["first"]]
+
+
+async def test_a_drain_ends_when_nothing_is_due(bus: CommandBus, given: Given, database: Database) -> None:
+    """Not before: what is due in a buffer is work like any other; what is not due stays"""
+    events = bus.buffer("events", size=10, max_age=timedelta(hours=1), max_groups=2)
+    calls = handled(events)
+    await events.add_many(range(57))
+    await given.drained(domains=None)
+    assert [len(call) for call in calls] == [10] * 5
+    assert (await events.status()).waiting == 7
+    await events.flush()
+    assert await given.drained(domains=None) == 1
+    assert len(calls) == 6
+    database.check_invariants()
+
+
+async def test_a_drain_does_not_wait_for_a_key_that_waits_for_a_person(bus: CommandBus, given: Given) -> None:
+    """Its next event cannot leave, though it is due"""
+    events = bus.buffer("events", merge="keep_last", max_age=NOW)
+
+    @events.handler()
+    async def refuse(group: Group, ctx: Any) -> None:
+        raise PermanentCommandError("no")
+
+    await events.add(1, key="a")
+    await given.drained(domains=None)
+    await events.add(2, key="a")
+    assert await given.drained(domains=None) == 0
+    status = await events.status()
+    assert (status.waiting, status.groups_in_troubleshooting) == (1, 1)
+
+
+async def test_a_worker_serves_the_buffers_of_its_domains_only(bus: CommandBus, given: Given) -> None:
+    one, two = bus.buffer("one", max_age=NOW), bus.buffer("two", max_age=NOW)
+    calls_one, calls_two = handled(one), handled(two)
+    await one.add(1)
+    await two.add(2)
+    await given.drained(domains=["two"])
+    assert (calls_one, calls_two) == ([], [[2]])
+    assert ((await one.status()).waiting, (await two.status()).waiting) == (1, 0)
+
+
+async def test_a_paused_buffer_makes_no_groups(bus: CommandBus, given: Given) -> None:
+    """What is added meanwhile waits, and leaves when it is resumed"""
+    events = bus.buffer("events", size=2, max_age=NOW)
+    calls = handled(events)
+    await bus.pause("events")
+    await events.add_many(range(4))
+    await given.drained(domains=None)
+    assert (await events.status()).waiting == 4
+    async with given.running(domains=None):
+        await bus.resume("events")
+        await eventually(lambda: len(calls) == 2)
+
+
+async def test_a_worker_does_not_start_on_an_unfit_table(bus: CommandBus, given: Given, database: Database) -> None:
+    """The message says what it lacks; nothing was claimed"""
+    database.rows("CREATE TABLE theirs (id int PRIMARY KEY)")
+    handled(bus.buffer("events", table="theirs"))
+    with pytest.raises(InvalidOperationError, match=r"no column 'group_id'.*busload buffer ddl theirs"):
+        await given.drained(domains=None)
+    database.rows("DROP TABLE theirs")
+    with pytest.raises(InvalidOperationError, match="no table 'theirs'"):
+        await given.worker(domains=None).run()
+
+
+async def test_a_worker_says_which_index_a_table_lacks(
+    bus: CommandBus, given: Given, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    database.rows(f"CREATE TABLE theirs ({COLUMNS})")
+    handled(bus.buffer("events", table="theirs"))
+    with caplog.at_level(logging.WARNING, "busload"):
+        await given.drained(domains=None)
+    assert "CREATE INDEX ON public.theirs (created_at, id) WHERE group_id IS NULL;" in caplog.text
+
+
+async def test_a_buffer_without_a_handler_is_pointed_out(
+    bus: CommandBus, given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Events that wait for a function nobody has registered; once, at the start"""
+    handled(bus.buffer("served", max_age=NOW))
+    lonely = bus.buffer("lonely", max_age=NOW)
+    bus.buffer("empty")
+    await lonely.add(1)
+    with caplog.at_level(logging.WARNING, "busload"):
+        await given.drained(domains=None)
+    assert [r.getMessage() for r in caplog.records] == ["Events wait in buffer lonely, which has no handler here"]
+    assert (await lonely.status()).waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("breaks", "mends", "said"),
+    [
+        (
+            "ALTER TABLE theirs DROP COLUMN group_id",
+            "ALTER TABLE theirs ADD COLUMN group_id uuid",
+            "no column 'group_id'",
+        ),
+        ("ALTER TABLE theirs RENAME TO hidden", "ALTER TABLE hidden RENAME TO theirs", "no table 'theirs'"),
+        (
+            "ALTER TABLE theirs RENAME created_at TO made_at",
+            "ALTER TABLE theirs RENAME made_at TO created_at",
+            "no column 'created_at'",
+        ),
+    ],
+    ids=["drop column", "no table", "rename"],
+)
+async def test_a_table_that_breaks_under_a_running_worker_holds_up_nobody_else(
+    bus: CommandBus,
+    given: Given,
+    database: Database,
+    table: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    breaks: str,
+    mends: str,
+    said: str,
+) -> None:
+    """A clear error, once; other buffers go on; when it is mended its events leave: nothing is lost"""
+    monkeypatch.setattr(distribute.Distributor.__init__, "__defaults__", (0.1,))
+    theirs, own = bus.buffer("theirs", table=table, max_age=NOW), bus.buffer("own", max_age=NOW)
+    seen, others = handled(theirs), handled(own)
+    async with given.running(domains=None):
+        await theirs.add({"n": 1})
+        await eventually(lambda: seen and not database.value("SELECT count(*) FROM theirs"))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "busload"):
+            await asyncio.to_thread(database.rows, breaks)
+            database.rows(f"INSERT INTO {'hidden' if 'hidden' in breaks else 'theirs'} (n) VALUES (2)")
+            await eventually(lambda: "makes no groups" in caplog.text)
+            for n in range(5):
+                await own.add(n)
+                await eventually(lambda n=n: len(others) == n + 1)  # type: ignore[misc]
+            errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+            assert len(errors) == 1 and said in errors[0]
+            await asyncio.to_thread(database.rows, mends)
+            await eventually(lambda: len(seen) == 2)
+            assert "is fit again" in caplog.text
+    assert [call[0]["n"] for call in seen] == [1, 2]
+    assert database.value("SELECT count(*) FROM theirs") == 0
+
+
+async def test_a_locked_table_holds_up_no_other_buffer(bus: CommandBus, given: Given, dsn: str, table: str) -> None:
+    """A migration that takes its time"""
+    theirs, own = bus.buffer("theirs", table=table, max_age=NOW), bus.buffer("own", max_age=NOW)
+    seen, others = handled(theirs), handled(own)
+    await theirs.add({"n": 1})
+    async with await psycopg.AsyncConnection.connect(dsn) as conn, given.running(domains=None) as worker:
+        await eventually(lambda: seen and not given.database.value("SELECT count(*) FROM theirs"))
+        await conn.execute("LOCK TABLE theirs")
+        for n in range(3):
+            await own.add(n)
+            await eventually(lambda n=n: len(others) == n + 1)  # type: ignore[misc]
+        assert worker.stats.completed >= 3
+        await conn.rollback()
+
+
+async def test_counters_are_written_by_rounds_and_at_the_end(bus: CommandBus, given: Given) -> None:
+    events = bus.buffer("events", size=10, max_age=NEVER)
+    calls = handled(events)
+    await events.add_many(range(30))
+    await given.drained(domains=None)
+    status = await events.status()
+    assert (status.calls, status.done, status.items_per_call, status.calls_saved) == (3, 30, 10, 27)
+    async with given.running(domains=None):
+        await events.add_many(range(10))
+        await eventually(lambda: len(calls) == 4)
+        await eventually(lambda: given.database.value("SELECT done FROM busload.buffer") == 40)
+    assert (await events.status()).calls == 4
+    rare = given.settings.__class__(poll_every=timedelta(seconds=60), sweep_every=timedelta(milliseconds=100))
+    await events.add_many(range(10))
+    async with given.running(domains=None, settings=rare):
+        await eventually(lambda: len(calls) == 5)
+    assert (await events.status()).calls == 5  # no further round came: written when it stopped
+
+
+@pytest.fixture
+async def distributor(bus: CommandBus, dsn: str) -> Any:
+    pool = engine_pool(dsn, 2)
+    await pool.open()
+
+    def make(events: Buffer, tallies: Tallies | None = None) -> Distributor:
+        pauses = Pauses(pool, [events.name], timedelta(seconds=1), lambda: None)
+        return Distributor(pool, events.settings, pauses, tallies or Tallies(), timedelta(seconds=1))
+
+    yield make
+    await pool.close()
+
+
+async def test_what_could_not_be_counted_is_counted_later(
+    bus: CommandBus, database: Database, distributor: Callable[..., Distributor]
+) -> None:
+    events, tallies = bus.buffer("events"), Tallies()
+    one = distributor(events, tallies)
+    await one.start()
+    tallies.add("events", calls=1, done=5)
+    database.rows("ALTER TABLE busload.buffer RENAME TO elsewhere")
+    with pytest.raises(psycopg.Error):
+        await one.write_tallies()
+    database.rows("ALTER TABLE busload.elsewhere RENAME TO buffer")
+    tallies.add("events", calls=1, done=2, vanished=1)
+    tallies.add("others", calls=7)
+    await one.write_tallies()
+    status = await events.status()
+    assert (status.calls, status.done, status.vanished) == (2, 7, 1)
+    assert tallies.take() == [("others", 7, 0, 0)]
+
+
+async def test_a_round_says_when_to_look_again(
+    bus: CommandBus, database: Database, distributor: Callable[..., Distributor]
+) -> None:
+    events = bus.buffer("events", size=2, max_age=timedelta(seconds=100), max_groups=1)
+    one = distributor(events)
+    await one.start()
+    assert await one.once() == 1.0  # nothing waits
+    await events.add(1)
+    assert await one.once() == 1.0
+    database.rows("UPDATE busload.buffered SET created_at = now() - interval '99.5 s'")
+    assert 0 < await one.once() <= 0.5
+    await events.add_many(range(5))
+    assert await one.once() == 0.25  # more is full than has room in the queue
+    assert one.groups == 1
+
+
+async def test_a_sync_bus_and_its_worker_know_the_same_buffers(
+    sync_bus: SyncCommandBus, given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = sync_bus.buffer("events", max_age=NOW)
+    sync_bus.buffer("lonely").add(1)
+    calls: list[int] = []
+
+    @events.handler()
+    def handle(group: Group, ctx: Any) -> None:
+        calls.append(len(group))
+
+    events.add_many(range(3))
+    with caplog.at_level(logging.WARNING, "busload"):
+        await Worker(sync_bus, settings=given.settings).drain()
+    assert calls == [3]
+    assert "lonely" in caplog.text

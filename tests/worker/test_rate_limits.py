@@ -1,0 +1,356 @@
+"""Limits that all workers share: who is called, who waits, and what that costs (issue 5, part 6)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from busload import (
+    BatchCommand,
+    Blocker,
+    Command,
+    CommandBus,
+    HandlerContext,
+    RateLimit,
+    RateLimited,
+    RetryPolicy,
+)
+from busload.store import rate
+from busload.worker import limit as limiting
+from tests.given import DOMAIN, Database, Given, eventually
+
+HOUR = timedelta(hours=1)
+NOTED = "SELECT coalesce(sum(hi - lo + 1), 0)::integer FROM busload.event WHERE type = 'RATE_LIMITED'"
+REASONS = "SELECT reason, sum(hi - lo + 1)::integer FROM busload.scheduled GROUP BY reason"
+
+
+async def refuse_for_an_hour(command: Command, ctx: HandlerContext) -> None:
+    raise RateLimited(after=3600)
+
+
+async def test_all_workers_together_call_no_more_often_than_the_limit_says(given: Given, database: Database) -> None:
+    seen = given.handler(rate_limit=RateLimit(5, per=HOUR, burst=5))
+    batch_id = await given.batch(commands=30)
+    await asyncio.gather(*(given.drained() for _ in range(3)))
+    assert len(seen) == 5
+    assert database.rows(REASONS) == [("RATE_LIMITED", 25)]
+    assert (await given.batch_now(batch_id)).completed_count == 5
+    database.check_invariants()
+
+
+async def test_what_a_limit_holds_up_runs_later_as_its_first_attempt(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    seen = given.handler(rate_limit=RateLimit(1, per=HOUR))
+    await given.sent()
+    held_up = await given.sent()
+    await given.drained()
+    assert len(seen) == 1
+    waiting = await given.command_now(held_up)
+    assert (waiting.status, waiting.attempts) == ("SCHEDULED", 0)
+    for _ in range(2):  # it comes back, and has to wait again
+        given.make_due()
+        await given.drained()
+    assert [event.type for event in await bus.get_audit_trail(DOMAIN, held_up)] == ["SENT", "RATE_LIMITED"]
+    database.rows("UPDATE busload.rate_limit SET next_at = now()")
+    given.make_due()
+    await given.drained()
+    done = await given.command_now(held_up)
+    assert (done.status, done.attempts) == ("COMPLETED", 1)
+    database.check_invariants()
+
+
+async def test_a_refusal_stops_everybody_and_burns_no_attempt(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """`RateLimited(after=...)`: one call is refused, and nobody else makes one; with one attempt each, none is lost."""
+    seen = given.handler(function=refuse_for_an_hour, rate_limit=RateLimit(1), retry=RetryPolicy(max_attempts=1))
+    ids = [await given.sent() for _ in range(10)]
+    await asyncio.gather(*(given.drained(concurrency=1) for _ in range(2)))
+    assert len(seen) == 1
+    assert database.rows(REASONS) == [("RATE_LIMITED", 10)]
+    assert database.count("execution") == 0
+    assert {(await given.command_now(one)).attempts for one in ids} == {0}
+    assert database.value(NOTED) == 10
+    database.check_invariants()
+
+
+async def test_who_was_let_go_and_has_not_begun_heeds_a_refusal(given: Given, bus: CommandBus, dsn: str) -> None:
+    """Two workers, one name: the second call has its time half a second ahead when the first one is refused."""
+    limit, calls = RateLimit(2.05, name="partner"), Counter[str]()
+
+    async def refuse(command: Command, ctx: HandlerContext) -> None:
+        calls[command.domain] += 1
+        if calls.total() == 1:
+            await eventually(lambda: given.database.value("SELECT calls FROM busload.rate_limit") == 2)
+        raise RateLimited(after=3600)
+
+    for domain in ("left", "right"):
+        bus.handler(domain, "Push", rate_limit=limit)(refuse)
+    async with given.running(domains=["left"]), given.running(domains=["right"]):
+        await eventually(lambda: given.database.value("SELECT count(*) FROM busload.worker") == 2)
+        await asyncio.gather(bus.send("left", "Push"), bus.send("right", "Push"))
+        await eventually(lambda: given.database.rows(REASONS) == [("RATE_LIMITED", 2)])
+    assert calls.total() == 1
+    given.database.check_invariants()
+
+
+async def test_a_refusal_without_a_limit_concerns_one_command_alone(given: Given, database: Database) -> None:
+    async def refuse_the_first(command: Command, ctx: HandlerContext) -> None:
+        if command.data["n"] == 0:
+            raise RateLimited(after=3600)
+
+    seen = given.handler(function=refuse_the_first)
+    batch_id = await given.batch(commands=10)
+    await given.drained()
+    assert len(seen) == 10
+    assert (await given.batch_now(batch_id)).completed_count == 9
+    assert database.rows(REASONS) == [("RATE_LIMITED", 1)]
+    assert database.count("rate_limit") == 0
+    database.check_invariants()
+
+
+async def test_a_handler_in_a_thread_can_be_refused(given: Given, bus: CommandBus, database: Database) -> None:
+    threads: list[str] = []
+
+    @bus.handler(DOMAIN, "Debit", rate_limit=RateLimit(100), timeout=30)
+    def refuse(command: Command, ctx: Any) -> None:
+        threads.append(threading.current_thread().name)
+        raise RateLimited(after=timedelta(hours=1))
+
+    await given.batch(commands=3)
+    await given.drained(concurrency=1)
+    assert len(threads) == 1
+    assert database.rows(REASONS) == [("RATE_LIMITED", 3)]
+    database.check_invariants()
+
+
+async def test_without_a_word_about_how_long_it_is_one_period(given: Given, database: Database) -> None:
+    async def refuse(command: Command, ctx: HandlerContext) -> None:
+        raise RateLimited
+
+    given.handler(function=refuse, rate_limit=RateLimit(1000, per=HOUR))
+    await given.sent()
+    await given.drained()
+    left = database.value("SELECT extract(epoch FROM blocked_until - now())::float8 FROM busload.rate_limit")
+    assert 3500 < left <= 3600
+
+
+async def test_each_value_of_by_has_a_limit_of_its_own(given: Given) -> None:
+    seen = given.handler(rate_limit=RateLimit(1, per=HOUR, by=lambda command: command.data["n"] % 3))
+    await given.batch(commands=12)
+    await given.drained()
+    assert Counter(command.data["n"] % 3 for command in seen) == {0: 1, 1: 1, 2: 1}
+    given.database.check_invariants()
+
+
+async def test_a_by_that_fails_fails_its_command_alone(given: Given, bus: CommandBus, database: Database) -> None:
+    def find(command: Command) -> object:
+        match command.data["n"]:
+            case 0:
+                return []
+            case 1:
+                return "x" * 513
+            case 2:
+                return 1 / 0
+            case 3:
+                return "a\0b"
+            case _:
+                return "tenant"
+
+    seen = given.handler(rate_limit=RateLimit(1000, by=find), retry=RetryPolicy(max_attempts=1))
+    batch_id = await given.batch(commands=10)
+    await given.drained()
+    assert len(seen) == 6
+    assert (await given.batch_now(batch_id)).completed_count == 6
+    parked = await bus.troubleshooting.list(DOMAIN)
+    assert Counter(item.last_error_code or item.last_error_type for item in parked) == {
+        "INVALID_RATE_LIMIT_KEY": 3,
+        "ZeroDivisionError": 1,
+    }
+    database.check_invariants()
+
+
+async def test_handlers_that_name_the_same_limit_share_it(given: Given) -> None:
+    limit = RateLimit(4, per=HOUR, burst=4, name="bank")
+    debits, credits = given.handler("Debit", rate_limit=limit), given.handler("Credit", rate_limit=limit)
+    await given.batch(commands=10)
+    await given.batch(commands=10, command_type="Credit")
+    await given.drained()
+    assert len(debits) + len(credits) == 4
+
+
+async def test_other_commands_of_the_domain_go_on(given: Given, database: Database) -> None:
+    """What a receiver refuses stands before, between and behind commands that it does not concern."""
+    given.handler("Push", refuse_for_an_hour, rate_limit=RateLimit(10))
+    seen = given.handler("Debit")
+    commands = [BatchCommand("Push" if n % 3 else "Debit") for n in range(300)]
+    await given.bus.create_batch(DOMAIN, commands)
+    async with given.running(concurrency=10):
+        await eventually(lambda: len(seen) == 100)
+    database.check_invariants()
+
+
+async def test_a_backlog_is_not_churned_while_it_waits(given: Given, database: Database) -> None:
+    """10 calls a second, 20 slots, 2,000 commands: the worker leaves what it cannot run where it is."""
+    seen = given.handler(rate_limit=RateLimit(10))
+    await given.batch(commands=2000)
+    async with given.running(concurrency=20) as worker:
+        await eventually(lambda: len(seen) >= 30)
+        claimed = worker.stats.claimed
+    postponed = database.value(NOTED)
+    assert claimed <= 200
+    assert postponed <= 100
+    database.check_invariants()
+
+
+async def test_a_blocked_backlog_is_hardly_touched(given: Given, database: Database) -> None:
+    """While its receiver refuses everything, a hundred commands a second go by at most, not the whole backlog."""
+    limit = RateLimit(10)
+    database.perform(rate.refuse((f"{DOMAIN}/Debit", ""), limit, 3600.0, None))
+    seen = given.handler(rate_limit=limit)
+    await given.batch(commands=10_000)
+    began = time.monotonic()
+    async with given.running(concurrency=20) as worker:
+        await eventually(lambda: worker.stats.claims >= 10)
+        claimed = worker.stats.claimed
+    seconds = time.monotonic() - began
+    assert seen == []
+    assert claimed <= 100 * (seconds + 1)
+    database.check_invariants()
+
+
+async def test_what_waits_for_a_limit_does_not_start_in_a_paused_domain(
+    given: Given, bus: CommandBus, database: Database
+) -> None:
+    seen = given.handler(rate_limit=RateLimit(0.5))
+    await given.batch(commands=3)
+    async with given.running(concurrency=3):
+        await eventually(lambda: len(seen) == 1)
+        await bus.pause(DOMAIN)
+        await eventually(lambda: database.count("lease") == 0)
+    assert len(seen) == 1
+    assert database.count("execution") == 1
+    database.check_invariants()
+
+
+async def test_a_worker_that_stops_gives_back_what_waits(given: Given, database: Database) -> None:
+    seen = given.handler(rate_limit=RateLimit(0.3))
+    await given.batch(commands=2)
+    async with given.running(concurrency=3):
+        await eventually(lambda: len(seen) == 1)
+        await eventually(lambda: database.count("execution") == 1)
+    assert len(seen) == 1
+    assert database.count("lease") == 0
+    assert database.count("execution") == 1
+    database.check_invariants()
+
+
+async def test_a_refused_command_of_a_canceled_batch_is_canceled(
+    given: Given, bus: CommandBus, database: Database
+) -> None:
+    begun = asyncio.Event()
+
+    async def refuse(command: Command, ctx: HandlerContext) -> None:
+        begun.set()
+        await eventually(lambda: ctx.cancelled)
+        raise RateLimited(after=3600)
+
+    given.handler(function=refuse, rate_limit=RateLimit(10))
+    batch_id = await given.batch(commands=1)
+    async with given.running():
+        await begun.wait()
+        await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+        await eventually(lambda: database.count("lease") == 0)
+    assert (await given.batch_now(batch_id)).canceled_count == 1
+    database.check_invariants()
+
+
+async def test_explain_says_that_a_limit_is_in_the_way(given: Given, bus: CommandBus) -> None:
+    given.handler(function=refuse_for_an_hour, rate_limit=RateLimit(10, name="bank"))
+    batch_id = await given.batch(commands=3)
+    await given.drained()
+    async with given.running():
+        [reason] = (await bus.explain_batch(DOMAIN, batch_id)).reasons
+    assert (reason.code, reason.count) == (Blocker.RATE_LIMITED, 3)
+    assert "bank" in reason.message
+    assert "busload limit show bank" in reason.advice
+    [command, *_] = await bus.list_batch_commands(DOMAIN, batch_id)
+    [reason] = (await bus.explain_command(DOMAIN, command.command_id)).reasons
+    assert (reason.code, reason.details["limits"]) == (Blocker.RATE_LIMITED, ["bank"])
+
+
+async def test_an_outage_while_calls_wait_fails_none_of_them(given: Given, database: Database) -> None:
+    """The limit cannot be asked for a while, and nothing is called meanwhile; then it goes on."""
+    seen = given.handler(rate_limit=RateLimit(1000), retry=RetryPolicy(max_attempts=1))
+    database.rows("ALTER TABLE busload.rate_limit RENAME TO gone")
+    batch_id = await given.batch(commands=5)
+    async with given.running():
+        await eventually(lambda: database.count("lease") > 0)
+        assert seen == []
+        database.rows("ALTER TABLE busload.gone RENAME TO rate_limit")
+        await eventually(lambda: len(seen) == 5)
+    assert (await given.batch_now(batch_id)).completed_count == 5
+    database.check_invariants()
+
+
+async def test_where_there_are_no_limits_none_is_asked_for(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("nobody has a limit here")
+
+    monkeypatch.setattr(limiting.Limiter, "enter", never)
+    seen = given.handler()
+    await given.batch(commands=100)
+    await given.drained()
+    assert len(seen) == 100
+    assert database.count("rate_limit") == 0
+
+
+class Service:
+    """A receiver that allows `limit` calls per second, counted in windows of a second, and says how long to wait."""
+
+    WINDOW = 1.0
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.served = self.refused = 0
+        self._window, self._used = 0, 0
+
+    def call(self) -> None:
+        now = time.monotonic()
+        window = int(now / self.WINDOW)
+        if window != self._window:
+            self._window, self._used = window, 0
+        if self._used >= self.limit * self.WINDOW:
+            self.refused += 1
+            raise RateLimited(after=(window + 1) * self.WINDOW - now)
+        self._used += 1
+        self.served += 1
+
+
+async def test_an_adaptive_limit_finds_what_a_receiver_allows(given: Given) -> None:
+    """At least 85 % of 100 calls a second are used, and fewer than 2 % refused, though it begins with 60."""
+    service = Service(limit=100)
+
+    async def push(command: Command, ctx: HandlerContext) -> None:
+        service.call()
+
+    given.handler(function=push, rate_limit=RateLimit(60, adaptive=True), retry=RetryPolicy(max_attempts=1))
+    batch_id = await given.batch(commands=3000)
+    async with given.running(concurrency=100):
+        await eventually(lambda: service.served >= 300)
+        served, refused, began = service.served, service.refused, time.monotonic()
+        await asyncio.sleep(8)
+        seconds = time.monotonic() - began
+    served, refused = service.served - served, service.refused - refused
+    assert served >= 0.85 * 100 * seconds, (served, seconds)
+    assert refused < 0.02 * (served + refused), (served, refused)
+    assert (await given.batch_now(batch_id)).in_troubleshooting_count == 0
