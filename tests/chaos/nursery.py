@@ -179,7 +179,7 @@ def register_buffers(bus: CommandBus, receiver: Receiver, options: dict[str, Any
 
 
 def deliver_in_bulk(events: Buffer, receiver: Receiver, options: dict[str, Any]) -> None:
-    """With `moods`, a service that refuses a call, takes a part of it, or takes it and does not answer."""
+    """With `moods`, a service that refuses a call, takes it and does not answer, or takes a part, some never."""
     pause, moods = options.get("pause", 0.01), options.get("moods", False)
 
     @events.handler(retry=RetryPolicy(max_attempts=1000, backoff=(0.02,)))
@@ -196,7 +196,10 @@ def deliver_in_bulk(events: Buffer, receiver: Receiver, options: dict[str, Any])
         if mood in (1, 2, 3):
             known = {item.id for item in taken}
             for item in group:
-                group.succeed(item) if item.id in known else group.fail(item, "not this one")
+                if item.id in known:
+                    group.succeed(item)
+                else:
+                    group.fail(item, "not now" if random.randrange(10) else PermanentCommandError("not like this"))
 
 
 def doom(events: Buffer, receiver: Receiver, options: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 import psycopg
 import pytest
 
-from busload import BatchCommand, BufferTable, Settings, SyncCommandBus
+from busload import BatchCommand, BufferTable, Settings, SyncBuffer, SyncCommandBus
 from busload.domain.buffer import EXHAUSTED, GROUP
 from busload.store.relation import all_ddl
 from busload.testing import TestServer
@@ -169,18 +169,22 @@ class Harm:
         return False
 
 
-def survived(*, kills: int, restarts: int, freezes: int, report: bool = False) -> None:
+def survived(*, kills: int, restarts: int, freezes: int, stock: int, report: bool = False) -> None:
     chance = seeded()
     with folder() as path, Server(path / "server") as server:
-        with Database(server.dsn) as database:
+        with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
             prepare(database)
+            for name, table in ((OWN, None), (THEIRS, "activity_event")):
+                add_stock(database, bus.buffer(name, table=table), stock)
         buffers = {
             OWN: {"size": 30, "max_age": 0.3, "max_groups": 50},
             THEIRS: {"size": 20, "max_age": 0.3, "max_groups": 50, "table": "activity_event"},
         }
         notes = path / "notes"
-        options: dict[str, Any] = {"buffers": buffers, "domains": list(buffers), "lease_for": 1.5, "concurrency": 4}
-        with Workers(server.dsn, path, pause=0.05, moods=True, notes=str(notes), rest=0.005, **options) as workers:
+        options: dict[str, Any] = {"buffers": buffers, "domains": list(buffers), "lease_for": 1.5}
+        # Few groups at a time: those that a killed worker held run one after the other.
+        options |= {"concurrency": 2, "prefetch": 0, "pause": 0.03}
+        with Workers(server.dsn, path, moods=True, notes=str(notes), rest=0.005, **options) as workers:
             began = time.monotonic()
             start_producer = lambda: workers.assist("producer")[0]  # noqa: E731
             with Watch(server.dsn, workers.receiver) as watch:
@@ -192,7 +196,7 @@ def survived(*, kills: int, restarts: int, freezes: int, report: bool = False) -
                 until(lambda: workers.look().keys() >= set(harm.producers))
                 workers.keep(WORKERS)
                 with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
-                    parked = let_all_go(bus, database)
+                    parked = let_all_go(bus, database, within=60 + kills)
             took = time.monotonic() - began
             assert set(workers.stop()) == {0}, workers.last_words()
             assert set(workers.ended.values()) <= {0, 9, -signal.SIGKILL, DID_NOT_START}, workers.last_words()
@@ -207,7 +211,7 @@ def survived(*, kills: int, restarts: int, freezes: int, report: bool = False) -
             f"buffers: {harm.kills} kill -9, {freezes} workers frozen beyond their lease and {restarts} immediate "
             f"restarts in {harmed:.0f} s during {events} committed and {undone} rolled back events in {len(calls)} "
             f"calls: 0 lost, 0 of rolled back ones, 0 in two places in {watch.snapshots} snapshots; {repeated} "
-            f"delivered more than once, with the same ids; {parked} groups parked as CRASHED and retried, "
+            f"delivered more than once, with the same ids; {parked} groups parked and retried, "
             f"all done after {took:.0f} s"
         )
 
@@ -221,8 +225,16 @@ def prepare(database: Database) -> None:
             database.rows(statement)
 
 
-def let_all_go(bus: SyncCommandBus, database: Database) -> int:
-    """Nothing waits for more, and what was there whenever a worker died is sent again by an operator."""
+def add_stock(database: Database, events: SyncBuffer, count: int) -> None:
+    """So many wait from the beginning, so that there are whole groups."""
+    numbers = range(2**53, 2**53 + count) if events.settings.table else range(2**54, 2**54 + count)
+    with database._conn.transaction():
+        database.rows("INSERT INTO activity (n, buffer) SELECT unnest(%s::bigint[]), %s", list(numbers), events.name)
+        events.add_many([{"n": n} for n in numbers], conn=database._conn)
+
+
+def let_all_go(bus: SyncCommandBus, database: Database, within: float) -> int:
+    """Nothing waits for more; what was there whenever a worker died, or was refused for good, an operator retries."""
     parked = 0
     for name, table in ((OWN, None), (THEIRS, "activity_event")):
         bus.buffer(name, table=table).flush()
@@ -230,14 +242,14 @@ def let_all_go(bus: SyncCommandBus, database: Database) -> int:
     def empty() -> bool:
         nonlocal parked
         for item in (item for name in (OWN, THEIRS) for item in bus.troubleshooting.list(name)):
-            assert item.reason == "CRASHED", item
+            assert item.reason in ("CRASHED", "PERMANENT"), item
             bus.troubleshooting.retry(item.domain, item.command_id, operator="test")
             parked += 1
         places = "queue", "scheduled", "lease", "troubleshooting"
         left = database.value(f"SELECT count(*) FROM ({EVENT}) AS event")
         return left == 0 and not any(database.count(place) for place in places)
 
-    until(empty, 120)
+    until(empty, within)
     return parked
 
 
@@ -269,14 +281,14 @@ def check(database: Database, calls: list[Call], notes: Path) -> int:
 
 def test_kills_freezes_and_restarts_lose_no_event_and_send_none_that_was_rolled_back() -> None:
     """P14, F58, F59: own buffer and an application's table, by the ledgers of the application and the receiver."""
-    survived(kills=20, restarts=2, freezes=2)
+    survived(kills=20, restarts=2, freezes=2, stock=500)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 def test_1000_kills_lose_no_event_and_send_none_that_was_rolled_back() -> None:
     """P14, F59."""
-    survived(kills=1000, restarts=20, freezes=50, report=True)
+    survived(kills=1000, restarts=20, freezes=50, stock=2000, report=True)
 
 
 # -- F63: claimers that get in each other's way ---------------------------------------------------------------------
@@ -304,14 +316,14 @@ def fleet(server: TestServer, **options: Any) -> Iterator[tuple[Workers, Databas
         yield workers, database, bus, path
 
 
-def storm(server: TestServer, *, seconds: float, report: bool = False) -> None:
+def storm(server: TestServer, *, seconds: float, merged_size: int, report: bool = False) -> None:
     """Eight claimers and the claims of two workers against two producers, each a process, at full speed.
 
     A trigger in the database logs which event was put into a group; the receiver tells in which order numbers came.
     """
     buffers = {
         PLAIN: {"size": 50, "max_age": 0.2, "max_groups": 10_000},
-        MERGED: {"size": 5, "max_age": 0.2, "max_groups": 10_000, "merge": "append"},
+        MERGED: {"size": merged_size, "max_age": 0.2, "max_groups": 10_000, "merge": "append"},
         KEPT: {"size": 50, "max_age": 0.2, "max_groups": 10_000, "merge": "keep_last"},
     }
     with fleet(server, buffers=buffers, domains=list(buffers), pause=0, lease_for=30) as (workers, database, _, path):
@@ -355,7 +367,8 @@ def storm(server: TestServer, *, seconds: float, report: bool = False) -> None:
         }
         assert out_of_order == set(), "in their order, where they are merged"
         assert {key for key in kept if received[key][-1] != sent[key] - 1} == set(), "the last one wins"
-        assert age < LONGEST_AGE
+        ages = "SELECT buffer, extract(epoch FROM max(age))::float FROM claim_log GROUP BY buffer"
+        assert age < LONGEST_AGE, database.rows(ages)
         database.check_invariants()
         if report:
             print(
@@ -366,15 +379,15 @@ def storm(server: TestServer, *, seconds: float, report: bool = False) -> None:
 
 
 def test_claimers_that_race_put_no_event_into_two_groups_and_keep_the_order_of_a_subject(server: TestServer) -> None:
-    """F63."""
-    storm(server, seconds=4)
+    """F63. Small groups, so that several of a subject could leave at once if claims did not take turns."""
+    storm(server, seconds=4, merged_size=5)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_claimers_that_race_for_30_seconds(server: TestServer) -> None:
     """F63."""
-    storm(server, seconds=30, report=True)
+    storm(server, seconds=30, merged_size=50, report=True)
 
 
 # -- F62: a hook that kills its worker --------------------------------------------------------------------------------
@@ -480,8 +493,8 @@ def test_bulk_handlers_that_are_killed_200_times(server: TestServer) -> None:
 # -- limits across processes -------------------------------------------------------------------------------------------
 
 RATE, BURST = 50, 5
-LATE = 5
-"""Calls that a busy machine may bunch: let go in time, they begin a tenth of a second late."""
+LATE = 10
+"""Calls that a busy machine may bunch: let go in time, they begin a fifth of a second late."""
 
 
 def limited(server: TestServer, *, seconds: float, report: bool = False) -> None:

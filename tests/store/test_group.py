@@ -80,13 +80,11 @@ async def test_after_the_lease_was_lost_nothing_is_settled_parted_or_parked(
     database.check_invariants()
 
 
-async def test_halving_makes_a_suspect_of_the_second_half_and_clears_the_first(
-    bus: CommandBus, given: Given, database: Database
-) -> None:
+async def test_halving_makes_a_suspect_of_each_half(bus: CommandBus, given: Given, database: Database) -> None:
     place = await taken(given, bus.buffer(EVENTS, size=4), given.registered_worker(), [1, 2, 3, 4])
     database.rows("UPDATE busload.lease SET crashes = 2")
     assert database.perform(group.halve(place, [3, 4], 2)) is True
-    assert ids(database, place) == [1, 2] and database.value("SELECT crashes FROM busload.lease") == 0
+    assert ids(database, place) == [1, 2] and database.value("SELECT crashes FROM busload.lease") == 1
     [(other,)] = database.rows("SELECT DISTINCT group_id FROM busload.buffered WHERE id > 2")
     told = database.rows(
         "SELECT c.command_id, c.data, q.crashes, q.attempt"

@@ -28,6 +28,7 @@ from busload import (
     TransientCommandError,
 )
 from busload.domain.buffer import EXHAUSTED, GROUP
+from busload.store import claim
 from tests.given import Database, Given, eventually
 
 EVENTS = "contact_events"
@@ -754,8 +755,9 @@ async def test_a_late_worker_cannot_park_retry_or_complete_but_what_it_delivered
     await drain(given)
     assert await parked(bus) == []
     await drain(given)
-    assert sorted(map(tuple, calls[1:])) == [("b",), ("c",)], "a suspect of two is halved"
+    assert sorted(map(tuple, calls[1:])) == [("b",), ("c",)], "one that was all its worker ran is halved"
     assert left(database) == [] and await parked(bus) == []
+    assert (await events.status()).vanished == 0
     database.check_invariants()
 
 
@@ -1026,8 +1028,26 @@ async def test_a_group_that_kills_its_workers_is_halved_down_to_the_killer(
     [item] = await parked(bus)
     assert item.reason == "CRASHED" and item.data["items"] == 1
     assert left(database) == [11] and sorted(done) == [n for n in range(16) if n != 11]
-    assert deaths == [16, 4, 1, 1, 1], "both halves of a suspect are halved again before they run"
+    assert deaths == [16, 8, 4, 2, 1, 1, 1], "only what kills is halved, and only a single one is parked"
     assert item.attempts == 1
+    database.check_invariants()
+
+
+async def test_a_group_that_was_merely_there_when_a_worker_died_runs_once_more_and_whole(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """S2-D2: a crash must not cost every group that its worker held a dozen small calls."""
+    events = bus.buffer(EVENTS, size=4)
+    await events.add_many(list(range(8)))
+    assert await events.distribute() == 2
+    worker = given.registered_worker()
+    claimed = database.perform(claim.claim(worker=worker, domains=[EVENTS], limit=10))
+    assert len(claimed.leased) == 2
+    given.died(worker)
+    given.rescued()
+    ran = running(events, retry=AT_ONCE)
+    await drain(given)
+    assert sorted(ran.calls) == [[0, 1, 2, 3], [4, 5, 6, 7]] and left(database) == []
     database.check_invariants()
 
 

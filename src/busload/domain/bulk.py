@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 from uuid import UUID
+
+import msgspec
 
 from busload.domain.command import Command
 from busload.errors import InvalidOperationError, TransientCommandError
@@ -18,15 +20,14 @@ FRUITLESS, MOST_FRUITLESS = 3, 10
 receiver that is ill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(msgspec.Struct, frozen=True, eq=False):  # a struct is made in a fifth of a dataclass's time
     """One event of a group, or one command of a chunk. `id` stays the same at every attempt."""
 
     id: Any
     data: Any
     key: str | None
     created_at: datetime
-    command: Command | None = field(default=None, repr=False)
+    command: Command | None = None
     """Of a chunk: the command itself."""
 
 

@@ -35,6 +35,15 @@ COUNTED = 10_000
 """How far people are told exactly how many wait; counting a million would take longer than they do."""
 
 
+SAME = (
+    "SELECT b.{{id}} AS id FROM {{table}} AS b"
+    " WHERE {{filter}} AND {{within}} AND b.{{group_id}} IS NULL {waiting} AND b.{{key_column}} IN ("
+    "SELECT k.{{key_column}} FROM {{table}} AS k WHERE k.{{id}} = ANY (ARRAY(SELECT id FROM chosen)))"
+    " ORDER BY b.{{created_at}}, b.{{id}} LIMIT 10 * %(size)s::integer FOR UPDATE OF b SKIP LOCKED"
+)
+"""What waits for the same keys as the chosen events."""
+
+
 class NewEvent(msgspec.Struct, frozen=True, gc=False):
     """An event that was checked: what goes into the table."""
 
@@ -312,6 +321,8 @@ def _claim(
     if settings.merge is not None and at.key_column is not None:
         # From the very beginning: what was kept back at the last look may be free now, and goes first.
         how |= {"free": _free(at), "from_here": "true"}
+    if takes_turns(settings) and at.key_column is not None:
+        how |= {"same": SAME.format(waiting="AND NOT b.once AND b.key IS NOT NULL" if at.own else "")}
     return execute(
         at.spell(SQL.claim, waiting.partition, **how),
         buffer=settings.name,

@@ -97,7 +97,8 @@ SELECT pg_advisory_xact_lock(hashtextextended('busload.buffer ' || %(buffer)s::t
 -- name: claim
 -- A slice of one partition becomes a group, and its command is sent: one without the other never exists. The slice is the
 -- oldest events that nobody else holds; it leaves if it is full, or its oldest is old enough, or was there at a flush; or if
--- it is wanted `anyway`. What is too large for `max_bytes` leaves alone.
+-- it is wanted `anyway`. What is too large for `max_bytes` leaves alone. Where several events of a key wait and become one item,
+-- those that wait behind the slice for its keys come along (`same`): left behind, every claim would have to step over them.
 WITH slice AS MATERIALIZED (
     SELECT b.{id} AS id, b.{created_at} AS at, {since} AS since, {partition} AS partition,
            CASE WHEN %(max_bytes)s::bigint IS NULL THEN 0 ELSE {bytes} END AS bytes
@@ -111,11 +112,13 @@ WITH slice AS MATERIALIZED (
     HAVING %(anyway)s::boolean OR count(*) >= %(size)s::integer OR sum(bytes) > %(max_bytes)s::bigint
         OR min(since) <= greatest(clock_timestamp() - %(max_age)s::interval,
                (SELECT flushed_at FROM busload.buffer WHERE buffer = %(buffer)s::text))
+), chosen AS MATERIALIZED (
+    SELECT id FROM weighed WHERE %(max_bytes)s::bigint IS NULL OR upto <= %(max_bytes)s::bigint OR upto = bytes
+), same AS MATERIALIZED (
+    {same}
 ), taken AS (
     UPDATE {table} AS b SET {group_id} = %(group_id)s::uuid
-     WHERE b.{id} = ANY (ARRAY(SELECT id FROM weighed
-                                WHERE %(max_bytes)s::bigint IS NULL OR upto <= %(max_bytes)s::bigint OR upto = bytes))
-       AND EXISTS (SELECT FROM due)
+     WHERE b.{id} = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM same)) AND EXISTS (SELECT FROM due)
     RETURNING b.{id} AS id, b.{created_at} AS at
 ), sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data)

@@ -8,6 +8,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID, uuid5
 
+import msgspec
+
 from busload.domain.buffer import EXHAUSTED
 from busload.domain.execution import Leased, Transition
 from busload.domain.ids import new_id
@@ -20,8 +22,7 @@ from busload.store.statements import statements
 SQL = statements("group")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, eq=False):
     """One event as it was read. `data` is the text of an own buffer's payload, or the other columns by their names."""
 
     id: Any
@@ -83,7 +84,7 @@ def read(relation: Relation, group_id: UUID) -> Plan[list[Row]]:
     params = {"buffer": relation.buffer, "group_id": group_id}
     rows = yield Statement(relation.spell(SQL.read), params, binary=relation.own)
     if relation.own:
-        return [Row(id, key, since, data) for id, key, since, data in rows]
+        return [Row(*row) for row in rows]
     names = [column.name for column in relation.columns]
     return [Row(id, key, since, dict(zip(names, data, strict=True))) for id, key, since, *data in rows]
 
@@ -107,10 +108,11 @@ def end_part(place: Place, ids: Sequence[Any], left: int, *, fenced: bool) -> Pl
     held = yield from _hold(place)
     if fenced and not held:
         raise Superseded("Another worker has this group now; what the handler wrote was rolled back.")
+    if not held:
+        return Ended((yield from _end_late(place, ids)), False)
     done = yield from _end(place, ids)
-    if held:
-        yield from _count(place, left)
-    return Ended(done, held, len(ids) - done if held else 0)
+    yield from _count(place, left)
+    return Ended(done, True, len(ids) - done)
 
 
 def leave(place: Place, ending: Ending, *, fenced: bool) -> Plan[Ended]:
@@ -135,7 +137,7 @@ def finish(
         credited = yield from settle.settle([transition], now=now)
         if not credited and fenced:
             raise Superseded("Another worker has this group now; what the handler wrote was rolled back.")
-        done = 0 if credited else (yield from _end(place, ending.done))
+        done = 0 if credited else (yield from _end_late(place, ending.done))
         return Ended(done, bool(credited), transition=transition)
     if ending.parted:
         yield from _part(place, ending.parted, error=ending.parted_error)
@@ -170,6 +172,14 @@ def _end(place: Place, ids: Sequence[Any] | None, outcome: str = "DONE") -> Plan
         outcome=outcome,
     )
     return int(ended)
+
+
+def _end_late(place: Place, ids: Sequence[Any] | None) -> Plan[int]:
+    """What was delivered leaves also the group of another worker, who need not wonder where it went."""
+    done = yield from _end(place, ids)
+    if done:
+        yield from execute(SQL.deliver_late, command=place.leased.id, done=done, partition=place.partition)
+    return done
 
 
 def _part(place: Place, ids: Sequence[Any], *, error: str | None) -> Plan[int]:

@@ -50,14 +50,22 @@ WITH held AS MATERIALIZED (
 SELECT (SELECT count(*) FROM moved)::integer, (SELECT count(pg_notify('busload_ready', domain)) FROM queued);
 
 -- name: unsuspect
--- What is left of a suspect after its other half was parted off: only a single item may be blamed by name.
-UPDATE busload.lease SET crashes = 0 WHERE lease_id = %(lease_id)s::uuid;
+-- What is left of a group that was blamed, after its other half was parted off, is no more than a suspect again: only a single
+-- item may be parked by name.
+UPDATE busload.lease SET crashes = 1 WHERE lease_id = %(lease_id)s::uuid;
 
 -- name: count_items
 -- How many events a group holds after some have left it: what is missing then was taken by other hands.
 UPDATE busload.command AS c
    SET data = json_build_object('buffer', c.domain, 'items', %(items)s::integer, 'partition', %(partition)s::text)
  WHERE c.id = %(command)s::bigint;
+
+-- name: deliver_late
+-- So many of a group that others have by now were delivered: they have not vanished.
+UPDATE busload.command AS c
+   SET data = json_build_object('buffer', c.domain, 'items', greatest((c.data ->> 'items')::integer - %(done)s::integer, 0),
+                                'partition', %(partition)s::text)
+ WHERE c.id = %(command)s::bigint AND json_typeof(c.data -> 'items') = 'number';
 
 -- name: tell_exhausted
 -- The attempts of a group are used up: a command with what is left in it for the function that was registered for that.

@@ -126,6 +126,7 @@ _USUAL = {
     "beyond": "true",
     "from_here": "b.{created_at} >= %(start)s::text::{created_type}",
     "free": "true",
+    "same": "SELECT id FROM chosen WHERE false",
     "answer": "(SELECT count(*)::integer FROM taken)",
     "names": "{key_column}",
     "values": "%(v0)s::text",
@@ -387,6 +388,8 @@ def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found
     if merges and table.key is not None:
         if lacks([table.key], runs, None):
             missing.append(create([table.key], runs))
+        if lacks([table.key], waits):
+            missing.append(create([table.key], waits))
         if found.oid == 0:
             missing.append(f"-- optional, at most one waiting event per key: {create([table.key], waits, unique=True)}")
     return missing

@@ -141,7 +141,7 @@ class _Run:
 
     async def all(self) -> Transition | None:
         await self._read()
-        if self._leased.lease.crashes:
+        if self._leased.lease.crashes > 1:
             await self._halve()
         if not self._events.items:
             return await self._finish(Judgement([], [], {}, answered=True))
@@ -185,7 +185,10 @@ class _Run:
             self._miss(self._place.told - len(rows))
 
     async def _halve(self) -> None:
-        """A worker died with this group: run the first half alone, so that the item to blame is soon a group of one."""
+        """This group killed a worker: run the first half alone, so that the item to blame is soon a group of one.
+
+        One that was merely there when a worker died runs whole, after the other suspects, as commands do.
+        """
         items = self._events.all_items
         if len(items) < 2:
             return
@@ -349,30 +352,40 @@ class Events:
     unreadable: list[tuple[Item, BaseException]] = field(default_factory=list)
     """Those that fail alone before anybody is called: other hands wrote them, or their merge failed."""
     _rows: dict[Any, list[Any]] = field(default_factory=dict)
+    """The rows of each item that has others than its own."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], merge: Merge | None, *, own: bool) -> Events:
         events = cls()
+        if merge is None:
+            for row in rows:
+                events._add([row], row, None, own)
+            return events
         by_key: dict[Any, list[Row]] = {}
         for row in rows:
-            alone = merge is None or row.key is None
-            by_key.setdefault((True, row.id) if alone else (False, row.key), []).append(row)
+            by_key.setdefault((True, row.id) if row.key is None else (False, row.key), []).append(row)
         for members in by_key.values():
             chosen = members[-1] if merge == "keep_last" else members[0]
             events._rows[chosen.id] = [row.id for row in members]
-            first = members[0]
-            try:
-                data = _merged([_value(row, own) for row in members], merge)
-                events.items.append(Item(chosen.id, data, chosen.key, first.created_at))
-            except Exception as error:
-                events.unreadable.append((Item(chosen.id, None, chosen.key, first.created_at), _unusable(error)))
+            events._add(members, chosen, merge, own)
         return events
+
+    def _add(self, rows: Sequence[Row], chosen: Row, merge: Merge | None, own: bool) -> None:
+        try:
+            data = _merged([decode(row.data) if own else row.data for row in rows], merge)
+        except Exception as error:
+            item = Item(chosen.id, None, chosen.key, rows[0].created_at)
+            self.unreadable.append((item, _unusable(error)))
+        else:
+            self.items.append(Item(chosen.id, data, chosen.key, rows[0].created_at))
 
     @property
     def all_items(self) -> list[Item]:
         return self.items + [item for item, _ in self.unreadable]
 
     def rows_of(self, items: Sequence[Item]) -> list[Any]:
+        if not self._rows:
+            return [item.id for item in items]
         return [row for item in items for row in self._rows[item.id]]
 
     def drop(self, items: Sequence[Item]) -> None:
@@ -396,10 +409,6 @@ async def _alone(conn: AsyncConnection, plan: Plan[T]) -> T:
         # "Cached plan must not change result type": the table was altered, and this connection remembers how it was.
         await conn.close()
         raise
-
-
-def _value(row: Row, own: bool) -> Any:
-    return decode(row.data) if own else row.data
 
 
 def _merged(values: list[Any], merge: Merge | None) -> Any:

@@ -17,6 +17,7 @@ CREATE TABLE busload.buffered (
 CREATE INDEX buffered_waiting  ON busload.buffered (buffer, partition, created_at, id) WHERE group_id IS NULL;
 CREATE INDEX buffered_group    ON busload.buffered (group_id) WHERE group_id IS NOT NULL;
 CREATE INDEX buffered_running  ON busload.buffered (buffer, key) WHERE group_id IS NOT NULL AND key IS NOT NULL;
+CREATE INDEX buffered_subject  ON busload.buffered (buffer, key) WHERE group_id IS NULL AND NOT once AND key IS NOT NULL;
 CREATE UNIQUE INDEX buffered_once ON busload.buffered (buffer, key) WHERE group_id IS NULL AND once;
 
 -- What was declared, by the worker that serves it last, and what has happened since it was first seen. The columns of an
