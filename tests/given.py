@@ -83,6 +83,11 @@ class Database:
     def count(self, table: str) -> int:
         return int(self.value(f"SELECT count(*) FROM busload.{table}"))
 
+    def is_at_rest(self) -> bool:
+        """Whether no command is anywhere; in one snapshot, since the last settlement may put a callback somewhere."""
+        places = "queue", "scheduled", "lease", "troubleshooting"
+        return not self.rows(" UNION ALL ".join(f"SELECT 1 FROM busload.{place}" for place in places))
+
     def check_invariants(self) -> None:
         """I1 to I12 in our tables: counters equal the facts, and every command is in exactly one place."""
         for name, query in INVARIANTS.items():

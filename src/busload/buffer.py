@@ -112,13 +112,17 @@ class Buffer(_Face):
             return ids
 
     async def distribute(self) -> int:
-        """Make groups of what is due, as every worker does that serves this buffer; returns how many."""
+        """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
         at = await self._bus._perform_alone(_serve(self.settings))
-        round = buffer.Round(self.settings, at)
         perform = self._bus._perform_alone if buffer.takes_turns(self.settings) else self._bus._read
-        for plan in round.plans():
-            await perform(plan)
-        return round.groups
+        groups, after = 0, None
+        while True:
+            round = buffer.Round(self.settings, at, after, around=False)
+            for plan in round.plans():
+                await perform(plan)
+            groups, after = groups + round.groups, round.cursor
+            if after is None or round.short_of_room:
+                return groups
 
     async def flush(self) -> int:
         """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""
@@ -162,13 +166,17 @@ class SyncBuffer(_Face):
             return ids
 
     def distribute(self) -> int:
-        """Make groups of what is due, as every worker does that serves this buffer; returns how many."""
+        """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
         at = self._bus._perform_alone(_serve(self.settings))
-        round = buffer.Round(self.settings, at)
         perform = self._bus._perform_alone if buffer.takes_turns(self.settings) else self._bus._read
-        for plan in round.plans():
-            perform(plan)
-        return round.groups
+        groups, after = 0, None
+        while True:
+            round = buffer.Round(self.settings, at, after, around=False)
+            for plan in round.plans():
+                perform(plan)
+            groups, after = groups + round.groups, round.cursor
+            if after is None or round.short_of_room:
+                return groups
 
     def flush(self) -> int:
         """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""

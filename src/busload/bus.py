@@ -519,6 +519,13 @@ class CommandBus(_Face):
         """Every rate limit that was used within a day, or those of one name: the rate now, and what was refused."""
         return await self._read(self._requests.list_limits(name, limit=limit))
 
+    async def reset_limit(self, name: str, by: str | None = None) -> int:
+        """Let calls under a limit go again at once, though its receiver has refused some; returns how many limits.
+
+        `by` is what its function of that name returns, as text; without it, all its values are meant.
+        """
+        return await self._write(self._requests.reset_limit(name, by), None)
+
     async def list_pauses(self) -> list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return await self._read(self._requests.list_pauses())
@@ -894,6 +901,13 @@ class SyncCommandBus(_Face):
     def list_limits(self, name: str | None = None, *, limit: int = 100) -> list[LimitStatus]:
         """Every rate limit that was used within a day, or those of one name: the rate now, and what was refused."""
         return self._read(self._requests.list_limits(name, limit=limit))
+
+    def reset_limit(self, name: str, by: str | None = None) -> int:
+        """Let calls under a limit go again at once, though its receiver has refused some; returns how many limits.
+
+        `by` is what its function of that name returns, as text; without it, all its values are meant.
+        """
+        return self._write(self._requests.reset_limit(name, by), None)
 
     def list_pauses(self) -> list[Pause]:
         """Every domain that is paused: since when, by whom and why."""

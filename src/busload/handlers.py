@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,9 +10,9 @@ from typing import Any, TypeVar
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferSettings
 from busload.domain.cause import RESOLVE
 from busload.domain.command import InputLimits, check_name, refuse
-from busload.domain.rate import RateLimit
+from busload.domain.rate import RateLimit, is_async
 from busload.domain.retry import RetryPolicy
-from busload.errors import HandlerAlreadyRegisteredError, Problem
+from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
 from busload.resolve import RETRY, resolve
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -129,17 +128,31 @@ class Handlers:
             existing = self._handlers.get((domain, command_type))
             if existing is not None:
                 raise HandlerAlreadyRegisteredError(domain, command_type, _name(existing.function))
-            is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-                getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
-            )
+            self._refuse_mixture(domain, command_type)
             self._handlers[domain, command_type] = Handler(
-                function, retry or RetryPolicy(), seconds, is_async, rate_limit, isolate_poison, gathering, buffer
+                function,
+                retry or RetryPolicy(),
+                seconds,
+                is_async(function),
+                rate_limit,
+                isolate_poison,
+                gathering,
+                buffer,
             )
             self.gathers = self.gathers or gathering is not None
             self.limits = self.limits or rate_limit is not None
             return function
 
         return add
+
+    def _refuse_mixture(self, domain: str, command_type: str) -> None:
+        """The queue of a buffer's domain has room for so many groups: other commands would take it up."""
+        known = {type for of, type in self._handlers if of == domain} | {command_type}
+        if GROUP in known and (others := known - RESERVED):
+            raise InvalidOperationError(
+                f"The domain {domain!r} is a buffer, and cannot have commands of its own ({', '.join(others)}). "
+                "Give them a domain of another name."
+            )
 
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
@@ -174,8 +187,8 @@ def gather(
     seconds = max_wait.total_seconds() if isinstance(max_wait, timedelta) else max_wait
     if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
         raise ValueError(f"max_wait must be a timedelta or seconds from 0 on, found {max_wait!r:.80}.")
-    if by is not None and not callable(by):
-        raise ValueError(f"by must be a function of a command, found {by!r:.80}.")
+    if by is not None and (not callable(by) or is_async(by)):
+        raise ValueError(f"by must be a function of a command, not one with async def, found {by!r:.80}.")
     return Gathering(size, float(seconds), max_bytes, by)
 
 

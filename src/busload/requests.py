@@ -36,7 +36,7 @@ from busload.domain.explanation import Explanation
 from busload.domain.ids import new_id
 from busload.domain.pause import Pause
 from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode
-from busload.domain.rate import LimitStatus
+from busload.domain.rate import KEY_BYTES, LimitStatus
 from busload.domain.retention import LONGEST
 from busload.errors import (
     DuplicateCommandError,
@@ -300,6 +300,11 @@ class Requests:
         problems = [] if name is None else check_text(name, "name", 2 * self._limits.name_bytes + 1)
         refuse(problems + check_number(limit, "limit", PAGE))
         return store.rate.limits(name, limit=limit)
+
+    def reset_limit(self, name: str, by: str | None) -> Write[int]:
+        problems = check_text(name, "name", 2 * self._limits.name_bytes + 1)
+        refuse(problems + (check_text(by, "by", KEY_BYTES) if by not in (None, "") else []))
+        return Write(store.rate.reset(name, by))
 
     def list_pauses(self) -> Plan[list[Pause]]:
         return store.pause.pauses()

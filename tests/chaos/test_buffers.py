@@ -245,9 +245,7 @@ def let_all_go(bus: SyncCommandBus, database: Database, within: float) -> int:
             assert item.reason in ("CRASHED", "PERMANENT"), item
             bus.troubleshooting.retry(item.domain, item.command_id, operator="test")
             parked += 1
-        places = "queue", "scheduled", "lease", "troubleshooting"
-        left = database.value(f"SELECT count(*) FROM ({EVENT}) AS event")
-        return left == 0 and not any(database.count(place) for place in places)
+        return database.is_at_rest() and database.value(f"SELECT count(*) FROM ({EVENT}) AS event") == 0
 
     until(empty, within)
     return parked
@@ -473,7 +471,7 @@ def retried_until_done(bus: SyncCommandBus, database: Database) -> int:
             assert item.reason == "CRASHED", item
             bus.troubleshooting.retry(BULK, item.command_id, operator="test")
             parked += 1
-        return not any(database.count(place) for place in ("queue", "scheduled", "lease", "troubleshooting"))
+        return database.is_at_rest()
 
     until(done, 120)
     return parked

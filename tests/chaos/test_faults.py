@@ -139,8 +139,7 @@ def finish(bus: SyncCommandBus, database: Database) -> int:
             assert item.reason == "CRASHED", item
             bus.troubleshooting.retry(DOMAIN, item.command_id, operator="test")
             parked += 1
-        places = "queue", "scheduled", "lease", "troubleshooting"
-        return not any(database.count(place) for place in places)
+        return database.is_at_rest()
 
     until(complete, 120)
     return parked

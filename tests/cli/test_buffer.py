@@ -130,6 +130,48 @@ async def test_flush_says_how_many_leave(busload: Busload, given: Given, events:
     assert again == {"name": NAME, "leaving": 0, "dry_run": False}
 
 
+async def test_a_paused_buffer_is_told_by_show_and_flush(busload: Busload, bus: CommandBus, events: Buffer) -> None:
+    await events.add(1)
+    assert "paused" not in busload("buffer", "show", NAME).stdout
+    await bus.pause(NAME)
+    assert f"yes: `busload domain resume {NAME}`" in busload("buffer", "show", NAME).stdout
+    assert json.loads(busload("buffer", "show", NAME, "--json").stdout)["paused"] is True
+    assert busload("buffer", "flush", NAME).stdout.startswith(f"1 event will leave {NAME} once it is resumed: `busload")
+
+
+async def test_show_names_a_function_for_used_up_attempts_that_failed_itself(
+    busload: Busload, given: Given, bus: CommandBus
+) -> None:
+    events = bus.buffer(NAME, size=1)
+
+    @events.handler(retry=RetryPolicy(max_attempts=1))
+    async def sync(group: Group, ctx: HandlerContext) -> None:
+        raise ConnectionError("nobody answers")
+
+    @events.exhausted(retry=RetryPolicy(max_attempts=1))
+    async def compensate(group: Group, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("no place to note it", code="FULL")
+
+    await events.add(1)
+    await given.drained(domains=[NAME])
+    [hook] = json.loads(busload("buffer", "show", NAME, "--json").stdout)["hooks"]
+    assert (hook["reason"], hook["message"]) == ("PERMANENT", "FULL: no place to note it")
+    said = busload("buffer", "show", NAME).stdout
+    assert "The function registered with exhausted() failed" in said and "FULL: no place to note it" in said
+    assert f"busload troubleshooting retry {hook['command_id']}" in said
+
+
+async def test_ages_of_nothing_are_numbers(busload: Busload, bus: CommandBus, database: Database) -> None:
+    """Not durations in another form"""
+    await bus.buffer(NAME, size=4, max_age=timedelta(0)).distribute()
+    database.rows(
+        "INSERT INTO busload.buffered (buffer, data, bytes, created_at) VALUES (%s, '1', 1, now() + interval '1 h')",
+        NAME,
+    )
+    found = listed(busload)
+    assert (found["max_age"], found["oldest_age"]) == (0.0, 0.0)
+
+
 async def test_flush_reaches_a_table_of_the_application(busload: Busload, given: Given, bus: CommandBus) -> None:
     """The shell knows the name only; which table it is was kept by the worker that served it."""
     given.database.rows(WHOLE)

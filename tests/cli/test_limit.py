@@ -33,6 +33,21 @@ def test_one_limit_is_shown_with_all_that_by_has_said(busload: Busload, database
     assert [one["subject"] for one in json.loads(shown.output)] == ["tenant 0", "tenant 1"]
 
 
+def test_a_block_is_lifted_for_one_value_or_for_all(busload: Busload, database: Database) -> None:
+    for tenant in ("1", "2", "3"):
+        database.perform(rate.refuse(("crm", tenant), RateLimit(1), 60.0, None))
+    one = busload("limit", "reset", "crm", "--by", "2", "--json")
+    assert json.loads(one.output) == {"name": "crm", "by": "2", "limits": 1}
+    shown = json.loads(busload("limit", "show", "crm", "--json").output)
+    assert [limit["blocked_until"] is None for limit in shown] == [False, True, False]
+    assert "Calls under crm may go again (3 values)." in busload("limit", "reset", "crm").output
+    shown = json.loads(busload("limit", "show", "crm", "--json").output)
+    assert [limit["blocked_until"] for limit in shown] == [None, None, None]
+    missing = busload("limit", "reset", "crm", "--by", "4")
+    assert missing.exit_code == 1
+    assert "No limit 'crm' by '4' was used within a day." in missing.output
+
+
 def test_a_limit_that_nobody_uses_is_not_found(busload: Busload) -> None:
     assert "No limit was used within a day." in busload("limit", "ls").output
     missing = busload("limit", "show", "crm")

@@ -19,6 +19,9 @@ from busload import InvalidCommandError, PermanentCommandError, RateLimit, RateL
 from busload.domain.rate import FASTEST, KEPT, Adapted
 
 
+async def find_later(called_with: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -36,6 +39,7 @@ from busload.domain.rate import FASTEST, KEPT, Adapted
         ({"calls": 10, "burst": 1.5}, "found 1.5"),
         ({"calls": 10, "burst": True}, "found True"),
         ({"calls": 10, "by": "tenant"}, "by must be a function, found 'tenant'"),
+        ({"calls": 10, "by": find_later}, "by must be a function, found <function find_later"),
         ({"calls": 10, "adaptive": 1}, "adaptive must be True or False, found 1"),
     ],
 )
@@ -78,6 +82,14 @@ def test_what_cannot_be_the_key_of_a_limit_is_refused(found: object) -> None:
     with pytest.raises(PermanentCommandError) as refused:
         RateLimit(1, by=lambda called_with: found).subject_of(None)
     assert refused.value.code == "INVALID_RATE_LIMIT_KEY"
+
+
+def test_a_by_that_wants_to_end_the_process_fails_its_call() -> None:
+    def leave(called_with: object) -> str:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        RateLimit(1, by=leave).subject_of(None)
 
 
 @pytest.mark.parametrize("after", [-1, float("nan"), "5", True, 10**9])

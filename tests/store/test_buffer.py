@@ -17,6 +17,7 @@ from busload import (
     Buffer,
     BufferTable,
     CommandBus,
+    Group,
     InvalidCommandError,
     InvalidOperationError,
     SyncCommandBus,
@@ -25,7 +26,7 @@ from busload.domain.buffer import BufferSettings
 from busload.store import buffer, relation
 from busload.store.plan import Plan, Statement, perform
 from busload.store.relation import OWN, all_ddl, ddl, find
-from tests.given import Database, eventually
+from tests.given import Database, Given, eventually
 
 NEVER = timedelta(days=30)
 TABLE = """CREATE TABLE activity (id bigint PRIMARY KEY);
@@ -33,6 +34,8 @@ TABLE = """CREATE TABLE activity (id bigint PRIMARY KEY);
            CREATE TABLE activity_events (
                id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, activity_id bigint REFERENCES activity,
                tenant integer, group_id uuid, created_at timestamptz NOT NULL DEFAULT clock_timestamp())"""
+
+REST = "group_id uuid, created_at timestamptz NOT NULL DEFAULT clock_timestamp()"
 
 
 @pytest.fixture
@@ -321,7 +324,7 @@ async def test_a_slice_gets_a_group_and_the_group_its_command(events: Buffer, da
     assert groups(database) == [ids[:10], ids[10:20]]
     commands = database.rows("SELECT command_id, domain, command_type, data FROM busload.command ORDER BY id")
     assert [command[1:] for command in commands] == [
-        ("events", "busload.Group", {"buffer": "events", "items": 10, "partition": None})
+        ("events", "busload.Group", {"buffer": "events", "items": 10, "partition": None, "table": None})
     ] * 2
     in_groups = {
         group for (group,) in database.rows("SELECT group_id FROM busload.buffered WHERE group_id IS NOT NULL")
@@ -479,6 +482,18 @@ async def test_thousands_of_partitions_are_looked_at_in_turns(
     assert (third.groups, third.cursor) == (1, None)
 
 
+async def test_all_that_is_due_leaves_at_once_and_there_is_an_end_to_it(
+    bus: CommandBus, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In more partitions than one look sees; and with more events that are not due than one look weighs"""
+    monkeypatch.setattr(buffer, "MOST_PARTITIONS", 10)
+    events = bus.buffer("events", size=2, max_groups=5, max_age=timedelta(hours=1), partition_by="p")
+    await events.add_many({"p": f"{p:04}"} for p in range(35))
+    assert await events.distribute() == 0
+    age(database, "2 hours", "partition IN ('0015', '0034')")
+    assert await events.distribute() == 2
+
+
 async def test_a_merging_buffer_keeps_the_order_of_a_key(bus: CommandBus, database: Database) -> None:
     """What is in a group that has not ended keeps the later ones of its key back, and nothing else"""
     events = bus.buffer("events", size=2, max_age=timedelta(0), merge=lambda older, newer: newer)
@@ -516,8 +531,73 @@ async def test_what_was_kept_back_goes_first_once_it_is_free(bus: CommandBus, da
     assert groups(database) == [ids[1:3], [ids[0], ids[3]]]
 
 
+@pytest.mark.parametrize("form", ["own", "theirs"])
+async def test_an_event_that_somebody_holds_keeps_the_later_ones_of_its_key_back(
+    bus: CommandBus, dsn: str, database: Database, form: str
+) -> None:
+    """The application has locked the oldest, or one in between: what is newer must not overtake it"""
+    merging: Any = {"merge": lambda older, newer: newer, "max_age": timedelta(0)}
+    if form == "theirs":
+        database.rows(f"CREATE TABLE t (id int PRIMARY KEY, key text, {REST})")
+        merging["table"] = BufferTable("t", key="key")
+    table = "t" if form == "theirs" else "busload.buffered"
+    events = bus.buffer("events", **merging)
+    for n, key in enumerate("aabaab", 1):
+        await events.add({"id": n}, key=key)
+    ids = [id for (id,) in database.rows(f"SELECT id FROM {table} ORDER BY created_at, id")]
+    with psycopg.connect(dsn) as conn:
+        conn.execute(f"SELECT FROM {table} WHERE id = {ids[0]} FOR UPDATE".encode())
+        assert await events.distribute() == 1
+        assert groups(database, table) == [[ids[2], ids[5]]]
+        conn.rollback()
+        conn.execute(f"SELECT FROM {table} WHERE id = {ids[3]} FOR UPDATE".encode())
+        assert await events.distribute() == 1
+        assert groups(database, table)[1] == ids[:2]
+        database.rows(f"DELETE FROM {table} WHERE group_id IS NOT NULL")
+        assert await events.distribute() == 0
+        conn.rollback()
+    assert await events.distribute() == 1
+    assert groups(database, table) == [ids[3:5]]
+
+
+async def test_an_event_keeps_the_later_ones_of_its_key_in_other_partitions_back(
+    bus: CommandBus, database: Database
+) -> None:
+    """Its subject has moved: what it did there goes first"""
+    events = bus.buffer("events", size=2, max_age=NEVER, partition_by="p", merge=lambda older, newer: newer)
+    keys = iter("aabb")
+    ids = await events.add_many([{"p": "old"}, {"p": "new"}, {"p": "new"}, {"p": "new"}], key=lambda _: next(keys))
+    assert await events.distribute() == 1
+    assert groups(database) == [ids[2:]]
+    age(database, "31 days", "partition = 'old'")
+    assert await events.distribute() == 1
+    database.rows("DELETE FROM busload.buffered WHERE group_id IS NOT NULL")
+    await events.flush()
+    assert await events.distribute() == 1
+    assert groups(database) == [[ids[1]]]
+
+
+@pytest.mark.parametrize("keys", [100_000, 5])
+async def test_keeping_back_reads_no_backlog(bus: CommandBus, dsn: str, database: Database, keys: int) -> None:
+    """A claim of a merging buffer costs the same however many wait, for other keys or for the same"""
+    settings = BufferSettings("events", size=100, max_groups=1, max_age=timedelta(0), merge=lambda older, newer: newer)
+    at, cost = database.perform(find(settings)), []
+    for count in (3000, 15_000):
+        database.rows("TRUNCATE busload.buffered, busload.queue")
+        database.rows(
+            f"INSERT INTO busload.buffered (buffer, key, data, bytes) SELECT 'events', (n % {keys})::text, '1', 1"
+            f" FROM generate_series(1, {count}) AS n"
+        )
+        database.rows("ANALYZE busload.buffered")
+        with psycopg.connect(dsn) as conn:
+            for setting in ("plan_cache_mode = force_generic_plan", "jit = off", "enable_seqscan = off"):
+                conn.execute(f"SET {setting}".encode())
+            cost.append([pages(conn, plan) for plan in buffer.Round(settings, at).plans()][1])
+    assert cost[1] <= 1.5 * cost[0]
+
+
 async def test_claims_of_a_merging_buffer_take_turns(bus: CommandBus, dsn: str, database: Database) -> None:
-    """Else one could take the newer event of a key while another has the older in its hands"""
+    """S2-25: else one could take the newer event of a key while another has the older in its hands"""
     events = bus.buffer("events", size=1, max_age=timedelta(0), merge=lambda older, newer: newer)
     assert await events.distribute() == 0
     older = await events.add("older", key="a")
@@ -667,6 +747,23 @@ async def test_a_buffer_whose_table_is_gone_spoils_no_list(bus: CommandBus, data
         await theirs.status()
 
 
+async def test_a_locked_table_holds_up_no_list(bus: CommandBus, dsn: str, table: str) -> None:
+    """A migration: its buffer says so, the others are counted"""
+    theirs = bus.buffer("theirs", table=table, max_age=timedelta(0))
+    await bus.buffer("own").add(1)
+    await theirs.add({"activity_id": 1})
+    await theirs.distribute()
+    with psycopg.connect(dsn) as conn:
+        conn.execute("LOCK TABLE activity_events")
+        own, locked = await bus.list_buffers()
+        assert (own.waiting, own.problem) == (1, None)
+        assert locked.problem is not None and "locked" in locked.problem
+        assert (locked.table, locked.groups_ready) == ("public.activity_events", 1)
+        assert await theirs.status() == locked
+        conn.rollback()
+    assert (await theirs.status()).problem is None
+
+
 async def test_who_only_knows_the_name_sees_and_flushes_an_applications_table(
     bus: CommandBus, dsn: str, table: str
 ) -> None:
@@ -713,7 +810,9 @@ async def test_events_can_be_added_to_a_table_of_ones_own(bus: CommandBus, dsn: 
             await events.add({"activity_id": 4711}, conn=conn)
         await events.add({"activity_id": 3}, conn=conn)
         await conn.rollback()
-    for bad in ({"nobody": 1}, {"id": 1}, {"group_id": uuid4()}):
+    with pytest.raises(psycopg.errors.GeneratedAlways):
+        await events.add({"id": 1})
+    for bad in ({"nobody": 1}, {"group_id": uuid4()}):
         with pytest.raises(InvalidOperationError, match="has no column"):
             await events.add(bad)
     worse: Any
@@ -723,6 +822,91 @@ async def test_events_can_be_added_to_a_table_of_ones_own(bus: CommandBus, dsn: 
     with pytest.raises(InvalidCommandError, match="no column for it"):
         await bus.buffer("keyless", table=table).add({"tenant": 1}, key="4")
     assert (await events.status()).waiting == 4
+
+
+async def test_a_row_may_come_with_its_id_and_with_any_json(bus: CommandBus, database: Database) -> None:
+    database.rows(
+        """CREATE TABLE t (id uuid PRIMARY KEY, a json, b jsonb, c int[], d jsonb, group_id uuid,
+                           created_at timestamptz NOT NULL DEFAULT now())"""
+    )
+    events, id = bus.buffer("events", table="t"), uuid4()
+    assert await events.add({"id": id, "a": [1, "x"], "b": 7, "c": [1, 2], "d": "text"}) == id
+    assert await events.add_many([{"id": uuid4(), "a": {"n": None}, "b": None, "d": True}])
+    rows = database.rows("SELECT a, b, c, d, b IS NULL FROM t ORDER BY b NULLS LAST")
+    assert rows == [([1, "x"], 7, [1, 2], "text", False), ({"n": None}, None, None, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("row", "path"),
+    [
+        ({"n": object()}, "/data/n"),
+        ({"x": "a\0b"}, "/data/x"),
+        ({"j": {"a": object()}}, "/data/j"),
+        ({"x": "\ud800"}, "/data/x"),
+    ],
+    ids=["object", "nul", "json", "surrogate"],
+)
+async def test_a_value_that_cannot_be_sent_is_named(
+    bus: CommandBus, database: Database, row: dict[str, Any], path: str
+) -> None:
+    """The event by its number, the column, and nothing written"""
+    database.rows(
+        """CREATE TABLE t (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n int, x text, j jsonb, group_id uuid,
+                           created_at timestamptz NOT NULL DEFAULT now())"""
+    )
+    events = bus.buffer("events", table="t")
+    with pytest.raises(InvalidCommandError, match="wanted a value that PostgreSQL can hold") as refused:
+        await events.add_many([{"n": 1}, {"n": 2, **row}])
+    assert [(problem.index, problem.path) for problem in refused.value.problems] == [(1, path)]
+    with pytest.raises(InvalidCommandError):
+        await events.add(row)
+    assert database.value("SELECT count(*) FROM t") == 0
+
+
+@pytest.mark.parametrize(("type", "one", "two"), [("char(4)", "ab", "abcd"), ("bit(3)", "101", "110")])
+async def test_types_with_a_length_keep_it(
+    bus: CommandBus, given: Given, database: Database, type: str, one: str, two: str
+) -> None:
+    """As id, as partition, as key and as any other column: nothing is cut off, and everything leaves"""
+    database.rows(
+        f"""CREATE TABLE t (id {type} PRIMARY KEY, tenant {type}, subject {type}, plain {type}, group_id uuid,
+                            created_at timestamptz NOT NULL DEFAULT clock_timestamp())"""
+    )
+    table = BufferTable("t", key="subject")
+    events = bus.buffer("events", table=table, partition_by="tenant", merge="keep_last", max_age=timedelta(0))
+    seen: list[tuple[str, str | None, str]] = []
+
+    @events.handler()
+    async def handle(group: Group, ctx: Any) -> None:
+        seen.extend((item.id.strip(), item.key, item.data["plain"].strip()) for item in group)
+        for item in group:
+            group.succeed(item)
+
+    for text in (one, two):
+        assert await events.add({"id": text, "tenant": text, "subject": text, "plain": text}) is not None
+    assert [text.strip() for (text,) in database.rows("SELECT plain::text FROM t ORDER BY created_at")] == [one, two]
+    await given.drained(domains=None)
+    assert sorted(seen) == [(one, one, one), (two, two, two)]
+    assert database.value("SELECT count(*) FROM t") == 0
+
+
+async def test_what_is_too_long_is_refused_and_not_cut_off(bus: CommandBus, database: Database) -> None:
+    database.rows(
+        """CREATE TABLE t (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, x varchar(3), group_id uuid,
+                           created_at timestamptz NOT NULL DEFAULT now())"""
+    )
+    with pytest.raises(psycopg.errors.StringDataRightTruncation):
+        await bus.buffer("events", table="t").add({"x": "abcd"})
+
+
+async def test_a_time_without_a_zone_that_is_yet_to_come_is_due(bus: CommandBus, database: Database) -> None:
+    """It was written in a zone that nobody knows of: better too soon than hours late"""
+    database.rows("CREATE TABLE naive (id int PRIMARY KEY, group_id uuid, created_at timestamp NOT NULL)")
+    events = bus.buffer("events", table="naive", max_age=timedelta(hours=1))
+    database.rows("INSERT INTO naive VALUES (1, NULL, (now() + interval '9 hours') AT TIME ZONE 'UTC')")
+    assert await events.distribute() == 1
+    database.rows("INSERT INTO naive VALUES (2, NULL, (now() - interval '1 minute') AT TIME ZONE 'UTC')")
+    assert await events.distribute() == 0
 
 
 async def test_times_without_a_zone_never_make_an_event_late(bus: CommandBus, dsn: str, database: Database) -> None:
@@ -832,6 +1016,46 @@ async def test_an_unfit_table_is_refused_with_what_it_lacks(
         with pytest.raises(InvalidOperationError, match=rf"(?s){said}.*busload buffer ddl t"):
             await call()
     assert database.everything()["buffer"] == 0
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "id int, group_id uuid, created_at timestamptz NOT NULL",
+        "id int UNIQUE, group_id uuid, created_at timestamptz NOT NULL",
+        "id int, x int PRIMARY KEY, group_id uuid, created_at timestamptz NOT NULL",
+        "id int, x int, group_id uuid, created_at timestamptz NOT NULL, PRIMARY KEY (id, x)",
+        "x int PRIMARY KEY",
+        "id int PRIMARY KEY, group_id varchar(36) NOT NULL, created_at timestamptz NOT NULL",
+        "id int PRIMARY KEY, group_id uuid NOT NULL, created_at date",
+        "id int PRIMARY KEY, group_id uuid, created_at timestamp",
+        '"id" int PRIMARY KEY, group_id char(36), created_at date NOT NULL',
+    ],
+)
+def test_what_ddl_prints_makes_an_unfit_table_fit(database: Database, columns: str) -> None:
+    """All that the start of a worker complains about"""
+    database.rows(f"CREATE TABLE t ({columns})")
+    settings = BufferSettings("events", table=BufferTable("t"))
+    with pytest.raises(InvalidOperationError):
+        database.perform(find(settings))
+    for statement in database.perform(ddl(BufferTable("t"))):
+        assert not statement.startswith("--")
+        database.rows(statement)
+    database.perform(find(settings))
+    assert database.perform(ddl(BufferTable("t"))) == []
+
+
+def test_ddl_says_what_only_a_person_can_mend(database: Database) -> None:
+    database.rows("CREATE TABLE t (id int PRIMARY KEY, group_id bigint, created_at int)")
+    lines = [line for line in database.perform(ddl(BufferTable("t"))) if line.startswith("--")]
+    assert [line.split(": ")[1] for line in lines] == [
+        "the column group_id is of type bigint, wanted uuid",
+        "the column created_at is of type integer, wanted timestamptz",
+    ]
+    database.rows("CREATE VIEW v AS SELECT * FROM t")
+    assert "no table that rows can be locked in" in database.perform(ddl(BufferTable("v")))[0]
+    with pytest.raises(InvalidOperationError, match=r"no column 'k' \(key\) and none 'p' \(partition_by\); it has id"):
+        database.perform(ddl(BufferTable("t", key="k"), partition_by="p"))
 
 
 def test_ddl_prints_what_a_table_lacks_and_no_more(database: Database, caplog: pytest.LogCaptureFixture) -> None:

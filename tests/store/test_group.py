@@ -90,9 +90,9 @@ async def test_halving_makes_a_suspect_of_each_half(bus: CommandBus, given: Give
         "SELECT c.command_id, c.data, q.crashes, q.attempt"
         " FROM busload.queue AS q JOIN busload.command AS c ON c.id = q.lo"
     )
-    assert told == [(other, {"buffer": EVENTS, "items": 2, "partition": "p"}, 1, 1)]
+    assert told == [(other, {"buffer": EVENTS, "items": 2, "partition": "p", "table": None}, 1, 1)]
     mine = database.value("SELECT data FROM busload.command WHERE command_id = %s", place.group_id)
-    assert mine == {"buffer": EVENTS, "items": 2, "partition": "p"}
+    assert mine == {"buffer": EVENTS, "items": 2, "partition": "p", "table": None}
     database.check_invariants()
 
 

@@ -73,7 +73,56 @@ def test_whoever_listens_hears_of_a_refusal(database: Database, dsn: str) -> Non
         conn.execute("LISTEN busload_limit")
         database.perform(rate.refuse(KEY, TEN, 1.0, None))  # also of a limit that nobody has asked for yet
         [heard] = conn.notifies(timeout=10, stop_after=1)
-    assert heard.payload == "crm"
+    assert heard.payload == '["crm", ""]'
+
+
+@pytest.mark.parametrize("burst", [1, 5])
+def test_no_call_is_due_later_than_the_present_limit_can_explain(database: Database, burst: int) -> None:
+    """The limit was raised, or the clock set back: what was granted then counts for no longer than it would now."""
+    asked(database, 1, RateLimit(1, per=timedelta(hours=1)))
+    limit = RateLimit(10, burst=burst)
+    assert asked(database, 100, limit).next <= rate.AHEAD + limit.burst / 10
+    assert database.value("SELECT next_at < now() + interval '2 seconds' FROM busload.rate_limit")
+    database.rows("UPDATE busload.rate_limit SET next_at = next_at - interval '0.2 seconds'")
+    assert 1 <= asked(database, 100, limit).calls <= 3  # from there on it is spread evenly as ever
+
+
+def test_a_block_is_not_cut_short_by_that(database: Database) -> None:
+    limit = RateLimit(1, burst=5)
+    database.perform(rate.refuse(KEY, limit, 3600.0, None))
+    for _ in range(2):
+        assert asked(database, 100, limit).next > 3500
+    hour = "interval '1 hour'"
+    database.rows(f"UPDATE busload.rate_limit SET blocked_until = blocked_until - {hour}, next_at = next_at - {hour}")
+    assert asked(database, 100, limit).calls == 1  # the hour is over, and there is no burst
+
+
+def test_a_row_that_somebody_has_locked_holds_up_its_own_limit_only(database: Database, dsn: str) -> None:
+    other = ("mail", "")
+    asks = {KEY: Ask(TEN, 1), other: Ask(TEN, 1), ("new", ""): Ask(TEN, 1)}
+    asked(database, 1)
+    asked(database, 1, key=other)
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SELECT FROM busload.rate_limit WHERE name = 'crm' FOR UPDATE")
+        for plan in (rate.ask(asks), rate.refuse(KEY, TEN, 1.0, None)):
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                database.perform(plan)
+        assert set(database.perform(rate.ask(asks, skip_locked=True))) == {other, ("new", "")}
+    assert set(database.perform(rate.ask(asks, skip_locked=True))) == set(asks)
+
+
+def test_a_person_can_lift_a_block(database: Database, dsn: str) -> None:
+    keys = [("crm", "a"), ("crm", "b"), ("mail", "")]
+    for key in keys:
+        database.perform(rate.refuse(key, TEN, 3600.0, None))
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("LISTEN busload_limit")
+        assert database.perform(rate.reset("crm", "b")) == 1
+        assert [one.payload for one in conn.notifies(timeout=10, stop_after=1)] == ['["crm", "b"]']
+    assert [asked(database, 1, key=key).calls for key in keys] == [0, 1, 0]
+    assert database.perform(rate.reset("crm", None)) == 2
+    assert [asked(database, 100, key=key).calls > 0 for key in keys] == [True, True, False]
+    assert database.perform(rate.reset("crm", "c")) == 0
 
 
 def test_each_value_of_by_has_its_own_calls(database: Database) -> None:

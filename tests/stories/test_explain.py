@@ -144,9 +144,9 @@ async def waiting_for_a_person(given: Given) -> AsyncIterator[UUID]:
 @asynccontextmanager
 async def in_a_paused_domain(given: Given) -> AsyncIterator[UUID]:
     seen = given.handler()
+    await given.bus.pause(DOMAIN, reason="the bank is down", operator="rosa")
     async with given.running():
         await eventually(lambda: given.database.count("worker"))
-        await given.bus.pause(DOMAIN, reason="the bank is down", operator="rosa")
         batch_id = await given.batch(4)
         yield batch_id
         assert seen == []

@@ -21,6 +21,7 @@ from busload import (
     InvalidCommandError,
     InvalidOperationError,
     PermanentCommandError,
+    RateLimit,
     RateLimited,
     RetryPolicy,
     SyncChunkContext,
@@ -28,6 +29,9 @@ from busload import (
     TransientCommandError,
     WorkerSettings,
 )
+from busload.store import rate
+from busload.worker import limit as limiting
+from busload.worker.chunks import Gatherer
 from tests.given import DOMAIN, Database, Given, counts, eventually
 
 AT_ONCE = RetryPolicy(max_attempts=3, backoff=(0,))
@@ -125,8 +129,27 @@ async def test_more_keys_than_may_be_held_do_not_block_each_other(
     database.check_invariants()
 
 
+class Incomparable:
+    def __hash__(self) -> int:
+        return hash("ok")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("apples and pears")
+
+
+def leave(command: Command) -> object:
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
-    "by", [lambda command: command.data["missing"], lambda command: [], lambda command: 1 / (command.data["n"] - 5)]
+    "by",
+    [
+        lambda command: command.data["missing"],
+        lambda command: [],
+        lambda command: 1 / (command.data["n"] - 5),
+        lambda command: Incomparable(),
+        leave,
+    ],
 )
 async def test_where_by_raises_or_finds_no_key_the_command_fails_alone(
     bus: CommandBus, given: Given, database: Database, by: Callable[[Command], object]
@@ -139,6 +162,28 @@ async def test_where_by_raises_or_finds_no_key_the_command_fails_alone(
     await given.drained()
     assert sorted(ran.calls[0]) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     assert counts(await given.batch_now(batch_id)) == (10, 9, 0, 0, 1)
+    database.check_invariants()
+
+
+async def test_commands_that_could_not_be_gathered_are_handed_back(
+    bus: CommandBus, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something of ours raises after the claim: nothing may hang in a lease that nobody works at."""
+    ran, take = bulk(bus, size=3, max_wait=0), Gatherer.take
+    raised: list[Any] = []
+
+    def fail_once(gatherer: Gatherer, leased: Any) -> Any:
+        if not raised:
+            raised.append(list(leased))
+            raise RuntimeError("ours")
+        return take(gatherer, leased)
+
+    monkeypatch.setattr(Gatherer, "take", fail_once)
+    await given.batch(3, "Push")
+    settings = WorkerSettings(lease_for=timedelta(seconds=2), prefetch=timedelta(0))
+    async with given.running(settings=settings):
+        await eventually(lambda: database.count("execution") == 3)
+    assert raised and sum(ran.sizes) == 3
     database.check_invariants()
 
 
@@ -310,7 +355,7 @@ async def test_gathered_commands_whose_lease_was_lost_do_not_run_here(
     ran = bulk(bus, size=100, max_wait=0.5)
     async with given.running(settings=WorkerSettings(lease_for=timedelta(seconds=20))) as worker:
         await given.sent("Push", {"n": 1})
-        await eventually(lambda: database.count("lease") == 1)
+        await eventually(lambda: worker.stats.claimed == 1)
         running = worker.stats
         assert running.in_hand == 0
         database.rows("DELETE FROM busload.lease")  # and nobody else has them: they are in no place any more
@@ -520,6 +565,29 @@ async def test_a_refusal_that_is_told_item_by_item_in_a_transaction_is_one_too(
     database.check_invariants()
 
 
+@pytest.mark.parametrize("in_transaction", [False, True])
+async def test_what_is_refused_waits_and_what_has_failed_otherwise_does_not(
+    bus: CommandBus, given: Given, database: Database, in_transaction: bool
+) -> None:
+    @bus.bulk_handler(DOMAIN, "Push", size=5, retry=ONCE)
+    async def handle(chunk: Chunk, ctx: ChunkContext) -> None:
+        if in_transaction:
+            async with ctx.transaction() as conn:
+                await conn.execute("SELECT 1")
+        errors = [None, PermanentCommandError("bad"), BusinessRuleError("no"), TransientCommandError("500")]
+        for item in chunk:
+            error = RateLimited(after=3600) if item.data["n"] == 4 else errors[item.data["n"]]
+            chunk.succeed(item) if error is None else chunk.fail(item, error)
+
+    batch_id = await given.batch(5, "Push")
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (5, 1, 1, 0, 2)
+    assert database.rows("SELECT reason, attempt, sum(hi - lo + 1)::int FROM busload.scheduled GROUP BY 1, 2") == [
+        ("RATE_LIMITED", 1, 1)
+    ]
+    database.check_invariants()
+
+
 # -- threads, transactions, time ------------------------------------------------------------------------------------
 
 
@@ -596,6 +664,73 @@ async def test_a_chunk_that_lost_one_of_its_commands_commits_nothing(
 
 
 @pytest.mark.parametrize("kind", ["async", "def"])
+async def test_a_result_that_cannot_be_stored_undoes_the_transaction(
+    bus: CommandBus, given: Given, database: Database, kind: str
+) -> None:
+    """As for single commands nothing of it is committed; the one to blame waits, and the others are tried again."""
+    database.rows("CREATE TABLE effect (n integer)")
+
+    async def handle_async(chunk: Chunk, ctx: ChunkContext) -> None:
+        async with ctx.transaction() as conn:
+            for item in chunk:
+                await conn.execute("INSERT INTO effect VALUES (%s)", [item.data["n"]])
+                chunk.succeed(item, object() if item.data["n"] == 1 else "ok")
+
+    def handle(chunk: Chunk, ctx: SyncChunkContext) -> None:
+        with ctx.transaction() as conn:
+            for item in chunk:
+                conn.execute("INSERT INTO effect VALUES (%s)", [item.data["n"]])
+                chunk.succeed(item, object() if item.data["n"] == 1 else "ok")
+
+    bus.bulk_handler(DOMAIN, "Push", size=3, retry=AT_ONCE)(handle_async if kind == "async" else handle)
+    batch_id = await given.batch(3, "Push")
+    await given.drained()
+    assert sorted(n for (n,) in database.rows("SELECT n FROM effect")) == [0, 2]
+    [parked] = await bus.troubleshooting.list(DOMAIN)
+    assert (parked.reason, parked.data) == ("RESULT_INVALID", {"n": 1})
+    others = [one for one in await bus.list_batch_commands(DOMAIN, batch_id) if one.status == "COMPLETED"]
+    assert [(one.attempts, one.result) for one in others] == [(2, "ok"), (2, "ok")]
+    assert database.value("SELECT count(*) FROM busload.execution WHERE details ->> 'code' = 'ROLLED_BACK'") == 2
+    database.check_invariants()
+
+
+async def test_what_was_lost_while_it_waited_for_a_limit_is_not_called(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    ran = bulk(bus, size=1, max_wait=0, rate_limit=RateLimit(2))
+    async with given.running(concurrency=3) as worker:
+        await given.sent("Push", {"n": 1})
+        await eventually(lambda: database.count("execution") == 1)
+        await given.sent("Push", {"n": 2})
+        await eventually(lambda: worker.stats.in_hand == 1)
+        database.rows("DELETE FROM busload.lease")
+        worker_held(worker)
+        await given.sent("Push", {"n": 3})
+        await eventually(lambda: [3] in ran.calls)
+    assert ran.calls == [[1], [3]]
+
+
+async def test_an_attempt_begins_when_the_limit_lets_it_go(bus: CommandBus, given: Given) -> None:
+    both = asyncio.Event()
+
+    @bus.bulk_handler(DOMAIN, "Push", size=1, max_wait=0, rate_limit=RateLimit(4))
+    async def handle(chunk: Chunk, ctx: ChunkContext) -> None:
+        if chunk[0].data["n"] == 0:
+            await both.wait()
+
+    ids = [await given.sent("Push", {"n": 0}, task_key="first")]
+    async with given.running(concurrency=2) as worker:
+        await eventually(lambda: worker.stats.in_hand == 1)
+        ids.append(await given.sent("Push", {"n": 1}, task_key="second"))
+        await eventually(lambda: worker.stats.in_hand == 2)
+        both.set()
+        await eventually(lambda: worker.stats.completed == 2)
+    [first], [second] = [await bus.trace(key) for key in ("first", "second")]
+    assert first.finished_at is not None and second.started_at is not None
+    assert second.started_at > first.finished_at
+
+
+@pytest.mark.parametrize("kind", ["async", "def"])
 async def test_a_call_that_takes_too_long_fails_what_it_did_not_judge(
     bus: CommandBus, given: Given, database: Database, kind: str
 ) -> None:
@@ -663,6 +798,115 @@ async def test_after_the_second_whole_failure_the_bad_command_is_found(
     database.check_invariants()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is put off unless its turn has come."""
+    monkeypatch.setattr(rate, "AHEAD", 0.0)
+    monkeypatch.setattr(limiting, "PATIENCE", 0.02)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_limit_never_makes_the_search_for_the_bad_one_begin_anew(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    def judge(chunk: Chunk, ctx: ChunkContext) -> None:
+        if any(item.data["n"] == 2 for item in chunk):
+            raise TransientCommandError("500")
+
+    two = RetryPolicy(max_attempts=2, backoff=(0,))
+    ran = bulk(bus, judge, size=4, isolate_poison=True, retry=two, rate_limit=RateLimit(15))
+    batch_id = await given.batch(4, "Push")
+    async with given.running():
+        await eventually(lambda: database.count("execution") == 4 + 4)
+    assert ran.sizes.count(4) == 2
+    assert counts(await given.batch_now(batch_id)) == (4, 3, 0, 0, 1)
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("limit", [None, RateLimit(1000)])
+async def test_a_refusal_in_the_middle_of_the_search_does_not_end_it(
+    bus: CommandBus, given: Given, database: Database, limit: RateLimit | None
+) -> None:
+    """Every part is refused once: it waits its time, and is tried again."""
+    refused: list[list[int]] = []
+
+    def judge(chunk: Chunk, ctx: ChunkContext) -> None:
+        if len(ran.calls) > 2 and ran.calls[-1] not in refused:
+            refused.append(ran.calls[-1])
+            raise RateLimited(after=0.01)
+        if any(item.data["n"] == 2 for item in chunk):
+            raise TransientCommandError("500")
+
+    two = RetryPolicy(max_attempts=2, backoff=(0,))
+    ran = bulk(bus, judge, size=4, isolate_poison=True, retry=two, rate_limit=limit)
+    batch_id = await given.batch(4, "Push")
+    async with given.running():
+        await eventually(lambda: database.count("execution") == 4 + 4)
+    assert refused and ran.sizes.count(4) == 2
+    assert counts(await given.batch_now(batch_id)) == (4, 3, 0, 0, 1)
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("limit", [None, RateLimit(1, per=AN_HOUR, burst=3)])
+async def test_a_pause_cuts_the_search_short_and_burns_nothing(
+    bus: CommandBus, given: Given, database: Database, limit: RateLimit | None
+) -> None:
+    def judge(chunk: Chunk, ctx: ChunkContext) -> None:
+        if limit is None and len(ran.calls) == 3:
+            raise RateLimited(after=3600)
+        raise TransientCommandError("500")
+
+    ran = bulk(bus, judge, size=4, isolate_poison=True, rate_limit=limit)
+    await given.batch(4, "Push")
+    async with given.running():
+        await eventually(lambda: len(ran.calls) == 3)
+        await bus.pause(DOMAIN)
+        await eventually(lambda: database.count("lease") == 0)
+    assert len(ran.calls) == 3
+    assert database.count("execution") == 4
+    assert database.rows("SELECT reason, sum(hi - lo + 1)::int FROM busload.scheduled GROUP BY 1") == [
+        ("RATE_LIMITED", 4)
+    ]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("limit", [None, RateLimit(1000)])
+async def test_a_pause_is_heeded_between_two_parts_of_the_search(
+    bus: CommandBus, given: Given, database: Database, limit: RateLimit | None
+) -> None:
+    calls: list[int] = []
+
+    @bus.bulk_handler(DOMAIN, "Push", size=4, max_wait=AN_HOUR, retry=AT_ONCE, isolate_poison=True, rate_limit=limit)
+    async def handle(chunk: Chunk, ctx: ChunkContext) -> None:
+        calls.append(len(chunk))
+        if len(calls) == 3:
+            await bus.pause(DOMAIN)
+            await eventually(lambda: DOMAIN in worker._stats.__self__._pauses.paused)  # type: ignore[attr-defined]
+            raise RateLimited(after=0)
+        raise TransientCommandError("500")
+
+    await given.batch(4, "Push")
+    async with given.running() as worker:
+        await eventually(lambda: len(calls) == 3 and database.count("lease") == 0)
+    assert len(calls) == 3
+    assert database.count("execution") == 4
+    database.check_invariants()
+
+
+async def test_where_the_business_says_no_to_all_the_one_it_means_is_found_at_once(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    def judge(chunk: Chunk, ctx: ChunkContext) -> None:
+        if any(item.data["n"] == 5 for item in chunk):
+            raise BusinessRuleError("no")
+
+    bulk(bus, judge, size=8, isolate_poison=True)
+    batch_id = await given.batch(8, "Push")
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (8, 7, 1, 0, 0)
+    database.check_invariants()
+
+
 async def test_a_suspect_is_not_mixed_with_others_and_waits_for_nobody(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
@@ -675,6 +919,9 @@ async def test_a_suspect_is_not_mixed_with_others_and_waits_for_nobody(
         await eventually(lambda: database.count("lease") == 1)
         assert ran.sizes == [2]
     database.check_invariants()
+
+
+async def find_later(command: Command) -> object: ...
 
 
 # -- counters, metrics, input -----------------------------------------------------------------------------------------
@@ -730,6 +977,7 @@ async def test_counters_are_exact_for_many_chunks_in_many_batches_by_two_workers
         ({"max_wait": "2 s"}, "max_wait"),
         ({"max_wait": float("nan")}, "max_wait"),
         ({"by": "tenant"}, "by must be a function"),
+        ({"by": find_later}, "by must be a function"),
         ({"isolate_poison": 1}, "isolate_poison"),
         ({"timeout": 0}, "timeout"),
         ({"retry": 3}, "retry"),

@@ -12,10 +12,12 @@ import psycopg
 import pytest
 
 from busload import (
+    BatchCommand,
     Buffer,
     BufferTable,
     CommandBus,
     Group,
+    InvalidCommandError,
     InvalidOperationError,
     PermanentCommandError,
     SyncCommandBus,
@@ -23,12 +25,14 @@ from busload import (
 )
 from busload.store.connection import engine_pool
 from busload.store.relation import all_ddl
-from busload.worker import distribute
+from busload.worker import distribute, worker
 from busload.worker.distribute import Distributor, Tallies
 from busload.worker.pauses import Pauses
 from tests.given import Database, Given, eventually
 
 NEVER, NOW = timedelta(days=30), timedelta(0)
+PROBLEM = "SELECT max(problem) FROM busload.buffer WHERE buffer = 'theirs'"
+LOCKED_OUT = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 COLUMNS = """id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n int, group_id uuid,
              created_at timestamptz NOT NULL DEFAULT clock_timestamp()"""
 
@@ -212,7 +216,7 @@ async def test_a_table_that_breaks_under_a_running_worker_holds_up_nobody_else(
             assert len(errors) == 1 and said in errors[0]
             await asyncio.to_thread(database.rows, mends)
             await eventually(lambda: len(seen) == 2)
-            assert "is fit again" in caplog.text
+            await eventually(lambda: "is fit again" in caplog.text)
     assert [call[0]["n"] for call in seen] == [1, 2]
     assert database.value("SELECT count(*) FROM theirs") == 0
 
@@ -230,6 +234,129 @@ async def test_a_locked_table_holds_up_no_other_buffer(bus: CommandBus, given: G
             await eventually(lambda n=n: len(others) == n + 1)  # type: ignore[misc]
         assert worker.stats.completed >= 3
         await conn.rollback()
+
+
+async def test_a_locked_table_keeps_no_worker_from_starting(
+    bus: CommandBus, given: Given, dsn: str, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that others serve, nor its own, which is looked at when it is free again"""
+    monkeypatch.setattr(worker, "LOCK_TIMEOUT", "100ms")
+    other = bus.buffer("other", table=table, max_age=NOW)
+    await other.add({"n": 1})
+    seen, others = handled(other), handled(bus.buffer("own", max_age=NOW))
+    await given.drained(domains=["other"])
+    await other.add({"n": 2})
+    async with await psycopg.AsyncConnection.connect(dsn) as conn, CommandBus(dsn) as elsewhere:
+        await conn.execute("LOCK TABLE theirs")
+        plain = handled(elsewhere.buffer("plain", max_age=NOW))
+        await elsewhere.buffer("plain", max_age=NOW).add(1)
+        await Worker(elsewhere, settings=given.settings).drain()
+        assert plain == [[1]]
+        async with given.running(domains=None):
+            await bus.buffer("own", max_age=NOW).add(3)
+            await eventually(lambda: others)
+            assert len(seen) == 1
+            await conn.rollback()
+            await eventually(lambda: len(seen) == 2)
+
+
+async def test_locked_tables_cannot_use_up_the_connections_of_the_engine(
+    bus: CommandBus, given: Given, dsn: str, database: Database
+) -> None:
+    """More of them than there are connections: commands run on"""
+    names = [f"theirs_{n}" for n in range(14)]
+    database.rows(";".join(f"CREATE TABLE {name} ({COLUMNS})" for name in names))
+    calls = [handled(bus.buffer(name, table=name, max_age=NOW)) for name in names]
+    commands = given.handler()
+    async with await psycopg.AsyncConnection.connect(dsn) as conn, given.running(domains=None):
+        await conn.execute(f"LOCK TABLE {', '.join(names)}".encode())
+        for n in range(3):
+            await eventually(lambda: database.value(LOCKED_OUT) >= min(n + 1, 3))  # noqa: B023
+            await given.sent()
+            await eventually(lambda n=n: len(commands) == n + 1)  # type: ignore[misc]
+        await conn.execute(f"INSERT INTO {names[-1]} (n) VALUES (1)".encode())
+        await conn.commit()
+        await eventually(lambda: calls[-1])
+
+
+async def test_what_keeps_a_buffer_from_making_groups_is_seen_in_its_status(
+    bus: CommandBus, given: Given, database: Database, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its table has all that it needs: a trigger that refuses every claim, with a code of the class 55"""
+    monkeypatch.setattr(distribute.Distributor.__init__, "__defaults__", (0.1,))
+    database.rows(
+        """CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+           $$ BEGIN RAISE EXCEPTION 'nobody may claim' USING ERRCODE = '55000'; END $$;
+           CREATE TRIGGER refuse BEFORE UPDATE ON theirs FOR EACH ROW EXECUTE FUNCTION refuse()"""
+    )
+    theirs, own = bus.buffer("theirs", table=table, max_age=NOW), bus.buffer("own", max_age=NOW)
+    seen, others = handled(theirs), handled(own)
+    await theirs.add({"n": 1})
+    async with given.running(domains=None):
+        await eventually(lambda: database.value(PROBLEM))
+        status = await theirs.status()
+        assert status.waiting == 1
+        assert status.problem is not None and "nobody may claim" in status.problem
+        assert await bus.list_buffers() == [await own.status(), status]
+        await asyncio.to_thread(database.rows, "DROP TRIGGER refuse ON theirs")
+        await eventually(lambda: seen)
+        await eventually(lambda: not database.value(PROBLEM))
+    assert others == []
+
+
+async def test_a_problem_that_is_gone_is_cleared_by_the_next_worker(
+    bus: CommandBus, given: Given, database: Database, table: str
+) -> None:
+    events = bus.buffer("theirs", table=table)
+    handled(events)
+    await given.drained(domains=None)
+    database.rows("UPDATE busload.buffer SET problem = 'it was unfit'")
+    await given.drained(domains=None)
+    assert (await events.status()).problem is None
+
+
+async def test_a_table_is_one_buffer(bus: CommandBus, given: Given, dsn: str, table: str) -> None:
+    """Two of them would take each other's events; one whose workers have stopped is no hindrance"""
+    handled(bus.buffer("one", table=table))
+    async with CommandBus(dsn) as elsewhere:
+        handled(elsewhere.buffer("two", table=f"public.{table}"))
+        async with given.running(domains=None):
+            await eventually(lambda: given.database.count("buffer"))
+            with pytest.raises(InvalidOperationError, match=r"public\.theirs is the buffer 'one' already"):
+                await Worker(elsewhere, settings=given.settings).drain()
+        await Worker(elsewhere, settings=given.settings).drain()
+    handled(bus.buffer("three", table=table))
+    with pytest.raises(InvalidOperationError, match="cannot be the buffer 'three' too"):
+        await given.drained(domains=None)
+
+
+async def test_a_drain_of_many_partitions_comes_to_its_end(bus: CommandBus, given: Given) -> None:
+    """More that is not due than one look weighs"""
+    events = bus.buffer("events", size=2, max_groups=5, max_age=NEVER, partition_by="p")
+    calls = handled(events)
+    await events.add_many({"p": p} for p in range(30))
+    assert await given.drained(domains=None) == 0
+    assert calls == []
+
+
+async def test_the_domain_of_a_buffer_has_no_other_commands(bus: CommandBus, given: Given) -> None:
+    """They would take the room of its groups; and nobody sends groups but busload"""
+    bus.handler("other", "Push")(print)
+    handled(bus.buffer("events"))
+    with pytest.raises(InvalidOperationError, match="is a buffer"):
+        bus.handler("events", "Push")(print)
+    with pytest.raises(InvalidOperationError, match="is a buffer"):
+        handled(bus.buffer("other"))
+    bus.buffer("events").exhausted()(print)
+    for command_type in ("busload.Group", "busload.Exhausted"):
+        for sending in (
+            bus.send("events", command_type, {}),
+            bus.create_batch("events", [BatchCommand(command_type)]),
+            bus.create_batch("events", [BatchCommand("Push")], on_complete=BatchCommand(command_type)),
+        ):
+            with pytest.raises(InvalidCommandError, match="busload sends itself") as refused:
+                await sending
+            assert refused.value.problems[0].code == "INVALID_NAME"
 
 
 async def test_counters_are_written_by_rounds_and_at_the_end(bus: CommandBus, given: Given) -> None:

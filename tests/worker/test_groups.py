@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID, uuid5
@@ -22,6 +24,7 @@ from busload import (
     InvalidOperationError,
     Item,
     PermanentCommandError,
+    RateLimit,
     RateLimited,
     RetryPolicy,
     SyncHandlerContext,
@@ -72,7 +75,8 @@ def running(events: Buffer, judge: Callable[[Group, HandlerContext], Any] | None
     @events.handler(**{"retry": AT_ONCE, **options})
     async def handle(group: Group, ctx: HandlerContext) -> Any:
         ran.note(group, ctx)
-        return judge(group, ctx) if judge else None
+        said = judge(group, ctx) if judge else None
+        return await said if inspect.isawaitable(said) else said
 
     return ran
 
@@ -83,7 +87,9 @@ async def waiting(events: Buffer, payloads: list[Any]) -> None:
 
 
 async def drain(given: Given, *domains: str) -> int:
-    return await given.drained(domains=list(domains or (EVENTS,)))
+    """A lease is short here: a worker that was declared dead is its old self again after a third of it."""
+    settings = replace(given.settings, lease_for=timedelta(seconds=3))
+    return await given.drained(domains=list(domains or (EVENTS,)), settings=settings)
 
 
 def left(database: Database) -> list[Any]:
@@ -443,8 +449,145 @@ async def test_an_operator_can_end_a_group_whose_table_is_gone(
     await drain(given)
     [item] = await parked(bus)
     database.rows("DROP TABLE contact_event")
+    with pytest.raises(InvalidOperationError, match=r"is not there.*forget the buffer") as refused:
+        await bus.troubleshooting.complete(EVENTS, item.command_id, operator="ann")
+    assert len(await parked(bus)) == 1, "it may have been renamed"
+    database.rows(str(refused.value).split("forget the buffer (")[1].split(")")[0])
     await bus.troubleshooting.complete(EVENTS, item.command_id, operator="ann")
     assert await parked(bus) == []
+
+
+async def test_a_table_that_was_renamed_is_not_taken_for_one_that_is_gone(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Nothing ends while its events may be somewhere; once the buffer is declared with the new name, they end there."""
+    await three_parked_rows(bus, given, database)
+    [item] = await parked(bus)
+    database.rows("ALTER TABLE contact_event RENAME TO contact_history")
+    with pytest.raises(InvalidOperationError, match=r"The table public.contact_event of buffer contact_events is not"):
+        await bus.troubleshooting.complete(EVENTS, item.command_id, operator="ann")
+    assert database.value("SELECT count(*) FROM contact_history") == 3 and len(await parked(bus)) == 1
+    database.rows("UPDATE busload.buffer SET relation = 'public.contact_history'")
+    await bus.troubleshooting.complete(EVENTS, item.command_id, operator="ann")
+    assert database.value("SELECT count(*) FROM contact_history") == 0 and await parked(bus) == []
+
+
+async def three_parked_rows(bus: CommandBus, given: Given, database: Database, archive: bool = False) -> None:
+    """Rows of a table in one group that waits for a person."""
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=3, table="contact_event", archive=archive)
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("account closed")
+
+    running(events, judge)
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 3)")
+    await drain(given)
+
+
+async def test_an_explanation_of_a_group_says_what_it_holds_and_what_a_decision_deletes(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    await three_parked_rows(bus, given, database)
+    [item] = await parked(bus)
+    told = await bus.explain_command(EVENTS, item.command_id)
+    assert "this group of 3 events of buffer 'contact_events'" in told.summary
+    assert "Complete and cancel delete its 3 events." in told.reasons[0].advice
+
+
+@pytest.mark.parametrize("now", ["contact_event_2", None])
+async def test_a_buffer_that_is_declared_to_be_another_table_does_not_lose_the_events_of_the_first(
+    bus: CommandBus, dsn: str, given: Given, database: Database, now: str | None
+) -> None:
+    """Their group fails clearly, and ends where its events are."""
+    await three_parked_rows(bus, given, database)
+    [item] = await parked(bus)
+    assert item.data["table"] == "public.contact_event"
+    database.rows("CREATE TABLE contact_event_2 (LIKE contact_event INCLUDING ALL)")
+    async with CommandBus(dsn) as later:
+        events = later.buffer(EVENTS, size=3, table=now)
+        running(events, retry=ONCE)
+        await later.troubleshooting.retry(EVENTS, item.command_id, operator="ann")
+        await Given(later, database, given.settings).drained(domains=[EVENTS])
+        [item] = await parked(later)
+        assert item.last_error_code == "BUFFER_MOVED" and "public.contact_event," in item.last_error_message
+        assert database.value("SELECT count(*) FROM contact_event") == 3
+        await later.troubleshooting.cancel(EVENTS, item.command_id, reason="moved", operator="ann")
+    assert database.value("SELECT count(*) FROM contact_event") == 0
+    database.check_invariants()
+
+
+async def test_a_group_whose_table_was_renamed_runs_where_its_events_are(
+    bus: CommandBus, dsn: str, given: Given, database: Database
+) -> None:
+    await three_parked_rows(bus, given, database)
+    [item] = await parked(bus)
+    database.rows("ALTER TABLE contact_event RENAME TO contact_history")
+    async with CommandBus(dsn) as later:
+        ran = running(later.buffer(EVENTS, size=3, table="contact_history"))
+        await later.troubleshooting.retry(EVENTS, item.command_id, operator="ann")
+        await Given(later, database, given.settings).drained(domains=[EVENTS])
+    assert [len(call) for call in ran.calls] == [3]
+    assert database.value("SELECT count(*) FROM contact_history") == 0
+
+
+KEEPS = """
+    CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+    CREATE TRIGGER keep BEFORE DELETE ON contact_event FOR EACH ROW WHEN (old.id = 2) EXECUTE FUNCTION keep()"""
+REFERS = "CREATE TABLE note (event bigint REFERENCES contact_event); INSERT INTO note VALUES (2)"
+REFERS_LATER = """
+    CREATE TABLE note (event bigint REFERENCES contact_event DEFERRABLE INITIALLY DEFERRED);
+    INSERT INTO note VALUES (2)"""
+
+
+@pytest.mark.parametrize(("how", "said"), [(REFERS, 'referenced from table "note"'), (KEEPS, "a trigger or a rule")])
+@pytest.mark.parametrize("action", ["complete", "cancel"])
+async def test_an_operator_is_told_why_the_events_of_a_group_cannot_be_deleted(
+    bus: CommandBus, given: Given, database: Database, how: str, said: str, action: str
+) -> None:
+    """In words, and the group stays whole; a transaction that was joined can go on."""
+    await three_parked_rows(bus, given, database, archive=True)
+    [item] = await parked(bus)
+    database.rows(how)
+    async with bus.pool.connection() as conn, conn.transaction():
+        more: dict[str, Any] = {} if action == "complete" else {"reason": "no"}
+        decide = getattr(bus.troubleshooting, action)
+        with pytest.raises(InvalidOperationError, match=said) as refused:
+            await decide(EVENTS, item.command_id, operator="ann", conn=conn, **more)
+        await conn.execute("SELECT 1")
+    assert "DELETE" not in str(refused.value) and str(item.command_id) in str(refused.value)
+    assert len(await parked(bus)) == 1 and database.count("buffer_archive") == 0
+    assert database.value("SELECT count(*) FROM contact_event WHERE group_id IS NOT NULL") == 3
+
+
+@pytest.mark.parametrize("how", [REFERS, KEEPS, REFERS_LATER])
+@pytest.mark.parametrize("action", ["complete", "cancel"])
+async def test_a_decision_by_cause_leaves_behind_the_group_that_cannot_be_deleted(
+    bus: CommandBus, given: Given, database: Database, how: str, action: str
+) -> None:
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=1, table="contact_event")
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("account closed")
+
+    running(events, judge)
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 5)")
+    await drain(given)
+    items = await parked(bus)
+    database.rows(how)
+    if action == "complete":
+        decided = await bus.troubleshooting.complete_group(EVENTS, items[0].fingerprint, operator="ann")
+    else:
+        decided = await bus.troubleshooting.cancel_group(EVENTS, items[0].fingerprint, reason="no", operator="ann")
+    await drain(given)
+    [item] = await parked(bus)
+    assert database.rows("SELECT id, group_id FROM contact_event") == [(2, item.command_id)]
+    assert decided.batch_id is not None
+    result = database.value("SELECT details FROM busload.execution WHERE batch_id = %s", decided.batch_id)
+    assert result["moved"] == 4 and list(result["left"]) == [str(item.command_id)]
+    assert "contact_event" in result["left"][str(item.command_id)]
+    database.check_invariants()
 
 
 # -- an application's table -----------------------------------------------------------------------------------------
@@ -515,7 +658,7 @@ async def test_what_has_vanished_is_counted_once_however_often_the_group_is_trie
     await drain(given)
     assert (await events.status()).vanished == 2
     [item] = await parked(bus)
-    assert item.data == {"buffer": EVENTS, "items": 3, "partition": None}
+    assert item.data == {"buffer": EVENTS, "items": 3, "partition": None, "table": None}
 
 
 async def test_what_isolation_has_ended_does_not_count_as_vanished(
@@ -535,6 +678,11 @@ async def test_what_isolation_has_ended_does_not_count_as_vanished(
     assert (await events.status()).vanished == 0
 
 
+async def altered(database: Database, how: str) -> None:
+    """While the event loop goes on: whoever has the table locked must be able to finish."""
+    await asyncio.to_thread(database.rows, f"ALTER TABLE contact_event {how}")
+
+
 async def test_a_column_dropped_under_a_running_worker_fails_the_attempt_clearly_and_others_go_on(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
@@ -544,9 +692,9 @@ async def test_a_column_dropped_under_a_running_worker_fails_the_attempt_clearly
     other = bus.buffer("other_events", size=1)
     seen = running(other)
 
-    def judge(group: Group, ctx: HandlerContext) -> None:
+    async def judge(group: Group, ctx: HandlerContext) -> None:
         if len(ran.calls) == 1:
-            database.rows("ALTER TABLE contact_event RENAME COLUMN group_id TO gone")
+            await altered(database, "RENAME COLUMN group_id TO gone")
 
     ran = running(events, judge)
     database.rows("INSERT INTO contact_event (contact_id, amount) VALUES (1, 1), (2, 2)")
@@ -558,7 +706,7 @@ async def test_a_column_dropped_under_a_running_worker_fails_the_attempt_clearly
         assert "busload buffer ddl" in item.last_error_message
         errors = database.rows("SELECT details ->> 'code' FROM busload.execution WHERE batch_id IS NULL")
         assert ("BUFFER_REFUSED",) in errors
-        database.rows("ALTER TABLE contact_event RENAME COLUMN gone TO group_id")
+        await altered(database, "RENAME COLUMN gone TO group_id")
         await bus.troubleshooting.retry(EVENTS, item.command_id, operator="ann")
         await eventually(lambda: database.value("SELECT count(*) FROM contact_event") == 0)
     assert len(ran.calls) == 2 and len(set(ran.group_ids)) == 1
@@ -573,14 +721,35 @@ async def test_a_column_dropped_between_two_groups_of_one_run_is_looked_up_again
     async with given.running(domains=[EVENTS]):
         database.rows("INSERT INTO contact_event (contact_id, amount) VALUES (1, 1)")
         await eventually(lambda: len(ran.calls) == 1)
-        database.rows("ALTER TABLE contact_event DROP COLUMN amount")
+        await altered(database, "DROP COLUMN amount")
         database.rows("INSERT INTO contact_event (contact_id) VALUES (2)")
         await eventually(lambda: len(ran.calls) == 2)
         await eventually(lambda: database.value("SELECT count(*) FROM contact_event") == 0)
     assert set(ran.calls[1][0]) == {"contact_id", "mood", "created_at"}
-    assert database.rows("SELECT details ->> 'code' FROM busload.execution WHERE outcome <> 'COMPLETED'") == [
-        ("BUFFER_REFUSED",)
-    ]
+    assert database.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)] * 2, "no attempt is burnt"
+
+
+async def test_a_type_that_changes_while_a_group_runs_is_no_reason_to_call_again(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """The end of the group is spelled anew for the table as it is now."""
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=3, table="contact_event", archive=True)
+
+    async def judge(group: Group, ctx: HandlerContext) -> None:
+        if len(ran.calls) == 2:
+            await altered(database, "ALTER id TYPE text, ALTER amount TYPE text")
+        for item in group:
+            group.succeed(item)
+        if len(ran.calls) == 2:
+            raise TransientCommandError("too late")  # so that it ends by ids
+
+    ran = running(events, judge)
+    database.rows("INSERT INTO contact_event (contact_id, amount) SELECT n, n FROM generate_series(1, 6) AS n")
+    database.rows("ALTER TABLE contact_event ALTER id DROP IDENTITY")
+    await drain(given)
+    assert len(ran.calls) == 2 and database.value("SELECT count(*) FROM contact_event") == 0
+    assert database.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)] * 2
 
 
 async def test_rows_that_others_refer_to_cannot_be_deleted_and_the_attempt_says_so(
@@ -596,6 +765,122 @@ async def test_rows_that_others_refer_to_cannot_be_deleted_and_the_attempt_says_
     [item] = await parked(bus)
     assert item.last_error_code == "BUFFER_REFUSED" and "note" in item.last_error_message
     assert database.value("SELECT count(*) FROM contact_event WHERE group_id IS NOT NULL") == 1
+
+
+@pytest.mark.parametrize("how", [REFERS, KEEPS, REFERS_LATER])
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_a_row_that_cannot_be_deleted_fails_alone_and_the_verdicts_of_the_others_hold(
+    bus: CommandBus, given: Given, database: Database, how: str, isolate: bool
+) -> None:
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=6, table="contact_event", archive=True)
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        if isolate and len(group) == 6:
+            raise PermanentCommandError("one of them is bad")
+        for item in group:
+            group.fail(item, "busy") if item.id == 5 and len(ran.calls) < 3 else group.succeed(item)
+
+    ran = running(events, judge, isolate_poison=isolate)
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 6)")
+    database.rows(how)
+    await drain(given)
+    [item] = await parked(bus)
+    assert item.reason == "EXHAUSTED" and item.last_error_code == "BUFFER_REFUSED"
+    assert [(one["id"], one["code"]) for one in item.details["items"]] == [(2, "BUFFER_REFUSED")]
+    assert database.rows("SELECT id, group_id FROM contact_event") == [(2, item.command_id)]
+    assert database.value("SELECT array_agg(id ORDER BY id) FROM busload.buffer_archive") == ["1", "3", "4", "5", "6"]
+    assert (await events.status()).vanished == 0
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("how", [REFERS, KEEPS])
+async def test_rows_to_delete_when_attempts_are_used_up_wait_for_a_person_if_they_cannot_be(
+    bus: CommandBus, given: Given, database: Database, how: str
+) -> None:
+    """The hook is told all the same, with the columns that the handler had."""
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=3, table="contact_event", on_exhausted="delete")
+    columns: list[set[str]] = []
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        columns.extend(set(item.data) for item in group)
+        for item in group:
+            group.succeed(item) if item.id == 1 else group.fail(item, "busy")
+
+    running(events, judge, retry=ONCE)
+    hooked: list[Item] = []
+
+    @events.exhausted()
+    async def compensate(group: Group, ctx: HandlerContext) -> None:
+        hooked.extend(group)
+
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 3)")
+    database.rows(how)
+    await drain(given)
+    [item] = await parked(bus)
+    assert (item.reason, item.data["items"], item.last_error_message) == ("EXHAUSTED", 2, "2 of 3 items failed: busy")
+    assert database.rows("SELECT id FROM contact_event ORDER BY id") == [(2,), (3,)]
+    assert [one.id for one in hooked] == [2, 3]
+    assert [set(one.data) for one in hooked] == columns[1:] and "contact_id" in columns[0]
+
+
+async def test_a_limit_that_cannot_say_whose_turn_it_is_does_not_end_a_group(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """By a business rule a command would end as FAILED; events must not be left behind."""
+    events = bus.buffer(EVENTS, size=2)
+
+    def by(group: Any) -> str:
+        raise BusinessRuleError("no such tenant", code="NO_TENANT")
+
+    running(events, rate_limit=RateLimit(1000, by=by))
+    await events.add_many(["a", "b"])
+    await drain(given)
+    [item] = await parked(bus)
+    assert (item.reason, item.last_error_code) == ("PERMANENT", "NO_TENANT") and left(database) == ["a", "b"]
+    database.check_invariants()
+
+
+async def test_what_the_server_refuses_for_good_is_the_failure_of_the_attempt(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Not an outage, though psycopg calls it operational: waiting for it to pass would hang the slot."""
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=1, table="contact_event")
+    running(events, retry=ONCE)
+    database.rows("INSERT INTO contact_event (contact_id) VALUES (1)")
+    database.rows(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN RAISE EXCEPTION ''not now'' USING ERRCODE = ''55000''; END';"
+        "CREATE TRIGGER refuse BEFORE DELETE ON contact_event FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    async with given.running(domains=[EVENTS]):
+        await eventually(lambda: database.count("troubleshooting") == 1)
+    [item] = await parked(bus)
+    assert item.last_error_code == "BUFFER_REFUSED" and "not now" in item.last_error_message
+
+
+async def test_locked_rows_of_one_table_do_not_stop_other_buffers(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    database.rows(TABLE)
+    events = bus.buffer(EVENTS, size=1, table="contact_event")
+    other = bus.buffer("other_events", size=1)
+    called = running(events)
+    seen = running(other)
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 6)")
+    assert await events.distribute() == 6
+    async with bus.pool.connection() as conn:
+        await conn.execute("BEGIN")
+        await conn.execute("SELECT FROM contact_event FOR UPDATE")
+        async with given.running(domains=[EVENTS, "other_events"]):
+            await eventually(lambda: len(called.calls) == 6)
+            await other.add("x")
+            await eventually(lambda: len(seen.calls) == 1)
+            await eventually(lambda: database.count("buffered") == 0)
+            await conn.execute("ROLLBACK")
+            await eventually(lambda: database.value("SELECT count(*) FROM contact_event") == 0)
 
 
 # -- what other hands wrote -------------------------------------------------------------------------------------------
@@ -616,6 +901,37 @@ async def test_a_payload_that_cannot_be_decoded_fails_alone(bus: CommandBus, giv
         2,
     )
     assert database.value("SELECT count(*) FROM busload.buffered") == 1
+    database.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("at timestamptz", "'infinity'"),
+        ("at date", "'0044-03-15 BC'"),
+        ("at time", "'24:00'"),
+        ("at json", "('[' || repeat('9', 5000) || ']')::json"),
+        ("at tstzrange", "'[2020-01-01,infinity)'"),
+    ],
+)
+@pytest.mark.parametrize("merge", [None, "keep_last"])
+async def test_a_value_that_python_cannot_hold_fails_its_row_alone(
+    bus: CommandBus, given: Given, database: Database, column: str, value: str, merge: Any
+) -> None:
+    database.rows(TABLE)
+    database.rows(f"ALTER TABLE contact_event ADD COLUMN {column}")
+    table = BufferTable("contact_event", key="contact_id")
+    events = bus.buffer(EVENTS, size=5, table=table, merge=merge)
+    seen: list[Any] = []
+    running(events, lambda group, ctx: seen.extend(item.id for item in group))
+    database.rows("INSERT INTO contact_event (contact_id) SELECT generate_series(1, 5)")
+    database.rows(f"UPDATE contact_event SET at = {value} WHERE id = 4")
+    await drain(given)
+    assert seen == [1, 2, 3, 5]
+    [item] = await parked(bus)
+    assert item.reason == "PERMANENT"
+    assert [(one["id"], one["key"], one["code"]) for one in item.details["items"]] == [(4, "4", "UNDECODABLE")]
+    assert database.rows("SELECT id FROM contact_event") == [(4,)]
     database.check_invariants()
 
 
@@ -671,7 +987,7 @@ async def test_what_is_written_in_the_transaction_commits_with_the_end_of_the_gr
 ) -> None:
     events = bus.buffer(EVENTS, size=3)
     database.rows("CREATE TABLE effect (n integer)")
-    bus.handler(EVENTS, "Next")(lambda command, ctx: None)
+    bus.handler("next", "Next")(lambda command, ctx: None)
 
     def judge(group: Group) -> None:
         if ends == "raises":
@@ -684,13 +1000,13 @@ async def test_what_is_written_in_the_transaction_commits_with_the_end_of_the_gr
     async def handle_async(group: Group, ctx: HandlerContext) -> None:
         async with ctx.transaction() as conn:
             await conn.execute("INSERT INTO effect VALUES (%s)", [len(group)])
-            await ctx.send(EVENTS, "Next")
+            await ctx.send("next", "Next")
             judge(group)
 
     def handle(group: Group, ctx: SyncHandlerContext) -> None:
         with ctx.transaction() as conn:
             conn.execute("INSERT INTO effect VALUES (%s)", [len(group)])
-            ctx.send(EVENTS, "Next")
+            ctx.send("next", "Next")
             judge(group)
 
     events.handler(retry=ONCE)(handle_async if kind == "async" else handle)

@@ -31,7 +31,7 @@ NOUNS = {
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
     "domain": "See what waits in domains, pause and resume them.",
-    "limit": "See how often receivers may be called, and which refuse calls.",
+    "limit": "See and reset rate limits.",
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",
     "trace": "Draw every attempt at a task, by its key.",

@@ -12,7 +12,7 @@ import click
 from busload.bus import SyncCommandBus
 from busload.cli.database import open_bus
 from busload.cli.output import as_json, echo_json, facts, shown, table
-from busload.domain.buffer import GROUP, BufferStatus, BufferTable
+from busload.domain.buffer import EXHAUSTED, GROUP, BufferStatus, BufferTable
 from busload.domain.command import TroubleshootingItem
 from busload.domain.explanation import _span
 from busload.errors import InvalidOperationError
@@ -67,14 +67,18 @@ def show(name: str, as_json: bool) -> None:
         busload buffer show contact_activity_events --json | jq -r '.troubleshooting[].items[].message'
     """
     with open_bus() as bus:
-        status = _find(bus, name)
+        status, paused = _find(bus, name), _is_paused(bus, name)
         parked = bus.troubleshooting.list(name, command_type=GROUP, limit=MOST_GROUPS)
+        hooks = bus.troubleshooting.list(name, command_type=EXHAUSTED, limit=MOST_GROUPS)
     if as_json:
-        echo_json({**_fields(status), "troubleshooting": [_parked_fields(group) for group in parked]})
+        told = [_parked_fields(group) for group in parked]
+        echo_json({**_fields(status), "paused": paused, "troubleshooting": told, "hooks": [*map(_hook_fields, hooks)]})
         return
-    _print_status(status)
+    _print_status(status, paused)
     for group in parked:
         _print_parked(group)
+    for hook in hooks:
+        _print_hook(hook)
     if more := status.groups_in_troubleshooting - len(parked):
         click.echo(f"\nAnd {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
 
@@ -91,7 +95,7 @@ def flush(name: str, dry_run: bool, as_json: bool) -> None:
         busload buffer flush contact_activity_events --dry-run
     """
     with open_bus() as bus:
-        status = _find(bus, name)
+        status, paused = _find(bus, name), _is_paused(bus, name)
         leaving = status.waiting if dry_run else bus.buffer(name).flush()
     if as_json:
         echo_json({"name": name, "leaving": leaving, "dry_run": dry_run})
@@ -99,6 +103,8 @@ def flush(name: str, dry_run: bool, as_json: bool) -> None:
         click.echo(f"Nothing waits in {name}.")
     elif dry_run:
         click.echo(f"{_events(leaving)} would leave {name}; nothing was done.")
+    elif paused:
+        click.echo(f"{_events(leaving)} will leave {name} once it is resumed: `busload domain resume {name}`.")
     else:
         click.echo(f"{_events(leaving)} will leave {name}, as soon as its workers have room.")
 
@@ -169,7 +175,11 @@ def _row(status: BufferStatus) -> Sequence[object]:
     )
 
 
-def _print_status(status: BufferStatus) -> None:
+def _is_paused(bus: SyncCommandBus, name: str) -> bool:
+    return any(pause.domain == name for pause in bus.list_pauses())
+
+
+def _print_status(status: BufferStatus, paused: bool) -> None:
     facts(
         [
             ("buffer", status.name),
@@ -187,6 +197,7 @@ def _print_status(status: BufferStatus) -> None:
             ("vanished", status.vanished or None),
             ("items per call", _per_call(status)),
             ("calls saved", status.calls_saved),
+            ("paused", f"yes: `busload domain resume {status.name}` lets its events leave" if paused else None),
             ("problem", status.problem),
         ]
     )
@@ -194,12 +205,9 @@ def _print_status(status: BufferStatus) -> None:
 
 def _print_parked(group: TroubleshootingItem) -> None:
     """Why a group waits for a person, event by event, and what that person can do."""
-    error = ": ".join(
-        part for part in (group.last_error_code or group.last_error_type, group.last_error_message) if part
-    )
     items = _items(group)
     attempts = "1 attempt" if group.attempts == 1 else f"{group.attempts:,} attempts"
-    click.echo(f"\n{group.reason}, since {shown(group.since)}, after {attempts}: {shown(error)}")
+    click.echo(f"\n{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
     for item in items[:MOST_ITEMS]:
         about = "" if item.get("key") is None else f" about {item['key']}"
         why = ": ".join(str(part) for part in (item.get("code") or item.get("type"), item.get("message")) if part)
@@ -208,6 +216,16 @@ def _print_parked(group: TroubleshootingItem) -> None:
         click.echo(f"  and {more:,} more")
     click.echo(f"  → Decide: `busload troubleshooting retry {group.command_id}` once the cause is gone;")
     click.echo("    `complete` or `cancel` instead of `retry` removes its events.")
+
+
+def _print_hook(hook: TroubleshootingItem) -> None:
+    """The function for groups whose attempts are used up has failed itself."""
+    click.echo(f"\nThe function registered with exhausted() failed, since {shown(hook.since)}: {shown(_error(hook))}")
+    click.echo(f"  → Decide: `busload troubleshooting retry {hook.command_id}` once the cause is gone.")
+
+
+def _error(item: TroubleshootingItem) -> str:
+    return ": ".join(part for part in (item.last_error_code or item.last_error_type, item.last_error_message) if part)
 
 
 def _items(group: TroubleshootingItem) -> list[dict[str, Any]]:
@@ -232,12 +250,16 @@ def _parked_fields(group: TroubleshootingItem) -> dict[str, Any]:
     }
 
 
+def _hook_fields(hook: TroubleshootingItem) -> dict[str, Any]:
+    return {"command_id": hook.command_id, "reason": hook.reason, "since": hook.since, "message": _error(hook)}
+
+
 def _fields(status: BufferStatus) -> dict[str, Any]:
     age = _oldest_age(status)
     return {
         **asdict(status),
-        "max_age": status.max_age and status.max_age.total_seconds(),
-        "oldest_age": age and round(age.total_seconds(), 3),
+        "max_age": None if status.max_age is None else status.max_age.total_seconds(),
+        "oldest_age": None if age is None else round(age.total_seconds(), 3),
         "items_per_call": status.items_per_call,
         "calls_saved": status.calls_saved,
     }
@@ -253,7 +275,7 @@ def _age(status: BufferStatus) -> str | None:
 
 
 def _waiting(status: BufferStatus) -> str:
-    if status.problem is not None:
+    if status.problem is not None and not status.waiting:
         return "?"
     return f"{status.waiting:,}{'+' if status.waiting_capped else ''}"
 

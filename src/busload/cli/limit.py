@@ -16,11 +16,12 @@ most = click.option("--limit", "most", type=click.IntRange(1, 10_000), default=1
 
 @click.group()
 def limit() -> None:
-    """See rate limits: the calls per second now, and until when a receiver refuses them.
+    """See and reset rate limits: the calls per second now, and which receivers refuse calls until when.
 
     \b
         busload limit ls
         busload limit show crm
+        busload limit reset crm
     """
 
 
@@ -54,10 +55,36 @@ def show(name: str, most: int, as_json: bool) -> None:
     with open_bus() as bus:
         found = bus.list_limits(name, limit=most)
     if not found:
-        raise InvalidOperationError(
-            f"No limit {name!r:.200} was used within a day. See those that were with `busload limit ls`."
-        )
+        raise _unknown(name)
     _print(found, as_json)
+
+
+@limit.command()
+@click.argument("name")
+@click.option("--by", help="Only for this value of its `by`.")
+@as_json
+def reset(name: str, by: str | None, as_json: bool) -> None:
+    """Let calls go again though the receiver has refused them; what waits for the limit looks again at once.
+
+    \b
+        busload limit reset crm
+        busload limit reset crm --by 'tenant 1'
+    """
+    with open_bus() as bus:
+        count = bus.reset_limit(name, by)
+    if not count:
+        raise _unknown(name, by)
+    if as_json:
+        echo_json({"name": name, "by": by, "limits": count})
+    else:
+        click.echo(f"Calls under {name} may go again" + (f" ({count} values)." if count > 1 else "."))
+
+
+def _unknown(name: str, by: str | None = None) -> InvalidOperationError:
+    value = "" if by is None else f" by {by!r:.200}"
+    return InvalidOperationError(
+        f"No limit {name!r:.200}{value} was used within a day. See those that were with `busload limit ls`."
+    )
 
 
 def _print(found: Sequence[LimitStatus], as_json: bool) -> None:

@@ -142,7 +142,7 @@ class BufferStatus:
     size: int | None
     max_age: timedelta | None
     problem: str | None = None
-    """What is wrong with the application's table, if something is; nothing can be counted in it then."""
+    """What keeps it from making groups, if something does; if its table cannot be read, nothing was counted."""
 
     @property
     def items_per_call(self) -> float | None:

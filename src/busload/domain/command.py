@@ -18,6 +18,8 @@ from busload.domain.payload import PayloadLimits, PayloadRefused, encode
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*\Z")
+RESERVED = ("busload.Group", "busload.Exhausted")
+"""Types of commands that buffers make: one without its events would be none."""
 PRIORITIES = range(-32768, 32768)
 MAX_ATTEMPTS = range(1, 32768)
 FARTHEST = timedelta(days=36525)
@@ -295,6 +297,9 @@ def _problems_of(command: object, known_names: set[str], limits: InputLimits) ->
     problems: list[Problem] = []
     if not isinstance(command.command_type, str) or command.command_type not in known_names:
         problems = check_name(command.command_type, "command_type", limits)
+        if not problems and command.command_type in RESERVED:
+            message = f"found {command.command_type!r}, which busload sends itself; choose another name"
+            problems = [Problem("INVALID_NAME", "/command_type", message)]
         if not problems:
             known_names.add(command.command_type)
     if command.command_id is not None:

@@ -183,6 +183,8 @@ class CommandFacts:
     """When its batch was canceled."""
     places: Places
     around: Surroundings
+    events: int | None = None
+    """How many events it holds, if it is a group of a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,8 @@ def _batch_reasons(facts: BatchFacts) -> list[Reason]:
 
 
 def _command_reasons(facts: CommandFacts) -> list[Reason]:
-    subject = _Subject.of(facts, command_id=facts.command_id, tracked=facts.command_type == TRACKED)
+    about = {"command_id": facts.command_id, "tracked": facts.command_type == TRACKED, "events": facts.events}
+    subject = _Subject.of(facts, **about)
     return sorted(subject.reasons(nowhere=1 - facts.places.count), key=lambda reason: _URGENCY[reason.code])
 
 
@@ -312,6 +315,7 @@ class _Subject:
     command_id: UUID | None = None
     tracked: bool = False
     """Another queue runs it: no worker looks for it, somebody has to claim it by name."""
+    events: int | None = None
 
     @classmethod
     def of(cls, facts: BatchFacts | CommandFacts, **more: Any) -> _Subject:
@@ -552,7 +556,8 @@ class _Subject:
         verb = "complete" if self.canceled_at else "retry"
         verbs = "complete or cancel" if self.canceled_at else "retry, complete or cancel"
         if cause.count == 1:
-            return f"Decide: `busload troubleshooting {verb} {cause.command_id}` ({verbs})."
+            deletes = "" if self.events is None else f" Complete and cancel delete its {_events(self.events)}."
+            return f"Decide: `busload troubleshooting {verb} {cause.command_id}` ({verbs}).{deletes}"
         return (
             f"See one: `busload command show {cause.command_id}`. Then decide for all of this cause: "
             f"`busload troubleshooting {verb} --group {cause.fingerprint} --domain {self.domain}` ({verbs})."
@@ -629,9 +634,14 @@ def _batch_summary(facts: BatchFacts, reasons: Sequence[Reason]) -> str:
 def _command_summary(facts: CommandFacts, reasons: Sequence[Reason]) -> str:
     if facts.ended:
         return f"{facts.status}: it has ended."
+    it = "it" if facts.events is None else f"this group of {_events(facts.events)} of buffer {facts.domain!r}"
     if reasons:
-        return f"Not finished: it is {facts.status}; {_labels(reasons)}."
-    return f"On its way: it is {facts.status}."
+        return f"Not finished: {it} is {facts.status}; {_labels(reasons)}."
+    return f"On its way: {it} is {facts.status}."
+
+
+def _events(count: int) -> str:
+    return f"{count:,} event{'' if count == 1 else 's'}"
 
 
 def _labels(reasons: Sequence[Reason]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
@@ -66,8 +67,8 @@ class RateLimit:
             raise ValueError(f"burst must be a whole number from 1 to {MOST_BURST:,}, found {self.burst!r:.80}.")
         if self.name is not None:
             refuse(check_name(self.name, "rate_limit/name", InputLimits()))
-        if self.by is not None and not callable(self.by):
-            raise ValueError(f"by must be a function, found {self.by!r:.80}.")
+        if self.by is not None and (not callable(self.by) or is_async(self.by)):
+            raise ValueError(f"by must be a function, found {self.by!r:.80}, wanted one with def.")
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"adaptive must be True or False, found {self.adaptive!r:.80}.")
 
@@ -80,7 +81,12 @@ class RateLimit:
         """Which of its limits a call falls under, as text; what `by` raises is the failure of that call."""
         if self.by is None:
             return ""
-        found = self.by(called_with)
+        try:
+            found = self.by(called_with)
+        except Exception:
+            raise
+        except BaseException as error:  # a SystemExit ends a call, not the worker
+            raise RuntimeError(f"The limit's `by` raised {error!r:.80}.") from error
         value = found.value if isinstance(found, enum.Enum) else found
         if value is None:
             return ""
@@ -92,6 +98,12 @@ class RateLimit:
                 code="INVALID_RATE_LIMIT_KEY",
             )
         return text
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Also an object whose `__call__` is."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 @dataclass(frozen=True, slots=True)

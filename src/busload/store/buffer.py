@@ -11,14 +11,15 @@ from uuid import UUID
 
 import msgspec
 import psycopg
-from psycopg.types.json import Jsonb
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.types.json import Json, Jsonb
 
 from busload.domain.buffer import BufferSettings, BufferStatus
 from busload.domain.ids import new_id
-from busload.errors import InvalidOperationError
+from busload.errors import InvalidCommandError, InvalidOperationError, Problem
 from busload.store import relation
 from busload.store.plan import Plan, Savepoint, execute
-from busload.store.relation import Relation
+from busload.store.relation import Column, Relation
 from busload.store.statements import statements
 
 log = logging.getLogger("busload")
@@ -31,6 +32,10 @@ SOME, SOME_BYTES = 2000, 4_000_000
 MOST_PARTITIONS = 2000
 """How many partitions one look steps through: about ten microseconds each."""
 
+AT_MOST = "500ms"
+"""How long whoever only looks waits for a table that somebody has locked."""
+LOCKED = "The table is locked by another transaction, perhaps a migration; nothing can be counted until that ends."
+
 COUNTED = 10_000
 """How far people are told exactly how many wait; counting a million would take longer than they do."""
 
@@ -42,6 +47,19 @@ SAME = (
     " ORDER BY b.{{created_at}}, b.{{id}} LIMIT 10 * %(size)s::integer FOR UPDATE OF b SKIP LOCKED"
 )
 """What waits for the same keys as the chosen events."""
+
+KEPT_BACK = (
+    "WITH first AS MATERIALIZED (SELECT k.key, o.at, o.id FROM (SELECT DISTINCT k.{{key_column}} AS key"
+    " FROM {{table}} AS k WHERE k.{{id}} = ANY (ARRAY(SELECT id FROM chosen))) AS k CROSS JOIN LATERAL ("
+    "SELECT b.{{created_at}} AS at, b.{{id}} AS id FROM {{table}} AS b"
+    " WHERE {{filter}} AND b.{{group_id}} IS NULL {waiting} AND b.{{key_column}} = k.key"
+    " AND b.{{id}} NOT IN (SELECT id FROM chosen UNION ALL SELECT id FROM same)"
+    " ORDER BY b.{{created_at}}, b.{{id}} LIMIT 1) AS o)"
+    " SELECT p.{{id}} AS id FROM {{table}} AS p JOIN first ON p.{{key_column}} = first.key"
+    " AND (p.{{created_at}}, p.{{id}}) > (first.at, first.id)"
+    " WHERE p.{{id}} = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM same))"
+)
+"""Those of them that are newer than the oldest event of their key that stays behind."""
 
 
 class NewEvent(msgspec.Struct, frozen=True, gc=False):
@@ -111,7 +129,9 @@ def in_one_statement(events: Sequence[NewEvent]) -> bool:
 def insert(settings: BufferSettings, rows: Sequence[dict[str, Any]]) -> Plan[list[Any]]:
     """Rows of an application's table; the keys of each are columns of it."""
     at = yield from relation.find(settings)
-    types = {column.name: column for column in at.columns}
+    assert settings.table is not None
+    types = {settings.table.id: Column(settings.table.id, at.id, at.id_type)}
+    types |= {column.name: column for column in at.columns}
     ids: list[Any] = []
     for index, row in enumerate(rows):
         if strange := [name for name in row if name not in types]:
@@ -121,10 +141,39 @@ def insert(settings: BufferSettings, rows: Sequence[dict[str, Any]]) -> Plan[lis
             )
         names = ", ".join(types[name].spelled for name in row)
         values = ", ".join(f"%(v{nth})s::{types[name].type}" for nth, name in enumerate(row))
-        params = {f"v{nth}": Jsonb(v) if isinstance(v, dict) else v for nth, v in enumerate(row.values())}
-        [[id]] = yield from execute(at.spell(SQL.insert_row, names=names, values=values), **params)
+        adapted = {name: _as_json(value, types[name].type) for name, value in row.items()}
+        params = {f"v{nth}": value for nth, value in enumerate(adapted.values())}
+        try:
+            [[id]] = yield from execute(at.spell(SQL.insert_row, names=names, values=values), **params)
+        except (psycopg.DataError, psycopg.ProgrammingError, TypeError, ValueError) as error:
+            if getattr(error, "sqlstate", None) is None:
+                _refuse_unsendable(adapted, index if len(rows) > 1 else None)
+            raise
         ids.append(id)
     return ids
+
+
+def _as_json(value: Any, type: str) -> Any:
+    """JSON is sent as such; None is null there too, and not the null of JSON."""
+    if type not in ("json", "jsonb"):
+        return Jsonb(value) if isinstance(value, dict) else value
+    if value is None or isinstance(value, (Json, Jsonb)):
+        return value
+    return Json(value) if type == "json" else Jsonb(value)
+
+
+def _refuse_unsendable(row: dict[str, Any], index: int | None) -> None:
+    """Name the columns whose values psycopg cannot send."""
+    problems: list[Problem] = []
+    for name, value in row.items():
+        try:
+            Transformer().get_dumper(value, PyFormat.AUTO).dump(value)
+        except (psycopg.Error, TypeError, ValueError) as error:
+            given = value.obj if isinstance(value, (Json, Jsonb)) else value
+            message = f"found {given!r:.80}, wanted a value that PostgreSQL can hold: {error}"
+            problems.append(Problem("INVALID_OPTION", f"/data/{name}", message, index))
+    if problems:
+        raise InvalidCommandError(problems)
 
 
 def declare(settings: BufferSettings, at: Relation) -> Plan[None]:
@@ -154,8 +203,10 @@ class Round:
     could become groups now: the next round goes on from there.
     """
 
-    def __init__(self, settings: BufferSettings, at: Relation, after: str | None = None) -> None:
-        self._settings, self._at = settings, at
+    def __init__(
+        self, settings: BufferSettings, at: Relation, after: str | None = None, *, around: bool = True
+    ) -> None:
+        self._settings, self._at, self._around = settings, at, around
         self._after, self._room, self._due, self._flushed_at = after, 0, list[Waiting](), ""
         self.groups = 0
         self.items = 0
@@ -192,14 +243,17 @@ class Round:
         self._due = aged + ((yield from self._full(young)) if self._room > len(aged) else [])
 
     def _partitions(self) -> Plan[list[Waiting]]:
-        """Those with waiting events, from where the last round ended, and round to there if there are not many."""
+        """Those with waiting events, from where the last round ended, and round to there if there are not many.
+
+        Who wants to see each once does not look `around`, and comes to an end.
+        """
         at = self._at
         if at.partition_column is None:
             return (yield from self._oldest(""))
         seen = yield from self._steps(self._after)
         if len(seen) == MOST_PARTITIONS:
             self.cursor = seen[-1].partition
-        elif self._after is not None:
+        elif self._after is not None and self._around:
             more = yield from self._steps(None)
             known = {one.partition for one in seen}
             seen += [one for one in more if one.partition not in known][: MOST_PARTITIONS - len(seen)]
@@ -322,7 +376,8 @@ def _claim(
         # From the very beginning: what was kept back at the last look may be free now, and goes first.
         how |= {"free": _free(at), "from_here": "true"}
     if takes_turns(settings) and at.key_column is not None:
-        how |= {"same": SAME.format(waiting="AND NOT b.once AND b.key IS NOT NULL" if at.own else "")}
+        waiting_ones = "AND NOT b.once AND b.key IS NOT NULL" if at.own else ""
+        how |= {"same": SAME.format(waiting=waiting_ones), "kept_back": KEPT_BACK.format(waiting=waiting_ones)}
     return execute(
         at.spell(SQL.claim, waiting.partition, **how),
         buffer=settings.name,
@@ -333,6 +388,7 @@ def _claim(
         max_age=settings.max_age,
         anyway=anyway,
         group_id=group_id or new_id(),
+        told_table=at.told,
     )
 
 
@@ -361,6 +417,15 @@ def _declare_first(settings: BufferSettings, at: Relation) -> Plan[None]:
 
 def status(settings: BufferSettings) -> Plan[BufferStatus]:
     """How one buffer is doing; refuses a table that is none."""
+    try:
+        status: BufferStatus = yield Savepoint(_found_status(settings))
+    except psycopg.errors.LockNotAvailable:
+        return (yield from _told_without(settings.name, LOCKED, settings))
+    return status
+
+
+def _found_status(settings: BufferSettings) -> Plan[BufferStatus]:
+    yield from execute(SQL.be_brief, within=AT_MOST)
     at = yield from _whereabouts(settings)
     return (yield from _status(settings.name, at, settings.size, settings.max_age))
 
@@ -375,13 +440,27 @@ def statuses() -> Plan[list[BufferStatus]]:
 
 def _any_status(name: str) -> Plan[BufferStatus]:
     try:
-        at = yield from _recalled(name)
-        status: BufferStatus = yield Savepoint(_status(name, at, None, None))
+        status: BufferStatus = yield Savepoint(_recalled_status(name))
+    except psycopg.errors.LockNotAvailable:
+        return (yield from _told_without(name, LOCKED))
     except (InvalidOperationError, psycopg.errors.SyntaxErrorOrAccessRuleViolation) as error:
-        [row] = yield from execute(SQL.declared, buffer=name)
-        places = yield from _places(name)
-        return _told(name, row[0], 0, None, 0, places, row[6:9], row[9], row[10], str(error))
+        return (yield from _told_without(name, str(error)))
     return status
+
+
+def _recalled_status(name: str) -> Plan[BufferStatus]:
+    yield from execute(SQL.be_brief, within=AT_MOST)
+    at = yield from _recalled(name)
+    return (yield from _status(name, at, None, None))
+
+
+def _told_without(name: str, problem: str, settings: BufferSettings | None = None) -> Plan[BufferStatus]:
+    """What is known about a buffer whose table cannot be read."""
+    rows = yield from execute(SQL.declared, buffer=name)
+    told = (None, None) if settings is None else (settings.size, settings.max_age)
+    row = rows[0] if rows else _undeclared(*told)
+    places = yield from _places(name)
+    return _told(name, row[0], 0, None, 0, places, row[6:9], row[9], row[10], problem)
 
 
 def _whereabouts(settings: BufferSettings) -> Plan[Relation]:
@@ -401,14 +480,18 @@ _Places: TypeAlias = dict[str, list[UUID]]
 
 def _status(name: str, at: Relation, size: int | None, max_age: timedelta | None) -> Plan[BufferStatus]:
     rows = yield from execute(SQL.declared, buffer=name)
-    row = rows[0] if rows else (None,) * 6 + (0, 0, 0, size, max_age)
+    row = rows[0] if rows else _undeclared(size, max_age)
     [[waiting]] = yield from execute(at.spell(SQL.waiting), buffer=name, most=COUNTED + 1)
     oldest = yield from _since(name, at)
     places = yield from _places(name)
     groups = [group for ids in places.values() for group in ids]
     [[grouped]] = yield from execute(at.spell(SQL.in_groups), groups=groups, most=10 * COUNTED)
     table = None if at.own else _plain(at.table)
-    return _told(name, table, waiting, oldest, grouped, places, row[6:9], row[9], row[10])
+    return _told(name, table, waiting, oldest, grouped, places, row[6:9], row[9], row[10], row[11])
+
+
+def _undeclared(size: int | None, max_age: timedelta | None) -> tuple[Any, ...]:
+    return (None,) * 6 + (0, 0, 0, size, max_age, None)
 
 
 def _since(name: str, at: Relation) -> Plan[Any]:
@@ -459,13 +542,30 @@ def _told(
     )
 
 
+def note_problem(name: str, problem: str | None) -> Plan[None]:
+    """Tell whoever looks what keeps a buffer from making groups; None: nothing does."""
+    yield from execute(SQL.note_problem, buffer=name, problem=None if problem is None else problem.replace("\0", ""))
+
+
+def refuse_rivals(settings: BufferSettings, at: Relation) -> Plan[None]:
+    """No two buffers over one table: each would take what is meant for the other."""
+    rows = yield from execute(SQL.rivals, buffer=settings.name, relation=None if at.own else _plain(at.table))
+    if rows:
+        raise InvalidOperationError(
+            f"The table {_plain(at.table)} is the buffer {rows[0][0]!r} already, which a worker serves, and cannot be "
+            f"the buffer {settings.name!r} too: each would take events of the other. Declare it once; to rename a "
+            "buffer, stop the workers of the old name first."
+        )
+
+
 def names() -> Plan[list[str]]:
     """Every buffer that was declared, or in which events wait."""
     return [name for (name,) in (yield from execute(SQL.names))]
 
 
 def waits(name: str, settings: BufferSettings | None) -> Plan[bool]:
-    """Whether anything waits there."""
+    """Whether anything waits there; needs a transaction, and gives up on a table that is locked."""
+    yield from execute(SQL.be_brief, within="100ms")
     at = yield from (_recalled(name) if settings is None else _whereabouts(settings))
     [[count]] = yield from execute(at.spell(SQL.waiting), buffer=name, most=1)
     return bool(count)

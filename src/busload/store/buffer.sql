@@ -37,6 +37,23 @@ VALUES (%(buffer)s::text, %(relation)s::text, %(id_column)s::text, %(group_colum
                          excluded.key_column, excluded.partition_column, excluded.archive, excluded.size, excluded.max_age)
     OR d.served_at < now() - interval '1 minute';
 
+-- name: note_problem
+-- What a worker found wrong with a buffer, or null: it is fit.
+UPDATE busload.buffer SET problem = %(problem)s::text
+ WHERE buffer = %(buffer)s::text AND problem IS DISTINCT FROM %(problem)s::text;
+
+-- name: rivals
+-- Other buffers over the same table that workers serve: each would take events that are meant for the other.
+SELECT d.buffer FROM busload.buffer AS d
+ WHERE d.relation = %(relation)s::text AND d.buffer <> %(buffer)s::text
+   AND EXISTS (SELECT FROM busload.worker AS w WHERE w.stopped_at IS NULL AND d.buffer = ANY (w.domains)
+                  AND w.seen_at > now() - w.lease_for OFFSET 0)
+ ORDER BY d.buffer LIMIT 1;
+
+-- name: be_brief
+-- Wait for nobody who has locked a table: whoever looks at one is not held up by its migration.
+SELECT set_config('lock_timeout', %(within)s::text, true);
+
 -- name: room
 -- How many more groups may stand in the queue, and since when everything that is older leaves.
 SELECT %(max_groups)s::integer - (SELECT count(*) FROM (
@@ -99,6 +116,7 @@ SELECT pg_advisory_xact_lock(hashtextextended('busload.buffer ' || %(buffer)s::t
 -- oldest events that nobody else holds; it leaves if it is full, or its oldest is old enough, or was there at a flush; or if
 -- it is wanted `anyway`. What is too large for `max_bytes` leaves alone. Where several events of a key wait and become one item,
 -- those that wait behind the slice for its keys come along (`same`): left behind, every claim would have to step over them.
+-- But none overtakes an older one of its key that somebody holds, or that waits in another partition (`kept_back`).
 WITH slice AS MATERIALIZED (
     SELECT b.{id} AS id, b.{created_at} AS at, {since} AS since, {partition} AS partition,
            CASE WHEN %(max_bytes)s::bigint IS NULL THEN 0 ELSE {bytes} END AS bytes
@@ -110,21 +128,24 @@ WITH slice AS MATERIALIZED (
 ), due AS (
     SELECT count(*) >= %(size)s::integer OR sum(bytes) > %(max_bytes)s::bigint AS is_full FROM slice
     HAVING %(anyway)s::boolean OR count(*) >= %(size)s::integer OR sum(bytes) > %(max_bytes)s::bigint
-        OR min(since) <= greatest(clock_timestamp() - %(max_age)s::interval,
+        OR bool_or({early}) OR min(since) <= greatest(clock_timestamp() - %(max_age)s::interval,
                (SELECT flushed_at FROM busload.buffer WHERE buffer = %(buffer)s::text))
 ), chosen AS MATERIALIZED (
     SELECT id FROM weighed WHERE %(max_bytes)s::bigint IS NULL OR upto <= %(max_bytes)s::bigint OR upto = bytes
 ), same AS MATERIALIZED (
     {same}
+), kept_back AS MATERIALIZED (
+    {kept_back}
 ), taken AS (
     UPDATE {table} AS b SET {group_id} = %(group_id)s::uuid
-     WHERE b.{id} = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM same)) AND EXISTS (SELECT FROM due)
+     WHERE b.{id} = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM same EXCEPT SELECT id FROM kept_back))
+       AND EXISTS (SELECT FROM due)
     RETURNING b.{id} AS id, b.{created_at} AS at
 ), sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
     SELECT nextval('busload.load_number') * 1024, %(buffer)s::text, %(group_id)s::uuid, 'busload.Group',
            json_build_object('buffer', %(buffer)s::text, 'items', count(*),
-                             'partition', (SELECT nullif(partition, '') FROM slice LIMIT 1))
+                             'partition', (SELECT nullif(partition, '') FROM slice LIMIT 1), 'table', %(told_table)s::text)
       FROM taken HAVING count(*) > 0
     RETURNING id
 ), queued AS (
@@ -180,7 +201,8 @@ SELECT p.place, array_agg(c.command_id) FROM place AS p
  GROUP BY p.place;
 
 -- name: declared
-SELECT relation, id_column, group_column, created_column, key_column, partition_column, calls, done, vanished, size, max_age
+SELECT relation, id_column, group_column, created_column, key_column, partition_column, calls, done, vanished, size, max_age,
+       problem
   FROM busload.buffer WHERE buffer = %(buffer)s::text;
 
 -- name: names

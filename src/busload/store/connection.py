@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+from functools import partial
 from typing import Any, TypeAlias
 
 import psycopg
@@ -81,7 +82,7 @@ def async_pool(
     )
 
 
-def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]:
+def engine_pool(dsn: str, max_size: int, *, lock_timeout: str | None = None) -> AsyncConnectionPool[AsyncConnection]:
     """The pool of a worker's own statements, so that handlers cannot starve them of connections.
 
     They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
@@ -94,11 +95,21 @@ def engine_pool(dsn: str, max_size: int) -> AsyncConnectionPool[AsyncConnection]
         max_size=max_size,
         open=False,
         kwargs=PARAMETERS | {"autocommit": True, "prepare_threshold": 0},
-        configure=_configure_engine,
+        configure=partial(_configure_engine, lock_timeout=lock_timeout),
         check=_check_async,
         max_lifetime=300,
         name="busload-engine",
     )
+
+
+def is_away(error: psycopg.Error) -> bool:
+    """Whether the database, a lock or room is missing for now; all else is refused, and would be again at once."""
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return error.sqlstate.startswith(_FOR_NOW)
+
+
+_FOR_NOW = ("08", "40", "53", "57P", "57014", "55P03")
 
 
 def refuse_server(conn: Connection | AsyncConnection) -> None:
@@ -156,12 +167,14 @@ async def _configure_async(conn: AsyncConnection) -> None:
         await conn.execute(ISOLATE, prepare=False)
 
 
-async def _configure_engine(conn: AsyncConnection) -> None:
+async def _configure_engine(conn: AsyncConnection, lock_timeout: str | None = None) -> None:
     await _configure_async(conn)
     if conn.prepare_threshold is not None:
         await conn.execute("SET plan_cache_mode = force_generic_plan", prepare=False)
         await conn.execute("SET jit = off", prepare=False)
         await conn.execute("SET enable_seqscan = off", prepare=False)
+        if lock_timeout is not None:
+            await conn.execute("SELECT set_config('lock_timeout', %s, false)", [lock_timeout], prepare=False)
 
 
 def _adapt(conn: Connection | AsyncConnection, row: Any) -> bool:

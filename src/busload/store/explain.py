@@ -106,7 +106,7 @@ def _command(domain: str, command_id: UUID) -> Plan[CommandFacts | None]:
     rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
     if not rows:
         return None
-    now, id, batch_id, command_type, priority, status, created_at, *place, canceled_at = rows[0]
+    now, id, batch_id, command_type, priority, status, created_at, *place, canceled_at, items = rows[0]
     ended = status in ENDED
     usual = None if ended else (yield from _usual(batch_id, domain, id, command_type))
     places = _place(now, command_id, command_type, priority, status, created_at, usual, *place)
@@ -117,8 +117,9 @@ def _command(domain: str, command_id: UUID) -> Plan[CommandFacts | None]:
     if places.ready:
         around = yield from _with_those_ahead(around, domain, priority, None)
     around = replace(around, usual=usual)
+    events = int(items) if items is not None and items.isdecimal() else None
     return CommandFacts(
-        now, domain, command_id, batch_id, command_type, status, created_at, ended, canceled_at, places, around
+        now, domain, command_id, batch_id, command_type, status, created_at, ended, canceled_at, places, around, events
     )
 
 

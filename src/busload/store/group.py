@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid5
 
 import msgspec
+import psycopg
 
 from busload.domain.buffer import EXHAUSTED
 from busload.domain.execution import Leased, Transition
 from busload.domain.ids import new_id
-from busload.errors import Superseded
+from busload.errors import Superseded, TransientCommandError
 from busload.store import rescue, settle
-from busload.store.plan import Plan, Statement, execute
+from busload.store.connection import is_away
+from busload.store.plan import Plan, Savepoint, Script, Statement, execute
 from busload.store.relation import Relation
 from busload.store.statements import statements
 
 SQL = statements("group")
+
+REFUSED = "BUFFER_REFUSED"
+MOST_PROBES = 200
+"""Statements that look for rows that cannot be deleted, at most; those that are not found by then share their fate."""
+BY_COLUMN = {"payload": "(SELECT row_to_json(one) FROM (SELECT {data}) AS one)"}
+"""A row of an application's table as its handler has it."""
+UNREADABLE = (psycopg.DataError, ValueError, ArithmeticError, RecursionError)
+"""What values raise that Python has no room for: times without end or before Christ, numbers of 5,000 digits."""
+UNKNOWN_TIME = datetime.fromtimestamp(0, UTC)
 
 
 class Row(msgspec.Struct, frozen=True, eq=False):
@@ -29,6 +40,8 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     key: str | None
     created_at: datetime
     data: Any
+    flaw: Exception | None = None
+    """Why Python cannot hold this row; then it has no data, and its time is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +95,92 @@ class Ended:
 def read(relation: Relation, group_id: UUID) -> Plan[list[Row]]:
     """The events of a group. A table's come as text: a type that only the application knows would be bytes else."""
     params = {"buffer": relation.buffer, "group_id": group_id}
-    rows = yield Statement(relation.spell(SQL.read), params, binary=relation.own)
+    try:
+        rows = yield Statement(relation.spell(SQL.read), params, binary=relation.own)
+    except UNREADABLE as error:
+        if getattr(error, "sqlstate", None) is not None:
+            raise
+        return (yield from _read_apart(relation, params))
+    return _rows(relation, rows)
+
+
+def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
+    """The same in ever smaller parts, until the rows that cannot be read stand alone."""
+    keys = dict((yield Statement(relation.spell(SQL.read_keys), params, binary=relation.own)))
+    found: dict[Any, Row] = {}
+    parts = [list(keys)]
+    while parts:
+        part = parts.pop()
+        try:
+            rows = yield Statement(relation.spell(SQL.read_some), params | {"ids": part}, binary=relation.own)
+        except UNREADABLE as error:
+            if getattr(error, "sqlstate", None) is not None:
+                raise
+            if len(part) == 1:
+                found[part[0]] = Row(part[0], keys[part[0]], UNKNOWN_TIME, None, error)
+            else:
+                parts += _halves(part)
+        else:
+            found |= {row.id: row for row in _rows(relation, rows)}
+    return [found[id] for id in keys if id in found]
+
+
+def _rows(relation: Relation, rows: Sequence[Any]) -> list[Row]:
     if relation.own:
         return [Row(*row) for row in rows]
     names = [column.name for column in relation.columns]
     return [Row(id, key, since, dict(zip(names, data, strict=True))) for id, key, since, *data in rows]
+
+
+def _halves(ids: Sequence[Any]) -> list[list[Any]]:
+    middle = len(ids) // 2
+    return [list(ids[:middle]), list(ids[middle:])]
+
+
+def refusal(buffer: str, error: psycopg.Error) -> TransientCommandError:
+    return TransientCommandError(
+        f"The database refuses a statement about the events of buffer {buffer!r}: {error}. If its table was changed, "
+        "`busload buffer ddl` prints what it lacks.",
+        code=REFUSED,
+    )
+
+
+def find_refused(place: Place, ids: Sequence[Any]) -> Plan[dict[Any, TransientCommandError]]:
+    """Which of these rows cannot be deleted, and why. Needs a transaction, and leaves all as it is."""
+    yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
+    refused: dict[Any, TransientCommandError] = {}
+    parts, probes = [list(ids)], 0
+    while parts:
+        part = parts.pop()
+        error = yield from _probe(place, part)
+        probes += 1
+        if error is not None and len(part) > 1 and probes < MOST_PROBES:
+            parts += _halves(part)
+        elif error is not None:
+            refused |= dict.fromkeys(part, error)
+    return refused
+
+
+class _Undo(Exception):
+    """It would have worked."""
+
+
+def _probe(place: Place, ids: Sequence[Any]) -> Plan[TransientCommandError | None]:
+    def delete() -> Plan[None]:
+        yield from _end(place, ids, expected=len(ids))
+        raise _Undo
+
+    try:
+        yield Savepoint(delete())
+    except _Undo:
+        return None
+    except TransientCommandError as kept:
+        return kept
+    except psycopg.Error as error:
+        if is_away(error):
+            raise
+        return refusal(place.relation.buffer, error)
+    return None
 
 
 def halve(place: Place, ids: Sequence[Any], left: int) -> Plan[bool]:
@@ -110,7 +204,7 @@ def end_part(place: Place, ids: Sequence[Any], left: int, *, fenced: bool) -> Pl
         raise Superseded("Another worker has this group now; what the handler wrote was rolled back.")
     if not held:
         return Ended((yield from _end_late(place, ids)), False)
-    done = yield from _end(place, ids)
+    done = yield from _end(place, ids, expected=len(ids))
     yield from _count(place, left)
     return Ended(done, True, len(ids) - done)
 
@@ -141,12 +235,12 @@ def finish(
         return Ended(done, bool(credited), transition=transition)
     if ending.parted:
         yield from _part(place, ending.parted, error=ending.parted_error)
-    done = yield from _end(place, ending.done)
+    done = yield from _end(place, ending.done, expected=ending.expected)
     transition = conclude(done)
     if ending.exhausted and ending.hook:
         yield from _tell(place, transition.details)
     if ending.exhausted and ending.delete:
-        yield from _end(place, None, outcome="EXHAUSTED")
+        yield from _end(place, None, expected=ending.left, outcome="EXHAUSTED")
     elif ending.left and ending.left != place.told:
         yield from _count(place, ending.left)
     credited = yield from settle.settle([transition], now=now)
@@ -161,22 +255,27 @@ def _hold(place: Place) -> Plan[bool]:
     return bool(held)
 
 
-def _end(place: Place, ids: Sequence[Any] | None, outcome: str = "DONE") -> Plan[int]:
+def _end(place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE") -> Plan[int]:
+    """Delete rows. Fewer than expected have vanished, if they are not there; if they are, somebody has kept them."""
     if ids is not None and not ids:
         return 0
-    [(ended,)] = yield from execute(
-        place.relation.spell(SQL.end_items),
-        **place.about(),
-        ids=None if ids is None else list(ids),
-        archive=place.archive,
-        outcome=outcome,
-    )
+    about = place.about() | {"ids": None if ids is None else list(ids)}
+    at = place.relation
+    [(ended,)] = yield from execute(at.spell(SQL.end_items), **about, archive=place.archive, outcome=outcome)
+    if ended < expected:
+        [(kept,)] = yield from execute(at.spell(SQL.kept), **about)
+        if kept:
+            raise TransientCommandError(
+                f"{kept} events of buffer {at.buffer!r} are still in their group after they were deleted: a trigger or "
+                f"a rule of {at.told} keeps them. Let it delete rows that have a {at.group_id}.",
+                code=REFUSED,
+            )
     return int(ended)
 
 
 def _end_late(place: Place, ids: Sequence[Any] | None) -> Plan[int]:
     """What was delivered leaves also the group of another worker, who need not wonder where it went."""
-    done = yield from _end(place, ids)
+    done = yield from _end(place, ids, expected=0 if ids is None else len(ids))
     if done:
         yield from execute(SQL.deliver_late, command=place.leased.id, done=done, partition=place.partition)
     return done
@@ -191,18 +290,20 @@ def _part(place: Place, ids: Sequence[Any], *, error: str | None) -> Plan[int]:
         lease_id=place.leased.lease.lease_id,
         command=place.leased.id,
         partition=place.partition,
+        told_table=place.relation.told,
         error=error,
     )
     return int(moved)
 
 
 def _count(place: Place, left: int) -> Plan[None]:
-    yield from execute(SQL.count_items, command=place.leased.id, items=left, partition=place.partition)
+    about = {"partition": place.partition, "told_table": place.relation.told}
+    yield from execute(SQL.count_items, command=place.leased.id, items=left, **about)
 
 
 def _tell(place: Place, error: str | None) -> Plan[None]:
     yield from execute(
-        place.relation.spell(SQL.tell_exhausted),
+        place.relation.spell(SQL.tell_exhausted, **({} if place.relation.own else BY_COLUMN)),
         **place.about(),
         command=place.leased.id,
         hook_id=uuid5(place.group_id, str(place.leased.lease.attempt)),

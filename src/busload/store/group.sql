@@ -3,6 +3,21 @@
 SELECT b.{id}, {key}, {since}, {data} FROM {table} AS b
  WHERE {filter} AND b.{group_id} = %(group_id)s::uuid ORDER BY b.{created_at}, b.{id};
 
+-- name: read_keys
+-- Its ids and keys alone, where a row holds what Python cannot.
+SELECT b.{id}, {key} FROM {table} AS b
+ WHERE {filter} AND b.{group_id} = %(group_id)s::uuid ORDER BY b.{created_at}, b.{id};
+
+-- name: read_some
+SELECT b.{id}, {key}, {since}, {data} FROM {table} AS b
+ WHERE {filter} AND b.{group_id} = %(group_id)s::uuid AND b.{id} IN (SELECT unnest(%(ids)b::{id_type}[]));
+
+-- name: kept
+-- How many of a group are there, of these or without ids of all.
+SELECT count(*)::integer FROM {table} AS b
+ WHERE {filter} AND b.{group_id} = %(group_id)s::uuid
+   AND (%(ids)b::{id_type}[] IS NULL OR b.{id} IN (SELECT unnest(%(ids)b::{id_type}[])));
+
 -- name: end_items
 -- Events of a group are done: these, or without ids all of them. A buffer that keeps history has them in its archive from then
 -- on, by the same statement.
@@ -29,7 +44,7 @@ WITH held AS MATERIALIZED (
 ), sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, correlation_id, priority, max_attempts)
     SELECT nextval('busload.load_number') * 1024, c.domain, %(new_group)s::uuid, c.command_type,
-           json_build_object('buffer', c.domain, 'items', n.count, 'partition', %(partition)s::text),
+           json_build_object('buffer', c.domain, 'items', n.count, 'partition', %(partition)s::text, 'table', %(told_table)s::text),
            coalesce(c.correlation_id, c.command_id), c.priority, c.max_attempts
       FROM busload.command AS c CROSS JOIN (SELECT count(*)::integer FROM moved) AS n
      WHERE c.id = %(command)s::bigint AND n.count > 0
@@ -57,14 +72,15 @@ UPDATE busload.lease SET crashes = 1 WHERE lease_id = %(lease_id)s::uuid;
 -- name: count_items
 -- How many events a group holds after some have left it: what is missing then was taken by other hands.
 UPDATE busload.command AS c
-   SET data = json_build_object('buffer', c.domain, 'items', %(items)s::integer, 'partition', %(partition)s::text)
+   SET data = json_build_object('buffer', c.domain, 'items', %(items)s::integer, 'partition', %(partition)s::text,
+                                'table', %(told_table)s::text)
  WHERE c.id = %(command)s::bigint;
 
 -- name: deliver_late
 -- So many of a group that others have by now were delivered: they have not vanished.
 UPDATE busload.command AS c
    SET data = json_build_object('buffer', c.domain, 'items', greatest((c.data ->> 'items')::integer - %(done)s::integer, 0),
-                                'partition', %(partition)s::text)
+                                'partition', %(partition)s::text, 'table', c.data -> 'table')
  WHERE c.id = %(command)s::bigint AND json_typeof(c.data -> 'items') = 'number';
 
 -- name: tell_exhausted
@@ -74,7 +90,7 @@ WITH sent AS (
     SELECT nextval('busload.load_number') * 1024, c.domain, %(hook_id)s::uuid, %(hook_type)s::text,
            json_build_object('buffer', c.domain, 'group_id', c.command_id, 'partition', %(partition)s::text,
                'error', %(error)s::text::json,
-               'items', (SELECT coalesce(json_agg(json_build_object('id', b.{id}, 'key', {key}, 'created_at', {since}, 'data', {whole})
+               'items', (SELECT coalesce(json_agg(json_build_object('id', b.{id}, 'key', {key}, 'created_at', {since}, 'data', {payload})
                                                   ORDER BY b.{created_at}, b.{id}), '[]')
                            FROM {table} AS b WHERE {filter} AND b.{group_id} = %(group_id)s::uuid)),
            coalesce(c.correlation_id, c.command_id), c.priority

@@ -9,18 +9,21 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+import psycopg
 
 from busload.domain.cause import CHUNK_BYTES, WIDEST, CauseGroup, Chunk, Decision, GroupAction, GroupItem, Patch, chunks
 from busload.domain.command import CommandStatus
 from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, storable
 from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem, Superseded
 from busload.store import report, rescue, send
-from busload.store.plan import Plan, execute, many
+from busload.store.connection import is_away
+from busload.store.plan import Plan, Savepoint, Script, execute, many
 from busload.store.statements import statements
 
 SQL = statements("operate")
 
 PAGE = 500
+REFUSED_HERE = "BUS01"
 SAMPLE = 3
 """Items that a dry run shows."""
 
@@ -32,12 +35,14 @@ def retry(domain: str, command_id: UUID, *, operator: str | None) -> Plan[None]:
 
 def complete(domain: str, command_id: UUID, *, result: str | None, operator: str | None) -> Plan[None]:
     [picked] = yield from _pick_one(domain, command_id, "completed")
-    yield from execute(SQL.complete, commands=[picked], result=result, operator=operator, action=None)
+    ended = execute(SQL.complete, commands=[picked], result=result, operator=operator, action=None)
+    yield from _end_one(command_id, ended)
 
 
 def cancel(domain: str, command_id: UUID, *, reason: str, operator: str | None) -> Plan[None]:
     [picked] = yield from _pick_one(domain, command_id, "canceled")
-    yield from execute(SQL.cancel, commands=[picked], reason=reason, operator=operator, action=None)
+    ended = execute(SQL.cancel, commands=[picked], reason=reason, operator=operator, action=None)
+    yield from _end_one(command_id, ended)
 
 
 def groups(domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
@@ -118,8 +123,11 @@ def resolve(
             except ValueError as error:
                 left[command_id] = f"the patch does not apply: {error}"
         commands = {command: commands[command] for command in data}
-    if commands:
+    if commands and decision.action == "retry":
         yield from _move(decision, list(commands), list(data.values()), action)
+    elif commands:
+        kept = yield from _end_all(decision, list(commands), action)
+        left |= {commands.pop(command): why for command, why in kept.items()}
     gone = set(chunk.command_ids).difference(commands.values(), left)
     if gone:
         left |= yield from _left_behind(domain, chunk, gone)
@@ -137,6 +145,47 @@ def _move(decision: Decision, commands: Sequence[int], data: Sequence[str], acti
             yield from execute(SQL.complete, **about, result=result)
         case "cancel":
             yield from execute(SQL.cancel, **about, reason=decision.reason)
+
+
+def _end_all(decision: Decision, commands: Sequence[int], action: UUID | None) -> Plan[dict[int, str]]:
+    """Complete or cancel these, but for groups whose events cannot be deleted; returns why not. Needs a transaction."""
+    yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
+    kept: dict[int, str] = {}
+    parts = [list(commands)]
+    while parts:
+        part = parts.pop()
+        try:
+            yield Savepoint(_move(decision, part, [], action))
+        except psycopg.Error as error:
+            why = _why_kept(error)
+            if why is None:
+                raise
+            if len(part) == 1:
+                kept[part[0]] = why
+            else:
+                parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+    return kept
+
+
+def _end_one(command_id: UUID, ended: Plan[Any]) -> Plan[None]:
+    try:
+        yield Savepoint(ended)
+    except psycopg.Error as error:
+        why = _why_kept(error)
+        if why is None:
+            raise
+        raise InvalidOperationError(f"Group {command_id} stays as it is. {why}") from error
+
+
+def _why_kept(error: psycopg.Error) -> str | None:
+    """Why the events of a group cannot be deleted; None if that is not what the error is about."""
+    said = error.diag
+    if is_away(error) or "busload.end_groups" not in (said.context or ""):
+        return None
+    if error.sqlstate == REFUSED_HERE:
+        return str(said.message_primary)
+    details = f" ({said.message_detail})" if said.message_detail else ""
+    return f"Its events cannot be deleted: {said.message_primary}{details}."
 
 
 def _left_behind(domain: str, chunk: Chunk, command_ids: set[UUID]) -> Plan[dict[UUID, str]]:

@@ -11,6 +11,7 @@ from busload.store.plan import Plan, execute, many
 from busload.store.statements import statements
 
 SQL = statements("rate")
+SKIPPING = SQL.ask.replace(b"FOR UPDATE", b"FOR UPDATE SKIP LOCKED")
 
 AHEAD = 0.5
 """Seconds that a call is let go before its time, at most, so that who waits hears soon of a block."""
@@ -53,13 +54,17 @@ class Late:
     limit: str
 
 
-def ask(asks: Mapping[Key, Ask]) -> Plan[dict[Key, Grant]]:
-    """Ask for calls of several limits at once; limits that are new begin with this."""
-    granted = yield from _ask(asks)
+def ask(asks: Mapping[Key, Ask], *, skip_locked: bool = False) -> Plan[dict[Key, Grant]]:
+    """Ask for calls of several limits at once; limits that are new begin with this.
+
+    A row that others have locked for a second makes all of it fail; with `skip_locked`, there is no answer for it.
+    """
+    statement = SKIPPING if skip_locked else SQL.ask
+    granted = yield from _ask(asks, statement)
     if len(granted) < len(asks):
         missing = {key: asked for key, asked in asks.items() if key not in granted}
         yield from _begin({key: asked.limit for key, asked in missing.items()})
-        granted |= yield from _ask(missing)
+        granted |= yield from _ask(missing, statement)
     return granted
 
 
@@ -80,6 +85,14 @@ def refuse(key: Key, limit: RateLimit, after: float, entered_ago: float | None) 
             SQL.cut, **about, round=round, ceiling=cut.ceiling, rate=cut.rate, back=cut.back, soon=cut.soon
         )
     return float(blocked)
+
+
+def reset(name: str, subject: str | None) -> Plan[int]:
+    """Let calls go again at once, of one value of `by` or of all; returns how many limits that concerns."""
+    rows = yield from execute(SQL.reset, name=name, subject=subject)
+    if rows:
+        yield from execute(SQL.bring_forward, name=name)
+    return len(rows)
 
 
 def limits(name: str | None, *, limit: int) -> Plan[list[LimitStatus]]:
@@ -105,10 +118,10 @@ def postpone(late: Sequence[Late]) -> Plan[int]:
     return int(count)
 
 
-def _ask(asks: Mapping[Key, Ask]) -> Plan[dict[Key, Grant]]:
+def _ask(asks: Mapping[Key, Ask], statement: bytes) -> Plan[dict[Key, Grant]]:
     grown = [asked.now if asked.now is not None else Adapted(asked.limit.rate) for asked in asks.values()]
     rows = yield from execute(
-        SQL.ask,
+        statement,
         names=[name for name, _ in asks],
         subjects=[subject for _, subject in asks],
         wanted=[asked.wanted for asked in asks.values()],

@@ -2,34 +2,38 @@
 -- Let as many calls go as each limit allows within `ahead` seconds. The first may begin `base - slack` seconds from now, each
 -- further one `every` seconds later; the column after it says when the next one could that was not granted. While a limit is blocked
 -- nobody gets anything. Of an adaptive limit the rate only grows here, by what calls of this round have shown (`steps`).
--- Does not wait for the disk: a crash gives back the calls of some milliseconds.
-WITH asked AS MATERIALIZED (
+-- No call is due later than the present rate and burst can explain: a limit that was raised, or a clock that was set back, counts at once.
+-- Does not wait for the disk: a crash gives back the calls of some milliseconds. Nor for long for a lock.
+WITH hasty AS MATERIALIZED (
+    SELECT set_config('synchronous_commit', 'off', true) || set_config('lock_timeout', '1s', true) AS set
+), asked AS MATERIALIZED (
     SELECT * FROM unnest(%(names)b::text[], %(subjects)b::text[], %(wanted)b::integer[], %(rates)b::float8[], %(bursts)b::integer[],
                          %(rounds)b::integer[], %(steps)b::float8[]) AS a (name, subject, wanted, rate, burst, round, step)
 ), held AS MATERIALIZED (
     SELECT r.* FROM busload.rate_limit AS r
-     WHERE (r.name, r.subject) IN (SELECT name, subject FROM asked) ORDER BY r.name, r.subject FOR UPDATE
+     WHERE (SELECT set FROM hasty) IS NOT NULL AND (r.name, r.subject) IN (SELECT name, subject FROM asked) ORDER BY r.name, r.subject FOR UPDATE
 ), paced AS (
     SELECT a.name, a.subject, a.wanted, a.burst, a.round IS NOT NULL AS adaptive, h.round, h.ceiling, h.back, h.soon,
            h.progress + CASE WHEN a.round = h.round THEN a.step ELSE 0 END AS progress,
            CASE WHEN a.round IS NULL THEN a.rate WHEN a.round = h.round THEN greatest(a.rate, h.rate) ELSE h.rate END AS rate,
-           greatest(extract(epoch FROM h.next_at - now())::float8, 0) AS base,
+           greatest(extract(epoch FROM h.next_at - now())::float8, 0) AS later,
            extract(epoch FROM h.blocked_until - now())::float8 AS blocked
       FROM asked AS a JOIN held AS h USING (name, subject)
 ), granted AS MATERIALIZED (
     SELECT *, CASE WHEN blocked > 0 THEN 0
                    ELSE greatest(least(wanted, floor((%(ahead)s::float8 + slack - base) / every) + 1), 0)::integer END AS calls
-      FROM (SELECT *, 1 / rate AS every, (burst - 1) / rate AS slack FROM paced) AS paced
+      FROM (SELECT *, 1 / rate AS every, (burst - 1) / rate AS slack, least(later, %(ahead)s::float8 + burst / rate) AS base
+              FROM paced) AS paced
 ), used AS (
     UPDATE busload.rate_limit AS r
        SET adaptive = g.adaptive, rate = g.rate, progress = g.progress, calls = r.calls + g.calls, used_at = now(),
-           next_at = CASE WHEN g.calls > 0 THEN now() + (g.base + g.calls * g.every) * interval '1 second' ELSE r.next_at END
+           next_at = CASE WHEN blocked > 0 THEN r.next_at ELSE now() + (g.base + g.calls * g.every) * interval '1 second' END
       FROM granted AS g WHERE r.name = g.name AND r.subject = g.subject
 )
 SELECT g.name, g.subject, g.calls, g.base - g.slack, g.every,
        CASE WHEN blocked > 0 THEN blocked ELSE g.base + g.calls * g.every - g.slack END,
        g.round, g.ceiling, g.progress, g.back, g.soon
-  FROM granted AS g CROSS JOIN (SELECT set_config('synchronous_commit', 'off', true)) AS hasty;
+  FROM granted AS g;
 
 -- name: begin
 -- Limits that were not known yet.
@@ -42,17 +46,19 @@ SELECT name, subject, adaptive, rate, rate
 -- name: refuse
 -- The receiver wants no calls for a while: neither those to come nor those that were granted and have not begun, whoever waits
 -- for one hears of it. Afterwards there is no burst.
-WITH refused AS (
+WITH hasty AS MATERIALIZED (
+    SELECT set_config('lock_timeout', '1s', true) AS set
+), refused AS (
     UPDATE busload.rate_limit
        SET blocked_until = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second'), refused = refused + 1,
            next_at = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second')
                      + (%(burst)s::integer - 1) / rate * interval '1 second',
            used_at = now()
-     WHERE name = %(name)s::text AND subject = %(subject)s::text
+     WHERE (SELECT set FROM hasty) IS NOT NULL AND name = %(name)s::text AND subject = %(subject)s::text
     RETURNING *
 )
 SELECT extract(epoch FROM blocked_until - now())::float8, round, ceiling, progress, back, soon, extract(epoch FROM now() - cut_at)::float8,
-       pg_notify('busload_limit', name)
+       pg_notify('busload_limit', json_build_array(name, subject)::text)
   FROM refused;
 
 -- name: cut
@@ -61,6 +67,24 @@ UPDATE busload.rate_limit
    SET ceiling = %(ceiling)s::float8, progress = 0, back = %(back)s::float8, soon = %(soon)s::integer, rate = %(rate)s::float8,
        round = round + 1, cut_at = now()
  WHERE name = %(name)s::text AND subject = %(subject)s::text AND round = %(round)s::integer;
+
+-- name: reset
+-- A person says that the receiver takes calls again. What was learnt about its rate stays.
+WITH freed AS (
+    UPDATE busload.rate_limit SET blocked_until = now(), next_at = now()
+     WHERE name = %(name)s::text AND (%(subject)s::text IS NULL OR subject = %(subject)s::text)
+    RETURNING name, subject
+)
+SELECT subject, pg_notify('busload_limit', json_build_array(name, subject)::text) FROM freed;
+
+-- name: bring_forward
+-- What waits for a limit of this name looks again now. Of which value its `by` was is not known: who is blocked still goes back.
+UPDATE busload.scheduled SET run_at = now()
+ WHERE hi IN (SELECT s.hi FROM busload.scheduled AS s
+               WHERE s.reason = 'RATE_LIMITED' AND s.run_at > now()
+                 AND EXISTS (SELECT FROM busload.event AS e WHERE e.lo >> 10 = s.lo >> 10 AND e.lo <= s.hi AND e.hi >= s.lo
+                                AND e.type = 'RATE_LIMITED' AND e.details ->> 'limit' = %(name)s::text OFFSET 0)
+               ORDER BY s.hi FOR UPDATE SKIP LOCKED);
 
 -- name: limits
 SELECT name, subject, adaptive, rate, CASE WHEN blocked_until > now() THEN blocked_until END, calls, refused, used_at

@@ -28,6 +28,7 @@ READABLE = re.compile(rf"{_IDENTIFIER}(?:\.{_IDENTIFIER})?\Z")
 
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 ORDINARY_KINDS = ("r", "p")
+TEXTS = ("text", "character varying", "bpchar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,17 @@ class Relation:
     columns: tuple[Column, ...] = ()
     """Of an application's table: those that `data` selects, in that order."""
     own: bool = False
+    early: str = "false"
+    """Whether a time `since` cannot be right, and nobody knows when such an event was added: it is due."""
 
     def spell(self, statement: builtins.bytes, partition: str | None = "", **more: str) -> builtins.bytes:
         """A statement about this table. `{within}` is one partition of it: that in the parameter, or the null one."""
         return _spell(self, statement, partition is None, tuple(more.items()))
+
+    @property
+    def told(self) -> str | None:
+        """How the commands of groups name it: as SQL spells it; None is busload's own."""
+        return None if self.own else self.table.replace("%%", "%")
 
     def within(self, null: bool = False) -> str:
         """The condition for one partition."""
@@ -111,6 +119,7 @@ _SPELLED = (
     "created_at",
     "created_type",
     "since",
+    "early",
     "key",
     "partition",
     "filter",
@@ -127,10 +136,13 @@ _USUAL = {
     "from_here": "b.{created_at} >= %(start)s::text::{created_type}",
     "free": "true",
     "same": "SELECT id FROM chosen WHERE false",
+    "kept_back": "SELECT id FROM chosen WHERE false",
     "answer": "(SELECT count(*)::integer FROM taken)",
     "names": "{key_column}",
+    "payload": "{whole}",
     "values": "%(v0)s::text",
-    "due_in": "CASE WHEN isfinite(since) THEN extract(epoch FROM since + %(max_age)s::interval - clock_timestamp())"
+    "due_in": "CASE WHEN {early} THEN -1"
+    " WHEN isfinite(since) THEN extract(epoch FROM since + %(max_age)s::interval - clock_timestamp())"
     " WHEN since < now() THEN -1 ELSE 1e9 END::float8",
 }
 """What parts of a statement are, unless it is spelled with others."""
@@ -200,9 +212,71 @@ def ddl(table: BufferTable, *, partition_by: str | None = None) -> Plan[list[str
     found = yield from _look_up(table.name)
     if found is None:
         raise InvalidOperationError(_no_table(table.name))
+    _refuse_unknown(table, partition_by, found)
+    if found.kind not in ORDINARY_KINDS:
+        return [
+            _comment(f"{found.spelled} is no table that rows can be locked in (a view, perhaps): name another one.")
+        ]
     names = {column.name for column in found.columns}
-    alter = [f"ALTER TABLE {found.spelled} {added};" for name, added in _columns(table) if name not in names]
+    forbidden = f"{found.spelled}: this role may not select, insert, update and delete there."
+    alter = [] if found.granted else [_comment(forbidden)]
+    added = _columns(table, another_primary_key=found.has_primary_key)
+    alter += [f"ALTER TABLE {found.spelled} {text};" for name, text in added if name not in names]
+    alter += _mended(table, found)
     return alter + _missing_indexes(table, partition_by, found, merges=table.key is not None)
+
+
+def _refuse_unknown(table: BufferTable, partition_by: str | None, found: _Found) -> None:
+    """What an event is about, and its partition, are columns that only the application can add."""
+    wanted = ((table.key, "key"), (partition_by, "partition_by"))
+    unknown = [f"{name!r} ({meaning})" for name, meaning in wanted if name is not None and not found.column(name)]
+    if unknown:
+        raise InvalidOperationError(
+            f"The table {found.spelled} has no column {' and none '.join(unknown)}; it has "
+            f"{', '.join(one.name for one in found.columns) or 'none'}. Add it first, or name another one."
+        )
+
+
+def _mended(table: BufferTable, found: _Found) -> list[str]:
+    """What makes columns fit that are there but are not as they must be; a comment where only a person can tell."""
+    alter = f"ALTER TABLE {found.spelled}"
+    lines: list[str] = []
+    if (id := found.column(table.id)) is not None and _problems_of(id, "id", found):
+        if found.has_primary_key:
+            lines += [] if found.is_unique(id) else [f"{alter} ADD UNIQUE ({id.spelled});"]
+            lines += [] if id.name in found.not_null else [f"{alter} ALTER COLUMN {id.spelled} SET NOT NULL;"]
+        else:
+            lines.append(f"{alter} ADD PRIMARY KEY ({id.spelled});")
+    if (group := found.column(table.group_id)) is not None:
+        if group.type in TEXTS:
+            lines.append(f"{alter} ALTER COLUMN {group.spelled} TYPE uuid USING {group.spelled}::uuid;")
+        elif group.type != "uuid":
+            lines.append(_other_type(group, found, "uuid"))
+        if group.name in found.not_null:
+            lines.append(f"{alter} ALTER COLUMN {group.spelled} DROP NOT NULL;")
+    if (created := found.column(table.created_at)) is not None:
+        if created.type == "date":
+            lines.append(f"{alter} ALTER COLUMN {created.spelled} TYPE timestamptz;")
+        elif not created.type.startswith("timestamp"):
+            lines.append(_other_type(created, found, "timestamptz"))
+        if created.name not in found.not_null and created.type.startswith(("timestamp", "date")):
+            lines += [
+                f"{alter} ALTER COLUMN {created.spelled} SET DEFAULT now();",
+                f"UPDATE {found.spelled} SET {created.spelled} = now() WHERE {created.spelled} IS NULL;",  # noqa: S608
+                f"{alter} ALTER COLUMN {created.spelled} SET NOT NULL;",
+            ]
+    return lines
+
+
+def _other_type(column: Column, found: _Found, wanted: str) -> str:
+    return _comment(
+        f"{found.spelled}: the column {column.spelled} is of type {column.type}, wanted {wanted}: name another one."
+    )
+
+
+def _comment(text: str) -> str:
+    """In one line, whatever is in the names."""
+    return "-- " + " ".join(text.splitlines())
 
 
 def all_ddl(table: BufferTable, *, partition_by: str | None = None) -> list[str]:
@@ -231,9 +305,14 @@ class _Found:
     columns: list[Column]
     not_null: set[str]
     indexes: list[tuple[list[str], bool, str | None]]
+    has_primary_key: bool = False
 
     def column(self, name: str) -> Column | None:
         return next((column for column in self.columns if column.name == name), None)
+
+    def is_unique(self, column: Column) -> bool:
+        """By itself, whatever other columns hold."""
+        return any(unique and names == [column.name] and not where for names, unique, where in self.indexes)
 
 
 def _look_up(name: str) -> Plan[_Found | None]:
@@ -251,7 +330,8 @@ def _look_up(name: str) -> Plan[_Found | None]:
         granted,
         [Column(column, text, type) for column, text, type, _ in columns],
         {column for column, _, _, not_null in columns if not_null},
-        [tuple(index) for index in indexes],
+        [(names, unique, where) for names, unique, where, _ in indexes],
+        any(primary for *_, primary in indexes),
     )
 
 
@@ -285,10 +365,8 @@ def _refuse(settings: BufferSettings, found: _Found | None) -> _Found:
 
 
 def _problems_of(column: Column, meaning: str, found: _Found) -> list[str]:
-    if meaning == "id":
-        alone = any(unique and names == [column.name] and not where for names, unique, where in found.indexes)
-        if not alone or column.name not in found.not_null:
-            return [f"column {column.name!r} (id) is not unique and not null by itself; wanted a primary key"]
+    if meaning == "id" and (not found.is_unique(column) or column.name not in found.not_null):
+        return [f"column {column.name!r} (id) is not unique and not null by itself; wanted a primary key"]
     if meaning == "group_id":
         if column.type != "uuid":
             return [f"column {column.name!r} (group_id) is of type {column.type}, wanted uuid"]
@@ -316,10 +394,11 @@ def _spelled(settings: BufferSettings, found: _Found) -> Relation:
     partition = None if settings.partition_by is None else column(settings.partition_by)
     technical = {table.id, table.group_id}
     columns = tuple(column(one.name) for one in found.columns if one.name not in technical)
-    since = f"b.{created.spelled}"
+    since, early = f"b.{created.spelled}", "false"
     if created.type != "timestamp with time zone":
         # Nobody knows in which zone it was written: the earlier reading makes it leave too soon at worst, never late.
         since = f"least({since}::timestamptz, {since} AT TIME ZONE 'UTC')"
+        early = "since > clock_timestamp()"
     return Relation(
         buffer=settings.name,
         table=_literal(found.spelled),
@@ -339,6 +418,7 @@ def _spelled(settings: BufferSettings, found: _Found) -> Relation:
         partition_column=None if partition is None else partition.spelled,
         partition_type=None if partition is None else partition.type,
         columns=columns,
+        early=early,
     )
 
 
@@ -355,9 +435,10 @@ def _no_table(name: str, buffer: str | None = None) -> str:
     )
 
 
-def _columns(table: BufferTable) -> list[tuple[str, str]]:
+def _columns(table: BufferTable, *, another_primary_key: bool = False) -> list[tuple[str, str]]:
+    kind = "UNIQUE" if another_primary_key else "PRIMARY KEY"
     return [
-        (table.id, f"ADD COLUMN {quoted(table.id)} bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
+        (table.id, f"ADD COLUMN {quoted(table.id)} bigint GENERATED ALWAYS AS IDENTITY {kind}"),
         (table.group_id, f"ADD COLUMN {quoted(table.group_id)} uuid"),
         (table.created_at, f"ADD COLUMN {quoted(table.created_at)} timestamptz NOT NULL DEFAULT now()"),
     ]
@@ -389,7 +470,8 @@ def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found
         if lacks([table.key], runs, None):
             missing.append(create([table.key], runs))
         if lacks([table.key], waits):
-            missing.append(create([table.key], waits))
+            missing.append(create([table.key, table.created_at, table.id], waits))
         if found.oid == 0:
-            missing.append(f"-- optional, at most one waiting event per key: {create([table.key], waits, unique=True)}")
+            once = create([table.key], waits, unique=True)
+            missing.append(_comment(f"optional, at most one waiting event per key: {once}"))
     return missing

@@ -8,7 +8,8 @@ SELECT c.oid::bigint, quote_ident(n.nspname) || '.' || quote_ident(c.relname), c
                         CASE WHEN %(readable)s::boolean THEN to_regclass(%(name)s::text) END);
 
 -- name: find_columns
-SELECT attname::text, quote_ident(attname), format_type(atttypid, NULL), attnotnull
+-- Types without a length: a cast to one would cut off what is longer, and without -1 it would be 1 for some.
+SELECT attname::text, quote_ident(attname), format_type(atttypid, -1), attnotnull
   FROM pg_catalog.pg_attribute
  WHERE attrelid = %(table)s::bigint::oid AND attnum > 0 AND NOT attisdropped ORDER BY attnum;
 
@@ -18,6 +19,6 @@ SELECT ARRAY(SELECT coalesce((SELECT attname::text FROM pg_catalog.pg_attribute
                                WHERE attrelid = i.indrelid AND attnum = k.attnum), '')
                FROM unnest(i.indkey::smallint[]) WITH ORDINALITY AS k (attnum, nth)
               WHERE k.nth <= i.indnkeyatts ORDER BY k.nth),
-       i.indisunique, pg_get_expr(i.indpred, i.indrelid)
+       i.indisunique, pg_get_expr(i.indpred, i.indrelid), i.indisprimary
   FROM pg_catalog.pg_index AS i
  WHERE i.indrelid = %(table)s::bigint::oid AND i.indisvalid;

@@ -122,7 +122,7 @@ def isolates(handler: Handler, call: Call, attempt: int) -> bool:
     if not handler.isolate_poison or judgement.answered or call.overdue is not None or len(judgement.failed) < 2:
         return False
     error = judgement.failed[0][1]
-    return not isinstance(error, RateLimited) and (attempt > 1 or isinstance(error, PermanentCommandError))
+    return not isinstance(error, RateLimited) and (attempt > 1 or isinstance(error, FINAL_WORDS))
 
 
 Attempt = Callable[[list[Item]], Awaitable[Call | None]]

@@ -15,7 +15,7 @@ from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
 from busload.domain.bulk import Chunk, Item, Judgement
-from busload.domain.execution import Leased, Outcome, Transition, Unreadable, complete, decide
+from busload.domain.execution import COMPLETED, Leased, Outcome, Transition, Unreadable, complete, decide
 from busload.domain.payload import PayloadLimits, Undecodable
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Gathering, Handler, Handlers
@@ -129,23 +129,24 @@ class Gatherer:
     def take(self, leased: Iterable[Leased]) -> list[Transition]:
         """Gather these; returns the results of those that fail alone, as nobody can tell where they belong."""
         refused: list[Transition] = []
-        suspects: set[Key] = set()
+        suspects: list[Key] = []
         for one in leased:
             handler = self._handlers.find(one.lease.domain, one.command_type)
             assert handler is not None
             assert handler.gathering is not None
             try:
                 key = _key(one, handler.gathering)
+                self._gather(one, key, handler, handler.gathering)
             except Undecodable as error:
                 refused.append(_ended(one, Unreadable(error), handler))
-            except Exception as error:
+            except BaseException as error:  # of `by`, or of a key that cannot be compared; also a SystemExit
                 refused.append(_ended(one, failure(one, error), handler))
             else:
-                self._gather(one, key, handler, handler.gathering)
                 if one.lease.crashes:
-                    suspects.add(key)
-        for key in suspects & self._open.keys():
-            self._leave(key)  # a suspect waits for nobody
+                    suspects.append(key)
+        for key in suspects:
+            if key in self._open:
+                self._leave(key)  # a suspect waits for nobody
         return refused
 
     def alone(self, one: Leased, handler: Handler) -> Gathered:
@@ -277,9 +278,11 @@ class _Run:
         self._leased = {one.command_id: one for one in gathered.leased if not one.lease.lost}
         """What has no result yet."""
         self._postponed: Postponed | None = None
-        now = time.monotonic()
-        for one in self._leased.values():
-            one.started = now
+        """Until when items wait that the receiver has refused."""
+        self._cut_short: Postponed | None = None
+        """The search for bad ones was: by a pause, or as the worker stops."""
+        self._unstorable: dict[UUID, Transition] = {}
+        self._began(self._leased.values())
 
     async def all(self) -> None:
         items = await self._items()
@@ -295,9 +298,12 @@ class _Run:
             await self.fail_rest(error)
             return
         failed, overdue = call.judgement.failed, call.overdue
-        if self._postponed is None and isolates(self._handler, call, attempt):
+        if isolates(self._handler, call, attempt):
             failed, overdue = await find_bad(failed, self._try)
-        await self._fail(failed)
+        if self._cut_short is not None:
+            await self._put_off([item for item, _ in failed], self._cut_short)
+        else:
+            await self._fail(failed)
         if overdue is not None:
             log.warning(
                 "A handler of %s outlived its %s s; its slot is taken until it returns",
@@ -322,23 +328,33 @@ class _Run:
         return items
 
     async def _try(self, items: list[Item]) -> Call | None:
-        """Call with a part; None once the limit, or the loss of the commands, makes it pointless to go on."""
-        if self._postponed is not None or all(self._leased[item.id].lease.lost for item in items):
-            return None
+        """Call with a part, however long its turn takes; None if there is no point in going on."""
         try:
-            return await self._call(items)
+            while items := self._ours(items):
+                call = await self._call(items, patient=True)
+                if call.judgement.answered or call.refusal is None or self._postponed is None:
+                    return call
+                if self._handler.rate_limit is None:  # else the next turn comes after the pause
+                    await self._runner._limiter.sit_out(self._gathered.lease.domain, self._postponed)
         except Postponed as postponed:
-            self._postponed = postponed
-            return None
+            self._cut_short = postponed
+        return None
 
-    async def _call(self, items: list[Item]) -> Call:
+    async def _call(self, items: list[Item], *, patient: bool = False) -> Call:
         """One call, with those that it has done settled."""
         runner, gathered, handler = self._runner, self._gathered, self._handler
         chunk = Chunk(gathered.lease.domain, gathered.command_type, items, gathered.key[2])
-        about = (handler, chunk.domain, chunk.command_type, chunk)
         entered = None
         if handler.rate_limit is not None:
-            entered = await runner._limiter.enter(*about)
+            entered = await runner._limiter.enter(handler, chunk.domain, chunk.command_type, chunk, patient=patient)
+            ours = self._ours(items)
+            if not ours:
+                return Call(Judgement([], [], {}, answered=True))
+            if len(ours) < len(items):
+                items, chunk = ours, Chunk(chunk.domain, chunk.command_type, ours, chunk.key)
+            if not patient:
+                self._began(self._leased[item.id] for item in items)
+        about = (handler, chunk.domain, chunk.command_type, chunk)
         try:
             call = await runner._calls.call(handler, chunk, self._context(items), self._end)
         except Superseded as superseded:
@@ -347,6 +363,8 @@ class _Run:
             return Call(Judgement([], [(item, error) for item in items], {}, answered=True))
         if call.refusal is not None:
             self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
+        if self._unstorable:
+            call = await self._park_unstorable(call)
         if call.ended is not None:
             for transition in call.ended.transitions:
                 self._leased.pop(transition.leased.command_id, None)
@@ -364,10 +382,13 @@ class _Run:
     def _end(self, judgement: Judgement, value: Any) -> Plan[Settled]:
         """Settle what the handler's transaction ends, in that transaction: all of it, or nothing is committed."""
         transitions = self._completed(judgement, value)
-        if any(isinstance(error, RateLimited) for _, error in judgement.failed):
-            failed = []
-        else:
-            failed = [self._failed(item, error) for item, error in judgement.failed]
+        self._unstorable = {one.leased.command_id: one for one in transitions if one.outcome != COMPLETED}
+        if self._unstorable:
+            raise TransientCommandError(
+                "The result of another command of this chunk cannot be stored, so nothing was committed.",
+                code="ROLLED_BACK",
+            )
+        failed = [self._failed(item, error) for item, error in judgement.failed if not self._waits(item, error)]
         now = time.monotonic()
         ended = transitions + failed
         for transition in ended:
@@ -376,6 +397,13 @@ class _Run:
         if len(credited) < len(ended):
             raise Superseded("Another worker has some of these commands now; what the handler wrote was rolled back.")
         return Settled(ended)
+
+    async def _park_unstorable(self, call: Call) -> Call:
+        """Those whose results undid the handler's transaction wait for a person; the others are tried again."""
+        parked, self._unstorable = self._unstorable, {}
+        await self._put(list(parked.values()))
+        failed = [(item, error) for item, error in call.judgement.failed if item.id not in parked]
+        return Call(Judgement([], failed, {}, answered=True))
 
     def _completed(self, judgement: Judgement, value: Any) -> list[Transition]:
         if not judgement.done:
@@ -396,13 +424,31 @@ class _Run:
 
     async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
         failed = [(item, error) for item, error in failed if item.id in self._leased]  # else a transaction has done it
+        late = [item for item, error in failed if self._waits(item, error)]
+        await self._put([self._failed(item, error) for item, error in failed if not self._waits(item, error)])
         if self._postponed is not None:
-            await self._put_off([item for item, _ in failed], self._postponed)
-            return
-        await self._put([self._failed(item, error) for item, error in failed])
+            await self._put_off(late, self._postponed)
+
+    def _waits(self, item: Item, error: BaseException) -> bool:
+        """Whether this one is only put off. Not in a canceled batch: there it has stopped, as it was asked to."""
+        return isinstance(error, RateLimited) and not self._leased[item.id].lease.canceled
+
+    def _ours(self, items: Sequence[Item]) -> list[Item]:
+        """Without those that another worker has now."""
+        for item in items:
+            if item.id in self._leased and self._leased[item.id].lease.lost:
+                del self._leased[item.id]
+        return [item for item in items if item.id in self._leased]
+
+    @staticmethod
+    def _began(leased: Iterable[Leased]) -> None:
+        """The time of their attempt begins, after that in which they waited for a limit."""
+        now = time.monotonic()
+        for one in leased:
+            one.started = now
 
     async def _put_off(self, items: Sequence[Item], postponed: Postponed) -> None:
-        leased = [self._leased.pop(item.id) for item in items]
+        leased = [self._leased.pop(item.id) for item in items if item.id in self._leased]
         if leased:
             await self._runner._postpone(leased, postponed)
 

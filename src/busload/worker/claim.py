@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from psycopg_pool import AsyncConnectionPool
 
@@ -217,19 +217,30 @@ class Claimer:
             self.asked_at = None
         try:
             known = await self._known(taken.leased)
-        except BaseException:  # none of them will run: a lease we do not hold is handed back by the heartbeat
-            self._held.drop({lease.lease_id for lease in taken.leases})
+        except BaseException:
+            self._let_go(taken.leases)
             raise
         self._settlement.expect(taken.leases)
         if self._rests:
             self._rests.claimed(taken.leased)
-        refused = self._start(known)
+        try:
+            refused = self._start(known)
+        except BaseException:
+            self._let_go(taken.leases)
+            raise
         if self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
         self.ran_suspect = self._held.has_suspect
         for transition in refused:
             await self._settlement.put(transition)
         return taken
+
+    def _let_go(self, leases: Iterable[Lease]) -> None:
+        """None of their commands will run: a lease we do not hold is handed back by the heartbeat."""
+        leases = list(leases)
+        self._held.drop({lease.lease_id for lease in leases})
+        for lease in leases:
+            lease.lost = True
 
     def _start(self, leased: list[Leased]) -> list[Transition]:
         """Into the line, or to those who gather; returns the results of those that cannot be gathered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ from psycopg_pool import AsyncConnectionPool
 from busload.domain.buffer import BufferSettings
 from busload.errors import InvalidOperationError
 from busload.store import buffer, relation
-from busload.store.connection import AsyncConnection
+from busload.store.connection import AsyncConnection, is_away
 from busload.store.plan import Plan, perform_async
 from busload.store.relation import Relation
 from busload.worker.pauses import Pauses
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 AGAIN_AFTER = 60.0
 """Seconds until a table that was found unfit is looked at again."""
+
+LOCK_TIMEOUT = "1s"
+"""How long a round waits for a table that others have locked, and for the turn of other workers: others want in too."""
 
 SHORTEST_PAUSE = 0.01
 REMEMBER = 60.0
@@ -76,6 +80,7 @@ class Distributor:
         self._every, self._again_after = every.total_seconds(), again_after
         self._at: Relation | None = None
         self._unfit: str | None = None
+        self._fit = self._locked = False
         self._look_at = self._declared_at = 0.0
         self._cursor: str | None = None
         self.groups = 0
@@ -85,9 +90,15 @@ class Distributor:
         return self._settings.name
 
     async def start(self) -> None:
-        """Refuse a table that cannot be a buffer, before anything is claimed."""
-        self._at = await self._perform(relation.check(self._settings))
-        await self._declare(self._at)
+        """Refuse a table that cannot be a buffer, before anything is claimed; one that is locked is looked at later."""
+        try:
+            at = await self._perform(relation.check(self._settings))
+            await self._perform(buffer.refuse_rivals(self._settings, at))
+            await self._declare(at)
+        except psycopg.errors.LockNotAvailable as error:
+            self._found_locked(error)
+        else:
+            self._at = at
 
     async def once(self) -> float:
         """Claim what is due; returns how long to wait: until the next event will be, or until it is time to look."""
@@ -106,8 +117,12 @@ class Distributor:
     async def distribute(self) -> int:
         """Claim all that is due and has room; returns how many groups that were."""
         groups = 0
+        self._cursor = None
         while True:
-            round = await self._round()
+            round = await self._round(around=False)
+            if round is None and self._locked:
+                await asyncio.sleep(SHORTEST_PAUSE)
+                continue
             groups += 0 if round is None else round.groups
             if round is None or round.cursor is None or round.short_of_room:
                 return groups
@@ -115,8 +130,9 @@ class Distributor:
     async def write_tallies(self) -> None:
         await write_tallies(self._pool, self._tallies, self.name)
 
-    async def _round(self) -> buffer.Round | None:
-        """None: it is paused, or its table is unfit."""
+    async def _round(self, *, around: bool = True) -> buffer.Round | None:
+        """None: it is paused, or its table is unfit or locked."""
+        locked, self._locked = self._locked, False
         await self.write_tallies()
         if self.name in self._pauses.paused or time.monotonic() < self._look_at:
             return None
@@ -125,17 +141,22 @@ class Distributor:
             if at is None:
                 at = await self._perform(relation.check(self._settings))
             await self._declare(at)
-            round = buffer.Round(self._settings, at, self._cursor)
+            round = buffer.Round(self._settings, at, self._cursor, around=around)
             for plan in round.plans():
                 await self._perform(plan)
-        except psycopg.OperationalError:
-            raise  # the database is away, or busy: that is not the table's fault
+        except psycopg.errors.LockNotAvailable as error:
+            self._found_locked(error, again=locked)
+            return None
         except (psycopg.Error, InvalidOperationError) as error:
+            if isinstance(error, psycopg.Error) and is_away(error):
+                raise  # that is not the table's fault
             await self._found_unfit(error)
             return None
         if self._unfit is not None:
             log.info("The table of buffer %s is fit again: its events leave", self._settings.name)
-        self._at, self._unfit, self._cursor = at, None, round.cursor
+        if not self._fit:
+            await self._perform(buffer.note_problem(self.name, None))
+        self._at, self._unfit, self._fit, self._cursor = at, None, True, round.cursor
         self.groups += round.groups
         return round
 
@@ -145,8 +166,13 @@ class Distributor:
             await self._perform(buffer.declare(self._settings, at))
             self._declared_at = now
 
+    def _found_locked(self, error: Exception, again: bool = False) -> None:
+        self._locked = True
+        level = logging.DEBUG if again else logging.INFO
+        log.log(level, "Buffer %s waits for others who have locked it: %s", self.name, error)
+
     async def _found_unfit(self, error: Exception) -> None:
-        self._at, self._look_at = None, time.monotonic() + self._again_after
+        self._at, self._fit, self._look_at = None, False, time.monotonic() + self._again_after
         if isinstance(error, psycopg.Error):
             try:
                 await self._perform(relation.find(self._settings))
@@ -160,6 +186,7 @@ class Distributor:
                 self._again_after,
                 error,
             )
+        await self._perform(buffer.note_problem(self.name, self._unfit))
 
     async def _perform(self, plan: Plan[T]) -> T:
         """Without a transaction where one statement does it: whoever is held up in one, holds up others."""
@@ -192,7 +219,8 @@ async def warn_of_unserved(
         names = await perform_async(conn, buffer.names())
         for name in sorted({*names, *own} - served):
             try:
-                waits = await perform_async(conn, buffer.waits(name, own.get(name)))
+                async with conn.transaction():
+                    waits = await perform_async(conn, buffer.waits(name, own.get(name)))
             except (InvalidOperationError, psycopg.Error):
                 continue  # whoever serves it says what is wrong
             if waits:

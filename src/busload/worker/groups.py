@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -29,11 +30,18 @@ from busload.domain.execution import (
     describe,
 )
 from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, safe_str, storable
-from busload.errors import PermanentCommandError, RateLimited, Superseded, TransientCommandError
+from busload.errors import (
+    BusinessRuleError,
+    InvalidOperationError,
+    PermanentCommandError,
+    RateLimited,
+    Superseded,
+    TransientCommandError,
+)
 from busload.handlers import Handler
 from busload.store import group as groups
 from busload.store import relation
-from busload.store.connection import AsyncConnection, engine_pool
+from busload.store.connection import AsyncConnection, engine_pool, is_away
 from busload.store.group import Ended, Ending, Place, Row
 from busload.store.plan import Plan, perform_async
 from busload.store.relation import Relation
@@ -49,9 +57,14 @@ log = logging.getLogger("busload")
 T = TypeVar("T")
 
 CONNECTIONS = 4
-"""Groups that are read or ended at a time, apart from the engine's own statements: whoever locks an application's table
-must not keep other domains from being claimed and settled."""
+"""Groups of one buffer that are read or ended at a time, apart from the engine's own statements: whoever locks an
+application's table must not keep other buffers and domains waiting."""
+FEWER_CONNECTIONS = 2
+MANY_BUFFERS = 5
+"""With so many or more of them, each has fewer."""
 
+MOST_REFUSALS = 5
+"""How often the end of one call is tried, each time without what was found to be in its way."""
 LONGEST_PAUSE = 5.0
 MOST_TOLD = 1000
 """Items whose errors are kept with an attempt."""
@@ -76,11 +89,15 @@ class GroupRunner:
         self._pool: AsyncConnectionPool[AsyncConnection] | None = None
         self._opening = asyncio.Lock()
         self._relations: dict[str, Relation] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def run(self, leased: Leased, handler: Handler) -> Transition | None:
         """Raises what the attempt fails with; returns a result to settle, or None if it has settled itself."""
         assert handler.buffer is not None
-        return await _Run(self, leased, handler, handler.buffer).all()
+        try:
+            return await _Run(self, leased, handler, handler.buffer).all()
+        except BusinessRuleError as error:  # a command would end as FAILED, and leave its events behind
+            raise PermanentCommandError(str(error), code=error.code, details=error.details) from error
 
     async def close(self) -> None:
         if self._pool is not None:
@@ -102,30 +119,38 @@ class GroupRunner:
         failures = 0
         while True:
             try:
-                async with (await self._connections()).connection() as conn:
+                pool = await self._connections()
+                async with self._turn(buffer), pool.connection() as conn:
                     return await _alone(conn, plan())
-            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+            except psycopg.Error as error:
+                if not is_away(error):
+                    self._relations.pop(buffer, None)
+                    raise groups.refusal(buffer, error) from error
                 if leased.lease.lost:
                     raise Superseded("Another worker has this group now; the database was away.") from error
                 failures += 1
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10))
                 log.warning("Could not reach the events of %s, trying again in %.1f s: %s", buffer, pause, error)
                 await asyncio.sleep(pause)
-            except psycopg.Error as error:
-                self._relations.pop(buffer, None)
-                raise TransientCommandError(
-                    f"The database refuses a statement about the events of buffer {buffer!r}: {error}. If its table "
-                    "was changed, `busload buffer ddl` prints what it lacks.",
-                    code="BUFFER_REFUSED",
-                ) from error
 
     async def _connections(self) -> AsyncConnectionPool[AsyncConnection]:
         async with self._opening:
             if self._pool is None:
-                pool = engine_pool(self._bus.dsn, CONNECTIONS)
+                pool = engine_pool(self._bus.dsn, self._each * max(1, self._buffers))
                 await pool.open()
                 self._pool = pool
         return self._pool
+
+    def _turn(self, buffer: str) -> asyncio.Semaphore:
+        return self._turns.setdefault(buffer, asyncio.Semaphore(self._each))
+
+    @property
+    def _buffers(self) -> int:
+        return len(self._bus.handlers.buffers)
+
+    @property
+    def _each(self) -> int:
+        return CONNECTIONS if self._buffers < MANY_BUFFERS else FEWER_CONNECTIONS
 
 
 class _Run:
@@ -137,7 +162,12 @@ class _Run:
         self._told = told if isinstance(told, dict) else {}
         self._events = Events()
         self._postponed: Postponed | None = None
+        """Until when it waits if the receiver has refused a call."""
+        self._cut_short: Postponed | None = None
+        """The search for bad items was: by a pause, or as the worker stops."""
         self._calls = self._rows = self._done = self._vanished = 0
+        self._kept = False
+        """What is left cannot be deleted, though it should be."""
 
     async def all(self) -> Transition | None:
         await self._read()
@@ -149,15 +179,14 @@ class _Run:
         judgement, overdue = call.judgement, call.overdue
         if call.ended is not None:
             return self._settled(call.ended)
-        if self._postponed is not None:
-            ending = self._ending(judgement)
-            self._count(await self._insist(lambda: groups.leave(self._place, ending, fenced=False)))
-            raise self._postponed
         if isolates(self._handler, call, self._leased.lease.round_attempt):
             failed, overdue = await find_bad(judgement.failed, self._try)
-            if self._postponed is not None:
-                raise self._postponed
+            if self._cut_short is not None:
+                raise self._cut_short
             judgement = Judgement([], failed, {}, answered=True)
+        if self._postponed is not None and self._waits(judgement):
+            self._count((await self._record(judgement, self._leave))[1])
+            raise self._postponed
         transition = await self._finish(judgement)
         if overdue is not None:
             log.warning(
@@ -169,7 +198,7 @@ class _Run:
         return transition
 
     async def _read(self) -> None:
-        found = await self._runner.relation(self._leased, self._buffer)
+        found, rows = await self._look()
         partition, expected = self._told.get("partition"), self._told.get("items")
         self._place = Place(
             found,
@@ -178,11 +207,34 @@ class _Run:
             partition if isinstance(partition, str) else None,
             expected if type(expected) is int else None,
         )
-        rows = await self._insist(lambda: groups.read(found, self._leased.command_id))
+        self._refuse_other_table(found, rows)
         self._events = Events.of(rows, self._buffer.merge, own=found.own)
         self._rows = len(rows)
         if self._place.told is not None:
             self._miss(self._place.told - len(rows))
+
+    async def _look(self) -> tuple[Relation, list[Row]]:
+        """Read the group. A table that was altered is looked up again: each connection may remember how it was."""
+        refusals = 0
+        while True:
+            found = await self._runner.relation(self._leased, self._buffer)
+            try:
+                return found, await self._insist(partial(groups.read, found, self._leased.command_id))
+            except TransientCommandError as error:
+                refusals += 1
+                if not _altered(error) or refusals > CONNECTIONS:
+                    raise
+
+    def _refuse_other_table(self, found: Relation, rows: Sequence[Row]) -> None:
+        """One that was renamed has the group's rows; one without them is another, and they wait in the first."""
+        then = self._told.get("table", found.told)
+        if then != found.told and not rows and self._place.told:
+            raise TransientCommandError(
+                f"The {self._place.told} events of this group are in {then or 'busload.buffered'}, but buffer "
+                f"{self._buffer.name!r} is declared to be {found.told or 'busload.buffered'} now. Declare it as it was "
+                "and retry the group, or complete or cancel it, which deletes them there.",
+                code="BUFFER_MOVED",
+            )
 
     async def _halve(self) -> None:
         """This group killed a worker: run the first half alone, so that the item to blame is soon a group of one.
@@ -200,13 +252,24 @@ class _Run:
         self._events.drop(second)
         self._rows = left
 
-    async def _call(self, items: Sequence[Item], end: Callable[[Judgement, Any], Plan[Ended]]) -> Call:
+    async def _call(
+        self, items: Sequence[Item], end: Callable[[Judgement, Any], Plan[Ended]], *, patient: bool = False
+    ) -> Call:
         runner, handler, name = self._runner, self._handler, self._buffer.name
         group = Group(name, self._leased.command_id, items, self._place.partition)
         about = (handler, name, self._leased.command_type, group)
         entered = None
         if handler.rate_limit is not None:
-            entered = await runner._limiter.enter(*about)
+            try:
+                entered = await runner._limiter.enter(*about, patient=patient)
+            except (Postponed, RateLimited):
+                raise
+            except Exception as error:  # of its `by`: the failure of these items, as if the handler had raised it
+                return Call(group.judgement(error))
+            if self._leased.lease.lost:
+                raise Superseded("Another worker has this group now.")
+            if not patient:  # the time of the attempt begins after that in which it waited
+                self._leased.started = time.monotonic()
         self._calls += 1
         runner._tallies.add(name, calls=1)
         call = await runner._calls.call(handler, group, self._context(), end)
@@ -221,31 +284,55 @@ class _Run:
 
     async def _try(self, items: list[Item]) -> Call | None:
         """Call with a part, and end at once what passes; None if there is no point in going on."""
-        if self._postponed is not None or self._leased.lease.lost:
+        call = await self._call_patiently(items)
+        if call is None:
             return None
-        try:
-            call = await self._call(items, self._end_part)
-        except Postponed as postponed:
-            self._postponed = postponed
-            return None
-        done = call.judgement.done
-        if call.ended is None and done:
-            ids = self._events.rows_of(done)
-            left = self._rows - self._done - len(ids)
-            call.ended = await self._insist(lambda: groups.end_part(self._place, ids, left, fenced=False))
+        if call.ended is None and call.judgement.done:
+            call.judgement, call.ended = await self._record(call.judgement, self._pass)
         if call.ended is not None:
             self._count(call.ended)
         return call
 
+    async def _call_patiently(self, items: list[Item]) -> Call | None:
+        """However long its turn takes, and however often it is refused."""
+        try:
+            while not self._leased.lease.lost:
+                call = await self._call(items, self._end_part, patient=True)
+                if call.judgement.answered or call.refusal is None or self._postponed is None:
+                    return call
+                if self._handler.rate_limit is None:  # else the next turn comes after the pause
+                    await self._runner._limiter.sit_out(self._buffer.name, self._postponed)
+        except Postponed as postponed:
+            self._cut_short = postponed
+        return None
+
+    def _waits(self, judgement: Judgement) -> bool:
+        """Whether it is put off without burning an attempt: nothing but refusals stand in its way.
+
+        What has failed otherwise burns one, but not the last: who was merely refused is not given up for that.
+        """
+        passing = [error for _, error in judgement.failed if not isinstance(error, FINAL_WORDS)]
+        refused = [error for error in passing if isinstance(error, RateLimited)]
+        if not refused:
+            return False
+        exhausted = self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
+        return exhausted or len(refused) == len(passing)
+
     def _end_part(self, judgement: Judgement, value: Any) -> Plan[Ended]:
         """In the handler's own transaction, for a part."""
+        return self._pass(judgement, fenced=True)
+
+    def _pass(self, judgement: Judgement, fenced: bool = False) -> Plan[Ended]:
         ids = self._events.rows_of(judgement.done)
-        return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=True)
+        return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=fenced)
+
+    def _leave(self, judgement: Judgement) -> Plan[Ended]:
+        return groups.leave(self._place, self._ending(judgement), fenced=False)
 
     def _end(self, judgement: Judgement, value: Any) -> Plan[Ended]:
         """In the handler's own transaction, for all of it."""
         ending = self._ending(judgement)
-        if any(isinstance(error, RateLimited) for _, error in judgement.failed):
+        if self._waits(judgement):
             return groups.leave(self._place, ending, fenced=True)
         return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=True)
 
@@ -259,9 +346,8 @@ class _Run:
         return None
 
     async def _finish(self, judgement: Judgement) -> Transition | None:
+        judgement, ended = await self._record(judgement, self._settle)
         ending = self._ending(judgement)
-        conclude = self._conclude(judgement, ending)
-        ended = await self._insist(lambda: groups.finish(self._place, ending, conclude, time.monotonic(), fenced=False))
         self._count(ended)
         if not ended.credited or ended.transition is None:
             raise Superseded("Another worker has this group now; what was delivered has left it all the same.")
@@ -277,6 +363,45 @@ class _Run:
             )
         self._runner._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
         return None
+
+    def _settle(self, judgement: Judgement) -> Plan[Ended]:
+        ending = self._ending(judgement)
+        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=False)
+
+    async def _record(self, judgement: Judgement, plan: Callable[[Judgement], Plan[Ended]]) -> tuple[Judgement, Ended]:
+        """Write down what came of a call. What cannot be deleted has failed, and the others are done all the same."""
+        refusals = 0
+        while True:
+            try:
+                return judgement, await self._insist(partial(plan, judgement))
+            except TransientCommandError as error:
+                refusals += 1
+                if error.code != groups.REFUSED or refusals == MOST_REFUSALS:
+                    raise
+                judgement = await self._get_around(judgement, error)
+
+    async def _get_around(self, judgement: Judgement, error: TransientCommandError) -> Judgement:
+        """Look again at a table that was altered; find the rows that cannot be deleted; or keep what is left."""
+        if _altered(error):
+            try:
+                self._place = replace(self._place, relation=await self._runner.relation(self._leased, self._buffer))
+            except InvalidOperationError:
+                raise error from error.__cause__
+            return judgement
+        ids = self._events.rows_of(judgement.done)
+        refused = await self._insist(lambda: groups.find_refused(self._place, ids)) if ids else {}
+        if not refused:
+            self._kept = True
+            return judgement
+        done: list[Item] = []
+        failed = list(judgement.failed)
+        for item in judgement.done:
+            why = next((refused[row] for row in self._events.rows_of([item]) if row in refused), None)
+            if why is None:
+                done.append(item)
+            else:
+                failed.append((item, why))
+        return Judgement(done, failed, judgement.results, answered=True)
 
     def _ending(self, judgement: Judgement) -> Ending:
         failed = judgement.failed + self._events.unreadable
@@ -295,7 +420,7 @@ class _Run:
         if retry.exhausted(lease.round_attempt, self._leased.max_attempts):
             ending.exhausted = True
             ending.hook = self._runner._bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
-            ending.delete = self._buffer.on_exhausted == "delete"
+            ending.delete = self._buffer.on_exhausted == "delete" and not self._kept
         return ending
 
     def _conclude(self, judgement: Judgement, ending: Ending) -> Callable[[int], Transition]:
@@ -372,7 +497,7 @@ class Events:
 
     def _add(self, rows: Sequence[Row], chosen: Row, merge: Merge | None, own: bool) -> None:
         try:
-            data = _merged([decode(row.data) if own else row.data for row in rows], merge)
+            data = _merged([_payload(row, own) for row in rows], merge)
         except Exception as error:
             item = Item(chosen.id, None, chosen.key, rows[0].created_at)
             self.unreadable.append((item, _unusable(error)))
@@ -409,6 +534,18 @@ async def _alone(conn: AsyncConnection, plan: Plan[T]) -> T:
         # "Cached plan must not change result type": the table was altered, and this connection remembers how it was.
         await conn.close()
         raise
+
+
+def _altered(error: TransientCommandError) -> bool:
+    """Whether a refusal is about what the table is like, rather than about a row."""
+    cause = error.__cause__
+    return isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(("0A", "42"))
+
+
+def _payload(row: Row, own: bool) -> Any:
+    if row.flaw is not None:
+        raise Undecodable(f"Python has no value for a column of this row: {row.flaw}")
+    return decode(row.data) if own else row.data
 
 
 def _merged(values: list[Any], merge: Merge | None) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -49,6 +50,9 @@ LONGEST_REST = 4.0
 POSTPONED_PER_SECOND, SHORTEST_REST = 100, 0.25
 """Where calls are postponed at once, so many commands a second go by, in at most four claims: others may be behind."""
 
+LOCKED_AGAIN = 1.0
+"""Seconds after which a limit is asked again whose row somebody has locked."""
+
 FORGET_EVERY = 3600.0
 
 
@@ -78,26 +82,33 @@ class Limiter:
         self._pool = pool
         self._postponement = Postponement(pool, held, deadline)
         self._lines: dict[Key, _Line] = {}
+        self._sitting: set[_Caller] = set()
+        self._expelled: Collection[str] = ()
         self._forgot = time.monotonic()
         self.loop = Loop("Limiting", self.once)
         self.rests = Rests()
         self.asks = 0
         """Statements so far."""
 
-    async def enter(self, handler: Handler, domain: str, command_type: str, subject: object) -> Entered:
+    async def enter(
+        self, handler: Handler, domain: str, command_type: str, subject: object, *, patient: bool = False
+    ) -> Entered:
         """Return when the call may be made: at once, or after seconds in which the slot is held.
 
         `subject` is what the handler gets (a Command, Group or Chunk), for `by`, which may raise anything: that is the
-        failure of this command, group or chunk alone. Raises `Postponed` if it would take too long.
+        failure of this command, group or chunk alone. Raises `Postponed` if it would take too long; with `patient`,
+        nothing takes too long, and only a pause of the domain or the end of the worker cuts it short.
         """
         limit = handler.rate_limit
         assert limit is not None
+        if patient:
+            self._refuse_expelled(domain)
         key = _key(limit, domain, command_type, subject)
         line = self._lines.get(key)
         if line is None:
             self._forget_idle_lines()
             line = self._lines[key] = _Line(key[0], limit, self.rests)
-        caller = line.join(domain)
+        caller = line.join(domain, patient=patient)
         self.loop.wake()
         try:
             await caller.go
@@ -121,18 +132,32 @@ class Limiter:
         """
         limit = handler.rate_limit
         if limit is None:
-            return Postponed(f"{domain}/{command_type}", HELD_UP if error.after is None else error.after)
+            after = HELD_UP if error.after is None else min(error.after, LONGEST)
+            return Postponed(f"{domain}/{command_type}", after)
         key = entered.key if entered is not None else _key(limit, domain, command_type, subject)
-        after = _pause(limit) if error.after is None else error.after
+        after = min(_pause(limit) if error.after is None else error.after, LONGEST)
         ago = None if entered is None else time.monotonic() - entered.at
         try:
             async with self._pool.connection() as conn:
                 after = await perform_async(conn, rate.refuse(key, limit, after, ago))
         except psycopg.Error as failed:
             log.warning("Could not tell the others that %s refuses calls: %s", key[0], failed)
-        self.hear(key[0])
+        self._stand_back(key)
         self.rests.postponed(domain)
         return Postponed(key[0], min(after, LONGEST))
+
+    async def sit_out(self, domain: str, refused: Postponed) -> None:
+        """Wait in the slot until what was refused may be tried again; `Postponed` as from a patient `enter`."""
+        self._refuse_expelled(domain)
+        loop = asyncio.get_running_loop()
+        caller = _Caller(domain, math.inf, loop.create_future())
+        timer = loop.call_later(refused.seconds, _let, caller)
+        self._sitting.add(caller)
+        try:
+            await caller.go
+        finally:
+            timer.cancel()
+            self._sitting.discard(caller)
 
     async def postpone(self, leased: Iterable[Leased], postponed: Postponed) -> None:
         """These are not ours any more: they come back when their time has come, as the same attempt."""
@@ -149,17 +174,23 @@ class Limiter:
         """How often a command was put off so far."""
         return self._postponement.postponed
 
-    def hear(self, name: str | None) -> None:
-        """Somebody was refused under this limit, or under any: what was let go and has not begun asks again."""
-        for (limit, _), line in self._lines.items():
-            if name is None or limit == name:
-                line.stand_back()
-        self.loop.wake()
+    def hear(self, payload: str | None) -> None:
+        """Somebody was refused under this limit, or nobody knows: what was let go and has not begun asks again."""
+        try:
+            name, subject = json.loads(payload or "")
+        except (ValueError, TypeError):
+            self._stand_back(None)
+        else:
+            self._stand_back((name, subject))
 
     def expel(self, domains: Collection[str]) -> None:
-        """Nothing of these domains is to start here."""
+        """Nothing of these domains is to start here; of those that were named before, it may again."""
+        self._expelled = frozenset(domains)
         for line in self._lines.values():
             line.expel(domains)
+        for caller in self._sitting:
+            if caller.domain in domains and not caller.go.done():
+                caller.go.set_exception(Postponed(caller.domain, SHORTEST))
 
     async def once(self) -> float | None:
         """Ask for those who wait; returns how long the others can."""
@@ -171,14 +202,27 @@ class Limiter:
         if due:
             self.asks += 1
             async with self._pool.connection() as conn:
-                grants = await perform_async(conn, rate.ask({key: line.ask() for key, line in due.items()}))
-                for key, grant in grants.items():
-                    due[key].let_go(grant)
+                grants = await _ask(conn, due)
+                for key, line in due.items():
+                    if (grant := grants.get(key)) is not None:
+                        line.let_go(grant)
+                    else:
+                        line.lock_out()
                 if now - self._forgot > FORGET_EVERY:
                     self._forgot = now
                     await perform_async(conn, rate.forget())
         looks = [line.next_look for line in busy if line.waiting]
         return max(0.0, min(looks) - time.monotonic()) if looks else None
+
+    def _refuse_expelled(self, domain: str) -> None:
+        if domain in self._expelled:
+            raise Postponed(domain, SHORTEST)
+
+    def _stand_back(self, key: Key | None) -> None:
+        for one, line in self._lines.items():
+            if key is None or one == key:
+                line.stand_back()
+        self.loop.wake()
 
     def _forget_idle_lines(self) -> None:
         if len(self._lines) >= MOST_LINES:
@@ -207,6 +251,7 @@ class _Line:
         self._adapted: Adapted | None = None
         self._pressed = 0
         self._asked_before_refusal = False
+        self.locked = False
 
     @property
     def idle(self) -> bool:
@@ -214,11 +259,11 @@ class _Line:
 
     @property
     def next_look(self) -> float:
-        return min(self.ask_at, self.waiting[0].patient_until)
+        return min(self.ask_at, min(caller.patient_until for caller in self.waiting))
 
-    def join(self, domain: str) -> _Caller:
+    def join(self, domain: str, *, patient: bool) -> _Caller:
         now = time.monotonic()
-        caller = _Caller(domain, now + PATIENCE, asyncio.get_running_loop().create_future())
+        caller = _Caller(domain, math.inf if patient else now + PATIENCE, asyncio.get_running_loop().create_future())
         self.waiting.append(caller)
         if self.ask_at > now:  # then it is known how long this will take
             self._tell(caller, len(self.waiting) - 1, now)
@@ -241,6 +286,7 @@ class _Line:
 
     def let_go(self, grant: Grant) -> None:
         """The first ones have their time; of the others, those go whose time would come too late."""
+        self.locked = False
         if self._asked_before_refusal:
             return  # who knows whether this is from before or after; the next answer is not
         loop, now = asyncio.get_running_loop(), time.monotonic()
@@ -252,13 +298,17 @@ class _Line:
                 self._pressed += 1
                 caller.timer = loop.call_later(delay, self._go, caller)
                 self._let_go.append(caller)
-            elif not caller.go.done():
-                caller.go.set_result(None)
+            else:
+                _let(caller)
         # Half of what was let go ahead may be used up before more is asked for, so that asking is worth its round trip.
         self.ask_at = now + max(0.0, grant.next - AHEAD / 2) if self.waiting or grant.next > AHEAD else 0.0
         for position, caller in enumerate(self.waiting):
             self._tell(caller, position, now)
         self.waiting = deque(caller for caller in self.waiting if not caller.go.done())
+
+    def lock_out(self) -> None:
+        """Nobody can say anything about this limit for now."""
+        self.locked, self.ask_at = True, time.monotonic() + LOCKED_AGAIN
 
     def stand_back(self) -> None:
         for caller in self._let_go:
@@ -270,8 +320,10 @@ class _Line:
         self.ask_at = 0.0
 
     def lose_patience(self, now: float) -> None:
-        while self.waiting and self.waiting[0].patient_until <= now:
-            self._postpone(self.waiting.popleft(), max(self._next_at - now, 0.0))
+        for caller in self.waiting:
+            if caller.patient_until <= now:
+                self._postpone(caller, max(self._next_at - now, 0.0))
+        self.waiting = deque(caller for caller in self.waiting if not caller.go.done())
 
     def expel(self, domains: Collection[str]) -> None:
         for caller in [*self.waiting, *self._let_go]:
@@ -290,8 +342,7 @@ class _Line:
     def _go(self, caller: _Caller) -> None:
         if caller in self._let_go:
             self._let_go.remove(caller)
-        if not caller.go.done():
-            caller.go.set_result(None)
+        _let(caller)
 
     def _postpone(self, caller: _Caller, seconds: float) -> None:
         if not caller.go.done():
@@ -367,6 +418,22 @@ class Postponement:
             await perform_async(conn, rate.postpone(rows))
         self.postponed += len(rows)
         self._held.settled(leased for leased, _ in late)
+
+
+async def _ask(conn: AsyncConnection, due: Mapping[Key, _Line]) -> dict[Key, Grant]:
+    """Whoever locks the row of one limit must not hold up the others: those are asked without it."""
+    asks = {key: line.ask() for key, line in due.items()}
+    if not any(line.locked for line in due.values()):
+        try:
+            return await perform_async(conn, rate.ask(asks))
+        except psycopg.errors.LockNotAvailable:
+            log.warning("Somebody has locked the row of a rate limit; calls under it wait until it is free")
+    return await perform_async(conn, rate.ask(asks, skip_locked=True))
+
+
+def _let(caller: _Caller) -> None:
+    if not caller.go.done():
+        caller.go.set_result(None)
 
 
 def _key(limit: RateLimit, domain: str, command_type: str, subject: object) -> Key:

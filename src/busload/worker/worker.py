@@ -31,7 +31,7 @@ from busload.store.listen import CANCEL, LIMIT, PAUSE, READY, AsyncListener
 from busload.store.plan import perform_async
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
-from busload.worker.distribute import Distributor, Tallies, warn_of_unserved, write_tallies
+from busload.worker.distribute import LOCK_TIMEOUT, Distributor, Tallies, warn_of_unserved, write_tallies
 from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.limit import Limiter
@@ -51,7 +51,7 @@ ENGINE_CONNECTIONS = 4
 """One each for claiming, settling, promoting and sweeping; where there are limits, one more for asking."""
 
 MOST_DISTRIBUTING = 8
-"""Connections more, at most, for distributing: one for each buffer, so that a locked table holds up no other one."""
+"""Connections of their own, at most, for distributing: so that locked tables hold up neither others nor the engine."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -151,6 +151,7 @@ class _Running:
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds: list[asyncio.Task[None]] = []
         self._handed_back = 0
+        self._has_listened = False
 
     async def __aenter__(self) -> Self:
         self._refuse_domains()
@@ -164,6 +165,7 @@ class _Running:
             self._assembled = True
             await asyncio.to_thread(self._heartbeat.start)
             await self._pool.open()
+            await self._distribution.open()
             await self._transactions.open()
             await self._pauses.once()
             await self._start_distributing()
@@ -269,8 +271,9 @@ class _Running:
         worker, settings, bus = self._worker, self._settings, self._bus
         self._moved = asyncio.Event()
         buffers = [buffer for buffer in bus.handlers.buffers if buffer.name in worker.domains]
-        more = (1 if bus.handlers.limits else 0) + min(len(buffers), MOST_DISTRIBUTING)
-        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more)
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + (1 if bus.handlers.limits else 0))
+        size = min(len(buffers), MOST_DISTRIBUTING)
+        self._distribution = engine_pool(bus.dsn, max(size, 1), lock_timeout=LOCK_TIMEOUT) if buffers else pool
         self._held = Held()
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
@@ -311,7 +314,8 @@ class _Running:
             self._number,
         )
         self._distributors = [
-            Distributor(pool, buffer, self._pauses, self._tallies, settings.poll_every) for buffer in buffers
+            Distributor(self._distribution, buffer, self._pauses, self._tallies, settings.poll_every)
+            for buffer in buffers
         ]
         self._distributing = [Loop(f"Distributing {one.name}", one.once) for one in self._distributors]
         self._sweep = Sweep(pool, settings.sweep_every, self._number)
@@ -329,6 +333,7 @@ class _Running:
         """It was cancelled, or failed, half way: nothing was claimed yet."""
         if self._assembled:
             await self._transactions.close()
+            await self._distribution.close()
             await self._pool.close()
             self._threads.close()
             try:
@@ -379,6 +384,9 @@ class _Running:
             self._claiming.wake()
             if channel is None:
                 self._heeding.wake()
+                if self._has_listened:  # what was said meanwhile was not heard
+                    self._limiter.hear(None)
+                self._has_listened = True
 
     def _on_pauses(self) -> None:
         self._claimer.heed_pauses()
@@ -451,6 +459,7 @@ class _Running:
         self._worker._stats = lambda: stats
         await self._transactions.close()
         await self._executor.close()
+        await self._distribution.close()
         await self._pool.close()
         await self._leave()
 

@@ -17,7 +17,7 @@ CREATE TABLE busload.buffered (
 CREATE INDEX buffered_waiting  ON busload.buffered (buffer, partition, created_at, id) WHERE group_id IS NULL;
 CREATE INDEX buffered_group    ON busload.buffered (group_id) WHERE group_id IS NOT NULL;
 CREATE INDEX buffered_running  ON busload.buffered (buffer, key) WHERE group_id IS NOT NULL AND key IS NOT NULL;
-CREATE INDEX buffered_subject  ON busload.buffered (buffer, key) WHERE group_id IS NULL AND NOT once AND key IS NOT NULL;
+CREATE INDEX buffered_subject  ON busload.buffered (buffer, key, created_at, id) WHERE group_id IS NULL AND NOT once AND key IS NOT NULL;
 CREATE UNIQUE INDEX buffered_once ON busload.buffered (buffer, key) WHERE group_id IS NULL AND once;
 
 -- What was declared, by the worker that serves it last, and what has happened since it was first seen. The columns of an
@@ -37,7 +37,8 @@ CREATE TABLE busload.buffer (
     calls        bigint      NOT NULL DEFAULT 0,
     done         bigint      NOT NULL DEFAULT 0,
     vanished     bigint      NOT NULL DEFAULT 0,
-    served_at    timestamptz NOT NULL DEFAULT now()
+    served_at    timestamptz NOT NULL DEFAULT now(),
+    problem      text                   -- why its workers make no groups: what they found last; null: they do
 ) WITH (fillfactor = 50);
 
 -- History, for buffers that keep it. `data` is the payload, or the whole row of an application's table.
@@ -53,32 +54,58 @@ CREATE TABLE busload.buffer_archive (
 );
 CREATE INDEX buffer_archive_newest ON busload.buffer_archive (buffer, ended_at DESC);
 
--- What an operator decides about a group holds for its events: they end in the transaction that ends its command. The names
--- were spelled by PostgreSQL when the buffer was declared. A table that is not there any more has no events either.
+-- What an operator decides about a group holds for its events: they end in the transaction that ends its command. They are in
+-- the table that its command tells of or, if there is none of that name any more, in the one the buffer is declared to be now:
+-- it was renamed if they are there. Nothing ends while they may be left in a table that is not found, unless somebody has
+-- forgotten the buffer too. Names were spelled by PostgreSQL. What is refused here has the code BUS01.
 CREATE FUNCTION busload.end_groups(commands bigint[], outcome text) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     ended   bigint := 0;
     removed bigint;
+    kept    bigint;
+    place   text;
+    names   text[];
     g       record;
 BEGIN
     FOR g IN
-        SELECT c.domain, array_agg(c.command_id) AS ids, b.relation, b.id_column, b.group_column, b.created_column, b.key_column,
-               coalesce(b.archive, false) AS archive
-          FROM busload.command AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
-         WHERE c.id = ANY (commands)
-         GROUP BY c.domain, b.buffer
+        SELECT c.domain, c.told, array_agg(c.command_id) AS ids, b.buffer IS NOT NULL AS known, b.relation, b.id_column,
+               b.group_column, b.created_column, b.key_column, coalesce(b.archive, false) AS archive
+          FROM (SELECT c.domain, c.command_id,
+                       CASE WHEN c.data -> 'table' IS NULL THEN b.relation ELSE c.data ->> 'table' END AS told
+                  FROM busload.command AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
+                 WHERE c.id = ANY (commands)) AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
+         GROUP BY c.domain, c.told, b.buffer
     LOOP
-        CONTINUE WHEN g.relation IS NOT NULL AND to_regclass(g.relation) IS NULL;
-        EXECUTE format(
-            'WITH gone AS (DELETE FROM %1$s AS b WHERE b.%2$s = ANY ($1) %3$s RETURNING b.%4$s::text AS id, %5$s AS key,'
-            ' CASE WHEN $3 THEN %6$s END AS data, b.%2$s AS group_id, b.%7$s::timestamptz AS created_at),'
-            ' archived AS (INSERT INTO busload.buffer_archive (buffer, id, key, data, group_id, created_at, outcome)'
-            ' SELECT $2, id, key, data, group_id, created_at, $4 FROM gone WHERE $3) SELECT count(*) FROM gone',
-            coalesce(g.relation, 'busload.buffered'), coalesce(g.group_column, 'group_id'),
-            CASE WHEN g.relation IS NULL THEN 'AND b.buffer = $2' ELSE '' END, coalesce(g.id_column, 'id'),
-            CASE WHEN g.relation IS NULL THEN 'b.key' WHEN g.key_column IS NULL THEN 'NULL::text' ELSE format('b.%s::text', g.key_column) END,
-            CASE WHEN g.relation IS NULL THEN 'b.data' ELSE 'row_to_json(b.*)' END, coalesce(g.created_column, 'created_at'))
-           INTO removed USING g.ids, g.domain, g.archive, outcome;
+        removed := 0;
+        IF g.told IS NULL THEN
+            place := 'busload.buffered';
+            names := ARRAY[place, 'AND b.buffer = $2', 'id', 'group_id', 'created_at', 'b.key', 'b.data'];
+        ELSE
+            place := coalesce(to_regclass(g.told), to_regclass(g.relation))::text;
+            names := ARRAY[place, '', coalesce(g.id_column, 'id'), coalesce(g.group_column, 'group_id'),
+                           coalesce(g.created_column, 'created_at'), coalesce('b.' || g.key_column || '::text', 'NULL::text'), 'row_to_json(b.*)'];
+        END IF;
+        IF place IS NOT NULL THEN
+            EXECUTE format(
+                'WITH gone AS (DELETE FROM %1$s AS b WHERE b.%4$s = ANY ($1) %2$s RETURNING b.%3$s::text AS id, %6$s AS key,'
+                ' CASE WHEN $3 THEN %7$s END AS data, b.%4$s AS group_id, b.%5$s::timestamptz AS created_at),'
+                ' archived AS (INSERT INTO busload.buffer_archive (buffer, id, key, data, group_id, created_at, outcome)'
+                ' SELECT $2, id, key, data, group_id, created_at, $4 FROM gone WHERE $3) SELECT count(*) FROM gone',
+                VARIADIC names) INTO removed USING g.ids, g.domain, g.archive, outcome;
+            EXECUTE format('SELECT count(*) FROM %1$s AS b WHERE b.%4$s = ANY ($1) %2$s', VARIADIC names)
+               INTO kept USING g.ids, g.domain;
+            IF kept > 0 THEN
+                RAISE EXCEPTION USING ERRCODE = 'BUS01', MESSAGE = format(
+                    '%s events of buffer %s are still there after they were deleted: a trigger or a rule of %s keeps them.',
+                    kept, g.domain, place);
+            END IF;
+        END IF;
+        IF removed = 0 AND g.known AND to_regclass(g.told) IS NULL AND g.told IS NOT NULL THEN
+            RAISE EXCEPTION USING ERRCODE = 'BUS01', MESSAGE = format(
+                'The table %s of buffer %s is not there, so its events cannot be deleted. If it has another name now, declare the '
+                'buffer with it and start a worker; if it was dropped with all its events, forget the buffer '
+                '(DELETE FROM busload.buffer WHERE buffer = %L) and try again.', g.told, g.domain, g.domain);
+        END IF;
         ended := ended + removed;
     END LOOP;
     RETURN ended;
