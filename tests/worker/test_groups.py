@@ -875,7 +875,7 @@ async def test_locked_rows_of_one_table_do_not_stop_other_buffers(
         await conn.execute("BEGIN")
         await conn.execute("SELECT FROM contact_event FOR UPDATE")
         async with given.running(domains=[EVENTS, "other_events"]):
-            await eventually(lambda: len(called.calls) == 6)
+            await eventually(lambda: len(called.calls) >= 4)  # as many as may wait for their rows at a time
             await other.add("x")
             await eventually(lambda: len(seen.calls) == 1)
             await eventually(lambda: database.count("buffered") == 0)
