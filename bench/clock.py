@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -94,15 +94,17 @@ def _buried(pid: int) -> float:
 
 
 def _cpu(pid: int) -> float:
-    """CPU seconds of a process: to the nanosecond where the kernel tells, else in ticks."""
-    try:
+    """CPU seconds of a process: to the nanosecond for threads that live, and at least what all of them had in ticks.
+
+    One that has just ended has no threads any more, but is still told of as a whole until its parent has buried it.
+    """
+    living = whole = 0.0
+    with suppress(OSError):  # it ended just now: the family has changed, and is looked at again
         threads = [thread / "schedstat" for thread in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
-    except OSError:
-        try:
-            return sum(map(int, _stat(pid)[11:13])) / TICK
-        except OSError:
-            return 0.0  # it ended just now: the family has changed, and is looked at again
+        living = sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+    with suppress(OSError):
+        whole = sum(map(int, _stat(pid)[11:13])) / TICK
+    return max(living, whole)
 
 
 def _children(pid: int) -> list[int]:
