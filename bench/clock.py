@@ -94,10 +94,13 @@ def _buried(pid: int) -> float:
 
 
 def _cpu(pid: int) -> float:
-    """CPU seconds of a process: to the nanosecond for threads that live, and at least what all of them had in ticks.
+    """CPU seconds of a process, those of its threads that have ended too: to the nanosecond where the kernel tells.
 
-    One that has just ended has no threads any more, but is still told of as a whole until its parent has buried it.
+    Of others it tells that for threads that live, and of the whole in ticks: also of one that has just ended, until its
+    parent has buried it.
     """
+    if pid == os.getpid():
+        return time.process_time()
     living = whole = 0.0
     with suppress(OSError):  # it ended just now: the family has changed, and is looked at again
         threads = [thread / "schedstat" for thread in Path(f"/proc/{pid}/task").iterdir()]
