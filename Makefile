@@ -28,8 +28,13 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 .PHONY: servers
-servers: setup  # PostgreSQL 15, the oldest we support: the suite runs on it as well
+servers: setup .venv/brokers  # PostgreSQL 15, the oldest we support: the suite runs on it as well; and brokers
 	@sh scripts/install-servers.sh
+
+.venv/brokers: .venv/ready scripts/install-servers.sh
+	@sh scripts/install-servers.sh
+	$(BIN)/python -m pip install --quiet --editable '.[brokers]'
+	touch .venv/brokers
 
 chaos: setup  ## Long fault runs: kill workers, restart PostgreSQL, freeze processes
 	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
@@ -38,6 +43,7 @@ mutants: setup  ## Plant faults in copies of the package; each must make its tes
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 bench: setup  ## Measure busload beside its peers and the machine's limits (about 25 minutes); options in BENCH="..."
+	-@$(MAKE) --no-print-directory servers  # a broker that cannot be installed is named as not measured
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench.install
 	$(BIN)/python -m bench --chart docs/assets $(BENCH)

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
+from bench.brokers import Brokers, own_brokers
 from bench.case import Case
 from bench.chart import draw
-from bench.redis import own_redis
 from bench.run import Result, Run, measure
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
@@ -78,9 +78,10 @@ def main(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is stopped
     run = Run(sizes, sends, singles, samples, batch, hot, many, repeat, peers, only)
     console = Console()
-    with own_server(CONFIG) as server, _redis_for(run) as redis:
+    beside = sorted({case.server for case, _ in run.jobs() if case.server})
+    with own_server(CONFIG) as server, own_brokers(beside) as brokers:
         machine = report.describe_machine(server)
-        results = _measure_visibly(server, run, redis)
+        results = _measure_visibly(server, run, brokers)
         machine["load_after"] = list(os.getloadavg())
     report.show(console, run, results, machine)
     if json_file is not None:
@@ -88,12 +89,9 @@ def main(
     if chart is not None:
         for path in draw(results, chart, _caption(machine)):
             console.print(f"Wrote {path}", highlight=False)
-    if any(result.failure and result.case.subject == report.OURS for result in results):
+    broken = [result.case for result in results if result.failure and result.case.server not in brokers.missing]
+    if any(case.subject == report.OURS for case in broken):
         sys.exit(1)
-
-
-def _redis_for(run: Run) -> AbstractContextManager[str | None]:
-    return own_redis() if any(case.store == "redis" for case, _ in run.jobs()) else nullcontext()
 
 
 def _caption(machine: dict[str, Any]) -> str:
@@ -116,7 +114,7 @@ def own_server(config: dict[str, str] | None = None) -> Iterator[TestServer]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _measure_visibly(server: TestServer, run: Run, redis: str | None) -> list[Result]:
+def _measure_visibly(server: TestServer, run: Run, brokers: Brokers) -> list[Result]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console) as progress:
@@ -131,7 +129,7 @@ def _measure_visibly(server: TestServer, run: Run, redis: str | None) -> list[Re
                 done = progress.tasks[0]
                 console.print(f"{done.completed:.0f}/{done.total:.0f} {case.key}, {size:,}", highlight=False)
 
-        results = measure(server, run, tell, redis)
+        results = measure(server, run, tell, brokers)
         progress.update(task, advance=1, description="done")
     return results
 

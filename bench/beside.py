@@ -33,6 +33,15 @@ def home() -> Path:
     return Path(os.environ.get("BUSLOAD_BENCH_HOME") or "~/.cache/busload-bench").expanduser()
 
 
+PROGRAMS: dict[Store, str] = {"redis": "redis-server", "rabbitmq": "rabbitmq-server"}
+"""What a store is run by, and the name of its package in Debian."""
+
+
+def is_installed(program: str) -> bool:
+    """Debian has RabbitMQ where only root looks."""
+    return bool(shutil.which(program) or shutil.which(program, path="/usr/lib/rabbitmq/bin"))
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A program beside ours, and the packages of its environment. `most` is how many commands it is given of a kind:
@@ -59,8 +68,9 @@ class Peer:
     @property
     def lacks(self) -> str | None:
         """Why it cannot be measured, or None if it can."""
-        if self.store == "redis" and shutil.which("redis-server") is None:
-            return "redis-server is not installed; `apt-get install redis-server` brings it"
+        program = PROGRAMS.get(self.store)
+        if program is not None and not is_installed(program):
+            return f"{program} is not installed; `apt-get install {program}` brings it"
         failed, ready = self.home / "failed", self.home / "ready"
         if failed.exists():
             return failed.read_text().strip()
@@ -110,6 +120,14 @@ PEERS = [
         store="redis",
         batches=True,
         most={"create": 4_000, "drain": 4_000, "drain-2": 4_000, "singles": 2_000},
+    ),
+    Peer(
+        "celery-rabbitmq",
+        "Celery (RabbitMQ)",
+        "celery.py",
+        ("celery==5.7.0",),
+        store="rabbitmq",
+        most={"create": 10_000, "drain": 4_000, "drain-2": 4_000, "singles": 2_000},
     ),
     Peer(
         "arq",
@@ -179,14 +197,24 @@ async def _sender_and_workers(peer: Peer, url: str, count: int = 1) -> AsyncIter
         yield sender, await stack.enter_async_context(_role(peer, "work", url, count))
 
 
-async def handled(workers: Sequence[Voice], count: int, timeout: float = QUIET) -> None:
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """When workers first said that they had handled something, and how much."""
+
+    at: float
+    count: int
+
+
+async def handled(workers: Sequence[Voice], count: int, timeout: float = QUIET) -> Begun:
     """Return once the workers together have handled that many."""
     done = [0] * len(workers)
     enough = asyncio.Event()
+    begun: list[Begun] = []
 
     async def follow(index: int, worker: Voice) -> None:
         while True:
             done[index] = await worker.hear("done", timeout)
+            begun.append(Begun(time.monotonic(), sum(done)))
             if sum(done) >= count:
                 enough.set()
 
@@ -201,6 +229,7 @@ async def handled(workers: Sequence[Voice], count: int, timeout: float = QUIET) 
         for task in [waiting, *following]:
             task.cancel()
         await asyncio.gather(waiting, *following, return_exceptions=True)
+    return begun[0]
 
 
 # -- what is measured ----------------------------------------------------------------------------------------------
@@ -238,10 +267,13 @@ async def drain(peer: Peer, url: str, size: int, *, processes: int = 1) -> Measu
         with timed(url) as lap:
             for worker in workers:
                 worker.tell("drain")
-            await handled(workers, size)
+            begun = await handled(workers, size)
             while await sender.ask("left"):
                 await asyncio.sleep(0.002)
-    return _measured(size, lap)
+            ended = time.monotonic()
+    rest = size - begun.count
+    facts = {"begun_per_second": rest / (ended - begun.at)} if rest else {}
+    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
 
 
 async def send(peer: Peer, url: str, size: int) -> Measured:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Extent = Literal["size", "sends", "singles", "samples", "batch", "hot", "few", "many"]
-Store = Literal["postgresql", "redis"]
+Store = Literal["postgresql", "redis", "rabbitmq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Case:
     """Something to measure. `extent` says which number of the run's it is given, `most` how much it can bear.
 
     `prepare` and `measure` are called with the DSN of a fresh database, with busload's schema if `migrated`, or with
-    the URL of a Redis; each may take `seconds`. `rounds` is how often it is worth repeating.
+    the URL of another store; each may take `seconds`. Where the `broker` is that they need beside it, they are told by
+    `brokers.told_url`. `rounds` is how often it is worth repeating.
     """
 
     subject: str
@@ -54,12 +55,18 @@ class Case:
     extent: Extent = "size"
     most: int | None = None
     store: Store = "postgresql"
+    broker: str | None = None
     seconds: float = 300
     rounds: int | None = None
 
     @property
     def key(self) -> str:
         return f"{self.subject}/{self.metric}"
+
+    @property
+    def server(self) -> str | None:
+        """What has to run beside PostgreSQL."""
+        return self.broker or (None if self.store == "postgresql" else self.store)
 
 
 class Helper:

@@ -51,6 +51,8 @@ def settle_down(dsn: str) -> int | None:
     """Write out what earlier work left behind, and say which process is the server's, if it runs here."""
     if dsn.startswith("redis://"):
         return _redis_process(dsn)
+    if dsn.startswith("amqp://"):
+        return None  # RabbitMQ does not say which process it is
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("CHECKPOINT")
         try:

@@ -14,7 +14,7 @@ import sys
 
 import click
 
-from bench.beside import PEERS, Peer
+from bench.beside import PEERS, PROGRAMS, Peer, is_installed
 
 NODE = "node@22.23.3"
 OLDEST_NODE = (22, 18)
@@ -42,8 +42,8 @@ def main() -> None:
 def _install(peer: Peer) -> None:
     shutil.rmtree(peer.home, ignore_errors=True)
     peer.home.mkdir(parents=True)
-    if peer.store == "redis":
-        _debian("redis-server", "redis-server")
+    if program := PROGRAMS.get(peer.store):
+        _debian(program, program)
     if peer.node:
         _debian("npm", "nodejs", "npm")
         (peer.home / "package.json").write_text(json.dumps({"private": True}))
@@ -57,7 +57,7 @@ def _install(peer: Peer) -> None:
 
 def _debian(program: str, *packages: str) -> None:
     """A program that comes with Debian; only root may install it."""
-    if shutil.which(program):
+    if is_installed(program):
         return
     by_hand = f"sudo apt-get install --no-install-recommends {' '.join(packages)}"
     if os.geteuid() != 0 or shutil.which("apt-get") is None:

@@ -140,6 +140,11 @@ GOALS = [
         at_most=True,
     ),
     Goal(
+        "relay to RabbitMQ in envelopes, beside a message per command",
+        5,
+        _rates("busload/dispatch-relay-envelopes", "busload/dispatch-relay-singles"),
+    ),
+    Goal(
         "memory of a worker after a tenth",
         120,
         lambda figures: figures.fact("busload/memory", "tenth_peak_mb"),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench import reach
+from bench import dispatch, reach
 from bench.beside import PEERS, TITLES
 from bench.run import Result, Run
 from busload.testing import TestServer
@@ -71,10 +71,15 @@ VARIANTS = {
     "buffer-add-many": "create",
     "buffer-few": None,
     "buffer-many": "buffer-few",
+    "dispatch-relay-singles": None,
+    "dispatch-relay-envelopes": "dispatch-relay-singles",
     "memory": None,
     "stream": None,
 }
 """What only we are measured at, and which other figure of ours it is to be seen beside."""
+
+THROUGH_BROKERS = [case.metric for case in dispatch.CASES if case.metric not in VARIANTS]
+"""What has a table of its own."""
 
 
 def as_json(run: Run, results: Sequence[Result], machine: dict[str, Any]) -> dict[str, Any]:
@@ -135,13 +140,23 @@ def ratio(ours: Result, beside: Result) -> float:
     mine, theirs = ours.latency_ms(50), beside.latency_ms(50)
     if mine is not None and theirs is not None:
         return theirs / mine if mine > 0 else float("inf")
-    return ours.rate / beside.rate
+    return ours.rate / (_rate_once_begun(beside) if ours.case.metric in THROUGH_BROKERS else beside.rate)
+
+
+def _rate_once_begun(result: Result) -> float:
+    """Where our worker is idle before the clock starts, the time that others take to start theirs does not count."""
+    return result.fact("begun_per_second") or result.rate
 
 
 def show(console: Console, run: Run, results: Sequence[Result], machine: dict[str, Any]) -> None:
     measured = _measured(results)
     missing = not_measured(run, results)
-    for table in (_beside_others(run, measured, machine, missing), _variants(measured), _reach(run, measured)):
+    for table in (
+        _beside_others(run, measured, machine, missing),
+        _variants(measured),
+        _through_brokers(measured),
+        _reach(run, measured),
+    ):
         if table.row_count:
             console.print(table)
     for name, why in missing.items():
@@ -191,6 +206,45 @@ def _variants(results: Sequence[Result]) -> Table:
     return table
 
 
+def _through_brokers(results: Sequence[Result]) -> Table:
+    """A row for each transport, with a row of those who were measured on the same broker below it."""
+    table = Table(
+        title="Through brokers, commands per second",
+        caption="In brackets: for busload, beside no broker; for others, how many times as fast busload is on the same "
+        "broker. Dim: CPU milliseconds for 1,000 commands, client + PostgreSQL.",
+    )
+    created, *others = dispatch.CREATIONS
+    for name in ("", f"created and announced,\n{created}", *others, "drain"):
+        table.add_column(name, justify="right" if name else "left")
+    base = {kind: _largest(results, OURS, metric) for kind, metric in dispatch.BASE.items()}
+    for transport, title in dispatch.TRANSPORTS.items():
+        ours = {
+            what: _largest(results, OURS, dispatch.metric(transport, what)) for what in (*dispatch.CREATIONS, "drain")
+        }
+        if transport == dispatch.NONE:
+            ours[created] = base["create"]
+        row = [_with_times(one, base["drain" if what == "drain" else "create"]) for what, one in ours.items()]
+        if any(row):
+            table.add_row(f"[bold]{OURS}[/bold], {title}", *row)
+        if (peer := dispatch.CELERY.get(transport)) and any(row):
+            theirs = {"create": _largest(results, peer, "create"), "drain": _largest(results, peer, "drain")}
+            mine = {"create": ours[created], "drain": ours["drain"]}
+            cells = {kind: _with_times(one, mine[kind], theirs=True) for kind, one in theirs.items()}
+            if any(cells.values()):
+                table.add_row(TITLES[peer], cells["create"], *([""] * len(others)), cells["drain"])
+    return table
+
+
+def _with_times(result: Result | None, beside: Result | None, *, theirs: bool = False) -> str:
+    if result is None:
+        return ""
+    times = ""
+    if beside is not None and beside is not result:
+        times = f" ({ratio(beside, result) if theirs else ratio(result, beside):,.2f}×)"
+    rate = _rate_once_begun(result) if theirs else result.rate
+    return f"{rate:,.0f}{times}\n[dim]{_cpu(result)}[/dim]"
+
+
 def _reach(run: Run, results: Sequence[Result]) -> Table:
     table = Table(title="What is to be reached")
     for name in ("", "wanted", "found", ""):
@@ -226,6 +280,8 @@ def _figure(result: Result) -> str:
         return f"{result.rate:,.0f}\n{earlier}{peak:.0f} MB at most"
     if (calls := result.fact("calls")) is not None:
         return f"{result.rate:,.0f}\n{calls:,.0f} calls, {result.fact('statements'):,.0f} statements"
+    if (messages := result.fact("messages")) is not None:
+        return f"{result.rate:,.0f}\n{messages:,.0f} messages"
     return f"{result.rate:,.0f}"
 
 
@@ -257,4 +313,5 @@ def _beside(ours: Result, results: Sequence[Result]) -> list[Result]:
         for result in sorted(candidates, key=lambda r: abs(r.size - ours.size), reverse=True):
             found[result.case.subject] = result
     own = _largest(results, OURS, VARIANTS.get(ours.case.metric) or "")
-    return [*found.values(), *([own] if own else [])]
+    through = (_largest(results, *key.split("/")) for key in dispatch.BESIDE.get(ours.case.metric, []))
+    return [*found.values(), *([own] if own else []), *(one for one in through if one)]

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.beside import PEERS, ROOT
+from bench.brokers import VARIABLE, Brokers
 from bench.case import Case, Extent, Measured, percentile
 from bench.cases import ALL
+from bench.dispatch import queue_of
 from busload.testing import TestServer
 
 FEW = 10_000
@@ -128,7 +130,7 @@ def measure(
     server: TestServer,
     run: Run,
     tell: Callable[[Case, int], None] = lambda case, size: None,
-    redis: str | None = None,
+    brokers: Brokers | None = None,
 ) -> list[Result]:
     """Measure every job `repeat` times, round by round: a machine that slows down then slows all of them."""
     results = [Result(case, size) for case, size in run.jobs()]
@@ -138,7 +140,7 @@ def measure(
                 continue
             tell(result.case, result.size)
             try:
-                result.runs.append(_measure_once(server, redis, result.case, result.size))
+                result.runs.append(_measure_once(server, brokers or Brokers(), result.case, result.size))
             except Failed as failed:
                 result.failure = str(failed)
     return results
@@ -148,27 +150,33 @@ class Failed(Exception):
     """A process of a case ended with an error, or took too long."""
 
 
-def _measure_once(server: TestServer, redis: str | None, case: Case, size: int) -> Measured:
-    if case.store == "redis":
-        if redis is None:
-            raise Failed("There is no Redis to run it on.")
-        return _phases(case, redis, size)
+def _measure_once(server: TestServer, brokers: Brokers, case: Case, size: int) -> Measured:
+    broker = None
+    if case.server is not None:
+        broker = brokers.running.get(case.server)
+        if broker is None:
+            raise Failed(brokers.missing.get(case.server, f"There is no {case.server} to run it on."))
+    if broker is not None and case.store == case.server:
+        return _phases(case, broker.url, size)
     with server.database(migrated=case.migrated) as dsn:
-        return _phases(case, dsn, size)
+        if broker is None:
+            return _phases(case, dsn, size)
+        broker.make_queue(queue_of(dsn))
+        return _phases(case, dsn, size, broker.url)
 
 
-def _phases(case: Case, dsn: str, size: int) -> Measured:
+def _phases(case: Case, dsn: str, size: int, broker: str | None = None) -> Measured:
     if case.prepare is not None:
-        _process("prepare", case, dsn, size)
-    return Measured(**json.loads(_process("measure", case, dsn, size).splitlines()[-1]))
+        _process("prepare", case, dsn, size, broker)
+    return Measured(**json.loads(_process("measure", case, dsn, size, broker).splitlines()[-1]))
 
 
-def _process(phase: str, case: Case, dsn: str, size: int) -> str:
+def _process(phase: str, case: Case, dsn: str, size: int, broker: str | None) -> str:
     """Run a phase in a session of its own, so that whatever it started ends with it, even if we are interrupted."""
     command = [sys.executable, "-m", "bench.case", phase, case.key, dsn, str(size)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=ROOT, env=_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command, cwd=ROOT, env=_environment(broker), stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     try:
         said, complaints = process.communicate(timeout=case.seconds)
@@ -183,7 +191,8 @@ def _process(phase: str, case: Case, dsn: str, size: int) -> str:
     return said
 
 
-def _environment() -> dict[str, str]:
-    """Ours without the settings of a bus: the measurements name their database themselves."""
+def _environment(broker: str | None) -> dict[str, str]:
+    """Ours without the settings of a bus: the measurements name their database and their broker themselves."""
     kept = ("BUSLOAD_BENCH_HOME",)
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("BUSLOAD_")}
+    ours = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("BUSLOAD_")}
+    return ours if broker is None else ours | {VARIABLE: broker}

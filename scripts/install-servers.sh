@@ -4,6 +4,10 @@ set -eu
 missing=""
 ls /usr/lib/postgresql/15/bin/postgres >/dev/null 2>&1 || missing="$missing postgresql-15"
 ls /usr/lib/rabbitmq/bin/rabbitmq-server >/dev/null 2>&1 || missing="$missing rabbitmq-server"
+# One library of the tests is compiled.
+command -v gcc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
+ls /usr/include/openssl/ssl.h >/dev/null 2>&1 || missing="$missing libssl-dev"
+command -v redis-server >/dev/null 2>&1 || missing="$missing redis-server"
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "Installing$missing"

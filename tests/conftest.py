@@ -16,10 +16,14 @@ import pytest
 from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
+from tests.brokers.lookalike import servicebus, servicebus_url
+from tests.brokers.nats import nats_url
+from tests.brokers.pgmq import pgmq_url
+from tests.brokers.redis import redis_url
 from tests.given import Database, Given
-from tests.servers import name_leader, rabbitmq_url, stop_rabbitmq
+from tests.servers import name_leader, rabbitmq_url, stop_servers
 
-__all__ = ["rabbitmq_url"]  # a fixture
+__all__ = ["nats_url", "pgmq_url", "rabbitmq_url", "redis_url", "servicebus", "servicebus_url"]  # fixtures
 
 RUN = "PYTEST_BUSLOAD_RUN"
 
@@ -49,7 +53,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The process that leads the run leaves last: it stops the servers and removes their folders."""
     if not os.environ.get("PYTEST_XDIST_WORKER"):
         folder = server_home().parent
-        stop_rabbitmq(server_home("rabbitmq"))
+        stop_servers(folder)
         for home in folder.glob("*"):
             EmbeddedPostgres(home).stop()
         shutil.rmtree(folder, ignore_errors=True)

@@ -85,7 +85,7 @@ class Database:
 
     def is_at_rest(self) -> bool:
         """Whether no command is anywhere; in one snapshot, since the last settlement may put a callback somewhere."""
-        places = "queue", "scheduled", "lease", "troubleshooting"
+        places = "queue", "scheduled", "outbox", "lease", "troubleshooting"
         return not self.rows(" UNION ALL ".join(f"SELECT 1 FROM busload.{place}" for place in places))
 
     def check_invariants(self) -> None:
@@ -228,6 +228,8 @@ INVARIANTS = {
                      WHERE q.lo >> 10 = c.id >> 10 AND c.id BETWEEN q.lo AND q.hi)
                  + (SELECT count(*) FROM busload.scheduled s
                      WHERE s.lo >> 10 = c.id >> 10 AND c.id BETWEEN s.lo AND s.hi)
+                 + (SELECT count(*) FROM busload.outbox o
+                     WHERE o.lo >> 10 = c.id >> 10 AND c.id BETWEEN o.lo AND o.hi)
                  + (SELECT count(*) FROM busload.troubleshooting t WHERE t.command = c.id)
                  + (SELECT count(*) FROM busload.lease l
                      WHERE c.id BETWEEN l.lo AND l.hi AND c.id <> ALL (l.returned)

@@ -1,21 +1,35 @@
-"""A real RabbitMQ for the tests: Debian's, as plain processes on free ports, with a data folder of its own.
+"""Real servers for the tests, as plain processes on free ports, each with a data folder of its own.
 
-One serves the whole run, also when it is spread over processes: the first that needs it starts this file as a keeper
-of its own, which stops the broker when the run's leading process tells it to, or is gone.
+One of a kind serves the whole run, also when it is spread over processes: the first that needs it starts this file as a
+keeper of its own, which stops the server when the run's leading process tells it to, or is gone. A recipe says how a
+server is started and ended; a fixture hands out its URL:
+
+    @contextmanager
+    def run_redis(home: Path) -> Iterator[str]:
+        [port] = free_ports(1)
+        with running([REDIS, "--port", str(port), "--dir", str(home)]) as process:
+            wait_for_port(port, process)
+            yield f"redis://127.0.0.1:{port}"
+
+    @pytest.fixture(scope="session")
+    def redis_url() -> str:
+        return shared_server("redis", run_redis)
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -26,92 +40,106 @@ RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 EPMD = Path("/usr/bin/epmd")
 START_WITHIN, STOP_WITHIN = 90.0, 20.0
 
-_keepers: list[subprocess.Popen[bytes]] = []
+Recipe: TypeAlias = Callable[[Path], contextlib.AbstractContextManager[str]]
+"""Given an empty folder: runs a server inside the context, whose value is its URL. A function at a module's top."""
+
+_keepers: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 @pytest.fixture(scope="session")
 def rabbitmq_url() -> str:
     """Where the broker is. Give each test queues of its own."""
+    return shared_server("rabbitmq", run_rabbitmq)
+
+
+def shared_server(name: str, recipe: Recipe) -> str:
+    """The URL of this run's server of that name; whoever asks first starts it."""
     from tests.conftest import server_home
 
-    if not RABBITMQ.exists():
-        pytest.fail(f"RabbitMQ is not in {RABBITMQ.parent}: `make test` installs it, see scripts/install-servers.sh.")
-    home = server_home("rabbitmq")
+    home = server_home(name)
     home.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _alone(home / "start.lock"):
         if not (home / "url").exists():
-            _start(home)
+            _start(home, recipe, leader=int(os.environ[LEADER]))
     return (home / "url").read_text()
+
+
+@contextlib.contextmanager
+def own_server(home: Path, recipe: Recipe) -> Iterator[str]:
+    """The URL of a server for this process alone: it stops at the end, or when this process is gone."""
+    home.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        _start(home, recipe, leader=os.getpid())
+        yield (home / "url").read_text()
+    finally:
+        stop_servers(home.parent)
 
 
 def name_leader() -> None:
     os.environ.setdefault(LEADER, str(os.getpid()))
 
 
-def stop_rabbitmq(home: Path) -> None:
+def stop_servers(folder: Path) -> None:
     """Called by the leading process, when all others have ended."""
-    if not (home / "keeper").exists():
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int((home / "keeper").read_text()), signal.SIGTERM)
-    with _alone(home / "running.lock"):  # the keeper holds it while a process of the broker lives
-        for keeper in _keepers:
-            keeper.wait()
+    homes = [file.parent for file in folder.glob("*/keeper")]
+    for home in homes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((home / "keeper").read_text()), signal.SIGTERM)
+    for home in homes:
+        with _alone(home / "running.lock"):  # the keeper holds it while a process of the server lives
+            if home in _keepers:
+                _keepers.pop(home).wait()
 
 
-def _start(home: Path) -> None:
-    with (home / "said.txt").open("ab") as said:
-        keeper = subprocess.Popen(
-            [sys.executable, __file__, str(home), os.environ[LEADER]],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-    _keepers.append(keeper)
-    deadline = time.monotonic() + START_WITHIN
-    while not (home / "url").exists():
-        if keeper.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"RabbitMQ did not start. It said:\n{(home / 'said.txt').read_text()[-4000:]}")
-        time.sleep(0.05)
+# -- for recipes --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def running(
+    command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, quickly: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, ended with all it started; `quickly` for one that has nothing to finish."""
+    process = subprocess.Popen([str(part) for part in command], env=env, start_new_session=True)
+    try:
+        yield process
+    finally:
+        _end(process, [signal.SIGKILL] if quickly else [signal.SIGTERM, signal.SIGKILL])
 
 
-def keep(home: Path, leader: int) -> None:
-    """Run a broker until SIGTERM, or until the leading process is gone."""
-    stopping = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopping
-        stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    (home / "keeper").write_text(str(os.getpid()))
-    with _alone(home / "running.lock"):
-        port, distribution, names = _free_ports(3)
-        epmd = subprocess.Popen([str(EPMD), "-port", str(names), "-address", "127.0.0.1"])
-        broker = subprocess.Popen(
-            [str(RABBITMQ)], env=_environment(home, port, distribution, names), start_new_session=True
-        )
-        try:
-            while not stopping and broker.poll() is None and _lives(leader):
-                if not (home / "url").exists() and _listens(port):
-                    (home / "url.new").write_text(f"amqp://guest:guest@127.0.0.1:{port}/")
-                    (home / "url.new").rename(home / "url")
-                time.sleep(0.1)
-        finally:
-            _end(broker)
-            epmd.kill()
-            epmd.wait()
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_WITHIN
+    while not listens(port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{process.args!r} does not listen on port {port}")
+        time.sleep(0.05)
 
 
-def _environment(home: Path, port: int, distribution: int, names: int) -> dict[str, str]:
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+# -- RabbitMQ -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def run_rabbitmq(home: Path) -> Iterator[str]:
+    """Debian's, with a name server of its own."""
+    if not RABBITMQ.exists():
+        raise RuntimeError(f"not in {RABBITMQ.parent}: `make test` installs it, see scripts/install-servers.sh")
+    port, distribution, names = free_ports(3)
+    with (
+        running([EPMD, "-port", str(names), "-address", "127.0.0.1"], quickly=True),
+        running([RABBITMQ], env=rabbitmq_environment(home, port, distribution, names)) as broker,
+    ):
+        wait_for_port(port, broker)
+        yield f"amqp://guest:guest@127.0.0.1:{port}/"
+
+
+def rabbitmq_environment(home: Path, port: int, distribution: int, names: int) -> dict[str, str]:
     (home / "rabbitmq.conf").write_text(
         f"listeners.tcp.1 = 127.0.0.1:{port}\nloopback_users = none\ndisk_free_limit.absolute = 10MB\n"
     )
@@ -134,15 +162,52 @@ def _environment(home: Path, port: int, distribution: int, names: int) -> dict[s
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+# -- the keeper ---------------------------------------------------------------------------------------------------
 
 
-def _listens(port: int) -> bool:
+def keep(home: Path, leader: int, recipe: Recipe) -> None:
+    """Run a server until SIGTERM, or until the leading process is gone."""
+    signal.signal(signal.SIGTERM, _stop)
+    (home / "keeper").write_text(str(os.getpid()))
+    with _alone(home / "running.lock"), recipe(home) as url:
+        (home / "url.new").write_text(url)
+        (home / "url.new").rename(home / "url")
+        while _lives(leader):
+            time.sleep(0.1)
+
+
+def _stop(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit
+
+
+def _start(home: Path, recipe: Recipe, *, leader: int) -> None:
+    task = f"{recipe.__module__}:{recipe.__name__}"
+    with (home / "said.txt").open("ab") as said:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "tests.servers", str(home), str(leader), task],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    _keepers[home] = keeper
+    deadline = time.monotonic() + START_WITHIN
+    while not (home / "url").exists():
+        if keeper.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"The server {home.name} did not start. It said:\n{(home / 'said.txt').read_text()[-4000:]}")
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -155,16 +220,23 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _end(broker: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
     """Its data is thrown away, so it need not take its time."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in signals:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(broker.pid, number)
+            os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            broker.wait(STOP_WITHIN)
+            process.wait(STOP_WITHIN)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(broker.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _recipe(task: str) -> Recipe:
+    module, _, name = task.partition(":")
+    found: Any = getattr(importlib.import_module(module), name)
+    recipe: Recipe = found
+    return recipe
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]), int(sys.argv[2]))
+    keep(Path(sys.argv[1]), int(sys.argv[2]), _recipe(sys.argv[3]))

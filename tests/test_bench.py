@@ -6,13 +6,15 @@ import asyncio
 import io
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from bench import beside, buffers, chart, identity, limits, ours, reach, report, variants
+from bench import beside, brokers, buffers, chart, dispatch, identity, limits, ours, reach, report, variants
 from bench.beside import PEERS, Peer, Voice
 from bench.case import Case, Measured, started
 from bench.cases import ALL
@@ -57,8 +59,103 @@ async def test_busload_is_measured_under_other_conditions(dsn: str, case: Case) 
     assert all(megabytes > 0 for megabytes in measured.facts.values())
 
 
+@pytest.mark.parametrize("case", dispatch.CASES, ids=lambda case: case.metric)
+async def test_busload_is_measured_through_brokers(
+    dsn: str, case: Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.broker is not None:
+        monkeypatch.setenv(brokers.VARIABLE, request.getfixturevalue(f"{case.broker}_url"))
+    if case.broker == "servicebus":
+        request.getfixturevalue("servicebus").create(dispatch.queue_of(dsn))
+    if case.prepare is not None:
+        await case.prepare(dsn, 250)
+
+    measured = await case.measure(dsn, 250)
+
+    assert measured.count == 250
+    assert measured.seconds > 0
+    assert measured.client_cpu > 0
+    if case.metric in dispatch.BASE.values():
+        assert measured.facts == {}
+    elif case.metric.endswith("-drain"):
+        assert 0 < measured.facts["rung"] <= 250
+    elif case.broker != "servicebus":  # which does not count its messages for us
+        assert measured.facts == {"messages": 250 if case.metric.endswith("-singles") else 3}
+
+
+def test_the_processes_of_a_case_are_told_where_its_broker_is(server: TestServer, redis_url: str) -> None:
+    run = Run(batch=20, peers=False, only=["dispatch-redis-two-phase", "dispatch-nats-two-phase"])
+    found = brokers.Brokers({"redis": brokers.Broker(redis_url)}, {"nats": "nats could not be started: no room"})
+
+    results = {result.case.broker: result for result in measure(server, run, brokers=found)}
+
+    assert results["redis"].failure is None
+    assert results["redis"].fact("messages") == 1
+    assert results["nats"].failure == "nats could not be started: no room"
+
+
+async def test_celery_is_measured_on_the_same_rabbitmq(rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [peer] = [peer for peer in PEERS if peer.name == "celery-rabbitmq"]
+    monkeypatch.setattr(Peer, "command", with_our_python)
+    await beside.fill(peer, rabbitmq_url, 20)
+
+    created = await beside.create(peer, rabbitmq_url, 20)
+    drained = await beside.drain(peer, rabbitmq_url, 40)
+
+    assert (created.count, drained.count) == (20, 40)
+    assert min(created.seconds, drained.seconds) > 0
+
+
+def with_our_python(peer: Peer, role: str, url: str) -> list[str]:
+    """As if the environment of the tests were the peer's: it has Celery too."""
+    return [sys.executable, "-m", f"bench.peers.{peer.program.removesuffix('.py')}", role, url]
+
+
+def test_what_one_case_leaves_at_a_broker_does_not_reach_the_next() -> None:
+    one, other = (dispatch.queue_of(f"postgresql://postgres@localhost/{name}") for name in ("test_1", "test_2"))
+
+    assert one != other
+
+
+def test_brokers_that_cannot_be_started_are_told_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> AbstractContextManager[brokers.Broker]:
+        raise RuntimeError("nats-server is not installed")
+
+    @contextmanager
+    def there() -> Iterator[brokers.Broker]:
+        yield brokers.Broker("redis://here")
+
+    monkeypatch.setattr(brokers, "RECIPES", {"nats": broken, "redis": there})
+
+    with brokers.own_brokers(["nats", "redis"]) as found:
+        assert set(found.running) == {"redis"}
+        assert found.missing == {"nats": "nats could not be started: nats-server is not installed"}
+
+
+def test_a_broker_is_shown_beside_none_and_beside_others_on_it() -> None:
+    results = [
+        given("busload/dispatch-none-create", 40_000),
+        given("busload/dispatch-rabbitmq-two-phase", 30_000),
+        given("celery-rabbitmq/create", 1_000),
+        given("busload/dispatch-rabbitmq-drain", 10_000),
+        given("celery-rabbitmq/drain", 400, facts={"begun_per_second": 500}),
+    ]
+
+    said = shown(Run(only=["dispatch", "celery-rabbitmq"], peers=False), results)
+    ratios = report.as_json(Run(), results, MACHINE)["ratios"]
+
+    assert "30,000 (0.75×)" in said
+    assert "1,000 (30.00×)" in said
+    assert "500 (20.00×)" in said
+    assert {(one["metric"], one["beside"], one["ratio"]) for one in ratios} == {
+        ("dispatch-rabbitmq-two-phase", "busload/dispatch-none-create", 0.75),
+        ("dispatch-rabbitmq-two-phase", "celery-rabbitmq/create", 30.0),
+        ("dispatch-rabbitmq-drain", "celery-rabbitmq/drain", 20.0),
+    }
+
+
 def test_every_case_of_ours_has_a_place_in_the_tables() -> None:
-    shown = {*report.COLUMNS, *report.VARIANTS}
+    shown = {*report.COLUMNS, *report.VARIANTS, *report.THROUGH_BROKERS}
 
     assert {case.metric for case in ALL if case.subject == "busload"} <= shown
 
@@ -162,7 +259,8 @@ async def test_workers_are_done_when_all_of_them_together_are() -> None:
         for worker in workers:
             worker.tell("drain")
         async with asyncio.timeout(30):
-            await beside.handled(workers, 6)
+            begun = await beside.handled(workers, 6)
+    assert 1 <= begun.count < 6
 
 
 async def test_a_worker_that_dies_ends_the_wait_for_it() -> None:
@@ -224,7 +322,14 @@ def test_a_peer_has_its_program_and_pinned_packages(peer: Peer) -> None:
     assert ("batch" in {case.metric for case in beside.cases(peer)}) == peer.batches
 
 
-def given(key: str, rate: float = 1.0, *, size: int = 1000, latency: float | None = None) -> Result:
+def given(
+    key: str,
+    rate: float = 1.0,
+    *,
+    size: int = 1000,
+    latency: float | None = None,
+    facts: Mapping[str, float] | None = None,
+) -> Result:
     """A result as if it had been measured."""
     subject, metric = key.split("/")
 
@@ -232,7 +337,9 @@ def given(key: str, rate: float = 1.0, *, size: int = 1000, latency: float | Non
         raise AssertionError("this is not measured")
 
     taken = () if latency is None else [latency] * 3
-    return Result(Case(subject, metric, metric, never), size, [Measured(size, size / rate, 0.1, 0.1, taken)])
+    return Result(
+        Case(subject, metric, metric, never), size, [Measured(size, size / rate, 0.1, 0.1, taken, facts or {})]
+    )
 
 
 def shown(run: Run, results: list[Result]) -> str:

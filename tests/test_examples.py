@@ -53,11 +53,25 @@ EXPECTED = {
         "5001 readings in … flushes, 9…% of transactions saved",
         "500 sensors, the latest of each at 9; 0 left behind",
     ],
+    "dispatch.py": [
+        "two_phase: success, 1000 of 1000 announced",
+        "two_phase: partial_success, 0 of 500 announced",
+        "500 commands are in the outbox: 1 round of announcing to the broker (postgresql) failed. …: It is off. …",
+        "Recovered 500 commands",
+        "two_phase: recovered, 500 of 500 announced",
+        "1500 commands have run",
+    ],
     "explain.py": [
         "Not finished: 0 of 11 commands have ended; 11 without a worker.",
         "  PAUSED 11: 11 commands are ready, but domain 'payments' was paused … ago by rosa: the bank is down.",
         "  NO_HANDLER 1: 1 command is of a type that no worker had a handler for: Report. …",
         "  BACKOFF 2: 2 commands failed and will be tried again: … The last error was ConnectionError: The bank …",
+    ],
+    "nightly_job.py": [
+        "Large: 120 in the north",
+        "Large: 300 in the west",
+        "rate: COMPLETED, 6 commands",
+        "Nightly is COMPLETED",
     ],
     "operators.py": [
         "IN_PROGRESS: 1 completed, 4 wait for a person",

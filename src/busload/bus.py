@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -19,8 +20,11 @@ from uuid import UUID
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from busload.announcer import Announcer
+from busload.announcing import recover
 from busload.buffer import Buffer, SyncBuffer
 from busload.completion import AsyncCompletions, Completions
+from busload.dispatch import Dispatcher
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
 from busload.domain.buffer import BufferSettings, BufferStatus, BufferTable, Merge, OnExhausted
 from busload.domain.command import (
@@ -31,15 +35,24 @@ from busload.domain.command import (
     SendResult,
 )
 from busload.domain.dedup import Dedup
+from busload.domain.dispatch import DispatchReport, Recovered, Strategy
 from busload.domain.execution import Execution
 from busload.domain.explanation import Explanation
+from busload.domain.job import JobMetadata, Stage
 from busload.domain.pause import Pause
 from busload.domain.rate import LimitStatus, RateLimit
 from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
-from busload.errors import BatchNotFoundError, InvalidOperationError, OutcomeUnknown
+from busload.errors import (
+    BatchNotFoundError,
+    InvalidOperationError,
+    JobNotFoundError,
+    OutcomeUnknown,
+    TransportMisconfigured,
+)
 from busload.handlers import Function, Handlers, gather
 from busload.open_batch import OpenBatch, SyncOpenBatch
+from busload.outbox import Outbox, SyncOutbox
 from busload.requests import Requests, Write
 from busload.sending import Sending
 from busload.settings import Settings
@@ -50,22 +63,40 @@ from busload.store.listen import BATCH
 from busload.store.plan import Plan, perform, perform_async
 from busload.store.schema import migrate
 from busload.store.schema.migrate import Migration
+from busload.store.send import NO_BROKER, Via
+from busload.transport import Transport, find_transport
 from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
 
 log = logging.getLogger("busload")
 
 T = TypeVar("T")
 
+QUEUE_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
+ENVELOPE_SIZES = range(1, 10_001)
+"""How many commands one message may tell of."""
+
 
 class _Face:
     """What both faces share: where the database is, the handlers, and the checks."""
 
-    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        transport: Transport | str | None = None,
+        dispatch: str | None = None,
+        settings: Settings | None = None,
+    ) -> None:
         self.settings = settings or Settings()
         self.handlers = Handlers()
+        transport = transport or self.settings.transport_url
+        self.transport = find_transport(transport) if isinstance(transport, str) else transport
+        self.dispatch = _strategy(dispatch or self.settings.dispatch, self.transport)
+        _check_messages(self.settings)
         self._dsn = dsn or self.settings.database_url
         self._embedded: EmbeddedPostgres | None = None
-        self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus))
+        self._via = Via(self.transport.name) if self.transport else NO_BROKER
+        self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus), via=self._via)
         self._schema_checked = False
         self._process = os.getpid()
         self._buffers: dict[str, BufferSettings] = {}
@@ -136,6 +167,22 @@ class _Face:
             gathering=gathering,
         )
 
+    def planner(
+        self,
+        domain: str,
+        stage: str,
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> Callable[[Function], Function]:
+        """Register the function below to plan stages of this name, of any job in the domain; it is returned unchanged.
+
+        It is called with a `FinishedStage`, the one before, and a `HandlerContext`, and returns the `BatchCommand`s of
+        its stage; none, and the stage is skipped. It may be `async def` or `def`, which runs in a thread. Like any
+        handler it may be called again if it fails or its worker dies: what it has planned begins once.
+        """
+        return self.handlers.register_planner(domain, stage, retry=retry, timeout=timeout)
+
     def _refuse_after_fork(self) -> None:
         """Two processes on one connection would read each other's answers."""
         if self._process != os.getpid():
@@ -161,13 +208,22 @@ class CommandBus(_Face):
     and commits its own, and has happened when it returns.
     """
 
-    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
-        super().__init__(dsn, settings=settings)
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        transport: Transport | str | None = None,
+        dispatch: str | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(dsn, transport=transport, dispatch=dispatch, settings=settings)
         self.troubleshooting = Troubleshooting(self)
+        self.outbox = Outbox(self)
         self._pool: AsyncConnectionPool[AsyncConnection] | None = None
         self._checking = asyncio.Lock()
         self._sending: Sending | None = None
         self._completions: AsyncCompletions | None = None
+        self._announces: Announcer | None = None
 
     @property
     def pool(self) -> AsyncConnectionPool[AsyncConnection]:
@@ -183,7 +239,7 @@ class CommandBus(_Face):
             self._pool = connection.async_pool(self.dsn, self.settings.pool_size)
             await self._pool.open(wait=False)
             self._checking = asyncio.Lock()  # of this event loop
-            self._sending = Sending(self._write)
+            self._sending = Sending(self._write, self._via)
             self._completions = AsyncCompletions(
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
             )
@@ -194,9 +250,12 @@ class CommandBus(_Face):
             await self._sending.close()
         if self._completions is not None:
             await self._completions.close()
+        if self._announces is not None:
+            await self._announces.transport.aclose()
         if self._pool is not None:
             await self._pool.close()
         self._pool, self._sending, self._completions, self._schema_checked = None, None, None, False
+        self._announces = None
         self._leave_database()
 
     async def __aenter__(self) -> Self:
@@ -275,6 +334,10 @@ class CommandBus(_Face):
         custom_data: dict[str, Any] | None = None,
         on_complete: BatchCompletionCallback | BatchCommand | None = None,
         dedup: Dedup | None = None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
+        dispatch: str | None = None,
+        checkpoint_size: int = 1000,
         conn: AsyncConnection | Connection | None = None,
     ) -> UUID:
         """Create a batch with all its commands in one transaction, and return its id.
@@ -284,18 +347,30 @@ class CommandBus(_Face):
         batch under the key "batch" of its data. The function is best effort: it lives and dies with this process.
 
         With `dedup`, commands whose task key another one holds are left out, also of the total; if none is left, the
-        batch completes at once.
+        batch completes at once. `job_id` and `stage` are for you to find it by; `create_job` sets them itself.
+
+        On a bus with a transport `dispatch` says how the commands are announced, and `get_dispatch` how that went:
+        "two_phase" by default; "checkpoint" for more than 10,000, in transactions of `checkpoint_size` commands each,
+        where repeating the call with the same `batch_id` goes on after `DispatchIncomplete` or a crash; "optimistic";
+        or "relay", by a worker, which is how it is with `conn` or `dedup`.
         """
-        write = self._requests.create_batch(
-            domain,
-            commands,
-            batch_id=batch_id,
-            name=name,
-            custom_data=custom_data,
-            on_complete=on_complete,
-            dedup=dedup,
-        )
-        created = await self._write(write, conn)
+        joins, once = conn is not None, dedup is not None
+        strategy = self._requests.strategy(dispatch, self.dispatch, joins=joins, dedup=once)
+        about: dict[str, Any] = {
+            "batch_id": batch_id,
+            "name": name,
+            "custom_data": custom_data,
+            "on_complete": on_complete,
+            "job_id": job_id,
+            "stage": stage,
+            "checkpoint_size": checkpoint_size,
+        }
+        if strategy is Strategy.RELAY:
+            write = self._requests.create_batch(domain, commands, dedup=dedup, **about)
+            created = await self._write(write, conn)
+        else:
+            order = self._requests.order(domain, commands, strategy=strategy, **about)
+            created = await Dispatcher(self._announcer(), self._write, self._perform_alone).create(order)
         self._register(created, on_complete)
         return created
 
@@ -309,6 +384,8 @@ class CommandBus(_Face):
         on_complete: BatchCompletionCallback | BatchCommand | None = None,
         checkpoint_size: int = 1000,
         dedup: Dedup | None = None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
         conn: AsyncConnection | Connection | None = None,
     ) -> OpenBatch:
         """A batch to fill over time: `async with bus.open_batch(...) as batch: await batch.add(...)`.
@@ -318,7 +395,14 @@ class CommandBus(_Face):
         that were written run on, and you may add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
         write = self._requests.open_batch(
-            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete, dedup=dedup
+            domain,
+            batch_id=batch_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            dedup=dedup,
+            job_id=job_id,
+            stage=stage,
         )
         return OpenBatch(self, domain, write, on_complete, checkpoint_size, dedup, conn)
 
@@ -331,12 +415,23 @@ class CommandBus(_Face):
     async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
         return await self._read(self._requests.get_batch(domain, batch_id))
 
+    async def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
+        """How a batch was announced to the broker, and what of it still waits for that; None if no broker was told."""
+        return await self._read(self._requests.get_dispatch(domain, batch_id))
+
     async def list_batches(
-        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0, after: UUID | None = None
+        self,
+        domain: str,
+        *,
+        status: str | None = None,
+        job_id: UUID | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | None = None,
     ) -> list[BatchMetadata]:
         """Newest first. `after`, the last batch of the page before, pages without drift while batches are created."""
         return await self._read(
-            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after)
+            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after, job_id=job_id)
         )
 
     async def list_batch_commands(
@@ -408,6 +503,98 @@ class CommandBus(_Face):
         finally:
             completions.unwatch(batch_id, changed)
 
+    async def create_job(
+        self,
+        domain: str,
+        stages: Iterable[Stage],
+        *,
+        job_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: BatchCommand | None = None,
+        continue_after_failures: bool = False,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> UUID:
+        """Create a job with its first batch in one transaction, and return its id.
+
+        Each stage becomes a batch once the one before is complete; a stage without commands is planned then, by the
+        `planner` of its name. A stage that completes with failures stops the job as FAILED, unless
+        `continue_after_failures`. `on_complete` is sent when the job is COMPLETED, with the job under the key "job" of
+        its data.
+        """
+        write = self._requests.create_job(
+            domain,
+            stages,
+            job_id=job_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            continue_after_failures=continue_after_failures,
+        )
+        return await self._write(write, conn)
+
+    async def get_job(self, domain: str, job_id: UUID) -> JobMetadata | None:
+        return await self._look(self._requests.get_job(domain, job_id))
+
+    async def list_jobs(
+        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0
+    ) -> list[JobMetadata]:
+        """Newest first."""
+        return await self._look(self._requests.list_jobs(domain, status=status, limit=limit, offset=offset))
+
+    async def resume_job(
+        self,
+        domain: str,
+        job_id: UUID,
+        *,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> None:
+        """Let a FAILED job go on with its next stage; after the last one it is COMPLETED.
+
+        So does a job whose step to the next stage an operator has completed or canceled in troubleshooting.
+        """
+        await self._write(self._requests.resume_job(domain, job_id, operator=operator), conn)
+
+    async def cancel_job(
+        self,
+        domain: str,
+        job_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AsyncConnection | Connection | None = None,
+    ) -> int:
+        """Stop a job and cancel the batch of its stage, as `cancel_batch` does; no further stage begins.
+
+        Returns how many commands were canceled. A job that is COMPLETED or CANCELED is left as it is.
+        """
+        return await self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
+
+    async def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
+        """Return the job once it is COMPLETED, FAILED or CANCELED; `TimeoutError` says how far it came."""
+        completions = self._completions
+        if completions is None:
+            raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
+        changed = completions.watch(job_id)
+        end = _end(timeout)
+        try:
+            while True:
+                changed.clear()
+                job = await self.get_job(domain, job_id)
+                if job is None:
+                    raise JobNotFoundError(domain, job_id)
+                if job.status.final:
+                    return job
+                pause = _pause(self.settings, end, job)
+                try:
+                    async with asyncio.timeout(pause):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            completions.unwatch(job_id, changed)
+
     async def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
         return await self._read(self._requests.get_command(domain, command_id))
 
@@ -441,6 +628,30 @@ class CommandBus(_Face):
         await self._check_schema()
         async with self.pool.connection() as conn, conn.transaction():
             return await perform_async(conn, plan)
+
+    def _announcer(self) -> Announcer:
+        """What announces for this bus and the worker that runs on it; the transport is closed with the bus."""
+        if self.transport is None:
+            raise InvalidOperationError("The bus has no transport. Give it one: CommandBus(dsn, transport=URL).")
+        if self._announces is None:
+            settings, key = self.settings, self.settings.message_key
+            self._announces = Announcer(
+                self.transport,
+                self._perform_alone,
+                prefix=settings.queue_prefix,
+                envelope_size=settings.envelope_size,
+                message_per_command=settings.message_per_command,
+                key=None if key is None else key.encode(),
+            )
+        return self._announces
+
+    async def recover(self, *, ring_again_after: timedelta = timedelta(minutes=5)) -> Recovered:
+        """Announce now what waits in the outbox, and again what was announced that long ago and never claimed.
+
+        Workers do so by themselves; this is for scripts and tests, and for applications without a worker of ours.
+        """
+        await self._perform_alone(self._requests.recover(ring_again_after))
+        return await recover(self._announcer(), self._perform_alone, ring_again_after=ring_again_after)
 
     async def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:
         """Why a batch is not finished: each reason with count, since when, and what to do. A healthy one has an ETA."""
@@ -602,7 +813,9 @@ class CommandBus(_Face):
             return result
         except psycopg.OperationalError as error:
             if committing and _connection_lost(error):
-                raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids) from error
+                raise OutcomeUnknown(
+                    batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id
+                ) from error
             raise
 
     async def _check_schema(self) -> None:
@@ -620,9 +833,17 @@ class CommandBus(_Face):
 class SyncCommandBus(_Face):
     """`CommandBus` for code without an event loop; there is none hidden in it."""
 
-    def __init__(self, dsn: str | None = None, *, settings: Settings | None = None) -> None:
-        super().__init__(dsn, settings=settings)
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        transport: Transport | str | None = None,
+        dispatch: str | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(dsn, transport=transport, dispatch=dispatch, settings=settings)
         self.troubleshooting = SyncTroubleshooting(self)
+        self.outbox = SyncOutbox(self)
         self._pool: ConnectionPool[Connection] | None = None
         self._checking = threading.Lock()
         self._completions: Completions | None = None
@@ -718,9 +939,18 @@ class SyncCommandBus(_Face):
         custom_data: dict[str, Any] | None = None,
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
         dedup: Dedup | None = None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
+        dispatch: str | None = None,
+        checkpoint_size: int = 1000,
         conn: Connection | None = None,
     ) -> UUID:
-        """Create a batch with all its commands in one transaction, and return its id; see `CommandBus.create_batch`."""
+        """Create a batch with all its commands in one transaction, and return its id; see `CommandBus.create_batch`.
+
+        This face leaves brokers to the relay of a worker: "relay" is all that `dispatch` can be.
+        """
+        joins, once = conn is not None, dedup is not None
+        self._requests.strategy(dispatch, self.dispatch, joins=joins, dedup=once)
         write = self._requests.create_batch(
             domain,
             commands,
@@ -729,6 +959,9 @@ class SyncCommandBus(_Face):
             custom_data=custom_data,
             on_complete=on_complete,
             dedup=dedup,
+            job_id=job_id,
+            stage=stage,
+            checkpoint_size=checkpoint_size,
         )
         created = self._write(write, conn)
         self._register(created, on_complete)
@@ -744,11 +977,20 @@ class SyncCommandBus(_Face):
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
         checkpoint_size: int = 1000,
         dedup: Dedup | None = None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
         conn: Connection | None = None,
     ) -> SyncOpenBatch:
         """A batch to fill over time; see `CommandBus.open_batch`."""
         write = self._requests.open_batch(
-            domain, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete, dedup=dedup
+            domain,
+            batch_id=batch_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            dedup=dedup,
+            job_id=job_id,
+            stage=stage,
         )
         return SyncOpenBatch(self, domain, write, on_complete, checkpoint_size, dedup, conn)
 
@@ -759,11 +1001,24 @@ class SyncCommandBus(_Face):
     def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
         return self._read(self._requests.get_batch(domain, batch_id))
 
+    def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
+        """How a batch was announced to the broker, and what of it still waits for that; None if no broker was told."""
+        return self._read(self._requests.get_dispatch(domain, batch_id))
+
     def list_batches(
-        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0, after: UUID | None = None
+        self,
+        domain: str,
+        *,
+        status: str | None = None,
+        job_id: UUID | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | None = None,
     ) -> list[BatchMetadata]:
         """Newest first. `after`, the last batch of the page before, pages without drift while batches are created."""
-        return self._read(self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after))
+        return self._read(
+            self._requests.list_batches(domain, status=status, limit=limit, offset=offset, after=after, job_id=job_id)
+        )
 
     def list_batch_commands(
         self,
@@ -805,6 +1060,70 @@ class SyncCommandBus(_Face):
         """Yield the batch now, whenever its counters have changed, and last when it is complete."""
         return self._watch(domain, batch_id, None)
 
+    def create_job(
+        self,
+        domain: str,
+        stages: Iterable[Stage],
+        *,
+        job_id: UUID | None = None,
+        name: str | None = None,
+        custom_data: dict[str, Any] | None = None,
+        on_complete: BatchCommand | None = None,
+        continue_after_failures: bool = False,
+        conn: Connection | None = None,
+    ) -> UUID:
+        """Create a job with its first batch in one transaction, and return its id; see `CommandBus.create_job`."""
+        write = self._requests.create_job(
+            domain,
+            stages,
+            job_id=job_id,
+            name=name,
+            custom_data=custom_data,
+            on_complete=on_complete,
+            continue_after_failures=continue_after_failures,
+        )
+        return self._write(write, conn)
+
+    def get_job(self, domain: str, job_id: UUID) -> JobMetadata | None:
+        return self._look(self._requests.get_job(domain, job_id))
+
+    def list_jobs(
+        self, domain: str, *, status: str | None = None, limit: int = 100, offset: int = 0
+    ) -> list[JobMetadata]:
+        """Newest first."""
+        return self._look(self._requests.list_jobs(domain, status=status, limit=limit, offset=offset))
+
+    def resume_job(
+        self, domain: str, job_id: UUID, *, operator: str | None = None, conn: Connection | None = None
+    ) -> None:
+        """Let a FAILED job go on with its next stage; see `CommandBus.resume_job`."""
+        self._write(self._requests.resume_job(domain, job_id, operator=operator), conn)
+
+    def cancel_job(
+        self,
+        domain: str,
+        job_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> int:
+        """Stop a job and cancel the batch of its stage; see `CommandBus.cancel_job`."""
+        return self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
+
+    def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
+        """Return the job once it is COMPLETED, FAILED or CANCELED; `TimeoutError` says how far it came."""
+        end = _end(timeout)
+        with connection.connect(self.dsn) as conn:
+            conn.execute(f"LISTEN {BATCH}".encode())
+            while True:
+                job = self.get_job(domain, job_id)
+                if job is None:
+                    raise JobNotFoundError(domain, job_id)
+                if job.status.final:
+                    return job
+                self._hear(conn, job_id, _pause(self.settings, end, job))
+
     def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
         return self._read(self._requests.get_command(domain, command_id))
 
@@ -833,6 +1152,11 @@ class SyncCommandBus(_Face):
             with self.pool.connection() as conn, conn.transaction():
                 perform(conn, plan)
             yield pruning.pruned
+
+    def recover(self, *, ring_again_after: timedelta = timedelta(minutes=5)) -> Recovered:
+        """Tell relays to announce now what waits for another round: this face publishes nothing itself."""
+        due, closed = self._perform_alone(self._requests.recover(ring_again_after))
+        return Recovered(due=due, closed=closed)
 
     def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:
         """Why a batch is not finished: each reason with count, since when, and what to do. A healthy one has an ETA."""
@@ -1000,7 +1324,9 @@ class SyncCommandBus(_Face):
             return result
         except psycopg.OperationalError as error:
             if committing and _connection_lost(error):
-                raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids) from error
+                raise OutcomeUnknown(
+                    batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id
+                ) from error
             raise
 
     def _check_schema(self) -> None:
@@ -1013,6 +1339,29 @@ class SyncCommandBus(_Face):
                     connection.refuse_server(conn)
                     perform(conn, migrate.check())
                 self._schema_checked = True
+
+
+def _strategy(named: str | None, transport: Transport | None) -> Strategy | None:
+    if named is None:
+        return None
+    if named not in list(Strategy):
+        raise ValueError(f"dispatch must be one of {', '.join(Strategy)}, found {named!r:.80}.")
+    if transport is None:
+        raise ValueError(f"dispatch={str(named)!r} needs a transport to announce by: CommandBus(dsn, transport=URL).")
+    return Strategy(named)
+
+
+def _check_messages(settings: Settings) -> None:
+    """What a person can get wrong about queues and messages, before anything is sent."""
+    prefix, size = settings.queue_prefix, settings.envelope_size
+    if not isinstance(prefix, str) or not QUEUE_PREFIX.fullmatch(prefix):
+        raise TransportMisconfigured(
+            f"queue_prefix must be a letter, then up to 99 letters, digits, '_', '.' or '-', found {prefix!r:.80}."
+        )
+    if type(size) is not int or size not in ENVELOPE_SIZES:
+        raise TransportMisconfigured(
+            f"envelope_size must be a whole number from 1 to {ENVELOPE_SIZES[-1]}, found {size!r:.80}."
+        )
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:
@@ -1032,3 +1381,19 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
 def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
     progress = f"{batch.finished_count} of {batch.total_count} commands have ended" if batch else "nothing was seen"
     return TimeoutError(f"Batch {batch_id} is not complete after {_seconds(timeout)} s: {progress}.")
+
+
+def _end(timeout: timedelta | float | None) -> float | None:
+    seconds = _seconds(timeout)
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _pause(settings: Settings, end: float | None, job: JobMetadata) -> float:
+    """How long to wait for news of a job before the next look; `TimeoutError` when the time is up."""
+    left = float("inf") if end is None else end - time.monotonic()
+    if left <= 0:
+        at = next((stage for stage in job.stages if not stage.status.final), job.stages[-1])
+        raise TimeoutError(
+            f"Job {job.job_id} has not ended in time: it is {job.status}, at stage {at.name!r} ({at.status})."
+        )
+    return min(left, settings.poll_every.total_seconds())

@@ -7,11 +7,17 @@ BusloadError
 ├── BatchNotFoundError                      no such batch in this domain
 ├── BatchSealedError                        the batch takes no more commands
 ├── CommandNotFoundError                    no such command in this domain
+├── JobNotFoundError                        no such job in this domain
 ├── InvalidOperationError                   the thing exists, but not in the state this needs
 │   └── HandlerAlreadyRegisteredError
 ├── SchemaOutdated                          the database is older than this release
 ├── OutcomeUnknown                          the connection broke while COMMIT was under way
 ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
+├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
+├── TransportError                          about the broker
+│   ├── TransportMisconfigured              a person must change the URL, a right or a queue
+│   ├── TransportUnavailable                it cannot be reached now
+│   └── PublishFailed                       some messages were not confirmed; `refused` says which and why
 └── Superseded                              this execution lost its command to another one
 
 For handlers to raise:
@@ -26,8 +32,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
+
+if TYPE_CHECKING:
+    from busload.domain.dispatch import DispatchReport
 
 
 class BusloadError(Exception):
@@ -124,6 +134,15 @@ class CommandNotFoundError(BusloadError):
         self.domain, self.command_id = domain, command_id
 
 
+class JobNotFoundError(BusloadError):
+    def __init__(self, domain: str, job_id: UUID) -> None:
+        super().__init__(
+            f"There is no job {job_id} in domain {domain!r}. "
+            "Check the domain, or list what there is with `busload job ls`."
+        )
+        self.domain, self.job_id = domain, job_id
+
+
 class InvalidOperationError(BusloadError):
     """What was asked for does not fit the state things are in; the message says which state was needed."""
 
@@ -150,20 +169,83 @@ class OutcomeUnknown(BusloadError):
     """The connection broke while COMMIT was under way: what was sent may or may not exist.
 
     Repeat the call with the ids given here. It is then accepted exactly once: either now, or the repetition
-    raises `DuplicateCommandError` (for a batch `InvalidOperationError`), which proves that the first call was accepted.
+    raises `DuplicateCommandError` (for a batch or a job `InvalidOperationError`), which proves that the first call was
+    accepted.
     """
 
-    def __init__(self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = ()) -> None:
+    def __init__(
+        self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = (), job_id: UUID | None = None
+    ) -> None:
         what = f"batch {batch_id}" if batch_id else f"{len(command_ids)} command(s)" if command_ids else "this"
+        what = f"job {job_id}" if job_id else what
         todo = "Repeat the call with the same ids: it will be accepted exactly once."
-        if not batch_id and not command_ids:
+        if not batch_id and not command_ids and not job_id:
             todo = "Look whether it does, or repeat the call: at worst it is there twice."
         super().__init__(f"The connection broke while {what} was being committed, so it may or may not exist. {todo}")
-        self.batch_id, self.command_ids = batch_id, tuple(command_ids)
+        self.batch_id, self.command_ids, self.job_id = batch_id, tuple(command_ids), job_id
 
 
 class DatabaseUnusable(BusloadError):
     """The database cannot be used as it is; the message says what was found and what is needed."""
+
+
+class DispatchIncomplete(BusloadError):
+    """A creation in checkpoints stopped at one that failed. Those before it are written, run, and are announced.
+
+    Repeat the call with this `batch_id` and the same commands: it goes on where it stopped. `report` is a
+    `DispatchReport`.
+    """
+
+    def __init__(self, batch_id: UUID, report: DispatchReport) -> None:
+        total = "those of an iterator" if report.total_tasks is None else f"{report.total_tasks:,}"
+        why = f": {report.error.removesuffix('.')}" if report.error else ""
+        super().__init__(
+            f"Of batch {batch_id} {report.database_tasks:,} commands of {total} are written; then it stopped{why}. "
+            "What is written runs. To write the rest, repeat the call with the same commands and "
+            f"batch_id=UUID('{batch_id}')."
+        )
+        self.batch_id, self.report = batch_id, report
+
+
+class TransportError(BusloadError):
+    """About the broker. Nothing is lost by it: the database is the truth."""
+
+
+class TransportMisconfigured(TransportError, ValueError):
+    """It will not work before a person has changed the URL, a right, or a queue that exists with other settings."""
+
+
+class TransportUnavailable(TransportError):
+    """The broker cannot be reached now; what is to be announced waits in the outbox."""
+
+
+class RefusalReason(StrEnum):
+    """Why a message was not confirmed."""
+
+    UNREACHABLE = "UNREACHABLE"
+    THROTTLED = "THROTTLED"
+    UNROUTABLE = "UNROUTABLE"
+    TOO_LARGE = "TOO_LARGE"
+    REFUSED = "REFUSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one message was not confirmed. `after` are seconds the broker asked us to wait."""
+
+    reason: RefusalReason
+    message: str
+    after: float | None = None
+
+
+class PublishFailed(TransportError):
+    """Some messages were not confirmed: `refused` has them by index. The broker may hold them all the same."""
+
+    def __init__(self, refused: Mapping[int, Refusal]) -> None:
+        [first, *others] = refused.values()
+        more = f", and {len(others)} more" if others else ""
+        super().__init__(f"The broker did not confirm a message: {first.reason}, {first.message}{more}")
+        self.refused = dict(refused)
 
 
 class Superseded(BusloadError):

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferSettings
 from busload.domain.cause import RESOLVE
 from busload.domain.command import InputLimits, check_name, refuse
+from busload.domain.job import PLAN, STAGE, check_stage
 from busload.domain.rate import RateLimit, is_async
 from busload.domain.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
+from busload.job import advance, planner
 from busload.resolve import RETRY, resolve
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,7 +47,10 @@ class Handler:
     buffer: BufferSettings | None = None
 
 
-BUILT_IN = {RESOLVE: Handler(resolve, RETRY, timeout=None, is_async=True)}
+BUILT_IN = {
+    RESOLVE: Handler(resolve, RETRY, timeout=None, is_async=True),
+    STAGE: Handler(advance, RETRY, timeout=None, is_async=True),
+}
 """What every worker runs, in every domain."""
 
 MOST_GATHERED = 30_000
@@ -78,7 +83,7 @@ class Handlers:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
         refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
-        if command_type in RESERVED:
+        if command_type in RESERVED or command_type.startswith(PLAN):
             message = f"found {command_type!r}, which busload uses itself; choose another name"
             refuse([Problem("INVALID_NAME", "/command_type", message)])
         return self._register(domain, command_type, retry, timeout, rate_limit, isolate_poison, gathering)
@@ -100,6 +105,25 @@ class Handlers:
     ) -> Callable[[Function], Function]:
         """A decorator for the function that is told of a buffer's groups whose attempts are used up."""
         return self._register(buffer.name, EXHAUSTED, retry, timeout)
+
+    def register_planner(
+        self,
+        domain: str,
+        stage: str,
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> Callable[[Function], Function]:
+        """A decorator for the function that plans a stage; it returns the function unchanged."""
+        limits = InputLimits()
+        refuse(check_name(domain, "domain", limits) + check_stage(stage, "stage", limits))
+        add = self._register(domain, PLAN + stage, retry, timeout)
+
+        def register(function: Function) -> Function:
+            add(planner(function) if callable(function) else function)
+            return function
+
+        return register
 
     def _register(
         self,

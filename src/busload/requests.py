@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, Generic, TypeVar
 from uuid import UUID
@@ -29,11 +30,14 @@ from busload.domain.command import (
     check_text,
     check_uuid,
     refuse,
+    refuse_repeated_ids,
 )
 from busload.domain.dedup import TRACKED, Dedup
+from busload.domain.dispatch import CHECKPOINT_SIZES, DispatchReport, Input, OutboxEntry, Strategy, choose
 from busload.domain.execution import Execution, ExecutionStatus, Failed, Succeeded
 from busload.domain.explanation import Explanation
 from busload.domain.ids import new_id
+from busload.domain.job import JobMetadata, JobStatus, Stage, Step, check_stage
 from busload.domain.pause import Pause
 from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode
 from busload.domain.rate import KEY_BYTES, LimitStatus
@@ -46,6 +50,7 @@ from busload.errors import (
     TransientCommandError,
 )
 from busload.store.plan import Plan
+from busload.store.send import NO_BROKER, Via
 
 T = TypeVar("T")
 PAGE = range(2**31)
@@ -64,17 +69,108 @@ class Write(Generic[T]):
     batch_id: UUID | None = None
     command_ids: Sequence[UUID] = ()
     one_statement: bool = False
+    job_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A batch to be created through a broker: with its commands, or for checkpoints with where they come from."""
+
+    batch: store.send.NewBatch
+    strategy: Strategy
+    commands: Sequence[NewCommand] = ()
+    input: Input | None = None
+    checkpoint_size: int = 1000
 
 
 class Requests:
     """Checks every call against the limits of this bus."""
 
-    def __init__(self, limits: InputLimits, *, awaits: bool) -> None:
+    def __init__(self, limits: InputLimits, *, awaits: bool, via: Via = NO_BROKER) -> None:
         self._limits, self._payload, self._awaits = limits, limits.payload, awaits
+        self._via = via
+
+    def strategy(self, asked: object, default: Strategy | None, *, joins: bool, dedup: bool) -> Strategy | None:
+        """Who announces a batch, and how; None: as many commands as it has decide that.
+
+        Whoever joins a transaction of the caller's leaves it to the relay: nothing is published before the commit.
+        """
+        if asked is not None:
+            refuse(self._strategy_problems(asked, joins=joins, dedup=dedup))
+            return Strategy(str(asked))
+        return Strategy.RELAY if joins or dedup or not self._awaits or self._via.transport is None else default
+
+    def _strategy_problems(self, asked: object, *, joins: bool, dedup: bool) -> list[Problem]:
+        if asked not in list(Strategy):
+            return [Problem("INVALID_OPTION", "/dispatch", f"found {asked!r:.80}, wanted one of {', '.join(Strategy)}")]
+        why = None
+        if self._via.transport is None:
+            why = "this bus has no transport to announce by; give it one: CommandBus(dsn, transport=URL)"
+        elif asked == Strategy.RELAY:
+            return []
+        elif joins:
+            why = "conn= was given too, and nothing is published before your commit; leave it out, a relay announces"
+        elif dedup:
+            why = "dedup= was given too, with which the relay announces; leave one of them out"
+        elif not self._awaits:
+            why = "SyncCommandBus leaves brokers to the relay of a worker; leave dispatch out, or use CommandBus"
+        return [] if why is None else [Problem("INVALID_OPTION", "/dispatch", f"found {str(asked)!r}, but {why}")]
+
+    def order(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        *,
+        strategy: Strategy | None,
+        checkpoint_size: int,
+        batch_id: UUID | None,
+        name: str | None,
+        custom_data: dict[str, Any] | None,
+        on_complete: object,
+        job_id: UUID | None,
+        stage: str | None,
+    ) -> Order:
+        """A batch that this process announces itself."""
+        refuse(check_number(checkpoint_size, "checkpoint_size", CHECKPOINT_SIZES))
+        batch = self._new_batch(domain, batch_id, name, custom_data, on_complete, job_id, stage)
+        chosen, commands = choose(strategy, commands)
+        if chosen is not Strategy.CHECKPOINT:
+            return Order(batch, chosen, self._members(batch, commands))
+        given = Input(commands, partial(self._members, batch))
+        return Order(batch, chosen, input=given, checkpoint_size=checkpoint_size)
+
+    def _members(
+        self, batch: store.send.NewBatch, commands: Iterable[BatchCommand], first: int = 0
+    ) -> list[NewCommand]:
+        """The commands of a batch, or some of them; offenders are named by their place in all of them."""
+        try:
+            checked = self._check(batch.domain, commands)
+        except InvalidCommandError as refused:
+            if not first:
+                raise
+            problems = [replace(p, index=None if p.index is None else p.index + first) for p in refused.problems]
+            raise InvalidCommandError(problems, refused.total) from None
+        if not checked and not first:
+            raise InvalidCommandError(
+                [
+                    Problem(
+                        "EMPTY_BATCH", "/commands", "found no commands, wanted at least one; open_batch may stay empty"
+                    )
+                ]
+            )
+        if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
+            raise DuplicateCommandError(batch.domain, [batch.callback_id])
+        return checked
 
     def send(
-        self, domain: str, command: BatchCommand, batch_id: UUID | None, dedup: Dedup | None = None
+        self,
+        domain: str,
+        command: BatchCommand,
+        batch_id: UUID | None,
+        dedup: Dedup | None = None,
+        via: Via | None = None,
     ) -> Write[SendResult]:
+        via = via or self._via
         [checked] = self._check(domain, [command])
         ids = [checked.command_id]
         if batch_id is not None:
@@ -82,12 +178,13 @@ class Requests:
         if dedup is not None:
             _check_key(command, dedup)
             if batch_id is None:
-                return Write(store.send.send_once(domain, checked, dedup), command_ids=ids, one_statement=True)
-            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id)), batch_id, ids)
+                return Write(store.send.send_once(domain, checked, dedup, via), command_ids=ids, one_statement=True)
+            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, via)), batch_id, ids)
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
-            return Write(_then(store.send.send(domain, checked), result), command_ids=ids, one_statement=True)
-        plan = _then(store.send.send_many(domain, [checked], batch_id), result)
+            plan = _then(store.send.send(domain, checked, via=via), result)
+            return Write(plan, command_ids=ids, one_statement=True)
+        plan = _then(store.send.send_many(domain, [checked], batch_id, via), result)
         return Write(plan, batch_id, ids, one_statement=True)
 
     def hold(self, domain: str, command: BatchCommand, dedup: Dedup, promised: Mapping[str, UUID]) -> Plan[SendResult]:
@@ -108,9 +205,10 @@ class Requests:
             refuse(check_uuid(batch_id, "batch_id"))
         if dedup is not None:
             _check_dedup(dedup)
-            return _bulk(store.send.send_many_once(domain, checked, dedup, batch_id), batch_id, checked, dedup)
+            plan = store.send.send_many_once(domain, checked, dedup, batch_id, self._via)
+            return _bulk(plan, batch_id, checked, dedup)
         results = [SendResult(command.command_id, created=True) for command in checked]
-        plan = _then(store.send.send_many(domain, checked, batch_id), results)
+        plan = _then(store.send.send_many(domain, checked, batch_id, self._via), results)
         return _bulk(plan, batch_id, checked)
 
     def create_batch(
@@ -123,23 +221,75 @@ class Requests:
         custom_data: dict[str, Any] | None,
         on_complete: object,
         dedup: Dedup | None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
+        checkpoint_size: int = 1000,
     ) -> Write[UUID]:
-        batch = self._new_batch(domain, batch_id, name, custom_data, on_complete)
-        checked = self._check(domain, commands)
-        if not checked:
-            raise InvalidCommandError(
-                [
-                    Problem(
-                        "EMPTY_BATCH", "/commands", "found no commands, wanted at least one; open_batch may stay empty"
-                    )
-                ]
-            )
-        if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
-            raise DuplicateCommandError(domain, [batch.callback_id])
+        """A batch in one transaction; with a broker, a relay announces it afterwards."""
+        refuse(check_number(checkpoint_size, "checkpoint_size", CHECKPOINT_SIZES))
+        batch = self._new_batch(domain, batch_id, name, custom_data, on_complete, job_id, stage)
+        checked = self._members(batch, commands)
         if dedup is not None:
             _check_dedup(dedup)
-            return _bulk(store.send.create_batch_once(batch, checked, dedup), batch.batch_id, checked, dedup)
-        return _bulk(store.send.create_batch(batch, checked), batch.batch_id, checked)
+        if self._via.transport is not None:
+            return self._create_for_relay(batch, checked, dedup)
+        if dedup is not None:
+            plan = store.send.create_batch_once(batch, checked, dedup, self._via)
+            return _bulk(plan, batch.batch_id, checked, dedup)
+        return _bulk(store.send.create_batch(batch, checked, self._via), batch.batch_id, checked)
+
+    def _create_for_relay(
+        self, batch: store.send.NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None
+    ) -> Write[UUID]:
+        ids = [command.command_id for command in commands]
+        if dedup is not None:
+            plan = store.dispatch.create_once(batch, commands, dedup, self._via, Strategy.RELAY)
+        else:
+            plan = _then(store.dispatch.create(batch, commands, self._via, Strategy.RELAY), batch.batch_id)
+        return Write(plan, batch.batch_id, ids)
+
+    def outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[list[OutboxEntry]]:
+        refuse(self._where(domain, batch_id))
+        return store.outbox.waiting(domain=domain, batch_id=batch_id)
+
+    def retry_outbox(self, domain: str | None, batch_id: UUID | None) -> Write[int]:
+        refuse(self._where(domain, batch_id))
+        plan = store.outbox.retry(transport=None, domain=domain, batch_id=batch_id)
+        return Write(plan, batch_id, one_statement=True)
+
+    def reroute(
+        self, domain: str | None, batch_id: UUID | None, *, failed_only: bool, operator: str | None
+    ) -> Iterator[Write[tuple[int, int]]]:
+        """One transaction after the other, until one has found nothing."""
+        problems = self._where(domain, batch_id) + self._operator(operator) + _check_flag(failed_only, "failed_only")
+        refuse(problems)
+        while True:
+            plan = store.outbox.reroute(
+                transport=None, domain=domain, batch_id=batch_id, failed=failed_only, operator=operator
+            )
+            yield Write(plan, batch_id)
+
+    def recover(self, ring_again_after: timedelta) -> Plan[tuple[int, int]]:
+        """What can be done without the broker: returns commands that are due now, and creations that are complete."""
+        if not isinstance(ring_again_after, timedelta) or not timedelta(0) <= ring_again_after <= LONGEST:
+            message = f"found {ring_again_after!r:.80}, wanted a timedelta from zero to {LONGEST.days} days"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/ring_again_after", message)])
+        return _both(store.outbox.retry(transport=None, domain=None, batch_id=None), store.dispatch.close())
+
+    def reconcile(self, domain: str | None) -> Plan[list[str]]:
+        """The domains to compare."""
+        if domain is None:
+            return store.report.domains()
+        refuse(self._name(domain))
+        return _given([domain])
+
+    def _where(self, domain: str | None, batch_id: UUID | None) -> list[Problem]:
+        problems = [] if domain is None else self._name(domain)
+        return problems if batch_id is None else problems + check_uuid(batch_id, "batch_id")
+
+    def get_dispatch(self, domain: str, batch_id: UUID) -> Plan[DispatchReport | None]:
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        return store.dispatch.find(domain, batch_id)
 
     def open_batch(
         self,
@@ -150,10 +300,12 @@ class Requests:
         custom_data: dict[str, Any] | None,
         on_complete: object,
         dedup: Dedup | None,
+        job_id: UUID | None = None,
+        stage: str | None = None,
     ) -> Write[UUID]:
         if dedup is not None:
             _check_dedup(dedup)
-        batch = self._new_batch(domain, batch_id, name, custom_data, on_complete)
+        batch = self._new_batch(domain, batch_id, name, custom_data, on_complete, job_id, stage)
         return Write(store.send.open_batch(batch), batch.batch_id, one_statement=True)
 
     def seal(self, domain: str, batch_id: UUID) -> Write[bool]:
@@ -170,9 +322,9 @@ class Requests:
     ) -> Write[int]:
         """Write some commands of an open batch; tells how many of them were sent."""
         if dedup is not None:
-            plan = _count_created(store.send.send_many_once(domain, commands, dedup, batch_id))
+            plan = _count_created(store.send.send_many_once(domain, commands, dedup, batch_id, self._via))
         else:
-            plan = _then(store.send.send_many(domain, commands, batch_id), len(commands))
+            plan = _then(store.send.send_many(domain, commands, batch_id, self._via), len(commands))
         return _bulk(plan, batch_id, commands, dedup)
 
     def cancel_batch(self, domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
@@ -199,12 +351,80 @@ class Requests:
         return store.report.batch(domain, batch_id)
 
     def list_batches(
-        self, domain: str, *, status: str | None, limit: int, offset: int, after: UUID | None
+        self,
+        domain: str,
+        *,
+        status: str | None,
+        limit: int,
+        offset: int,
+        after: UUID | None,
+        job_id: UUID | None = None,
     ) -> Plan[list[BatchMetadata]]:
-        refuse(self._name(domain) + _page(limit, offset, after))
+        problems = [] if job_id is None else check_uuid(job_id, "job_id")
+        refuse(self._name(domain) + problems + _page(limit, offset, after))
         return store.report.batches(
-            domain, status=_status(BatchStatus, status), limit=limit, offset=offset, after=after
+            domain, status=_status(BatchStatus, status), limit=limit, offset=offset, after=after, job_id=job_id
         )
+
+    def create_job(
+        self,
+        domain: str,
+        stages: Iterable[Stage],
+        *,
+        job_id: UUID | None,
+        name: str | None,
+        custom_data: object,
+        on_complete: object,
+        continue_after_failures: bool,
+    ) -> Write[UUID]:
+        """Every command of every stage is checked now: a job does not stop at a list that was wrong from the start."""
+        problems = self._name(domain) + _check_flag(continue_after_failures, "continue_after_failures")
+        if job_id is not None:
+            problems += check_uuid(job_id, "job_id")
+        if name is not None:
+            problems += check_text(name, "name", self._limits.name_bytes)
+        if custom_data is not None and not isinstance(custom_data, dict):
+            problems.append(Problem("INVALID_OPTION", "/custom_data", f"found {custom_data!r:.80}, wanted a dict"))
+        if on_complete is not None and not isinstance(on_complete, BatchCommand):
+            message = f"found {on_complete!r:.80}, wanted a BatchCommand"
+            problems.append(Problem("INVALID_OPTION", "/on_complete", message))
+        refuse(problems)
+        checked = self._stages(domain, stages)
+        callback, callback_id = None, None
+        if isinstance(on_complete, BatchCommand):
+            callback, callback_id = self._callback(domain, on_complete, "job")
+        chosen = [command_id for stage in checked for command_id in stage.chosen]
+        refuse_repeated_ids(domain, chosen if callback_id is None else [*chosen, callback_id])
+        text = None if custom_data is None else self._encode(custom_data, "/custom_data")
+        new = store.job.NewJob(
+            job_id or new_id(), domain, name, text, callback, continue_after_failures, checked, callback_id
+        )
+        return Write(store.job.create(new, self._via), job_id=new.job_id)
+
+    def advance(self, domain: str, step: Step) -> Plan[str]:
+        """Take a job on after a stage that has ended."""
+        return store.job.advance(domain, step, self._via)
+
+    def begin_planned(self, domain: str, step: Step, commands: Sequence[BatchCommand]) -> Plan[str]:
+        """Begin a stage with what its planner returned."""
+        return store.job.begin_planned(domain, step, self._check(domain, commands), self._via)
+
+    def resume_job(self, domain: str, job_id: UUID, *, operator: str | None) -> Write[None]:
+        self._check_operation(domain, job_id, "job_id", operator)
+        plan = store.job.resume(domain, job_id, operator=operator, via=self._via)
+        return Write(_then(plan, None), job_id=job_id)
+
+    def cancel_job(self, domain: str, job_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
+        self._check_operation(domain, job_id, "job_id", operator, reason)
+        return Write(store.job.cancel_job(domain, job_id, reason=reason, operator=operator), job_id=job_id)
+
+    def get_job(self, domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
+        refuse(self._name(domain) + check_uuid(job_id, "job_id"))
+        return store.job.job(domain, job_id)
+
+    def list_jobs(self, domain: str, *, status: str | None, limit: int, offset: int) -> Plan[list[JobMetadata]]:
+        refuse(self._name(domain) + _page(limit, offset, None))
+        return store.job.jobs(domain, status=_status(JobStatus, status), limit=limit, offset=offset)
 
     def groups(self, domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
         refuse(self._name(domain) + self._type(command_type) + _page(limit, 0, None))
@@ -404,7 +624,7 @@ class Requests:
         data = metadata or {}
         execution_id = store.track.new_execution_id()
         command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
-        send = self.send(queue, command, None, dedup)
+        send = self.send(queue, command, None, dedup, NO_BROKER)  # another queue tells of it
         existing = dedup is not None and dedup.on_conflict == "return_existing"
         plan = store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
         return Write(plan, command_ids=send.command_ids)
@@ -500,10 +720,16 @@ class Requests:
         name: str | None,
         custom_data: object,
         on_complete: object,
+        job_id: UUID | None,
+        stage: str | None,
     ) -> store.send.NewBatch:
         problems = self._name(domain)
         if batch_id is not None:
             problems += check_uuid(batch_id, "batch_id")
+        if job_id is not None:
+            problems += check_uuid(job_id, "job_id")
+        if stage is not None:
+            problems += check_text(stage, "stage", self._limits.name_bytes)
         if name is not None:
             problems += check_text(name, "name", self._limits.name_bytes)
         if custom_data is not None and not isinstance(custom_data, dict):
@@ -515,7 +741,7 @@ class Requests:
         if isinstance(on_complete, BatchCommand):
             callback, callback_id = self._callback(domain, on_complete)
         text = None if custom_data is None else self._encode(custom_data, "/custom_data")
-        return store.send.NewBatch(batch_id or new_id(), domain, name, text, callback, callback_id)
+        return store.send.NewBatch(batch_id or new_id(), domain, name, text, callback, callback_id, job_id, stage)
 
     def _check_function(self, on_complete: object) -> list[Problem]:
         if not callable(on_complete):
@@ -525,17 +751,57 @@ class Requests:
             return [Problem("INVALID_OPTION", "/on_complete", message)]
         return []
 
-    def _callback(self, domain: str, command: BatchCommand) -> tuple[str, UUID | None]:
-        """The command to send on completion, as the batch row keeps it, and its id if the caller chose it.
+    def _stages(self, domain: str, stages: object) -> list[store.job.NewStage]:
+        if isinstance(stages, str | bytes | Mapping) or not isinstance(stages, Iterable) or not (found := list(stages)):
+            message = f"found {stages!r:.80}, wanted at least one Stage"
+            raise InvalidCommandError([Problem("INVALID_OPTION", "/stages", message)])
+        problems: list[Problem] = []
+        names: set[str] = set()
+        for position, stage in enumerate(found):
+            path = f"/stages/{position}"
+            if not isinstance(stage, Stage):
+                problems.append(Problem("INVALID_OPTION", path, f"found {stage!r:.80}, wanted a Stage"))
+                continue
+            problems += check_stage(stage.name, f"stages/{position}/name", self._limits)
+            if isinstance(stage.name, str) and stage.name in names:
+                message = f"found a second stage {stage.name!r:.80}, wanted each name once"
+                problems.append(Problem("INVALID_OPTION", f"{path}/name", message))
+            names.add(str(stage.name))
+            given = stage.commands
+            if given is not None and (isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)):
+                message = f"found {given!r:.80}, wanted a list of BatchCommand"
+                problems.append(Problem("INVALID_OPTION", f"{path}/commands", message))
+        refuse(problems)
+        checked = [self._stage(domain, position, stage) for position, stage in enumerate(found)]
+        if not checked[0].commands:
+            message = "found no commands, wanted at least one: before the first stage there is nothing to plan it from"
+            raise InvalidCommandError([Problem("EMPTY_BATCH", "/stages/0/commands", message)])
+        return checked
 
-        The batch itself is added to its data then.
+    def _stage(self, domain: str, position: int, stage: Stage) -> store.job.NewStage:
+        if stage.commands is None:
+            return store.job.NewStage(stage.name, None)
+        commands = list(stage.commands)
+        try:
+            checked = self._check(domain, commands)
+        except InvalidCommandError as refused:
+            path = f"/stages/{position}/commands"
+            named = [Problem(p.code, path + p.path, p.message, p.index, p.limit) for p in refused.problems]
+            raise InvalidCommandError(named, refused.total) from None
+        chosen = [command.command_id for command in commands if command.command_id is not None]
+        return store.job.NewStage(stage.name, checked, chosen)
+
+    def _callback(self, domain: str, command: BatchCommand, of: str = "batch") -> tuple[str, UUID | None]:
+        """The command to send on completion, as the row of the batch keeps it, and its id if the caller chose it.
+
+        The batch itself, or the job, is added to its data then.
         """
         data = {} if command.data is None else command.data
-        if not isinstance(data, dict) or "batch" in data:
-            message = 'wanted a dict without the key "batch", which will hold the completed batch'
+        if not isinstance(data, dict) or of in data:
+            message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
             raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/data", message)])
         if command.run_at is not None:
-            message = "a callback is sent when its batch completes and cannot have a time of its own"
+            message = f"a callback is sent when its {of} completes and cannot have a time of its own"
             raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
         [checked] = self._check(domain, [command])
         text = self._encode(
@@ -595,6 +861,17 @@ def _count_created(plan: Plan[list[SendResult]]) -> Plan[int]:
     return sum(result.created for result in results)
 
 
+def _both(first: Plan[int], second: Plan[int]) -> Plan[tuple[int, int]]:
+    one = yield from first
+    return one, (yield from second)
+
+
+def _given(result: T) -> Plan[T]:
+    """No statement at all."""
+    yield from ()
+    return result
+
+
 def _then(plan: Plan[Any], result: T) -> Plan[T]:
     yield from plan
     return result
@@ -626,7 +903,7 @@ def _check_rate(rate: object) -> list[Problem]:
     return [Problem("INVALID_OPTION", "/rate", message)]
 
 
-Status = TypeVar("Status", BatchStatus, CommandStatus)
+Status = TypeVar("Status", BatchStatus, CommandStatus, JobStatus)
 
 
 def _status(kind: type[Status], status: str | None) -> Status | None:

@@ -60,8 +60,8 @@ class Sending:
     Each caller returns after the commit of its own command, or with its own error.
     """
 
-    def __init__(self, write: Callable[[Write[Any]], Coroutine[Any, Any, Any]]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[Write[Any]], Coroutine[Any, Any, Any]], via: send.Via = send.NO_BROKER) -> None:
+        self._write, self._via = write, via
         self._busy = False
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class Sending:
         try:
             sent = await (self._wait(domain, command) if self._busy else self._lead(domain, command, chosen))
             if not sent:  # and if it has to wait for another transaction, nobody waits with it
-                plan = send.send(domain, command)
+                plan = send.send(domain, command, via=self._via)
                 await self._write(Write(plan, command_ids=[command.command_id], one_statement=True))
         finally:
             self._callers -= 1
@@ -162,7 +162,7 @@ class Sending:
         kind = domain, command.priority
         id, notify = self._neighbours.next_id(kind, now), self._bell.due(domain, now)
         owed = notify and self._bell.ringing(domain, now)
-        plan = send.send(domain, command, id=id, patience=patience, notify=notify)
+        plan = send.send(domain, command, id=id, patience=patience, notify=notify, via=self._via)
         try:
             taken = await self._write(Write(plan, command_ids=[command.command_id], one_statement=True))
         except BaseException:
@@ -179,12 +179,13 @@ class Sending:
         for waiting in group:
             commands.setdefault(waiting.domain, []).append(waiting.command)
         ids = [waiting.command.command_id for waiting in group]
-        await self._write(Write(send.send_together(commands, PATIENCE), command_ids=ids, one_statement=True))
+        plan = send.send_together(commands, PATIENCE, self._via)
+        await self._write(Write(plan, command_ids=ids, one_statement=True))
 
     def _ring(self, domains: list[str]) -> None:
         async def notify() -> None:
             try:
-                await self._write(Write(send.notify(domains), one_statement=True))
+                await self._write(Write(send.notify(domains, self._via), one_statement=True))
             except Exception as error:  # they look by themselves, a little later
                 log.warning("Could not tell the workers of %s that there is work: %s", ", ".join(domains), error)
 

@@ -4,6 +4,8 @@
 |---|---|
 | `BUSLOAD_DATABASE_URL` | the PostgreSQL to use; without it an embedded one starts |
 | `BUSLOAD_HOME` | where the embedded PostgreSQL keeps its data; default `~/.local/share/busload` |
+| `BUSLOAD_TRANSPORT_URL` | the broker that announces commands, with its credentials; without it PostgreSQL delivers |
+| `BUSLOAD_MESSAGE_KEY` | a secret that messages are signed with; those without its signature are refused |
 | `BUSLOAD_PG_BIN` | the folder with `postgres` and `initdb` to use for the embedded server |
 """
 
@@ -19,7 +21,13 @@ from typing import Literal
 
 from busload.domain.command import InputLimits
 
-VARIABLES = ("BUSLOAD_DATABASE_URL", "BUSLOAD_HOME", "BUSLOAD_PG_BIN")
+VARIABLES = (
+    "BUSLOAD_DATABASE_URL",
+    "BUSLOAD_HOME",
+    "BUSLOAD_PG_BIN",
+    "BUSLOAD_TRANSPORT_URL",
+    "BUSLOAD_MESSAGE_KEY",
+)
 HOME = Path("~/.local/share/busload")
 
 
@@ -40,6 +48,9 @@ class WorkerSettings:
     no_handler_pause: timedelta = timedelta(seconds=30)
     keep_for: timedelta | None = None
     archive: bool = False
+    broker_poll_every: timedelta = timedelta(seconds=5)
+    recover_every: timedelta = timedelta(minutes=5)
+    ring_again_after: timedelta = timedelta(minutes=5)
 
     @property
     def deadline(self) -> timedelta:
@@ -70,6 +81,12 @@ class Settings:
     limits: InputLimits = InputLimits()
     pool_size: int = 10
     poll_every: timedelta = timedelta(seconds=1)
+    transport_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
+    dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
+    queue_prefix: str = "busload"
+    envelope_size: int = 100
+    message_per_command: bool = False
+    message_key: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)
 
     def __post_init__(self) -> None:
         for name in os.environ:

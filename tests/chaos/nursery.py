@@ -8,6 +8,7 @@ last asked. At the end of stdin, that is also when the test dies, every one of t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -22,10 +23,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
 
 from busload import (
+    BatchCommand,
     Buffer,
     BusinessRuleError,
     Chunk,
@@ -46,10 +49,13 @@ from busload import (
     Worker,
     WorkerSettings,
 )
+from busload.domain.ids import new_ids
+from busload.transport import find_transport
 
 DOMAIN = "payments"
 BULK, LIMITED = "crm", "partner"
 """Domains of commands that run in chunks, and of those that a limit holds up."""
+STRATEGIES = "two_phase", "checkpoint", "optimistic"
 DID_NOT_START = 75
 """The exit status of a worker that found no database when it started: whoever runs workers starts another."""
 
@@ -307,7 +313,91 @@ def work(options: dict[str, Any]) -> None:
     asyncio.run(serve(options))
 
 
-ROLES = {"worker": work, "producer": produce, "pourer": pour, "claimer": claim}
+class DyingBus(CommandBus):
+    """A bus whose process is killed before a step of a creation: a transaction, or a call of the broker."""
+
+    steps_left: int
+
+    def step(self) -> None:
+        if self.steps_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps_left -= 1
+
+    async def _write(self, *arguments: Any) -> Any:
+        self.step()
+        return await super()._write(*arguments)
+
+    async def _perform_alone(self, plan: Any) -> Any:
+        self.step()
+        return await super()._perform_alone(plan)
+
+
+async def create_and_die(options: dict[str, Any]) -> None:
+    """Create one batch, up to the step at which this process ends."""
+    transport = find_transport(options["transport"])
+    publish = transport.publish
+    async with DyingBus(options["dsn"], transport=transport, settings=bus_settings(options)) as bus:
+
+        async def publish_unless_dead(messages: Any) -> None:
+            bus.step()
+            await publish(messages)
+
+        bus.steps_left = options["steps"]
+        transport.publish = publish_unless_dead  # type: ignore[method-assign]
+        await create(bus, options["creation"])
+
+
+async def create_until_killed(options: dict[str, Any]) -> None:
+    """Create batches by each strategy in turn; what is begun is noted first, so that it can be asked for again."""
+    notes = os.open(options["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    async with CommandBus(options["dsn"], transport=options["transport"], settings=bus_settings(options)) as bus:
+        for strategy in itertools.cycle(STRATEGIES):
+            creation = new_creation(strategy, options["size"])
+            os.write(notes, f"{json.dumps(creation)}\n".encode())
+            await create(bus, creation)
+
+
+def new_creation(strategy: str, size: int) -> dict[str, Any]:
+    """All that is needed to ask for the same batch again; in three checkpoints, if in any."""
+    [batch_id, *ids] = map(str, new_ids(size + 1))
+    return {"batch_id": batch_id, "ids": ids, "strategy": strategy, "checkpoint_size": -(-size // 3)}
+
+
+async def create(bus: CommandBus, creation: dict[str, Any]) -> None:
+    await bus.create_batch(
+        DOMAIN,
+        [BatchCommand("Transfer", UUID(id)) for id in creation["ids"]],
+        batch_id=UUID(creation["batch_id"]),
+        dispatch=creation["strategy"],
+        checkpoint_size=creation["checkpoint_size"],
+    )
+
+
+def bus_settings(options: dict[str, Any]) -> Settings:
+    return Settings(
+        pool_size=4,
+        queue_prefix=options.get("prefix", "busload"),
+        envelope_size=options.get("envelope", 100),
+        message_key=options.get("key"),
+    )
+
+
+def run_creator(options: dict[str, Any]) -> None:
+    asyncio.run(create_until_killed(options))
+
+
+def run_dying_creator(options: dict[str, Any]) -> None:
+    asyncio.run(create_and_die(options))
+
+
+ROLES = {
+    "worker": work,
+    "producer": produce,
+    "pourer": pour,
+    "claimer": claim,
+    "creator": run_creator,
+    "dying creator": run_dying_creator,
+}
 
 
 async def serve(options: dict[str, Any]) -> None:
@@ -320,8 +410,10 @@ async def serve(options: dict[str, Any]) -> None:
         flush_every=timedelta(milliseconds=20),
         flush_size=options.get("flush_size", 1000),
         prefetch=timedelta(seconds=options.get("prefetch", 0.05)),
+        broker_poll_every=timedelta(seconds=options.get("broker_poll", 5)),
+        recover_every=timedelta(seconds=options.get("recover", 300)),
     )
-    async with CommandBus(options["dsn"], settings=Settings(pool_size=4)) as bus:
+    async with CommandBus(options["dsn"], transport=options.get("transport"), settings=bus_settings(options)) as bus:
         register(bus, Ledger(options["ledger"]), options)
         receiver = Receiver(options["receiver"])
         register_buffers(bus, receiver, options)

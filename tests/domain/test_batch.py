@@ -15,8 +15,8 @@ BATCH = BatchMetadata(
 )
 
 
-def test_a_batch_has_the_thirteen_fields_that_were_promised() -> None:
-    """S4-19"""
+def test_a_batch_has_the_thirteen_fields_that_were_promised_and_its_place_in_a_job() -> None:
+    """S4-19, S1-04"""
     assert [field.name for field in fields(BatchMetadata)] == [
         "batch_id",
         "domain",
@@ -31,6 +31,8 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised() -> None:
         "created_at",
         "started_at",
         "completed_at",
+        "job_id",
+        "stage",
     ]
 
 

@@ -645,4 +645,4 @@ async def test_a_batch_of_many_is_explained_by_reading_few_rows(
     assert explanation.reasons == () and explanation.remaining == 30_000
     assert sum(read.values()) < 2500, read
     database.rows("DELETE FROM busload.lease")
-    database.rows("TRUNCATE busload.command, busload.queue, busload.execution, busload.batch, busload.event")
+    database.rows("TRUNCATE busload.command, busload.queue, busload.execution, busload.batch, busload.event CASCADE")

@@ -12,7 +12,7 @@ from busload.cli.command import print_explanation
 from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
 from busload.cli.output import as_json, counters, echo_json, facts, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
-from busload.errors import BatchNotFoundError
+from busload.errors import BatchNotFoundError, InvalidOperationError
 
 STILL = 3.0
 """Seconds without any change after which one who waits should be told why."""
@@ -33,21 +33,23 @@ def batch() -> None:
 @click.option(
     "--status", type=click.Choice([status.value for status in BatchStatus], case_sensitive=False), help="Only those."
 )
+@click.option("--job", "job_id", type=click.UUID, help="Only those of a job.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True)
 @click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
 @as_json
-def ls(domain: str | None, status: str | None, limit: int, offset: int, as_json: bool) -> None:
+def ls(domain: str | None, status: str | None, job_id: UUID | None, limit: int, offset: int, as_json: bool) -> None:
     """List batches, newest first.
 
     \b
         busload batch ls
         busload batch ls --domain payments --status COMPLETED_WITH_FAILURES --limit 5
+        busload batch ls --job 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
         busload batch ls --json | jq -r '.[].batch_id'
     """
     with open_bus() as bus:
 
         def ask(domain: str, *, limit: int, offset: int) -> list[BatchMetadata]:
-            return bus.list_batches(domain, status=status, limit=limit, offset=offset)
+            return bus.list_batches(domain, status=status, job_id=job_id, limit=limit, offset=offset)
 
         found = everywhere(bus, domain, ask, newest=lambda b: (b.created_at, b.batch_id), limit=limit, offset=offset)
     if as_json:
@@ -84,6 +86,8 @@ def show(batch_id: UUID, domain: str | None, as_json: bool) -> None:
             ("domain", found.domain),
             ("name", found.name),
             ("custom data", found.custom_data),
+            ("job", found.job_id),
+            ("stage", found.stage),
             ("status", found.status),
             ("total", found.total_count),
             *counters(found).items(),
@@ -151,6 +155,59 @@ def explain(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     with open_bus() as bus:
         found = bus.explain_batch(domain_of_batch(bus, batch_id, domain), batch_id)
     print_explanation(found, as_json)
+
+
+@batch.command()
+@click.argument("batch_id", type=click.UUID)
+@domain_option
+@as_json
+def dispatch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Show how a batch was announced to the broker, and what of it still waits for that.
+
+    \b
+        busload batch dispatch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload batch dispatch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .retry_needed
+    """
+    with open_bus() as bus:
+        domain = domain_of_batch(bus, batch_id, domain)
+        found = bus.get_dispatch(domain, batch_id)
+        exists = found is not None or bus.get_batch(domain, batch_id) is not None
+    if not exists:
+        raise BatchNotFoundError(domain, batch_id)
+    if found is None:
+        raise InvalidOperationError(f"Batch {batch_id} was created without a broker: PostgreSQL delivers it.")
+    if as_json:
+        told = {name: getattr(found, name) for name in found.__dataclass_fields__}
+        echo_json({**told, **{name: getattr(found, name) for name in DERIVED}})
+        return
+    facts(
+        [
+            ("batch", found.batch_id),
+            ("transport", found.transport),
+            ("strategy", found.strategy),
+            ("status", found.status),
+            ("commands", found.total_tasks),
+            ("in the database", found.database_tasks),
+            ("announced", found.queued_tasks),
+            ("to be announced", found.retry_tasks),
+            ("failed rounds", found.rounds),
+            ("checkpoints", len(found.checkpoints) or None),
+            ("failed checkpoint", found.failed_checkpoint),
+            ("error", found.error),
+            ("warning", found.warning),
+            ("insert ms", found.insert_ms),
+            ("send ms", found.send_ms),
+            ("mark ms", found.mark_ms),
+            ("total ms", found.total_ms),
+            ("job", found.job_id),
+            ("stage", found.stage),
+            ("created", found.created_at),
+            ("all announced", found.announced_at),
+        ]
+    )
+
+
+DERIVED = ("tasks_committed", "tasks_failed", "retry_tasks", "recovery_possible", "recovery_scheduled")
 
 
 def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, explain: bool = False) -> None:

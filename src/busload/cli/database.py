@@ -7,19 +7,61 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import click
 
 from busload.bus import SyncCommandBus
-from busload.errors import InvalidOperationError
+from busload.errors import InvalidOperationError, TransportMisconfigured
 from busload.settings import Settings
-from busload.store import connection, report
+from busload.store import connection, job, report
 from busload.store.embedded import EmbeddedPostgres
+from busload.transport import find_transport
 
 T = TypeVar("T")
 
 domain_option = click.option("--domain", help="The domain to look in; default all.")
+
+
+def _pass_transport_on(ctx: click.Context, param: click.Parameter, url: str | None) -> None:
+    """Where every bus looks for it: in this process and, out of sight of other users, in its children."""
+    if url is None:
+        return
+    try:
+        find_transport(url)
+    except TransportMisconfigured as error:  # which does not repeat it: it may hold a password
+        raise click.BadParameter(str(error), param_hint="--transport") from None
+    if urlsplit(url).password:
+        click.echo(
+            "Warning: --transport holds a password, which every user of this machine can see. "
+            "Use BUSLOAD_TRANSPORT_URL instead.",
+            err=True,
+        )
+    ctx.with_resource(_variable("BUSLOAD_TRANSPORT_URL", url))
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+transport_option = click.option(
+    "--transport",
+    metavar="URL",
+    callback=_pass_transport_on,
+    expose_value=False,
+    is_eager=True,
+    help="The broker to announce commands by; default BUSLOAD_TRANSPORT_URL, else none.",
+)
 
 
 class _ListOne(Protocol[T]):
@@ -63,6 +105,10 @@ def domain_of_batch(bus: SyncCommandBus, batch_id: UUID, domain: str | None) -> 
 
 def domain_of_command(bus: SyncCommandBus, command_id: UUID, domain: str | None) -> str:
     return domain or _only("command", command_id, bus._read(report.domains_of_command(command_id)))
+
+
+def domain_of_job(bus: SyncCommandBus, job_id: UUID, domain: str | None) -> str:
+    return domain or _only("job", job_id, bus._read(job.domains_of_job(job_id)))
 
 
 def operator() -> str:

@@ -21,7 +21,7 @@ import click
 
 from busload.bus import SyncCommandBus
 from busload.cli.command import print_trail
-from busload.cli.database import open_bus
+from busload.cli.database import open_bus, transport_option
 from busload.cli.demo_app import DOMAIN, invoices
 from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table
 from busload.domain.batch import BatchMetadata
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 @click.command()
 @click.option("--commands", type=click.IntRange(100, 1_000_000), default=10_000, show_default=True)
+@transport_option
 @as_json
 def demo(commands: int, as_json: bool) -> None:
     """Run 10,000 commands as one batch, and see what busload does.
@@ -53,6 +54,7 @@ def demo(commands: int, as_json: bool) -> None:
     \b
         busload demo
         busload demo --commands 100000
+        busload demo --transport amqp://localhost
         busload demo --json | jq .drain.per_second
     """
     tell = _Teller(silent=as_json)

@@ -30,6 +30,8 @@ def domain() -> None:
 def ls(as_json: bool) -> None:
     """List domains: what is ready, scheduled, running or in troubleshooting, who serves them, and which are paused.
 
+    If something waits there for a broker, a column OUTBOX tells how much.
+
     \b
         busload domain ls
         busload domain ls --json | jq -r '.[] | select(.workers == 0) | .domain'
@@ -39,8 +41,12 @@ def ls(as_json: bool) -> None:
     if as_json:
         echo_json(found)
         return
-    columns = ("DOMAIN", "READY", "SCHEDULED", "RUNNING", "TROUBLE", "WORKERS", "PAUSED")
-    rows = [(d.domain, d.ready, d.scheduled, d.running, d.in_troubleshooting, d.workers, _paused(d)) for d in found]
+    columns = ["DOMAIN", "READY", "SCHEDULED", "RUNNING", "TROUBLE", "WORKERS", "PAUSED"]
+    rows = [[d.domain, d.ready, d.scheduled, d.running, d.in_troubleshooting, d.workers, _paused(d)] for d in found]
+    if any(d.unannounced for d in found):
+        columns.insert(1, "OUTBOX")
+        for row, each in zip(rows, found, strict=True):
+            row.insert(1, each.unannounced)
     table(columns, rows, nothing="Nothing waits in any domain.", elastic="PAUSED")
 
 

@@ -19,9 +19,10 @@ from typing import Literal
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from busload.bus import CommandBus, SyncCommandBus
-from busload.cli.database import reach
+from busload.cli.database import reach, transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
 from busload.settings import WorkerSettings
@@ -50,6 +51,7 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
 @click.command()
 @click.argument("application", metavar="MODULE:BUS")
 @click.option("--domains", metavar="D1,D2", help="Which domains to serve; default all that have handlers.")
+@transport_option
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 100_000),
@@ -210,9 +212,14 @@ def load(application: str) -> CommandBus | SyncCommandBus:
         message = f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)"
         raise click.BadParameter(message, param_hint="MODULE:BUS")
     given = os.environ.get("BUSLOAD_DATABASE_URL")
-    root = click.get_current_context().find_root()
+    context = click.get_current_context()
+    root = context.find_root()
     if root.params.get("dsn") is not None and found._dsn != given:
         message = f"{application!r} names a database of its own, which --dsn does not change"
+        raise click.BadParameter(message, param_hint="MODULE:BUS")
+    by_option = context.get_parameter_source("transport") is ParameterSource.COMMANDLINE
+    if by_option and (found.transport is None or found.transport._url != os.environ.get("BUSLOAD_TRANSPORT_URL")):
+        message = f"{application!r} names a transport of its own, which --transport does not change"
         raise click.BadParameter(message, param_hint="MODULE:BUS")
     return found
 

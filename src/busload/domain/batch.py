@@ -38,6 +38,8 @@ class BatchMetadata:
     created_at: datetime
     started_at: datetime | None
     completed_at: datetime | None
+    job_id: UUID | None = None
+    stage: str | None = None
 
     @property
     def finished_count(self) -> int:

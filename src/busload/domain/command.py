@@ -225,7 +225,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
         )
     if problems:
         raise InvalidCommandError(problems)
-    _refuse_repeated_ids(domain, chosen)
+    refuse_repeated_ids(domain, chosen)
     return checked
 
 
@@ -279,7 +279,7 @@ def check_time(value: object, path: str) -> list[Problem]:
     return []
 
 
-def _refuse_repeated_ids(domain: str, command_ids: Sequence[UUID]) -> None:
+def refuse_repeated_ids(domain: str, command_ids: Sequence[UUID]) -> None:
     if len(set(command_ids)) < len(command_ids):
         repeated = [command_id for command_id, times in Counter(command_ids).items() if times > 1]
         raise DuplicateCommandError(domain, repeated, in_the_list=True)

@@ -16,6 +16,8 @@ LONG = timedelta(seconds=30)
 """No attempt is said to run long before."""
 LONG_WITHOUT_COMPARISON = timedelta(minutes=10)
 """The same where no attempt has ended yet that it could be compared with."""
+NOT_RELAYED = timedelta(seconds=10)
+"""How long what is due may stay in the outbox before nobody is said to relay it."""
 MUCH_LONGER = 10
 """How many times the usual an attempt must take to be called long."""
 
@@ -28,6 +30,8 @@ class Blocker(StrEnum):
     PAUSED = "PAUSED"
     NO_WORKER = "NO_WORKER"
     NOT_CLAIMED = "NOT_CLAIMED"
+    NOT_CONFIRMED = "NOT_CONFIRMED"
+    NOT_ANNOUNCED = "NOT_ANNOUNCED"
     IN_TROUBLESHOOTING = "IN_TROUBLESHOOTING"
     NO_HANDLER = "NO_HANDLER"
     WORKER_LOST = "WORKER_LOST"
@@ -107,6 +111,19 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Unconfirmed:
+    """Commands in the outbox for one broker, all for one reason; without one, no round has failed for them yet."""
+
+    transport: str
+    reason: str | None
+    count: int
+    since: datetime
+    rounds: int
+    error: str | None
+    next_try: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """Commands that one worker holds; `long` of them have run for much longer than usual."""
 
@@ -143,11 +160,12 @@ class Places:
     causes: tuple[Cause, ...] = ()
     other_causes: int = 0
     """Commands in troubleshooting for causes that are not listed."""
+    unconfirmed: tuple[Unconfirmed, ...] = ()
 
     @property
     def count(self) -> int:
-        listed = sum(part.count for parts in (self.ready, self.waiting, self.running, self.causes) for part in parts)
-        return listed + self.other_causes
+        places = (self.ready, self.waiting, self.running, self.causes, self.unconfirmed)
+        return sum(part.count for parts in places for part in parts) + self.other_causes
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +351,8 @@ class _Subject:
             yield from self._waits_for_a_claim()
             yield from self._running_long()
         else:
+            for unconfirmed in self.places.unconfirmed:
+                yield from self._in_the_outbox(unconfirmed)
             yield from self._ready()
             for waiting in self.places.waiting:
                 yield _WAITING[waiting.reason](self, waiting)
@@ -341,6 +361,40 @@ class _Subject:
         yield from self._in_troubleshooting()
         if nowhere > 0:
             yield self._in_no_place(nowhere)
+
+    def _in_the_outbox(self, held: Unconfirmed) -> Iterator[Reason]:
+        overdue = self.now - held.next_try
+        details = {"transport": held.transport, "rounds": held.rounds, "reason": held.reason, "error": held.error}
+        if held.reason is not None:
+            said = " ".join((held.error or "").split())[:200].removesuffix(".")
+            when = "is due now" if held.next_try <= self.now else f"is {_until(self.now, held.next_try)}"
+            rounds = f"{held.rounds} round{'' if held.rounds == 1 else 's'}"
+            yield Reason(
+                Blocker.NOT_CONFIRMED,
+                held.count,
+                held.since,
+                f"{_are(held.count)} in the outbox: {rounds} of announcing to the broker ({held.transport}) failed. "
+                f"The last time it was {held.reason}: {said}. The next try {when}.",
+                self._relay_or("Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"),
+                details | {"next_try": held.next_try},
+            )
+        elif overdue > NOT_RELAYED or not self.around.anybody:
+            nobody = "no worker lives" if not self.around.anybody else f"no worker relays to {held.transport}"
+            yield Reason(
+                Blocker.NOT_ANNOUNCED,
+                held.count,
+                held.since,
+                f"{_are(held.count)} in the outbox since {_span(self.now - held.since)}, but {nobody}.",
+                self._relay_or(
+                    f"Start a worker whose bus has that transport: `busload worker MODULE:BUS --domains {self.domain} "
+                    "--transport URL`. Or go"
+                ),
+                details,
+            )
+
+    def _relay_or(self, first: str) -> str:
+        where = f"--domain {self.domain}" if self.batch_id is None else f"--batch {self.batch_id}"
+        return f"{first} without the broker: `busload outbox reroute {where} --all`."
 
     def _ready(self) -> Iterator[Reason]:
         count = sum(ready.count for ready in self.places.ready)
@@ -511,7 +565,7 @@ class _Subject:
 
     def _canceling(self, canceled_at: datetime) -> Iterator[Reason]:
         runs = sum(running.count for running in self.places.running if not running.lost)
-        waits = sum(part.count for parts in (self.places.ready, self.places.waiting) for part in parts)
+        waits = sum(p.count for ps in (self.places.ready, self.places.waiting, self.places.unconfirmed) for p in ps)
         if not runs + waits:
             return
         back = f" {_are(waits)} back from a worker and will be canceled by the next sweep." if waits else ""
@@ -601,6 +655,8 @@ _LABELS = {
     Blocker.PAUSED: "paused",
     Blocker.NO_WORKER: "without a worker",
     Blocker.NOT_CLAIMED: "not claimed",
+    Blocker.NOT_CONFIRMED: "refused by the broker",
+    Blocker.NOT_ANNOUNCED: "not announced",
     Blocker.IN_TROUBLESHOOTING: "waiting for a person",
     Blocker.NO_HANDLER: "without a handler",
     Blocker.WORKER_LOST: "held by a lost worker",
@@ -626,9 +682,11 @@ def _batch_summary(facts: BatchFacts, reasons: Sequence[Reason]) -> str:
         return f"Not finished: {ended}; {_labels(reasons)}."
     ready = sum(ready.count for ready in facts.places.ready)
     running = sum(running.count for running in facts.places.running)
+    outbox = sum(held.count for held in facts.places.unconfirmed)
+    announced = f", {outbox:,} to be announced" if outbox else ""
     expected = eta(facts)
     done = "" if expected is None else f"; done in about {_span(expected - facts.now)}"
-    return f"On its way: {ended}, {running:,} running, {ready:,} ready{done}."
+    return f"On its way: {ended}, {running:,} running, {ready:,} ready{announced}{done}."
 
 
 def _command_summary(facts: CommandFacts, reasons: Sequence[Reason]) -> str:

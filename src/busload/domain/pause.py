@@ -29,3 +29,5 @@ class DomainOverview:
     in_troubleshooting: int
     workers: int
     pause: Pause | None
+    unannounced: int = 0
+    """Commands that wait in the outbox for a broker."""

@@ -17,8 +17,10 @@ WITH waiting AS (
     DELETE FROM busload.queue WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
 ), later AS (
     DELETE FROM busload.scheduled WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
+), unannounced AS (
+    DELETE FROM busload.outbox WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
 ), load AS (
-    SELECT * FROM waiting UNION ALL SELECT * FROM later
+    SELECT * FROM waiting UNION ALL SELECT * FROM later UNION ALL SELECT * FROM unannounced
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
     SELECT 'CANCELED', lo, hi, batch_id, attempt, %(operator)s::text, json_build_object('reason', %(reason)s::text) FROM load

@@ -35,6 +35,18 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Rung(Claim):
+    """What a claim of certain loads took.
+
+    `unknown` are those that no command has, as far as this statement saw; `passed_over` those with commands it could
+    not take, which others had locked or are not for it.
+    """
+
+    unknown: frozenset[int] = frozenset()
+    passed_over: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Promotion:
     """How many loads became ready, and the seconds until the next one is due."""
 
@@ -54,6 +66,28 @@ def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True)
     seen, leases, leased = row[0], *_read(row[1:11], *row[11:])
     contended = seen is not None and len(leased) < min(limit, seen)
     return Claim(leases, leased, contended, refused=seen is None)
+
+
+def claim_rung(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[Rung]:
+    """Take so many commands of each of these loads, by their number; at most `MOST` together."""
+    loads = sorted(wanted)
+    [row] = yield from execute(
+        SQL.claim_rung,
+        worker=worker,
+        domains=domains,
+        loads=loads,
+        wanted=[wanted[load] for load in loads],
+        lease=str(new_id()),
+    )
+    alive, unknown, passed_over, leases, leased = *row[:3], *_read(row[3:13], *row[13:])
+    return Rung(
+        leases,
+        leased,
+        contended=False,
+        refused=not alive,
+        unknown=frozenset(unknown),
+        passed_over=frozenset(passed_over),
+    )
 
 
 def promote() -> Plan[Promotion]:

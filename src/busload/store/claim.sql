@@ -75,6 +75,77 @@ SELECT CASE WHEN EXISTS (SELECT FROM alive) THEN (SELECT coalesce(sum(commands),
           FROM (SELECT * FROM leased ORDER BY priority DESC, hi) AS l
          CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c) AS c;
 
+-- name: claim_rung
+-- Take commands of loads that messages were about: as many of each as was asked for, from the queue, or from the outbox if
+-- whoever announced them has not come to say so. A message is a doorbell, so any command of its load will do. Suspects are
+-- left to `claim`. Also returns which of these loads nobody has ever heard of (not yet visible, pruned, or made up), and which
+-- have commands that could not be taken: others had locked them, as a mark does that is under way.
+WITH alive AS (
+    SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+), ring AS (
+    SELECT r.* FROM alive CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
+), ready AS MATERIALIZED (
+    SELECT q.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.queue
+         WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023) AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+         FOR UPDATE SKIP LOCKED) AS q
+), unmarked AS MATERIALIZED (
+    SELECT o.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.outbox
+         WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023) AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+         FOR UPDATE SKIP LOCKED) AS o
+), taken AS (
+    SELECT *, least(hi, lo + wanted - before - 1) AS upto
+      FROM (SELECT *, sum(hi - lo + 1) OVER (PARTITION BY load ORDER BY hi) - (hi - lo + 1) AS before
+              FROM (SELECT *, true AS queued FROM ready UNION ALL SELECT *, false FROM unmarked) AS load) AS load
+     WHERE before < wanted
+), whole AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi AND queued))
+), split AS (
+    UPDATE busload.queue AS q SET lo = t.upto + 1 FROM taken AS t
+     WHERE q.hi = t.hi AND q.hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto < hi AND queued)) AND t.queued
+), gone AS (
+    DELETE FROM busload.outbox WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi AND NOT queued))
+), cut AS (
+    UPDATE busload.outbox AS o SET lo = t.upto + 1 FROM taken AS t
+     WHERE o.hi = t.hi AND o.hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto < hi AND NOT queued)) AND NOT t.queued
+), leased AS (
+    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
+    SELECT (left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid, lo, upto, domain, batch_id, priority,
+           attempt, forgiven, crashes, replies, %(worker)s::bigint, upto - lo + 1
+      FROM taken
+    RETURNING *
+), starting AS (
+    SELECT batch_id FROM busload.batch
+     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased)) AND status = 'PENDING' FOR NO KEY UPDATE SKIP LOCKED
+)
+SELECT EXISTS (SELECT FROM alive),
+       ARRAY(SELECT load FROM ring AS r
+              WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.load << 10 AND (r.load << 10 | 1023) OFFSET 0)),
+       ARRAY(SELECT load FROM ring AS r
+              WHERE EXISTS (SELECT FROM (SELECT hi FROM busload.queue UNION ALL SELECT hi FROM busload.outbox) AS p
+                             WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023)
+                               AND hi <> ALL (ARRAY(SELECT hi FROM ready UNION ALL SELECT hi FROM unmarked)) OFFSET 0)), l.*, c.*
+  FROM (SELECT set_config('synchronous_commit', 'off', true),
+               (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint) FROM starting)) AS hasty
+ CROSS JOIN (
+        SELECT array_agg(lease_id), array_agg(lo), array_agg(hi), array_agg(domain), array_agg(batch_id), array_agg(priority),
+               array_agg(attempt), array_agg(forgiven), array_agg(crashes), array_agg(remaining)
+          FROM (SELECT l.*, b.remaining FROM leased AS l
+                  LEFT JOIN LATERAL (   -- what has not ended of a batch that takes no more
+                        SELECT total_count - completed_count - failed_count - canceled_count - in_troubleshooting_count AS remaining
+                          FROM busload.batch WHERE batch_id = l.batch_id AND sealed_at IS NOT NULL OFFSET 0) AS b ON true
+                 ORDER BY l.priority DESC, l.hi) AS lease) AS l
+ CROSS JOIN (
+        SELECT min(created_at), CASE WHEN min(created_at) < max(created_at) THEN array_agg(created_at) END,
+               array_agg(id), array_agg(command_id), array_agg(command_type), array_agg(data::text),
+               CASE WHEN count(task_key) > 0 THEN array_agg(task_key) END,
+               CASE WHEN count(correlation_id) > 0 THEN array_agg(correlation_id) END,
+               CASE WHEN count(reply_to) > 0 THEN array_agg(reply_to) END,
+               CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts) END
+          FROM (SELECT * FROM leased ORDER BY priority DESC, hi) AS l
+         CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c) AS c;
+
 -- name: promote
 -- What has become due is ready; whoever polls moves it. Returns how many loads moved and when the next one is due.
 WITH due AS (

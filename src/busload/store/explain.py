@@ -19,6 +19,7 @@ from busload.domain.explanation import (
     Ready,
     Running,
     Surroundings,
+    Unconfirmed,
     Waiting,
 )
 from busload.domain.pause import Pause
@@ -78,12 +79,14 @@ def _places(batch_id: UUID, first: int, last: int, usual: timedelta | None) -> P
     running = yield from many(Running, SQL.running, longer_than=explanation.longer_than(usual), **here)
     causes = yield from execute(SQL.causes, **here)
     together = causes[0][-1] if causes else 0
+    unconfirmed = yield from many(Unconfirmed, SQL.unconfirmed, **here)
     return Places(
         tuple(ready),
         tuple(waiting),
         tuple(running),
         tuple(Cause(*row[:-1]) for row in causes),
         together - sum(row[0] for row in causes),
+        tuple(unconfirmed),
     )
 
 
@@ -110,6 +113,9 @@ def _command(domain: str, command_id: UUID) -> Plan[CommandFacts | None]:
     ended = status in ENDED
     usual = None if ended else (yield from _usual(batch_id, domain, id, command_type))
     places = _place(now, command_id, command_type, priority, status, created_at, usual, *place)
+    if status in (CommandStatus.PENDING_QUEUE, CommandStatus.PENDING_RETRY):
+        found = yield from many(Unconfirmed, SQL.unconfirmed_command, id=id)
+        places = replace(places, unconfirmed=tuple(found))
     if any(waiting.reason == "RATE_LIMITED" for waiting in places.waiting):
         [(limits, since)] = yield from execute(SQL.limits_of_command, id=id)
         places = replace(places, waiting=(replace(places.waiting[0], since=since, limits=tuple(limits)),))

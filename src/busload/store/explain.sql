@@ -67,6 +67,18 @@ SELECT coalesce(array_agg(DISTINCT details ->> 'limit'), '{}'), min(at)
   FROM busload.event
  WHERE lo >> 10 = %(id)s::bigint >> 10 AND %(id)s::bigint BETWEEN lo AND hi AND type = 'RATE_LIMITED';
 
+-- name: unconfirmed
+-- What waits to be announced to a broker, by what that said.
+SELECT transport, reason, sum(hi - lo + 1)::bigint, min(since), max(rounds), max(error), min(due_at)
+  FROM busload.outbox
+ WHERE hi BETWEEN %(first)s::bigint AND %(last)s::bigint AND batch_id = %(batch_id)s::uuid
+ GROUP BY transport, reason ORDER BY transport, reason;
+
+-- name: unconfirmed_command
+SELECT transport, reason, 1, since, rounds, error, due_at
+  FROM busload.outbox
+ WHERE hi BETWEEN %(id)s::bigint AND (%(id)s::bigint | 1023) AND lo <= %(id)s::bigint ORDER BY hi LIMIT 1;
+
 -- name: running
 -- By worker. One that has missed its heartbeat for half the time that its leases last is most likely dead.
 SELECT w.name, sum(l.open)::bigint, min(l.since), w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),

@@ -23,8 +23,12 @@ CANCEL = "busload_cancel"
 """A batch was canceled; the payload is its id."""
 PAUSE = "busload_pause"
 """A domain was paused or resumed; the payload is the domain."""
+OUTBOX = "busload_outbox"
+"""Commands wait to be announced; the payload is the transport."""
 LIMIT = "busload_limit"
 """A receiver has refused a call; the payload is the name of the limit."""
+MESSAGE = "busload_message"
+"""PostgreSQL is the broker, and a queue has messages; the payload is the queue."""
 
 Hear = Callable[[str | None, str | None], None]
 """Called with channel and payload, or with None twice: something may have been missed, so look at everything."""

@@ -40,6 +40,6 @@ def domains() -> Plan[list[DomainOverview]]:
 
 
 def _overview(*row: Any) -> DomainOverview:
-    domain, ready, scheduled, running, parked, workers, since, operator, reason = row
+    domain, ready, scheduled, running, parked, workers, unannounced, since, operator, reason = row
     pause = Pause(domain, since, operator, reason) if since else None
-    return DomainOverview(domain, ready, scheduled, running, parked, workers, pause)
+    return DomainOverview(domain, ready, scheduled, running, parked, workers, pause, unannounced)

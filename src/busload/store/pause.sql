@@ -31,15 +31,16 @@ SELECT domain FROM busload.pause WHERE domain = ANY (%(domains)s::text[]) AND re
 -- Every domain that has something waiting or running, is served or is paused, with how much of each. Reads the places
 -- from end to end: they hold loads, not commands.
 WITH place AS (
-    SELECT domain, hi - lo + 1 AS ready, 0 AS scheduled, 0 AS running, 0 AS troubleshooting, 0 AS workers FROM busload.queue
-    UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0 FROM busload.scheduled
-    UNION ALL SELECT domain, 0, 0, open, 0, 0 FROM busload.lease
-    UNION ALL SELECT domain, 0, 0, 0, 1, 0 FROM busload.troubleshooting
-    UNION ALL SELECT unnest(domains), 0, 0, 0, 0, 1 FROM busload.worker WHERE stopped_at IS NULL AND seen_at > now() - lease_for
-    UNION ALL SELECT domain, 0, 0, 0, 0, 0 FROM busload.pause WHERE resumed_at IS NULL
+    SELECT domain, hi - lo + 1 AS ready, 0 AS scheduled, 0 AS running, 0 AS troubleshooting, 0 AS workers, 0 AS unannounced FROM busload.queue
+    UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0, 0 FROM busload.scheduled
+    UNION ALL SELECT domain, 0, 0, open, 0, 0, 0 FROM busload.lease
+    UNION ALL SELECT domain, 0, 0, 0, 1, 0, 0 FROM busload.troubleshooting
+    UNION ALL SELECT domain, 0, 0, 0, 0, 0, hi - lo + 1 FROM busload.outbox
+    UNION ALL SELECT unnest(domains), 0, 0, 0, 0, 1, 0 FROM busload.worker WHERE stopped_at IS NULL AND seen_at > now() - lease_for
+    UNION ALL SELECT domain, 0, 0, 0, 0, 0, 0 FROM busload.pause WHERE resumed_at IS NULL
 )
 SELECT domain, sum(ready)::bigint, sum(scheduled)::bigint, sum(running)::bigint, sum(troubleshooting)::bigint, sum(workers)::integer,
-       p.since, p.operator, p.reason
+       sum(unannounced)::bigint, p.since, p.operator, p.reason
   FROM place LEFT JOIN (SELECT * FROM busload.pause WHERE resumed_at IS NULL) AS p USING (domain)
  GROUP BY domain, p.since, p.operator, p.reason
  ORDER BY domain;

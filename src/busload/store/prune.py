@@ -50,8 +50,11 @@ class Pruning:
         self._next: int | None = 0
 
     def plans(self) -> Iterator[Plan[None]]:
-        """Batches first, all of them: a callback may go as soon as its batch is marked."""
+        """Batches before single commands, all of them: a callback may go as soon as its batch is marked."""
         yield self._fix_cutoff()
+        self._next = 0
+        while self._next is not None and not self._dry_run:
+            yield self._remove_jobs()
         yield from self._ended_batches()
         yield from self._marked_batches()
         self._next = 0
@@ -60,6 +63,12 @@ class Pruning:
 
     def _fix_cutoff(self) -> Plan[None]:
         [(self._cutoff,)] = yield from execute(SQL.cutoff, older_than=self._older_than)
+
+    def _remove_jobs(self) -> Plan[None]:
+        """The next jobs; their batches may go from here on."""
+        yield from self._begin()
+        [(gone,)] = yield from execute(SQL.remove_jobs, cutoff=self._cutoff, limit=PAGE, archive=self._archive)
+        self._next = 0 if gone == PAGE else None
 
     def _ended_batches(self) -> Iterator[Plan[None]]:
         after = _Batch(_NO_BATCH, 0, _EVER)

@@ -7,8 +7,24 @@ SELECT set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)
 -- name: cutoff
 SELECT now() - %(older_than)s::interval;
 
+-- name: remove_jobs
+-- Jobs that ended before the cutoff. They go before their batches: who resumes one finds it whole, or not at all.
+WITH old AS MATERIALIZED (
+    SELECT job_id FROM busload.job WHERE completed_at IS NOT NULL AND completed_at < %(cutoff)s::timestamptz
+     ORDER BY completed_at, job_id LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED
+), archived AS (
+    INSERT INTO busload.archived_job (job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, stages)
+    SELECT j.job_id, j.domain, j.name, j.custom_data, j.status, j.operator, j.reason, j.created_at, j.completed_at,
+           (SELECT json_agg(json_build_object('name', s.name, 'status', s.status, 'batch_id', s.batch_id) ORDER BY s.position)
+              FROM busload.job_stage AS s WHERE s.job_id = j.job_id)
+      FROM busload.job AS j WHERE %(archive)s::boolean AND j.job_id = ANY (ARRAY(SELECT job_id FROM old))
+), gone AS (
+    DELETE FROM busload.job WHERE job_id = ANY (ARRAY(SELECT job_id FROM old)) RETURNING job_id
+)
+SELECT count(*)::integer FROM gone;
+
 -- name: ended_batches
--- Batches that completed before the cutoff, and whose callback, if they have one, has ended before it as well.
+-- Batches that completed before the cutoff, and whose callback and job, if they have one, have ended before it as well.
 SELECT b.completed_at, b.batch_id, b.total_count FROM busload.batch AS b
  WHERE b.completed_at IS NOT NULL AND b.pruned_at IS NULL AND b.completed_at < %(cutoff)s::timestamptz
    AND (b.completed_at, b.batch_id) > (%(after_time)s::timestamptz, %(after)s::uuid)
@@ -16,6 +32,9 @@ SELECT b.completed_at, b.batch_id, b.total_count FROM busload.batch AS b
         SELECT FROM busload.command AS c
          WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid
            AND NOT EXISTS (SELECT FROM busload.removable(ARRAY[c.id], %(cutoff)s::timestamptz)) OFFSET 0))
+   AND (b.job_id IS NULL OR NOT EXISTS (
+        SELECT FROM busload.job AS j
+         WHERE j.job_id = b.job_id AND (j.completed_at IS NULL OR j.completed_at >= %(cutoff)s::timestamptz) OFFSET 0))
  ORDER BY b.completed_at, b.batch_id LIMIT %(limit)s::integer;
 
 -- name: mark
@@ -157,10 +176,11 @@ WITH empty AS MATERIALIZED (
     DELETE FROM busload.batch WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM empty)) RETURNING *
 ), archived AS (
     INSERT INTO busload.archived_batch (batch_id, domain, name, custom_data, status, total_count, completed_count, failed_count,
-        canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete, events)
+        canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete, job_id, stage,
+        events)
     SELECT batch_id, domain, name, custom_data, status, total_count, completed_count, failed_count,
            canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete,
-           coalesce(v.events, '[]')
+           job_id, stage, coalesce(v.events, '[]')
       FROM gone LEFT JOIN (
             SELECT v.batch_id, json_agg(json_build_object('type', v.type, 'at', v.at, 'worker', w.name, 'operator', v.operator,
                                                           'details', v.details) ORDER BY v.event) AS events

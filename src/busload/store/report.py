@@ -23,11 +23,12 @@ def batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
 
 
 def batches(
-    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None
+    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None, job_id: UUID | None = None
 ) -> Plan[list[BatchMetadata]]:
-    return many(
-        _batch, SQL.batches, domain=domain, status=status and status.value, limit=limit, offset=offset, after=after
-    )
+    page = {"domain": domain, "status": status and status.value, "limit": limit, "offset": offset, "after": after}
+    if job_id is None:
+        return many(_batch, SQL.batches, **page)
+    return many(_batch, SQL.batches_of_job, job_id=job_id, **page)
 
 
 def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
@@ -36,6 +37,11 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
     return one(_command, SQL.command, domain=domain, command_id=command_id)
+
+
+def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetadata]]:
+    """Those that exist, in any order."""
+    return many(_command, SQL.commands, domain=domain, command_ids=list(command_ids))
 
 
 def batch_commands(

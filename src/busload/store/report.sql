@@ -1,15 +1,27 @@
 -- name: batch
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
-       in_troubleshooting_count, created_at, started_at, completed_at
+       in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
   FROM busload.batch
  WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
 
 -- name: batches
 -- Newest first; `after` is the last batch of the page before.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
-       in_troubleshooting_count, created_at, started_at, completed_at
+       in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
   FROM busload.batch
  WHERE domain = %(domain)s::text AND pruned_at IS NULL
+   AND (%(status)s::text IS NULL OR status = %(status)s::text)
+   AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
+        (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
+ ORDER BY created_at DESC, batch_id DESC
+ LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: batches_of_job
+-- The same for one job.
+SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
+       in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
+  FROM busload.batch
+ WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
    AND (%(status)s::text IS NULL OR status = %(status)s::text)
    AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
         (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
@@ -19,7 +31,7 @@ SELECT batch_id, domain, name, custom_data::text, status, total_count, completed
 -- name: existing_batches
 -- Of these batches, those that exist: who waits for many of them asks once.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count, canceled_count,
-       in_troubleshooting_count, created_at, started_at, completed_at
+       in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
   FROM busload.batch
  WHERE batch_id = ANY (%(batch_ids)b::uuid[]);
 
@@ -29,6 +41,15 @@ SELECT command_id, domain, command_type, data::text, batch_id, task_key, correla
        error ->> 'type', error ->> 'code', error ->> 'message', result::text
   FROM busload.command_status
  WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
+
+-- name: commands
+-- Of these commands, those that exist.
+SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
+       s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+  FROM unnest(%(command_ids)b::uuid[]) AS wanted (command_id)
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s
+                      WHERE s.domain = %(domain)s::text AND s.command_id = wanted.command_id OFFSET 0) AS s;
 
 -- name: batch_commands
 -- In the order in which they were put in; `after` is the last command of the page before. The first command of each load
@@ -116,6 +137,10 @@ WITH task AS MATERIALIZED (
      CROSS JOIN LATERAL (SELECT * FROM busload.scheduled WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
                           ORDER BY hi LIMIT 1) AS s
     UNION ALL
+    SELECT c.id, o.attempt, NULL, NULL, NULL, NULL, o.error, 'queued' FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.outbox WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
+                          ORDER BY hi LIMIT 1) AS o
+    UNION ALL
     SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing' FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l
                           WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id AND c.id <> ALL (returned)
@@ -143,7 +168,7 @@ SELECT e.type, e.at, NULL::uuid, NULL::integer, w.name, e.operator, e.batch_id, 
 
 -- name: domains
 -- Every domain that has something to show.
-SELECT domain FROM busload.batch UNION SELECT domain FROM busload.queue UNION SELECT domain FROM busload.scheduled
+SELECT domain FROM busload.batch UNION SELECT domain FROM busload.queue UNION SELECT domain FROM busload.scheduled UNION SELECT domain FROM busload.outbox
 UNION SELECT domain FROM busload.lease UNION SELECT domain FROM busload.troubleshooting
 ORDER BY domain;
 

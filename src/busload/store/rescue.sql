@@ -112,7 +112,8 @@ SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
 -- name: canceling_batches
 -- Canceled batches that have something waiting all the same, locked in order, as every other statement locks them.
 SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL
-   AND (batch_id IN (SELECT batch_id FROM busload.queue) OR batch_id IN (SELECT batch_id FROM busload.scheduled))
+   AND (batch_id IN (SELECT batch_id FROM busload.queue) OR batch_id IN (SELECT batch_id FROM busload.scheduled)
+        OR batch_id IN (SELECT batch_id FROM busload.outbox))
  ORDER BY batch_id LIMIT 100 FOR NO KEY UPDATE SKIP LOCKED;
 
 -- name: start_batches

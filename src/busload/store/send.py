@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from operator import attrgetter
 from struct import Struct
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -52,24 +52,63 @@ class NewBatch:
     on_complete: str | None
     callback_id: UUID | None = None
     """The id of the callback, if the caller chose it."""
+    job_id: UUID | None = None
+    stage: str | None = None
 
     def columns(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("batch_id", "domain", "name", "custom_data", "on_complete")}
+        return {name: getattr(self, name) for name in _COLUMNS_OF_BATCH}
+
+
+_COLUMNS_OF_BATCH = "batch_id", "domain", "name", "custom_data", "on_complete", "job_id", "stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Via:
+    """Through which broker commands are announced.
+
+    By whoever finds them in the outbox, or by the `relay` that writes them, within the time it holds them for. If that
+    is `optimistic`, they are ready at once, and come into the outbox only if the broker refuses their message.
+    """
+
+    transport: str | None = None
+    relay: UUID | None = None
+    optimistic: bool = False
+
+    def columns(self) -> dict[str, Any]:
+        return {"transport": self.transport, "relay": self.relay, "hold": HOLD}
+
+
+Range: TypeAlias = tuple[int, int]
+"""The first and the last id of neighbouring commands."""
+
+HOLD = timedelta(seconds=60)
+"""How long whoever announces loads holds them; then another may think it dead. Longer than a publish can take."""
+
+NO_BROKER = Via()
+"""The row is the message: workers find it in the queue."""
 
 
 def send(
-    domain: str, command: NewCommand, *, id: int | None = None, patience: int | None = None, notify: bool = True
+    domain: str,
+    command: NewCommand,
+    *,
+    id: int | None = None,
+    patience: int | None = None,
+    notify: bool = True,
+    via: Via = NO_BROKER,
 ) -> Plan[int]:
     """One command without a batch, in one statement; returns its id: the given one, or one that begins a load."""
-    [[taken, _]] = yield from _send(domain, command, id=id, patience=patience, notify=notify, window=None)
+    options = {"id": id, "patience": patience, "notify": notify, "window": None, "transport": via.transport}
+    [[taken, *_]] = yield from _send(domain, command, **options)
     return int(taken)
 
 
-def send_once(domain: str, command: NewCommand, dedup: Dedup) -> Plan[SendResult]:
+def send_once(domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER) -> Plan[SendResult]:
     """One command without a batch, unless another one holds its task key; in one statement if none does."""
     assert command.task_key is not None
+    options = {"id": None, "patience": None, "notify": True, "window": dedup.window, "transport": via.transport}
     while True:
-        sent = yield from _send(domain, command, id=None, patience=None, notify=True, window=dedup.window)
+        sent = yield from _send(domain, command, **options)
         if sent:
             return SendResult(command.command_id, created=True)
         holders = yield from _holders(domain, [command.task_key])
@@ -99,15 +138,15 @@ def _send(domain: str, command: NewCommand, **options: Any) -> Plan[list[Row]]:
     return rows
 
 
-def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int) -> Plan[None]:
+def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int, via: Via = NO_BROKER) -> Plan[None]:
     """Commands of several senders, by domain, in one statement."""
     loads = [load for domain, those in commands.items() for load in _loads(domain, those)]
-    yield from _send_some(loads, patience=patience)
+    yield from _send_some(loads, patience=patience, via=via)
 
 
-def notify(domains: Sequence[str]) -> Plan[None]:
-    """Tell the workers of these domains that there is work."""
-    yield from execute(SQL.notify, domains=domains)
+def notify(domains: Sequence[str], via: Via = NO_BROKER) -> Plan[None]:
+    """Tell the workers of these domains that there is work; with a broker, its relays."""
+    yield from execute(SQL.notify, domains=domains, transport=via.transport)
 
 
 def in_one_statement(commands: Sequence[NewCommand]) -> bool:
@@ -115,41 +154,63 @@ def in_one_statement(commands: Sequence[NewCommand]) -> bool:
     return len(commands) <= SOME and sum(len(command.data) for command in commands) <= SOME_BYTES
 
 
-def send_many(domain: str, commands: Sequence[NewCommand], batch_id: UUID | None = None) -> Plan[None]:
-    """Many commands, all or none; with a batch, its total rises by as many."""
+def send_many(
+    domain: str, commands: Sequence[NewCommand], batch_id: UUID | None = None, via: Via = NO_BROKER
+) -> Plan[list[Range]]:
+    """Many commands, all or none; with a batch, its total rises by as many. Returns those that are to be announced."""
     if not commands:
-        return
+        return []
     loads = list(_loads(domain, commands))
+    ranges: list[Range] | None
     try:
         if in_one_statement(commands):
-            [[written, _]] = yield Savepoint(_send_some(loads, batch_id))
+            [[written, _, _, los, his]] = yield Savepoint(_send_some(loads, batch_id, via=via))
+            ranges = list(zip(los, his, strict=True)) if written else None
         else:
-            written = yield Savepoint(_send_by_copy(loads, batch_id))
+            ranges = yield Savepoint(_send_by_copy(loads, batch_id, via))
     except pg.UniqueViolation:
         yield from _refuse_existing(domain, commands)
-    if not written:
+    if ranges is None:
         assert batch_id is not None
         found = yield from execute(SQL.find_batch, domain=domain, batch_id=batch_id)
         raise (BatchSealedError if found else BatchNotFoundError)(domain, batch_id)
+    return ranges
 
 
 def send_many_once(
-    domain: str, commands: Sequence[NewCommand], dedup: Dedup, batch_id: UUID | None = None
+    domain: str,
+    commands: Sequence[NewCommand],
+    dedup: Dedup,
+    batch_id: UUID | None = None,
+    via: Via = NO_BROKER,
 ) -> Plan[list[SendResult]]:
     """The same without those whose task key another command holds; results come in the order of the input."""
     results = yield from hold(domain, commands, dedup)
-    yield from send_many(domain, _created(commands, results), batch_id)
+    yield from send_many(domain, _created(commands, results), batch_id, via)
     return results
 
 
-def create_batch_once(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[UUID]:
+def create_batch_once(
+    batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup, via: Via = NO_BROKER
+) -> Plan[UUID]:
     """The same without those whose task key another command holds; if none is left, the batch completes at once."""
-    results = yield from hold(batch.domain, commands, dedup)
-    if kept := _created(commands, results):
-        return (yield from create_batch(batch, kept))
+    kept = yield from hold_and_keep(batch.domain, commands, dedup)
+    if kept:
+        return (yield from create_batch(batch, kept, via))
+    return (yield from create_empty(batch))
+
+
+def create_empty(batch: NewBatch) -> Plan[UUID]:
+    """A batch without commands, which completes at once."""
     yield from open_batch(batch)
     yield from seal(batch.domain, batch.batch_id)
     return batch.batch_id
+
+
+def hold_and_keep(domain: str, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[list[NewCommand]]:
+    """Those of these commands that may be sent, whose task keys are held for them now."""
+    results = yield from hold(domain, commands, dedup)
+    return _created(commands, results)
 
 
 def hold(
@@ -204,20 +265,28 @@ def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUI
     return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
-def create_batch(batch: NewBatch, commands: Sequence[NewCommand]) -> Plan[UUID]:
+def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[UUID]:
     """Open a batch with all its commands and seal it."""
+    yield from create_and_tell(batch, commands, via)
+    return batch.batch_id
+
+
+def create_and_tell(batch: NewBatch, commands: Sequence[NewCommand], via: Via) -> Plan[list[Range]]:
+    """The same; returns its loads that are not for later: those a broker is told of."""
     yield from _refuse_callback(batch)
     loads = list(_loads(batch.domain, commands))
+    ranges: list[Range]
     try:
         if in_one_statement(commands):
-            yield Savepoint(execute(SQL.create_some, **batch.columns(), **_arrays(loads)))
+            [[los, his, *_]] = yield Savepoint(_create_some(batch, loads, via))
+            ranges = list(zip(los, his, strict=True))
         else:
-            yield Savepoint(_create_by_copy(batch, loads))
+            ranges = yield Savepoint(_create_by_copy(batch, loads, via))
     except pg.UniqueViolation as violation:
         if violation.diag.table_name == "batch":
-            raise _exists(batch.batch_id) from None
+            raise already_exists(batch.batch_id) from None
         yield from _refuse_existing(batch.domain, commands)
-    return batch.batch_id
+    return ranges
 
 
 def open_batch(batch: NewBatch) -> Plan[UUID]:
@@ -225,7 +294,7 @@ def open_batch(batch: NewBatch) -> Plan[UUID]:
     try:
         yield from execute(SQL.open_batch, **batch.columns(), total=0, sealed=False)
     except pg.UniqueViolation:
-        raise _exists(batch.batch_id) from None
+        raise already_exists(batch.batch_id) from None
     return batch.batch_id
 
 
@@ -258,7 +327,7 @@ def _refuse_existing(domain: str, commands: Sequence[NewCommand]) -> Plan[NoRetu
     raise DuplicateCommandError(domain, [command_id for (command_id,) in taken]) from None
 
 
-def _exists(batch_id: UUID) -> InvalidOperationError:
+def already_exists(batch_id: UUID) -> InvalidOperationError:
     return InvalidOperationError(
         f"There is already a batch {batch_id}. Nothing was written; "
         "look at it with `busload batch show`, or choose another batch_id."
@@ -302,11 +371,21 @@ def _loads(domain: str, commands: Sequence[NewCommand]) -> Iterator[_Load]:
             yield _Load(domain, group[start : start + LOAD_SIZE])
 
 
-def _send_some(loads: Sequence[_Load], batch_id: UUID | None = None, patience: int | None = None) -> Plan[list[Row]]:
+def _create_some(batch: NewBatch, loads: Sequence[_Load], via: Via) -> Plan[list[Row]]:
+    return execute(SQL.create_some, **batch.columns(), **_arrays(loads), **via.columns(), optimistic=via.optimistic)
+
+
+def _send_some(
+    loads: Sequence[_Load],
+    batch_id: UUID | None = None,
+    patience: int | None = None,
+    via: Via = NO_BROKER,
+) -> Plan[list[Row]]:
     return execute(
         SQL.send_some,
         batch_id=batch_id,
         patience=patience,
+        **via.columns(),
         domains=[load.domain for load in loads],
         **_arrays(loads),
     )
@@ -337,27 +416,28 @@ def _unless_all_null(values: Iterable[T]) -> list[T]:
     return found if any(value is not None for value in found) else []
 
 
-def _send_by_copy(loads: Sequence[_Load], batch_id: UUID | None) -> Plan[bool]:
+def _send_by_copy(loads: Sequence[_Load], batch_id: UUID | None, via: Via) -> Plan[list[Range] | None]:
     if batch_id is not None:
         count = sum(len(load.commands) for load in loads)
         if not (yield from execute(SQL.raise_total, domain=loads[0].domain, batch_id=batch_id, count=count)):
-            return False
-    yield from _copy(loads, batch_id)
-    return True
+            return None
+    return (yield from _copy(loads, batch_id, via))
 
 
-def _create_by_copy(batch: NewBatch, loads: Sequence[_Load]) -> Plan[None]:
+def _create_by_copy(batch: NewBatch, loads: Sequence[_Load], via: Via) -> Plan[list[Range]]:
     total = sum(len(load.commands) for load in loads)
     yield from execute(SQL.open_batch, **batch.columns(), total=total, sealed=True)
-    yield from _copy(loads, batch.batch_id)
+    return (yield from _copy(loads, batch.batch_id, via))
 
 
-def _copy(loads: Sequence[_Load], batch_id: UUID | None) -> Plan[None]:
+def _copy(loads: Sequence[_Load], batch_id: UUID | None, via: Via) -> Plan[list[Range]]:
     numbers = yield from execute(SQL.number_loads, loads=len(loads))
     los = [number * POSITIONS for (number,) in numbers]
     yield Copy(SQL.copy_commands, _blocks(loads, los, batch_id))
-    yield from execute(
+    placed = yield from execute(
         SQL.place_loads,
+        **via.columns(),
+        optimistic=via.optimistic,
         domain=loads[0].domain,
         batch_id=batch_id,
         los=los,
@@ -366,6 +446,7 @@ def _copy(loads: Sequence[_Load], batch_id: UUID | None) -> Plan[None]:
         replies=[load.replies for load in loads],
         run_ats=[load.run_at for load in loads],
     )
+    return [pair for starts, ends, *_ in placed for pair in zip(starts, ends, strict=True)]
 
 
 def _blocks(loads: Sequence[_Load], los: Sequence[int], batch_id: UUID | None) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 -- One command, a load of one, without a batch. A time that has passed means now. Its id is the given one, next to those
 -- its sender has sent before, or begins a load. If another transaction that is not over uses its command_id too, it
 -- waits for that, or fails if it takes longer than `patience`, in milliseconds. With a `window` it is sent only if its
--- task key is free, and holds it from then on.
+-- task key is free, and holds it from then on. With a `transport` it waits in the outbox until a relay has announced it.
 WITH held AS (
     INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
     SELECT %(domain)s::text, %(task_key)s::text, %(command_id)s::uuid, statement_timestamp() + %(window)s::interval
@@ -21,13 +21,21 @@ WITH held AS (
     RETURNING id, domain, priority, run_at, reply_to
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
-    SELECT id, id, domain, priority, reply_to IS NOT NULL FROM sent WHERE run_at IS NULL OR run_at <= now()
+    SELECT id, id, domain, priority, reply_to IS NOT NULL FROM sent
+     WHERE %(transport)s::text IS NULL AND (run_at IS NULL OR run_at <= now())
     RETURNING domain
+), announced AS (
+    INSERT INTO busload.outbox (lo, hi, domain, priority, replies, transport)
+    SELECT id, id, domain, priority, reply_to IS NOT NULL, %(transport)s::text FROM sent
+     WHERE %(transport)s::text IS NOT NULL AND (run_at IS NULL OR run_at <= now())
+    RETURNING transport
 ), scheduled AS (
     INSERT INTO busload.scheduled (lo, hi, domain, priority, replies, run_at, reason)
     SELECT id, id, domain, priority, reply_to IS NOT NULL, run_at, 'RUN_AT' FROM sent WHERE run_at > now()
 )
-SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
+SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean),
+       (SELECT pg_notify('busload_outbox', transport) FROM announced WHERE %(notify)s::boolean)
+  FROM sent;
 
 -- name: hold_tasks
 -- Hold those of these keys that are free, in order, so that two such statements cannot wait for each other. The rows of
@@ -45,11 +53,13 @@ SELECT task_key, command_id FROM busload.task
  WHERE domain = %(domain)s::text AND task_key = ANY (%(task_keys)b::text[]);
 
 -- name: notify
-SELECT pg_notify('busload_ready', domain) FROM unnest(%(domains)b::text[]) AS domain;
+SELECT CASE WHEN %(transport)s::text IS NULL THEN pg_notify('busload_ready', domain) ELSE pg_notify('busload_outbox', %(transport)s::text) END
+  FROM unnest(%(domains)b::text[]) AS domain;
 
 -- name: send_some
 -- Some loads with their commands, of any domains. With a batch, which then is of their one domain, its total rises by as
--- many; if there is none, or it is sealed, nothing is written. `patience` is that of `send`.
+-- many; if there is none, or it is sealed, nothing is written. `patience` and
+-- `transport` are those of `send`; with a `relay`, the caller announces them. Returns its loads in the outbox.
 WITH raised AS (
     UPDATE busload.batch SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
      WHERE batch_id = %(batch_id)s::uuid AND domain = (%(domains)b::text[])[1] AND sealed_at IS NULL
@@ -73,22 +83,31 @@ WITH raised AS (
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
     SELECT shift + first, shift + last, domain, %(batch_id)s::uuid, priority, replies FROM load
-     WHERE run_at IS NULL OR run_at <= now()
+     WHERE %(transport)s::text IS NULL AND (run_at IS NULL OR run_at <= now())
     RETURNING domain
+), announced AS (
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport, relay, due_at)
+    SELECT shift + first, shift + last, domain, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+           %(relay)s::uuid, now() + CASE WHEN %(relay)s::uuid IS NULL THEN interval '0' ELSE %(hold)s::interval END
+      FROM load WHERE %(transport)s::text IS NOT NULL AND (run_at IS NULL OR run_at <= now())
+    RETURNING lo, hi
 ), scheduled AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
     SELECT shift + first, shift + last, domain, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT' FROM load
      WHERE run_at > now()
 )
 SELECT EXISTS (SELECT FROM load),
-       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS ready);
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS ready),
+       (SELECT pg_notify('busload_outbox', %(transport)s::text) WHERE %(relay)s::uuid IS NULL AND EXISTS (SELECT FROM announced)),
+       ARRAY(SELECT lo FROM announced ORDER BY lo), ARRAY(SELECT hi FROM announced ORDER BY lo);
 
 -- name: create_some
--- A batch with some commands, sealed: nothing can have ended yet, so there is nothing to decide.
+-- A batch with some commands, sealed: nothing can have ended yet, so there is nothing to decide. With a `transport` they wait
+-- in the outbox: for the `relay` that the caller is, or for any; `optimistic`ly they are ready at once. Returns its loads.
 WITH opened AS (
-    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, total_count, sealed_at)
+    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, job_id, stage, total_count, sealed_at)
     VALUES (%(batch_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(on_complete)s::text::json,
-            cardinality(%(command_ids)b::uuid[]), now())
+            %(job_id)s::uuid, %(stage)s::text, cardinality(%(command_ids)b::uuid[]), now())
 ), noted AS (
     INSERT INTO busload.event (type, batch_id) VALUES ('BATCH_SEALED', %(batch_id)s::uuid)
 ), load AS MATERIALIZED (
@@ -105,16 +124,26 @@ WITH opened AS (
                   AS c (command_id, command_type, data, task_key, correlation_id, reply_to, max_attempts, nth)
       JOIN load ON c.nth BETWEEN first AND last
 ), queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
-    SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies FROM load
-     WHERE run_at IS NULL OR run_at <= now()
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, transport, announced_at)
+    SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+           CASE WHEN %(optimistic)s::boolean THEN now() END
+      FROM load WHERE (%(transport)s::text IS NULL OR %(optimistic)s::boolean) AND (run_at IS NULL OR run_at <= now())
+    RETURNING hi
+), announced AS (
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport, relay, due_at)
+    SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+           %(relay)s::uuid, now() + CASE WHEN %(relay)s::uuid IS NULL THEN interval '0' ELSE %(hold)s::interval END
+      FROM load WHERE %(transport)s::text IS NOT NULL AND NOT %(optimistic)s::boolean AND (run_at IS NULL OR run_at <= now())
     RETURNING hi
 ), scheduled AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
     SELECT shift + first, shift + last, %(domain)s::text, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT' FROM load
      WHERE run_at > now()
 )
-SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM queued);
+SELECT ARRAY(SELECT shift + first FROM load WHERE run_at IS NULL OR run_at <= now() ORDER BY first),
+       ARRAY(SELECT shift + last FROM load WHERE run_at IS NULL OR run_at <= now() ORDER BY first),
+       (SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM queued WHERE NOT %(optimistic)s::boolean)),
+       (SELECT pg_notify('busload_outbox', %(transport)s::text) WHERE %(relay)s::uuid IS NULL AND EXISTS (SELECT FROM announced));
 
 -- name: number_loads
 -- Load numbers are known before the commands are written, so these can be copied in.
@@ -125,20 +154,31 @@ COPY busload.command (id, command_id, data, domain, batch_id, priority, run_at,
                       command_type, task_key, correlation_id, reply_to, max_attempts) FROM STDIN (FORMAT binary);
 
 -- name: place_loads
--- Put loads whose commands were just copied in where they belong: ready, or not due yet.
+-- Put loads whose commands were just copied in where they belong: ready, not announced yet (as in `create_some`), or not due.
 WITH load AS (
     SELECT lo, hi, priority, replies, run_at
       FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(priorities)b::smallint[], %(replies)b::boolean[],
                   %(run_ats)b::timestamptz[]) AS load (lo, hi, priority, replies, run_at)
 ), queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
-    SELECT lo, hi, %(domain)s::text, %(batch_id)s::uuid, priority, replies FROM load WHERE run_at IS NULL OR run_at <= now()
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, transport, announced_at)
+    SELECT lo, hi, %(domain)s::text, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+           CASE WHEN %(optimistic)s::boolean THEN now() END
+      FROM load WHERE (%(transport)s::text IS NULL OR %(optimistic)s::boolean) AND (run_at IS NULL OR run_at <= now())
+    RETURNING hi
+), announced AS (
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport, relay, due_at)
+    SELECT lo, hi, %(domain)s::text, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+           %(relay)s::uuid, now() + CASE WHEN %(relay)s::uuid IS NULL THEN interval '0' ELSE %(hold)s::interval END
+      FROM load WHERE %(transport)s::text IS NOT NULL AND NOT %(optimistic)s::boolean AND (run_at IS NULL OR run_at <= now())
     RETURNING hi
 ), scheduled AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
     SELECT lo, hi, %(domain)s::text, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT' FROM load WHERE run_at > now()
 )
-SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM queued);
+SELECT ARRAY(SELECT lo FROM load WHERE run_at IS NULL OR run_at <= now() ORDER BY lo),
+       ARRAY(SELECT hi FROM load WHERE run_at IS NULL OR run_at <= now() ORDER BY lo),
+       (SELECT pg_notify('busload_ready', %(domain)s::text) WHERE EXISTS (SELECT FROM queued WHERE NOT %(optimistic)s::boolean)),
+       (SELECT pg_notify('busload_outbox', %(transport)s::text) WHERE %(relay)s::uuid IS NULL AND EXISTS (SELECT FROM announced));
 
 -- name: existing_commands
 -- Which of these ids are taken: asked only after a duplicate was found.
@@ -146,9 +186,9 @@ SELECT command_id FROM busload.command WHERE domain = %(domain)s::text AND comma
 
 -- name: open_batch
 WITH opened AS (
-    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, total_count, sealed_at)
+    INSERT INTO busload.batch (batch_id, domain, name, custom_data, on_complete, job_id, stage, total_count, sealed_at)
     VALUES (%(batch_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(on_complete)s::text::json,
-            %(total)s::integer, CASE WHEN %(sealed)s::boolean THEN now() END)
+            %(job_id)s::uuid, %(stage)s::text, %(total)s::integer, CASE WHEN %(sealed)s::boolean THEN now() END)
     RETURNING batch_id, sealed_at
 )
 INSERT INTO busload.event (type, batch_id) SELECT 'BATCH_SEALED', batch_id FROM opened WHERE sealed_at IS NOT NULL;

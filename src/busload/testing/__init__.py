@@ -1,5 +1,24 @@
-"""What users test their handlers with, and we too: a fresh database in milliseconds."""
+"""What users test their handlers and transports with, and we too: a fresh database in milliseconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from busload.testing.postgres import TestServer
 
-__all__ = ["TestServer"]
+if TYPE_CHECKING:
+    from busload.testing.transport import TransportContract
+
+__all__ = ["TestServer", "TransportContract"]
+
+
+def __getattr__(name: str) -> Any:
+    """The contract of transports is loaded when it is asked for: it needs pytest."""
+    if name != "TransportContract":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    pytest.register_assert_rewrite("busload.testing.transport")
+    from busload.testing.transport import TransportContract
+
+    return TransportContract

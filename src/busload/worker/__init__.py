@@ -2,14 +2,16 @@
 
 from busload.worker.coalescer import Coalescer
 from busload.worker.context import ChunkContext, HandlerContext, SyncChunkContext, SyncHandlerContext
-from busload.worker.stats import CoalescerStats, WorkerStats
+from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
 from busload.worker.worker import Worker
 
 __all__ = [
+    "BrokerStats",
     "ChunkContext",
     "Coalescer",
     "CoalescerStats",
     "HandlerContext",
+    "OutboxStats",
     "SyncChunkContext",
     "SyncHandlerContext",
     "Worker",

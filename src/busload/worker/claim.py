@@ -7,7 +7,8 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from psycopg_pool import AsyncConnectionPool
 
@@ -18,13 +19,16 @@ from busload.handlers import Handlers
 from busload.settings import WorkerSettings
 from busload.store import claim, rescue
 from busload.store.connection import AsyncConnection
-from busload.store.plan import perform_async
+from busload.store.plan import Plan, perform_async
 from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.pauses import Pauses
+from busload.worker.receive import Receiver
 from busload.worker.settle import Settlement
 
 log = logging.getLogger("busload")
+
+C = TypeVar("C", bound=claim.Claim)
 
 SMALLEST_GAP = 0.002
 """Seconds after a claim that emptied the queue before the next one: what is sent one by one is claimed together."""
@@ -57,8 +61,13 @@ class Claimer:
         settings: WorkerSettings,
         concurrency: int,
         worker: Callable[[], int],
+        receiver: Receiver | None = None,
     ) -> None:
         self._pool, self._handlers = pool, handlers
+        self._receiver = receiver
+        self._polls = self._polled_first = False
+        self._polled_at = 0.0
+        self._polled: set[str] = set()
         self._executor, self._settlement, self._held = executor, settlement, held
         self._gatherer = executor.gatherer
         self._rests = executor.rests
@@ -87,6 +96,8 @@ class Claimer:
         """Whether it is to look everywhere before it says that there is nothing."""
         self.asked_at: float | None = None
         """When the claim under way was sent; None while there is none."""
+        self.heard = True
+        """Whether the database has said that something is ready, or may have: with a broker, that is worth a look."""
 
     async def once(self) -> float | None:
         """Claim in one statement what is missing; returns how long to wait before the next look."""
@@ -110,6 +121,8 @@ class Claimer:
         wanted = self._wanted(limit)
         if not wanted:
             return await self._watch_line()
+        if self._receiver is not None:
+            self._decide_on_poll(self._receiver)
         found = [(await self._claim(domains, most), most) for domains, most in wanted]
         self._note_empty(wanted, found)
         self.found_nothing = not any(taken.leased or taken.contended or taken.refused for taken, _ in found)
@@ -125,6 +138,8 @@ class Claimer:
             return 0
         self._empty_at = time.monotonic()
         pause = min(self._settings.poll_every.total_seconds(), self._rest)
+        if self._receiver is not None and not any(taken.refused for taken, _ in found):
+            pause = self._pause(self._receiver, [domain for domains, _ in wanted for domain in domains])
         if limit:
             self._executor.low_water = 0
         else:
@@ -179,6 +194,7 @@ class Claimer:
 
     def heed_pauses(self) -> None:
         """What stands in line of a domain that is paused now does not start any more; the next look hands it back."""
+        self.heard = True
         paused, line = self._pauses.paused, self._executor.abandon_line()
         self._leaving += self._gatherer.unpack(one for one in line if one.lease.domain in paused)
         self._leaving += self._gatherer.abandon(paused)
@@ -202,8 +218,18 @@ class Claimer:
             domains = self._without_resting(domains)
         if not domains:
             return claim.Claim([], [], contended=False)
+        if self._receiver is not None:
+            return await self._claim_by_turns(domains, limit, paused)
+        return await self._poll(domains, limit, paused)
+
+    async def _poll(self, domains: list[str], limit: int, paused: frozenset[str]) -> claim.Claim:
         suspects = not self._held.has_suspect
         plan = claim.claim(worker=self._worker(), domains=domains, limit=limit, suspects=suspects)
+        taken = await self._ask(plan)
+        await self._begin(taken, paused)
+        return taken
+
+    async def _ask(self, plan: Plan[C]) -> C:
         self.asked_at = time.monotonic()
         try:
             async with self._pool.connection() as conn:
@@ -215,6 +241,9 @@ class Claimer:
             self._pace.claimed(time.monotonic() - self.asked_at)
         finally:
             self.asked_at = None
+        return taken
+
+    async def _begin(self, taken: claim.Claim, paused: frozenset[str]) -> None:
         try:
             known = await self._known(taken.leased)
         except BaseException:
@@ -233,6 +262,50 @@ class Claimer:
         self.ran_suspect = self._held.has_suspect
         for transition in refused:
             await self._settlement.put(transition)
+
+    def _decide_on_poll(self, receiver: Receiver) -> None:
+        """With a broker the queue is looked at when the database calls, and at times: a message may be lost."""
+        now = time.monotonic()
+        self._polls = self.heard or not receiver.connected or now - self._polled_at >= receiver.poll_every
+        if self._polls:
+            self.heard, self._polled_at = False, now
+            self._polled.clear()
+
+    def _pause(self, receiver: Receiver, asked: list[str]) -> float:
+        resting = self._rests.resting() if self._rests else {}
+        paused = self._pauses.paused
+        look = receiver.rings.next_look(domain for domain in asked if domain not in paused and domain not in resting)
+        if self._polls and not self._polled.issuperset(domain for domain in self._domains if domain not in paused):
+            self.heard = True  # what was called may be of a domain that could not be asked now
+        poll = self._polled_at + receiver.poll_every - time.monotonic()
+        return min(max(poll, 0.001), self._rest, math.inf if look is None else look)
+
+    async def _claim_by_turns(self, domains: list[str], limit: int, paused: frozenset[str]) -> claim.Claim:
+        """What messages were about and, if a look is due, what the queue holds: neither keeps the other waiting."""
+        ways = [self._answer_rings]
+        if self._polls:
+            self._polled.update(domains)
+            ways = [*ways, self._poll] if self._polled_first else [self._poll, *ways]
+            self._polled_first = not self._polled_first
+        found: list[claim.Claim] = []
+        for way in ways:
+            if limit > 0:
+                taken = await way(domains, limit, paused)
+                found.append(taken)
+                limit -= len(taken.leased)
+            if self._polls and (limit <= 0 or taken.contended):
+                self.heard = True  # there may be more
+        return _together(found)
+
+    async def _answer_rings(self, domains: list[str], limit: int, paused: frozenset[str]) -> claim.Claim:
+        assert self._receiver is not None
+        rings = self._receiver.rings
+        wanted = rings.wanted(domains, limit)
+        if not wanted:
+            return claim.Claim([], [], contended=False)
+        taken = await self._ask(claim.claim_rung(worker=self._worker(), domains=domains, wanted=wanted))
+        rings.answer(wanted, taken)
+        await self._begin(taken, paused)
         return taken
 
     def _let_go(self, leases: Iterable[Lease]) -> None:
@@ -328,6 +401,15 @@ class Claimer:
     async def _release(conn: AsyncConnection, leases: list[Lease]) -> None:
         async with conn.transaction():
             await perform_async(conn, rescue.release([lease.lease_id for lease in leases]))
+
+
+def _together(found: Sequence[claim.Claim]) -> claim.Claim:
+    return claim.Claim(
+        [lease for taken in found for lease in taken.leases],
+        [leased for taken in found for leased in taken.leased],
+        contended=any(taken.contended for taken in found),
+        refused=any(taken.refused for taken in found),
+    )
 
 
 class Pace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from uuid import UUID
 
 from busload.domain.execution import Lease, Leased
@@ -16,6 +16,8 @@ class Held:
         self._missing: set[UUID] = set()
         self.lost = 0
         """Leases that others took over."""
+        self.on_gone: Callable[[Lease], None] | None = None
+        """Called with each lease that is not held any more, however that came."""
 
     def take(self, leases: Iterable[Lease]) -> None:
         now = time.monotonic()
@@ -50,11 +52,11 @@ class Held:
                 one.settled = True
                 one.lease.unsettled -= 1
                 if one.lease.unsettled <= 0:
-                    self._leases.pop(one.lease.lease_id, None)
+                    self._let_go(one.lease.lease_id)
 
     def drop(self, lease_ids: Iterable[UUID]) -> None:
         for lease_id in lease_ids:
-            self._leases.pop(lease_id, None)
+            self._let_go(lease_id)
 
     def cancel(self, batch_id: UUID) -> None:
         """Ask the commands of a canceled batch to stop."""
@@ -73,13 +75,19 @@ class Held:
         self._missing = missing
         self.lost += len(lost)
         for lease_id in lost:
-            self._leases.pop(lease_id).lost = True
+            self._leases[lease_id].lost = True
+            self._let_go(lease_id)
         for lease_id in canceled & self._leases.keys():
             self._leases[lease_id].canceled = True
         return len(lost)
 
     def lose_all(self) -> None:
         self.lost += len(self._leases)
-        for lease in self._leases.values():
+        for lease_id, lease in list(self._leases.items()):
             lease.lost = True
-        self._leases.clear()
+            self._let_go(lease_id)
+
+    def _let_go(self, lease_id: UUID) -> None:
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None and self.on_gone is not None:
+            self.on_gone(lease)

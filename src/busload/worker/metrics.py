@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from busload.worker.stats import WorkerStats
+from busload.worker.stats import BrokerStats, WorkerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -17,6 +17,8 @@ def metrics_text(stats: WorkerStats, *, worker: str, about: Mapping[str, str] | 
     text.gauge("worker_info", "What this worker is, in its labels.", 1, about)
     _worker(text, stats)
     _settlement(text, stats)
+    if stats.broker is not None:
+        _broker(text, stats.broker)
     return "".join(text.lines)
 
 
@@ -79,6 +81,38 @@ def _settlement(text: _Text, stats: WorkerStats) -> None:
             ("_count", None, settlement.measured),
         ],
     )
+
+
+def _broker(text: _Text, broker: BrokerStats) -> None:
+    transport = {"transport": broker.transport}
+    text.gauge("broker_connected", "Whether the broker delivers to this worker.", int(broker.connected), transport)
+    results = {"confirmed": broker.confirmed, **broker.refused}
+    text.add(
+        "broker_messages_total",
+        "counter",
+        "Messages handed to the broker, by what became of them.",
+        [("", {**transport, "result": result.lower()}, count) for result, count in sorted(results.items())],
+    )
+    text.counter("relay_rounds_total", "Rounds that had something to announce.", broker.rounds)
+    text.counter("relay_failed_rounds_total", "Rounds that the broker ended.", broker.failed_rounds)
+    text.counter("relay_commands_total", "Commands announced from the outbox.", broker.relayed)
+    text.counter("relay_rung_again_total", "Commands announced again as nobody came.", broker.rung_again)
+    text.counter("receive_rings_total", "Messages that came and could be read.", broker.rings)
+    text.counter("receive_commands_total", "Commands claimed for them.", broker.rung)
+    text.counter("receive_duplicates_total", "Messages that found nothing to claim.", broker.duplicates)
+    text.counter("receive_unknown_total", "Loads in messages that are not in the database.", broker.unknown)
+    text.counter("receive_refused_total", "Messages that cannot be read or are not ours.", broker.refused_messages)
+    for name, help in OUTBOX.items():
+        samples = [("", {"transport": one.transport}, getattr(one, name)) for one in broker.outbox]
+        text.add(f"outbox_{name}{'_seconds' if name == 'oldest' else ''}", "gauge", help, samples)
+
+
+OUTBOX = {
+    "commands": "Commands that wait to be announced.",
+    "failed": "Those of them after a failed round.",
+    "oldest": "Time that the oldest of them has waited.",
+    "rounds": "The most rounds that have failed for one of them.",
+}
 
 
 class _Text:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -134,6 +134,53 @@ class CoalescerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class OutboxStats:
+    """What waits to be announced on one transport, in the whole database, as of the worker's last look."""
+
+    transport: str
+    commands: int
+    failed: int
+    """Those after a round that has failed."""
+    oldest: float
+    """Seconds that the oldest has waited."""
+    rounds: int
+    """The most rounds that have failed for one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStats:
+    """What a worker did between the outbox and the broker, and between the broker and its claims."""
+
+    transport: str
+    connected: bool = False
+    """Whether messages come for every domain; while they do not, it polls as without a broker."""
+    messages: int = 0
+    """Messages handed to the broker, by the worker and the bus it runs on."""
+    confirmed: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Those that were not confirmed, by reason."""
+    rounds: int = 0
+    """Rounds in which the relay had something to announce."""
+    failed_rounds: int = 0
+    """Those in which the broker could not be reached, or asked it to wait."""
+    relayed: int = 0
+    """Commands that are ready by it."""
+    rung_again: int = 0
+    """Commands that were announced long ago and that nobody had come for."""
+    rings: int = 0
+    """Messages that came and could be read."""
+    rung: int = 0
+    """Commands that were claimed for them."""
+    duplicates: int = 0
+    """Messages that found nothing: the commands had been claimed before."""
+    unknown: int = 0
+    """Loads in messages that are not in the database."""
+    refused_messages: int = 0
+    """Messages that nobody can read, or that are not signed by us."""
+    outbox: tuple[OutboxStats, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """What a worker does at this moment, and has done since it started. Of a stopped one: what its last run came to."""
 
@@ -170,6 +217,8 @@ class WorkerStats:
     """Calls of bulk handlers, and of those of buffers."""
     bulk_items: int = 0
     """Commands and events that they were given."""
+    broker: BrokerStats | None = None
+    """None where PostgreSQL delivers."""
 
     @property
     def finished(self) -> int:

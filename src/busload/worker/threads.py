@@ -35,7 +35,7 @@ class Threads:
         """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
-            self._bus = SyncCommandBus(dsn, settings=settings).open()
+            self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open()
             self._transactions = connection.pool(dsn, settings.pool_size, min_size=0, timeout=self._patience)
             self._transactions.open()
         return kind(leased, self._bus, self._transactions)

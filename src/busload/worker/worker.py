@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
 import psycopg
+from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
@@ -26,9 +27,9 @@ from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
-from busload.store.connection import async_pool, engine_pool
-from busload.store.listen import CANCEL, LIMIT, PAUSE, READY, AsyncListener
-from busload.store.plan import perform_async
+from busload.store.connection import AsyncConnection, async_pool, engine_pool
+from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
+from busload.store.plan import Plan, perform_async
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
 from busload.worker.distribute import LOCK_TIMEOUT, Distributor, Tallies, warn_of_unserved, write_tallies
@@ -39,16 +40,18 @@ from busload.worker.loop import Loop
 from busload.worker.metrics import metrics_text
 from busload.worker.pauses import Pauses
 from busload.worker.prune import Prune
+from busload.worker.receive import Receiver, prefetch_of
+from busload.worker.relay import Recovery, Relay
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement, capacity
-from busload.worker.stats import CoalescerStats, Report, WorkerStats
+from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, Report, WorkerStats
 from busload.worker.sweep import Sweep
 from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 
 ENGINE_CONNECTIONS = 4
-"""One each for claiming, settling, promoting and sweeping; where there are limits, one more for asking."""
+"""One each for claiming, settling, promoting and sweeping; one more where limits are asked, and one for a relay."""
 
 MOST_DISTRIBUTING = 8
 """Connections of their own, at most, for distributing: so that locked tables hold up neither others nor the engine."""
@@ -210,6 +213,8 @@ class _Running:
         self._tasks += [*self._rounds, asyncio.create_task(self._sweeping.run())]
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         self._tasks += [asyncio.create_task(loop.run()) for loop in (*self._pruning, *self._distributing)]
+        if self._broker is not None:
+            self._broker.start()
         await self._stopping.wait()
 
     async def until_drained(self) -> int:
@@ -218,6 +223,8 @@ class _Running:
         await self._sweep.once()
         while not self._stopping.is_set():
             self._moved.clear()
+            if self._broker is not None:
+                await self._broker.relay.announce_due()
             pause = await self._claimer.once()
             if self._claimer.found_nothing and self._executor.gatherer.flush():
                 continue  # nothing will join what was gathered for a bulk handler
@@ -259,6 +266,7 @@ class _Running:
             lost_leases=self._held.lost,
             bulk_calls=self._executor.calls.made,
             bulk_items=self._executor.calls.items,
+            broker=None if self._broker is None else self._broker.stats(),
         )
 
     def _refuse_domains(self) -> None:
@@ -271,7 +279,8 @@ class _Running:
         worker, settings, bus = self._worker, self._settings, self._bus
         self._moved = asyncio.Event()
         buffers = [buffer for buffer in bus.handlers.buffers if buffer.name in worker.domains]
-        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + (1 if bus.handlers.limits else 0))
+        more = bool(bus.handlers.limits) + bool(bus.transport)
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more)
         size = min(len(buffers), MOST_DISTRIBUTING)
         self._distribution = engine_pool(bus.dsn, max(size, 1), lock_timeout=LOCK_TIMEOUT) if buffers else pool
         self._held = Held()
@@ -301,6 +310,7 @@ class _Running:
             on_renewal=self._on_renewal,
             on_death=self._held.lose_all,
         )
+        self._broker = None if bus.transport is None else self._assemble_broker()
         self._claimer = Claimer(
             pool,
             bus.handlers,
@@ -312,6 +322,7 @@ class _Running:
             settings,
             worker.concurrency,
             self._number,
+            None if self._broker is None else self._broker.receiver,
         )
         self._distributors = [
             Distributor(self._distribution, buffer, self._pauses, self._tallies, settings.poll_every)
@@ -327,7 +338,13 @@ class _Running:
             prune = Prune(bus._perform_alone, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once))
         self._heeding = Loop("Heeding pauses", self._pauses.once)
-        self._listener = AsyncListener(bus.dsn, [READY, CANCEL, PAUSE, LIMIT], self._hear)
+        channels = [READY, CANCEL, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
+        self._listener = AsyncListener(bus.dsn, channels, self._hear)
+
+    def _assemble_broker(self) -> _Broker:
+        broker = _Broker(self._worker, self._pool, self._on_ring)
+        self._held.on_gone = broker.receiver.rings.gone
+        return broker
 
     async def _undo_start(self) -> None:
         """It was cancelled, or failed, half way: nothing was claimed yet."""
@@ -356,8 +373,14 @@ class _Running:
 
     def _on_settled(self) -> None:
         self._moved.set()
-        if self._claimer.waits_for_room or (self._claimer.ran_suspect and not self._held.has_suspect):
-            self._claiming.wake()  # there is some; or the next suspect may run
+        if self._claimer.ran_suspect and not self._held.has_suspect:
+            self._claimer.heard = True  # the next suspect may run
+            self._claiming.wake()
+        elif self._claimer.waits_for_room:
+            self._claiming.wake()  # there is some
+
+    def _on_ring(self) -> None:
+        self._claiming.wake()
 
     def _on_free(self) -> None:
         self._moved.set()
@@ -380,10 +403,16 @@ class _Running:
             self._heeding.wake()
         elif channel == LIMIT:
             self._limiter.hear(payload)
+        elif channel == OUTBOX:
+            if self._broker is not None:
+                self._broker.hear(payload)
         elif channel is None or payload in self._worker.domains:
+            self._claimer.heard = True
             self._claiming.wake()
             if channel is None:
                 self._heeding.wake()
+                if self._broker is not None:
+                    self._broker.hear(None)
                 if self._has_listened:  # what was said meanwhile was not heard
                     self._limiter.hear(None)
                 self._has_listened = True
@@ -418,6 +447,8 @@ class _Running:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
         for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
+        if self._broker is not None:
+            await self._broker.stop_receiving(self._settings.deadline)
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
             await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
         await self._let_line_go()
@@ -427,6 +458,8 @@ class _Running:
         await self._limiter.close(self._settings.deadline)
         abandoned = await self._settlement.close(self._settings.deadline)
         self._sweeping.stop()
+        if self._broker is not None:
+            await self._broker.stop_relaying(self._settings.deadline)
         try:
             async with asyncio.timeout(self._settings.deadline.total_seconds()):
                 await self._hand_back(self._held.lease_ids)
@@ -449,6 +482,8 @@ class _Running:
         for task in self._tasks:
             task.cancel()
         await self._executor.stop(within=1)
+        if self._broker is not None:
+            await self._broker.end()
         await self._limiter.close(timedelta(0))
         await self._settlement.close(timedelta(0))
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -482,6 +517,83 @@ class _Running:
             await asyncio.gather(*waits, return_exceptions=True)
 
 
+class _Broker:
+    """What a worker runs beside its claims where a broker announces commands: relay, receiver, recovery."""
+
+    def __init__(self, worker: Worker, pool: AsyncConnectionPool[AsyncConnection], on_ring: Callable[[], None]) -> None:
+        bus, settings = worker._bus, worker.settings
+        self._pool, self._announcer = pool, bus._announcer()
+        self.relay = Relay(self._announcer, self._perform, settings.poll_every)
+        recovery = Recovery(self._announcer, self._perform, settings.recover_every, settings.ring_again_after)
+        envelope = 1 if bus.settings.message_per_command else bus.settings.envelope_size
+        self.receiver = Receiver(
+            self._announcer,
+            worker.domains,
+            prefetch_of(settings, worker.concurrency, envelope),
+            settings,
+            on_ring,
+            self._on_connect,
+        )
+        self._recovery = recovery
+        self._relaying, self._recovering = Loop("Relaying", self.relay.once), Loop("Recovering", recovery.once)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.receiver.start()
+        self._tasks = [asyncio.create_task(loop.run()) for loop in (self._relaying, self._recovering)]
+
+    def hear(self, transport: str | None) -> None:
+        if transport in (None, self._announcer.transport.name):
+            self._relaying.wake()
+
+    async def stop_receiving(self, within: timedelta) -> None:
+        await self.receiver.stop(within.total_seconds())
+
+    async def stop_relaying(self, within: timedelta) -> None:
+        """The round under way may end; if it cannot, others announce its loads again."""
+        for loop in (self._relaying, self._recovering):
+            loop.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within.total_seconds())
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.receiver.stop(within=1)
+
+    def stats(self) -> BrokerStats:
+        announcer, receiver, relay = self._announcer, self.receiver, self.relay
+        rings = receiver.rings
+        return BrokerStats(
+            transport=announcer.transport.name,
+            connected=receiver.connected,
+            messages=announcer.messages,
+            confirmed=announcer.confirmed,
+            refused=dict(announcer.refused),
+            rounds=relay.rounds,
+            failed_rounds=relay.failed_rounds,
+            relayed=relay.relayed,
+            rung_again=self._recovery.rung_again,
+            rings=rings.rings,
+            rung=rings.claimed,
+            duplicates=rings.duplicates,
+            unknown=rings.unknown,
+            refused_messages=receiver.refused,
+            outbox=tuple(
+                OutboxStats(lag.transport, lag.commands, lag.failed, lag.oldest, lag.rounds) for lag in relay.lag
+            ),
+        )
+
+    def _on_connect(self) -> None:
+        self.relay.broker_is_back()
+        self._relaying.wake()
+
+    async def _perform(self, plan: Plan[Any]) -> Any:
+        async with self._pool.connection() as conn, conn.transaction():
+            return await perform_async(conn, plan)
+
+
 def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
     """Give the signals back. `for_good`: the process ends, and another signal must not change how."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes in between waits
@@ -493,7 +605,7 @@ def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
 
 
 def _async_face(bus: SyncCommandBus) -> CommandBus:
-    face = CommandBus(bus._dsn, settings=bus.settings)
+    face = CommandBus(bus._dsn, transport=bus.transport, dispatch=bus.dispatch, settings=bus.settings)
     face.handlers, face._buffers = bus.handlers, bus._buffers
     return face
 
@@ -503,7 +615,10 @@ def _check(concurrency: int, settings: WorkerSettings) -> None:
         raise ValueError(f"concurrency must be a whole number from 1 on, found {concurrency!r}.")
     if isinstance(settings.flush_size, bool) or not isinstance(settings.flush_size, int) or settings.flush_size < 1:
         raise ValueError(f"flush_size must be a whole number from 1 on, found {settings.flush_size!r}.")
-    more_than_zero = ("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for")
+    more_than_zero = (
+        *("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for"),
+        *("broker_poll_every", "recover_every", "ring_again_after"),
+    )
     for name in (*more_than_zero, "grace", "no_handler_pause", "prefetch"):
         value = getattr(settings, name)
         if value is None and name in ("flush_deadline", "keep_for"):

@@ -1,0 +1,144 @@
+"""`busload outbox`: what waits to be announced to a broker, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+from uuid import UUID
+
+import click
+
+from busload.bus import CommandBus
+from busload.cli.database import domain_option, open_bus, transport_option
+from busload.cli.database import operator as operator_here
+from busload.cli.output import as_json, echo_json, table
+from busload.domain.dispatch import Reconciliation
+
+batch_option = click.option("--batch", "batch_id", type=click.UUID, help="Only commands of this batch.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only say how many commands that would be.")
+
+
+@click.group()
+def outbox() -> None:
+    """See what waits for a broker, try again, or go without it.
+
+    \b
+        busload outbox ls
+        busload outbox retry
+        busload outbox reroute --batch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --dry-run
+        busload outbox reconcile --repair
+    """
+
+
+@outbox.command()
+@domain_option
+@batch_option
+@as_json
+def ls(domain: str | None, batch_id: UUID | None, as_json: bool) -> None:
+    """List what the broker has not confirmed: not tried yet, or after failed rounds, and what it said.
+
+    \b
+        busload outbox ls
+        busload outbox ls --domain payments --json | jq 'map(.commands) | add'
+    """
+    with open_bus() as bus:
+        found = bus.outbox.list(domain=domain, batch_id=batch_id)
+    if as_json:
+        echo_json(found)
+        return
+    columns = ("TRANSPORT", "DOMAIN", "COMMANDS", "ROUNDS", "REASON", "OLDEST", "NEXT TRY", "ERROR")
+    rows = [
+        (e.transport, e.domain, e.commands, e.rounds, e.reason or "not tried yet", e.oldest, e.next_try, e.error)
+        for e in found
+    ]
+    table(columns, rows, nothing="Nothing waits to be announced.", elastic="ERROR", spare=("OLDEST",))
+
+
+@outbox.command()
+@domain_option
+@batch_option
+@dry_run_option
+@as_json
+def retry(domain: str | None, batch_id: UUID | None, dry_run: bool, as_json: bool) -> None:
+    """Let the relays of workers try again now what waits for another round.
+
+    \b
+        busload outbox retry
+        busload outbox retry --domain payments --dry-run
+    """
+    with open_bus() as bus:
+        count = bus.outbox.retry(domain=domain, batch_id=batch_id, dry_run=dry_run)
+    if as_json:
+        echo_json({"commands": count, "dry_run": dry_run})
+    else:
+        click.echo(f"{count:,} commands would be tried again." if dry_run else f"{count:,} commands are due now.")
+
+
+@outbox.command()
+@domain_option
+@batch_option
+@click.option("--all", "everything", is_flag=True, help="Also what no round has failed for yet.")
+@click.option("--operator", default=operator_here, show_default="your user name", help="Who; kept in the audit trail.")
+@dry_run_option
+@as_json
+def reroute(
+    domain: str | None, batch_id: UUID | None, everything: bool, operator: str, dry_run: bool, as_json: bool
+) -> None:
+    """Let PostgreSQL deliver what the broker does not take: workers find it in the queue.
+
+    Only what a round has failed for, unless --all is given. A message that the broker has all the same does no harm.
+
+    \b
+        busload outbox reroute --dry-run
+        busload outbox reroute --domain payments
+    """
+    with open_bus() as bus:
+        count = bus.outbox.reroute(
+            domain=domain, batch_id=batch_id, failed_only=not everything, operator=operator, dry_run=dry_run
+        )
+    if as_json:
+        echo_json({"commands": count, "dry_run": dry_run})
+    else:
+        click.echo(f"{count:,} commands would be rerouted." if dry_run else f"Rerouted {count:,} commands.")
+
+
+@outbox.command()
+@domain_option
+@transport_option
+@click.option("--repair", is_flag=True, help="Send a message for what has none.")
+@as_json
+def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
+    """Compare what the database has announced with the messages that the broker holds.
+
+    Some brokers cannot be looked into; then only the counts of both sides are told. Ends with exit code 1 if messages
+    are missing and were not sent again.
+
+    \b
+        busload outbox reconcile
+        busload outbox reconcile --domain payments --repair
+        busload outbox reconcile --json | jq -r '.[] | select(.missing > 0) | .domain'
+    """
+    with open_bus() as bus:
+        if bus.transport is None:
+            raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
+
+        async def compare() -> list[Reconciliation]:
+            async with CommandBus(bus.dsn, settings=bus.settings) as face:
+                return await face.outbox.reconcile(domain=domain, repair=repair)
+
+        found = asyncio.run(compare())
+    if as_json:
+        echo_json(found)
+    else:
+        columns = ("QUEUE", "ANNOUNCED", "DEPTH", "LOOKED AT", "ANSWERED", "UNKNOWN", "MISSING", "RUNG AGAIN")
+        table(columns, [_row(each) for each in found], nothing="There are no domains yet.")
+        for each in found:
+            if not each.looked_into:
+                click.echo(f"{each.transport} does not let us look at messages of {each.queue}.", err=True)
+    if any(each.missing > each.rung_again for each in found):
+        raise click.exceptions.Exit(1)
+
+
+def _row(found: Reconciliation) -> tuple[object, ...]:
+    counts = (found.messages, found.answered, found.unknown, found.missing)
+    seen = counts if found.looked_into else (None,) * len(counts)
+    return (found.queue, found.announced, found.depth, *seen, found.rung_again)

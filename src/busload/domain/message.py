@@ -1,0 +1,124 @@
+"""What a message says: which commands to look for. Whoever reads it believes only that a look may be worth it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from busload.domain.ids import POSITIONS
+from busload.domain.payload import decode, encode
+
+VERSION = 1
+MOST_RANGES = 1000
+MOST_BYTES = 16 * 1024 * 1024
+
+
+class UnreadableMessage(ValueError):
+    """The bytes are not a message of ours, or not signed by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Neighbouring commands of one domain, as ranges of ids; for foreign readers also what the one command says."""
+
+    domain: str
+    ranges: tuple[tuple[int, int], ...]
+    command: Mapping[str, Any] | None = None
+
+    @property
+    def commands(self) -> int:
+        return sum(hi - lo + 1 for lo, hi in self.ranges)
+
+
+def write(envelope: Envelope, key: bytes | None = None) -> bytes:
+    content: dict[str, Any] = {"v": VERSION, "domain": envelope.domain, "loads": [list(r) for r in envelope.ranges]}
+    if envelope.command is not None:
+        content |= envelope.command
+    body = encode(content).encode()
+    if key is None:
+        return body
+    return encode({**content, "signature": _sign(body, key)}).encode()
+
+
+def read(body: bytes, key: bytes | None = None) -> Envelope:
+    """The envelope in these bytes; with a key, only if whoever wrote them had it too."""
+    if len(body) > MOST_BYTES:
+        raise UnreadableMessage(f"found {len(body)} bytes")
+    try:
+        content = decode(body.decode())
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise UnreadableMessage(f"found no JSON: {type(error).__name__}") from None
+    if not isinstance(content, dict) or content.get("v") != VERSION:
+        raise UnreadableMessage(f"wanted an object of version {VERSION}")
+    if key is not None:
+        signature = content.pop("signature", None)
+        if not isinstance(signature, str) or not hmac.compare_digest(
+            signature.encode(), _sign(encode(content).encode(), key).encode()
+        ):
+            raise UnreadableMessage("its signature is missing or wrong")
+    domain, ranges = content.get("domain"), content.get("loads")
+    if not isinstance(domain, str) or not isinstance(ranges, list) or not 0 < len(ranges) <= MOST_RANGES:
+        raise UnreadableMessage("wanted a domain, and loads from 1 to 1,000")
+    return Envelope(domain, tuple(map(_range, ranges)))
+
+
+def _range(found: object) -> tuple[int, int]:
+    if isinstance(found, list) and len(found) == 2 and all(type(id) is int for id in found):
+        lo, hi = found
+        if 0 <= lo <= hi < 2**63 and lo // POSITIONS == hi // POSITIONS:
+            return lo, hi
+    raise UnreadableMessage("wanted loads as pairs of a first and a last id")
+
+
+def _sign(body: bytes, key: bytes) -> str:
+    return hmac.new(key, body, hashlib.sha256).hexdigest()
+
+
+def envelopes(loads: Sequence[tuple[int, int, str]], size: int) -> Iterator[Envelope]:
+    """Loads (first and last id, domain) as envelopes of up to `size` commands; those of a domain go together."""
+    by_domain: dict[str, list[tuple[int, int]]] = {}
+    for lo, hi, domain in loads:
+        by_domain.setdefault(domain, []).append((lo, hi))
+    for domain, ranges in by_domain.items():
+        gathered: list[tuple[int, int]] = []
+        room = size
+        for lo, hi in sorted(ranges):
+            while lo <= hi:
+                upto = min(hi, lo + room - 1)
+                gathered.append((lo, upto))
+                room -= upto - lo + 1
+                lo = upto + 1
+                if not room or len(gathered) == MOST_RANGES:
+                    yield Envelope(domain, tuple(gathered))
+                    gathered, room = [], size
+        if gathered:
+            yield Envelope(domain, tuple(gathered))
+
+
+def of_one(
+    domain: str,
+    id: int,
+    command_id: UUID,
+    command_type: str,
+    data: Any,
+    *,
+    batch_id: UUID | None,
+    task_key: str | None,
+    job_id: UUID | None,
+    stage: str | None,
+) -> Envelope:
+    """One command with all a foreign reader needs, under the names that brokers' tasks usually have."""
+    command = {
+        "task_id": str(command_id),
+        "parent_job_id": None if job_id is None else str(job_id),
+        "task_type": command_type,
+        "parameters": data,
+        "stage": stage,
+        "batch_id": None if batch_id is None else str(batch_id),
+        "task_key": task_key,
+    }
+    return Envelope(domain, ((id, id),), command)

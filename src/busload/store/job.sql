@@ -1,0 +1,91 @@
+-- name: create
+INSERT INTO busload.job (job_id, domain, name, custom_data, continue_after_failures, on_complete)
+VALUES (%(job_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb, %(continue_after_failures)s::boolean,
+        %(on_complete)s::text::json);
+
+-- name: create_stages
+INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id)
+SELECT %(job_id)s::uuid, nth - 1, name, planned, batch_id, step_id, plan_id
+  FROM unnest(%(names)b::text[], %(planned)b::boolean[], %(batch_ids)b::uuid[], %(step_ids)b::uuid[], %(plan_ids)b::uuid[])
+       WITH ORDINALITY AS stage (name, planned, batch_id, step_id, plan_id, nth);
+
+-- name: keep_part
+INSERT INTO busload.job_part (job_id, position, part, commands)
+VALUES (%(job_id)s::uuid, %(position)s::integer, %(part)s::integer, %(commands)s::text::json);
+
+-- name: take_parts
+-- The commands of a stage whose turn has come; the batch has them from here on.
+WITH taken AS (
+    DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer
+    RETURNING part, commands::text AS commands
+)
+SELECT commands FROM taken ORDER BY part;
+
+-- name: drop_parts
+DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid;
+
+-- name: hold
+-- Whoever takes a job on, or stops it, holds its row first: one at a time.
+SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text
+  FROM busload.job WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text
+   FOR NO KEY UPDATE;
+
+-- name: stages
+SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status
+  FROM busload.job_stage WHERE job_id = ANY (%(job_ids)b::uuid[]) ORDER BY job_id, position;
+
+-- name: mark_stage
+UPDATE busload.job_stage SET status = %(status)s::text
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: replan
+-- The command that should have planned a stage was ended by other hands: another one will.
+UPDATE busload.job_stage SET plan_id = %(plan_id)s::uuid
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: arrive
+-- The job is at this stage; if it had stopped, it goes on.
+WITH here AS (
+    UPDATE busload.job SET position = %(position)s::integer, status = 'IN_PROGRESS', completed_at = NULL
+     WHERE job_id = %(job_id)s::uuid
+)
+UPDATE busload.job_stage SET status = %(status)s::text
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: end
+WITH ended AS (
+    UPDATE busload.job SET status = %(status)s::text, completed_at = statement_timestamp()
+     WHERE job_id = %(job_id)s::uuid
+    RETURNING job_id
+)
+SELECT pg_notify('busload_batch', job_id::text) FROM ended;
+
+-- name: sign
+-- Who has decided about it, and why.
+UPDATE busload.job SET operator = %(operator)s::text, reason = %(reason)s::text WHERE job_id = %(job_id)s::uuid;
+
+-- name: job
+SELECT j.job_id, j.domain, j.name, j.custom_data::text,
+       CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING' ELSE j.status END,
+       j.continue_after_failures, j.operator, j.reason, j.created_at, b.started_at, j.completed_at, j.position
+  FROM busload.job AS j
+  LEFT JOIN busload.job_stage AS s ON s.job_id = j.job_id AND s.position = 0
+  LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+ WHERE j.job_id = %(job_id)s::uuid AND j.domain = %(domain)s::text;
+
+-- name: jobs
+-- Newest first.
+SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
+       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
+  FROM busload.job AS j
+ CROSS JOIN LATERAL (
+        SELECT CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING' ELSE j.status END AS status,
+               b.started_at
+          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
+ WHERE j.domain = %(domain)s::text AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
+ ORDER BY j.created_at DESC, j.job_id DESC
+ LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: find_domain
+SELECT domain FROM busload.job WHERE job_id = %(job_id)s::uuid;

@@ -1,0 +1,168 @@
+"""Loads that wait to be announced to a broker, and what became of their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from busload.domain.dispatch import OutboxEntry
+from busload.store import dispatch
+from busload.store.plan import Plan, execute, many
+from busload.store.send import HOLD
+from busload.store.statements import statements
+
+SQL = statements("outbox")
+
+MOST = 100
+"""Loads that a relay takes at a time: up to 100,000 commands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unannounced:
+    """A load to be announced; `rounds` have failed, or for one that is rung for again, were made."""
+
+    lo: int
+    hi: int
+    domain: str
+    batch_id: UUID | None
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became of the message about neighbouring commands: confirmed, or to be repeated after `pause` seconds."""
+
+    lo: int
+    hi: int
+    reason: str | None = None
+    error: str | None = None
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """What waits for one transport: commands, those after a failed round, and the age of the oldest in seconds."""
+
+    transport: str
+    commands: int
+    failed: int
+    oldest: float
+    rounds: int
+
+
+def take(transport: str, relay: UUID, limit: int = MOST) -> Plan[list[Unannounced]]:
+    """Hold loads to announce them; who does not say how it went within a minute is thought dead."""
+    return many(Unannounced, SQL.take, transport=transport, relay=relay, limit=limit, hold=HOLD)
+
+
+def next_due(transport: str) -> Plan[float | None]:
+    [[seconds]] = yield from execute(SQL.next_due, transport=transport)
+    return None if seconds is None else float(seconds)
+
+
+def mark(relay: UUID, pieces: Sequence[Piece], batches: Sequence[UUID] = ()) -> Plan[tuple[int, int]]:
+    """Say what became of messages; returns how many commands are ready by it, and how many wait for another round."""
+    [[ready, again]] = yield from execute(SQL.mark, relay=relay, **_arrays(pieces))
+    yield from _close(batches, failed=bool(again))
+    return ready, again
+
+
+def take_back(transport: str, pieces: Sequence[Piece], batches: Sequence[UUID] = ()) -> Plan[int]:
+    """Commands that were ready before their message was refused, and that nobody has claimed, wait in the outbox."""
+    [[again]] = yield from execute(SQL.take_back, transport=transport, **_arrays(pieces))
+    yield from _close(batches, failed=bool(again))
+    return int(again)
+
+
+def _close(batches: Sequence[UUID], *, failed: bool) -> Plan[None]:
+    if batches:
+        if failed:
+            yield from dispatch.failed_round(batches)
+        yield from dispatch.close(batches)
+
+
+def hurry(transport: str) -> Plan[None]:
+    yield from execute(SQL.hurry, transport=transport)
+
+
+def silent(transport: str, bound: timedelta, limit: int = MOST) -> Plan[list[Unannounced]]:
+    """Loads that were announced that long ago and never claimed; they count as announced now."""
+    return many(Unannounced, SQL.silent, transport=transport, bound=bound, limit=limit)
+
+
+def commands(ranges: Sequence[tuple[int, int]]) -> Plan[list[tuple[Any, ...]]]:
+    return execute(SQL.commands, los=[lo for lo, _ in ranges], his=[hi for _, hi in ranges])
+
+
+def reroute(
+    *,
+    transport: str | None,
+    domain: str | None,
+    batch_id: UUID | None,
+    failed: bool,
+    operator: str | None,
+    limit: int = 10_000,
+) -> Plan[tuple[int, int]]:
+    """Let PostgreSQL deliver these; returns how many commands and loads that were. At most `limit` loads at a time."""
+    [[moved, loads, _]] = yield from execute(
+        SQL.reroute,
+        transport=transport,
+        domain=domain,
+        batch_id=batch_id,
+        failed=failed,
+        operator=operator,
+        limit=limit,
+    )
+    yield from dispatch.close()
+    return moved, loads
+
+
+def retry(*, transport: str | None, domain: str | None, batch_id: UUID | None) -> Plan[int]:
+    [[commands, _]] = yield from execute(SQL.retry, transport=transport, domain=domain, batch_id=batch_id)
+    return int(commands)
+
+
+def waiting(
+    *, transport: str | None = None, domain: str | None = None, batch_id: UUID | None = None
+) -> Plan[list[OutboxEntry]]:
+    return many(OutboxEntry, SQL.waiting, transport=transport, domain=domain, batch_id=batch_id)
+
+
+def announced(transport: str, domain: str, *, older_than: timedelta, limit: int) -> Plan[list[tuple[int, int]]]:
+    rows = yield from execute(SQL.announced, transport=transport, domain=domain, older_than=older_than, limit=limit)
+    return [(lo, hi) for lo, hi in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is behind a range of ids in a message."""
+
+    exists: bool
+    waits: bool
+
+
+def look_up(ranges: Sequence[tuple[int, int]]) -> Plan[list[Seen]]:
+    """In the order of the input."""
+    return many(Seen, SQL.look_up, los=[lo for lo, _ in ranges], his=[hi for _, hi in ranges])
+
+
+def ring(transport: str, ranges: Sequence[tuple[int, int]]) -> Plan[list[Unannounced]]:
+    """Those of these loads that are still ready; they count as announced now."""
+    return many(Unannounced, SQL.ring, transport=transport, his=[hi for _, hi in ranges])
+
+
+def lag() -> Plan[list[Lag]]:
+    return many(Lag, SQL.lag)
+
+
+def _arrays(pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+    return {
+        "los": [piece.lo for piece in pieces],
+        "his": [piece.hi for piece in pieces],
+        "reasons": [piece.reason for piece in pieces],
+        "errors": [piece.error for piece in pieces],
+        "pauses": [piece.pause for piece in pieces],
+    }

@@ -1,0 +1,180 @@
+-- name: take
+-- Loads that are to be announced, and that nobody announces right now: never so, due again, or held by one that died.
+UPDATE busload.outbox AS o SET relay = %(relay)s::uuid, due_at = now() + %(hold)s::interval
+ WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE transport = %(transport)s::text AND due_at <= now()
+                        ORDER BY due_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
+RETURNING lo, hi, domain, batch_id, rounds;
+
+-- name: next_due
+-- Seconds until something is due again for this transport; none if nothing waits.
+SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.outbox WHERE transport = %(transport)s::text;
+
+-- name: mark
+-- Whoever announced loads says how that went, piece by piece: confirmed ones are ready, the others wait for another round. Only
+-- what it still holds moves, and only whole loads that it tells all about; a worker that was faster than the mark has taken
+-- its part already, so nothing is ever moved backwards. Returns how many commands are ready, and how many wait again.
+WITH piece AS (
+    SELECT * FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(reasons)b::text[], %(errors)b::text[], %(pauses)b::float8[])
+                  AS p (lo, hi, reason, error, pause)
+), held AS MATERIALIZED (
+    SELECT * FROM busload.outbox
+     WHERE hi IN (SELECT o.hi FROM (SELECT DISTINCT lo >> 10 AS load FROM piece) AS l
+                   CROSS JOIN LATERAL (SELECT hi FROM busload.outbox
+                                        WHERE hi BETWEEN l.load << 10 AND (l.load << 10 | 1023) OFFSET 0) AS o)
+       AND relay = %(relay)s::uuid
+     ORDER BY hi FOR UPDATE
+), part AS MATERIALIZED (
+    SELECT greatest(h.lo, p.lo) AS lo, least(h.hi, p.hi) AS hi, h.hi AS held, h.lo AS held_lo, h.domain, h.batch_id, h.priority,
+           h.attempt, h.forgiven, h.crashes, h.replies, h.transport, h.since, h.rounds, p.reason, p.error, p.pause
+      FROM held AS h JOIN piece AS p ON p.lo <= h.hi AND p.hi >= h.lo
+), whole AS MATERIALIZED (
+    SELECT held FROM part GROUP BY held, held_lo HAVING sum(hi - lo + 1) = held - held_lo + 1
+), gone AS (
+    DELETE FROM busload.outbox WHERE hi = ANY (ARRAY(SELECT held FROM whole)) RETURNING hi
+), told AS MATERIALIZED (   -- through `gone`, so that a load is out before a part of it comes in again
+    SELECT part.* FROM part JOIN gone ON gone.hi = part.held
+), ready AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, announcements)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, now(), 1 FROM told WHERE reason IS NULL
+), again AS (
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, since, due_at,
+                                rounds, reason, error)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, since,
+           now() + pause * interval '1 second', rounds + 1, reason, error
+      FROM told WHERE reason IS NOT NULL
+)
+SELECT coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NULL), 0)::integer,
+       coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NOT NULL), 0)::integer FROM told;
+
+-- name: take_back
+-- Loads that were ready before the broker refused their message: into the outbox, but only what nobody has claimed yet.
+WITH piece AS (
+    SELECT * FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(reasons)b::text[], %(errors)b::text[], %(pauses)b::float8[])
+                  AS p (lo, hi, reason, error, pause)
+), ready AS MATERIALIZED (
+    SELECT q.*, p.lo AS piece_lo, p.hi AS piece_hi, p.reason, p.error, p.pause
+      FROM piece AS p CROSS JOIN LATERAL (
+            SELECT * FROM busload.queue
+             WHERE hi BETWEEN p.lo AND (p.lo | 1023) AND lo <= p.hi AND transport = %(transport)s::text AND announced_at IS NOT NULL
+             ORDER BY hi FOR UPDATE SKIP LOCKED) AS q
+), gone AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM ready)) RETURNING hi
+), told AS MATERIALIZED (
+    SELECT DISTINCT ON (ready.hi, piece_lo) ready.* FROM ready JOIN gone USING (hi)
+), rest AS (   -- parts of these loads that no refused message was about stay ready
+    SELECT part.lo, part.hi, t.domain, t.batch_id, t.priority, t.attempt, t.forgiven, t.crashes, t.replies, t.transport, t.announced_at
+      FROM (SELECT hi AS load, lo AS first, range_agg(int8range(greatest(lo, piece_lo), least(hi, piece_hi), '[]')) AS refused
+              FROM told GROUP BY hi, lo) AS r
+     CROSS JOIN LATERAL (SELECT lower(free) AS lo, upper(free) - 1 AS hi
+                           FROM unnest(int8multirange(int8range(r.first, r.load, '[]')) - r.refused) AS free) AS part
+     CROSS JOIN LATERAL (SELECT * FROM told WHERE told.hi = r.load LIMIT 1) AS t
+), kept AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, announcements)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, 1 FROM rest
+), again AS (
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, due_at, rounds, reason, error)
+    SELECT greatest(lo, piece_lo), least(hi, piece_hi), domain, batch_id, priority, attempt, forgiven, crashes, replies, transport,
+           now() + pause * interval '1 second', 1, reason, error
+      FROM told
+    RETURNING lo, hi
+)
+SELECT coalesce(sum(hi - lo + 1), 0)::integer FROM again;
+
+-- name: hurry
+-- The broker can be reached again: what waited only for that need not wait longer.
+UPDATE busload.outbox SET due_at = now()
+ WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
+                        WHERE transport = %(transport)s::text AND rounds > 0 AND reason = 'UNREACHABLE' AND relay IS NULL AND due_at > now()
+                        ORDER BY hi FOR UPDATE SKIP LOCKED));
+
+-- name: silent
+-- Ready loads whose message was confirmed long ago and that nobody has come for: ring again. The pause doubles each time.
+UPDATE busload.queue SET announced_at = now(), announcements = least(coalesce(announcements, 1), 30) + 1
+ WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                        WHERE transport = %(transport)s::text AND announced_at < now() - %(bound)s::interval
+                          AND announced_at < now() - %(bound)s::interval * 2 ^ (least(coalesce(announcements, 1), 16) - 1)
+                        ORDER BY announced_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
+RETURNING lo, hi, domain, batch_id, announcements;
+
+-- name: commands
+-- What a message about a single command says.
+SELECT c.id, c.domain, c.command_id, c.command_type, c.data::text, c.batch_id, c.task_key, b.job_id, b.stage
+  FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS r (lo, hi)
+ CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN r.lo AND r.hi ORDER BY id OFFSET 0) AS c
+  LEFT JOIN busload.batch AS b USING (batch_id)
+ ORDER BY c.id;
+
+-- name: reroute
+-- Let PostgreSQL deliver what waits in the outbox: the row is the message.
+WITH gone AS (
+    DELETE FROM busload.outbox
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
+                            WHERE (%(transport)s::text IS NULL OR transport = %(transport)s::text)
+                              AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+                              AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
+                              AND (NOT %(failed)s::boolean OR rounds > 0)
+                            ORDER BY hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
+    RETURNING *
+), ready AS (
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
+    SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM gone RETURNING domain
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
+    SELECT 'REROUTED', lo, hi, batch_id, attempt, %(operator)s::text, json_build_object('transport', transport, 'rounds', rounds, 'error', error)
+      FROM gone
+)
+SELECT coalesce(sum(hi - lo + 1), 0)::integer, count(*)::integer,
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM ready) AS told)
+  FROM gone;
+
+-- name: retry
+-- Try again now what waits for another round.
+WITH due AS (
+    UPDATE busload.outbox SET due_at = now()
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
+                            WHERE rounds > 0 AND relay IS NULL AND (%(transport)s::text IS NULL OR transport = %(transport)s::text)
+                              AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+                              AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
+                            ORDER BY hi FOR UPDATE SKIP LOCKED))
+    RETURNING lo, hi, transport
+)
+SELECT coalesce(sum(hi - lo + 1), 0)::integer,
+       (SELECT count(pg_notify('busload_outbox', transport)) FROM (SELECT DISTINCT transport FROM due) AS told)
+  FROM due;
+
+-- name: waiting
+-- What is in the outbox, by transport, domain and why.
+SELECT transport, domain, reason, sum(hi - lo + 1)::bigint, count(*)::bigint, min(since), max(rounds), max(error), min(due_at),
+       coalesce(sum(hi - lo + 1) FILTER (WHERE due_at > now() AND relay IS NOT NULL), 0)::bigint
+  FROM busload.outbox
+ WHERE (%(domain)s::text IS NULL OR domain = %(domain)s::text) AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
+   AND (%(transport)s::text IS NULL OR transport = %(transport)s::text)
+ GROUP BY transport, domain, reason ORDER BY transport, domain, reason NULLS FIRST;
+
+-- name: announced
+-- Which loads of a domain the broker should know of: for comparing both sides.
+SELECT lo, hi FROM busload.queue
+ WHERE transport = %(transport)s::text AND announced_at IS NOT NULL AND domain = %(domain)s::text AND announced_at < now() - %(older_than)s::interval
+ ORDER BY announced_at, hi LIMIT %(limit)s::integer;
+
+-- name: look_up
+-- What is behind messages: whether a command of a range exists, and whether one waits or runs.
+SELECT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.lo AND r.hi OFFSET 0),
+       EXISTS (SELECT FROM busload.queue WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
+       OR EXISTS (SELECT FROM busload.outbox WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
+       OR EXISTS (SELECT FROM busload.lease WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
+  FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) WITH ORDINALITY AS r (lo, hi, n) ORDER BY n;
+
+-- name: ring
+-- Ready loads that are rung for again, because the broker has no message about them.
+UPDATE busload.queue SET announced_at = now(), announcements = least(coalesce(announcements, 1), 30) + 1
+ WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                        WHERE hi = ANY (%(his)b::bigint[]) AND transport = %(transport)s::text AND announced_at IS NOT NULL
+                        ORDER BY hi FOR UPDATE SKIP LOCKED))
+RETURNING lo, hi, domain, batch_id, announcements;
+
+-- name: lag
+-- Per transport: commands that wait, those after a failed round, seconds the oldest has waited, most rounds.
+SELECT transport, sum(hi - lo + 1)::bigint, coalesce(sum(hi - lo + 1) FILTER (WHERE rounds > 0), 0)::bigint,
+       extract(epoch FROM now() - min(since))::float8, max(rounds)
+  FROM busload.outbox GROUP BY transport ORDER BY transport;

@@ -1,0 +1,519 @@
+"""What every transport promises, as tests: an adapter is finished when it passes them.
+
+    from busload.testing import TransportContract
+
+    class TestCarrierPigeon(TransportContract):
+        @pytest.fixture
+        def url(self) -> str:
+            return "pigeon://127.0.0.1:7000"
+
+Needs pytest and pytest-asyncio. The other fixtures of the class can be overridden as well: each says what it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+from uuid import uuid4
+
+import pytest
+import pytest_asyncio
+
+from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured, TransportUnavailable
+from busload.transport import Delivery, Message, Transport, find_transport
+
+SECRET = "kept-to-ourselves"  # noqa: S105
+"""The password in `unreachable_url` and `wrong_credentials_url`: nothing that is shown may hold it."""
+
+WITHIN = 30.0
+"""Seconds after which something that must come has not come."""
+
+
+class Restartable(Protocol):
+    """A broker of the test's own."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def restart(self) -> None:
+        """Return once it is up again, at the same URL."""
+
+
+class TransportContract:
+    pytestmark = pytest.mark.asyncio
+
+    quiet = 0.15
+    """Seconds without a message after which none is expected."""
+
+    @pytest.fixture
+    def url(self) -> str:
+        """Override this one: where the broker is."""
+        raise NotImplementedError("override the fixture `url`, or `transport`")
+
+    @pytest_asyncio.fixture
+    async def transport(self, url: str) -> AsyncIterator[Transport]:
+        transport = find_transport(url)
+        yield transport
+        await transport.aclose()
+
+    @pytest.fixture
+    def queue(self) -> str:
+        """A queue that nobody else uses; override it where somebody has to make it first."""
+        return f"busload.test-{uuid4().hex}"
+
+    @pytest.fixture
+    def unreachable_url(self, transport: Transport) -> Iterator[str]:
+        """Where no broker answers, with the password SECRET."""
+        with socket.socket() as taken:  # it is not free for others, and does not listen
+            taken.bind(("127.0.0.1", 0))
+            scheme = url_of(transport).partition(":")[0]
+            yield f"{scheme}://someone:{SECRET}@127.0.0.1:{taken.getsockname()[1]}/"
+
+    @pytest.fixture
+    def wrong_credentials_url(self) -> str | None:
+        """Where the broker is, with the password SECRET, which is wrong; None if it lets everyone in."""
+        return None
+
+    @pytest.fixture
+    def restartable(self) -> Restartable | None:
+        """A broker that may be restarted, since nobody else uses it; None if that is tested elsewhere."""
+        return None
+
+    # -- carrying -------------------------------------------------------------------------------------------------
+
+    async def test_a_queue_can_be_declared_twice(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one"]))
+        await transport.declare([queue, queue])
+        await transport.declare([])
+        assert await self._emptied(transport, queue, b"one") == {b"one": 1}
+
+    async def test_each_message_comes_once_as_it_was(self, transport: Transport, queue: str) -> None:
+        """In any order, and whatever its bytes are."""
+        bodies = [
+            b"[1,2]",
+            "Grüße, 世界 🚌".encode(),
+            bytes(range(256)),
+            b"\x00",
+            b" \n",
+            b'{"a": "\\u0000"}',
+            b"\xff\xfe",
+        ]
+        await transport.declare([queue])
+        await transport.publish(messages(queue, bodies))
+        async with receiving(transport, queue) as receiver:
+            arrived = await receiver.take(len(bodies))
+            assert {each.queue for each in arrived} == {queue}
+            assert Counter(each.body for each in arrived) == Counter(bodies)
+            for each in arrived:
+                await each.ack()
+            assert await receiver.nothing_for(self.quiet)
+
+    async def test_publishing_nothing_does_nothing(self, transport: Transport, queue: str) -> None:
+        await transport.publish([])
+        await transport.declare([queue])
+        await transport.publish([])
+        async with receiving(transport, queue) as receiver:
+            assert await receiver.nothing_for(self.quiet)
+
+    async def test_a_thousand_messages_go_out_in_one_call(self, transport: Transport, queue: str) -> None:
+        bodies = [b'{"commands": [[%d, %d]]}' % (n * 1024, n * 1024 + 99) for n in range(1000)]
+        await transport.declare([queue])
+        await transport.publish(messages(queue, bodies))
+        async with receiving(transport, queue, prefetch=100) as receiver:
+            arrived: list[bytes] = []
+            while len(arrived) < len(bodies):
+                [delivery] = await receiver.take(1)
+                arrived.append(delivery.body)
+                await delivery.ack()
+        assert Counter(arrived) == Counter(bodies)
+
+    async def test_one_call_serves_several_queues(self, transport: Transport, queue: str) -> None:
+        """If the subclass can make only one, they are the same."""
+        other = f"{queue}-b" if queue.startswith("busload.test-") else queue
+        await transport.declare([queue, other])
+        await transport.publish(messages(queue, [b"here"]) + messages(other, [b"there"]))
+        if other == queue:
+            assert await self._emptied(transport, queue, b"here", b"there") == {b"here": 1, b"there": 1}
+        else:
+            assert await self._emptied(transport, queue, b"here") == {b"here": 1}
+            assert await self._emptied(transport, other, b"there") == {b"there": 1}
+
+    async def test_another_connection_sees_what_was_published(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one", b"two"]))
+        async with another(transport) as second:
+            assert await self._emptied(second, queue, b"one", b"two") == {b"one": 1, b"two": 1}
+
+    # -- on loan --------------------------------------------------------------------------------------------------
+
+    async def test_what_was_not_acknowledged_comes_again_after_closing(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one", b"two", b"three"]))
+        async with receiving(transport, queue) as receiver:
+            await receiver.take(2)
+        assert await self._emptied(transport, queue, b"one", b"two", b"three") == {b"one": 1, b"two": 1, b"three": 1}
+
+    async def test_what_a_closed_connection_held_goes_to_another(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one"]))
+        async with another(transport) as second, receiving(second, queue) as receiver:
+            await receiver.take(1)
+            await second.aclose()
+            assert await self._emptied(transport, queue, b"one") == {b"one": 1}
+
+    async def test_a_released_one_comes_again(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one"]))
+        async with receiving(transport, queue) as receiver:
+            for _ in range(3):
+                [delivery] = await receiver.take(1)
+                assert delivery.body == b"one"
+                await delivery.release()
+            [delivery] = await receiver.take(1)
+            await delivery.ack()
+            assert await receiver.nothing_for(self.quiet)
+
+    async def test_a_rejected_one_does_not_come_again(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"unreadable"]))
+        async with receiving(transport, queue) as receiver:
+            [delivery] = await receiver.take(1)
+            await delivery.reject("It is no JSON")
+            await transport.publish(messages(queue, [b"readable"]))
+            [delivery] = await receiver.take(1)
+            assert delivery.body == b"readable"
+            await delivery.ack()
+        assert await self._emptied(transport, queue) == {}
+
+    async def test_an_acknowledged_one_never_comes_again(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one", b"two"]))
+        async with receiving(transport, queue) as receiver:
+            done, _ = await receiver.take(2)
+            await done.ack()
+        await transport.aclose()
+        other = b"two" if done.body == b"one" else b"one"
+        assert await self._emptied(transport, queue, other) == {other: 1}
+        async with another(transport) as second:
+            assert await self._emptied(second, queue) == {}
+
+    async def test_no_more_are_on_loan_than_prefetched(self, transport: Transport, queue: str) -> None:
+        """So another consumer gets the rest."""
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"%d" % n for n in range(6)]))
+        async with receiving(transport, queue, prefetch=2) as receiver:
+            first, second = await receiver.take(2)
+            assert await receiver.nothing_for(self.quiet)
+            async with receiving(transport, queue, prefetch=10) as other:
+                rest = await other.take(4)
+                assert len({each.body for each in [first, second, *rest]}) == 6
+                for each in rest[:3]:
+                    await each.ack()
+                assert await receiver.nothing_for(self.quiet)
+                await first.ack()
+                await rest[3].release()
+                [last] = await first_of(receiver, other)
+                assert last.body == rest[3].body
+
+    async def test_an_acknowledged_one_makes_room_for_the_next(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"%d" % n for n in range(5)]))
+        seen = set()
+        async with receiving(transport, queue, prefetch=1) as receiver:
+            for _ in range(5):
+                [delivery] = await receiver.take(1)
+                seen.add(delivery.body)
+                await delivery.ack()
+        assert len(seen) == 5
+
+    async def test_consumers_share_a_queue(self, transport: Transport, queue: str) -> None:
+        """None gets what another one has."""
+        bodies = [b"%d" % n for n in range(60)]
+        await transport.declare([queue])
+        await transport.publish(messages(queue, bodies))
+        arrived: list[bytes] = []
+
+        async def consume(receiver: Receiver) -> None:
+            while len(arrived) < len(bodies):
+                if delivery := await receiver.next(0.05):
+                    arrived.append(delivery.body)
+                    await delivery.ack()
+
+        async with (
+            another(transport) as second,
+            asyncio.timeout(WITHIN),
+            receiving(transport, queue, prefetch=5) as a,
+            receiving(transport, queue, prefetch=5) as b,
+            receiving(second, queue, prefetch=5) as c,
+        ):
+            await asyncio.gather(consume(a), consume(b), consume(c))
+        assert Counter(arrived) == Counter(bodies)
+
+    async def test_an_ack_after_closing_does_no_harm(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"one", b"two"]))
+        async with receiving(transport, queue) as receiver:
+            late, later = await receiver.take(2)
+        await late.ack()
+        await transport.aclose()
+        await later.ack()
+        await later.release()
+        await later.reject("too late")
+        await transport.publish(messages(queue, [b"three"]))
+        assert b"three" in await self._emptied(transport, queue, b"three")
+
+    async def test_closing_while_nothing_comes_ends_at_once(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        async with receiving(transport, queue) as receiver:
+            assert await receiver.nothing_for(self.quiet)
+            async with asyncio.timeout(WITHIN / 3):
+                await receiver.close()
+        await transport.publish(messages(queue, [b"one"]))
+        assert await self._emptied(transport, queue, b"one") == {b"one": 1}
+
+    async def test_a_message_wakes_the_one_who_waits(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        async with receiving(transport, queue) as receiver:
+            assert await receiver.nothing_for(self.quiet)
+            await transport.publish(messages(queue, [b"ring"]))
+            [delivery] = await receiver.take(1)
+            assert delivery.body == b"ring"
+            await delivery.ack()
+
+    async def test_after_closing_a_call_connects_again(self, transport: Transport, queue: str) -> None:
+        await transport.aclose()
+        await transport.declare([queue])
+        await transport.aclose()
+        await transport.publish(messages(queue, [b"one"]))
+        await transport.aclose()
+        await transport.aclose()
+        assert await self._emptied(transport, queue, b"one") == {b"one": 1}
+
+    # -- what does not get through ----------------------------------------------------------------------------------
+
+    async def test_a_large_body_passes(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        size = transport.max_bytes if transport.max_bytes <= 1024 * 1024 else 100_000
+        body = b"x" * size
+        await transport.publish(messages(queue, [body]))
+        assert await self._emptied(transport, queue, body) == {body: 1}
+
+    async def test_a_body_that_is_too_large_is_refused_alone(self, transport: Transport, queue: str) -> None:
+        """F53: the others are confirmed."""
+        await transport.declare([queue])
+        bodies = [b"one", bytes(transport.max_bytes + 1), b"three"]
+        assert await refusals(transport, messages(queue, bodies)) == {1: RefusalReason.TOO_LARGE}
+        assert await self._emptied(transport, queue, b"one", b"three") == {b"one": 1, b"three": 1}
+
+    async def test_a_message_for_a_queue_that_is_not_there_is_not_lost_in_silence(
+        self, transport: Transport, queue: str
+    ) -> None:
+        """F53: either the queue is made, or it is told by index; what has a queue is confirmed."""
+        missing = f"busload.test-{uuid4().hex}"
+        await transport.declare([queue])
+        mixed = messages(queue, [b"one"]) + messages(missing, [b"lost"]) + messages(queue, [b"two"])
+        refused = await refusals(transport, mixed)
+        assert refused in ({}, {1: RefusalReason.UNROUTABLE})
+        if not refused:
+            assert await self._emptied(transport, missing, b"lost") == {b"lost": 1}
+        assert await self._emptied(transport, queue, b"one", b"two") == {b"one": 1, b"two": 1}
+
+    async def test_nobody_answers(self, unreachable_url: str, queue: str, caplog: pytest.LogCaptureFixture) -> None:
+        """It is told within seconds, by index, and without a password."""
+        caplog.set_level(logging.DEBUG)
+        transport = find_transport(unreachable_url)
+        try:
+            async with asyncio.timeout(WITHIN):
+                with pytest.raises(TransportUnavailable) as declared:
+                    await transport.declare([queue])
+                with pytest.raises(PublishFailed) as published:
+                    await transport.publish(messages(queue, [b"one", b"two"]))
+                with pytest.raises(TransportUnavailable) as received:
+                    async with receiving(transport, queue) as receiver:
+                        await receiver.take(1)
+        finally:
+            await transport.aclose()
+        assert reasons(published.value) == dict.fromkeys([0, 1], RefusalReason.UNREACHABLE)
+        shown = [repr(transport), caplog.text, *map(said_by, (declared.value, published.value, received.value))]
+        assert [text for text in shown if SECRET in text] == []
+
+    async def test_the_broker_refuses_us(
+        self, wrong_credentials_url: str | None, queue: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A person has to change something: trying again would not help. The password is not shown."""
+        if wrong_credentials_url is None:
+            return
+        caplog.set_level(logging.DEBUG)
+        transport = find_transport(wrong_credentials_url)
+        try:
+            async with asyncio.timeout(WITHIN):
+                with pytest.raises(TransportMisconfigured) as declared:
+                    await transport.declare([queue])
+                with pytest.raises(TransportMisconfigured) as received:
+                    async with receiving(transport, queue) as receiver:
+                        await receiver.take(1)
+        finally:
+            await transport.aclose()
+        shown = [repr(transport), caplog.text, said_by(declared.value), said_by(received.value)]
+        assert [text for text in shown if SECRET in text] == []
+
+    async def test_the_password_is_not_shown(self, transport: Transport, unreachable_url: str) -> None:
+        assert SECRET not in repr(find_transport(unreachable_url))
+        assert "@" not in repr(transport)
+
+    async def test_confirmed_messages_survive_a_restart(self, restartable: Restartable | None, queue: str) -> None:
+        """P12: and the same transport works again, for those who publish and those who wait."""
+        if restartable is None:
+            return
+        transport = find_transport(restartable.url)
+        bodies = [b"%d" % n for n in range(50)]
+        try:
+            await transport.declare([queue])
+            await transport.publish(messages(queue, bodies))
+            async with receiving(transport, queue) as receiver:
+                [done] = await receiver.take(1)
+                await done.ack()
+                # What the broker forgets of an acknowledgement comes again, which does no harm.
+                await restartable.restart()
+                with pytest.raises(TransportUnavailable):
+                    await receiver.take(len(bodies))
+            assert await until(lambda: refusals(transport, messages(queue, [b"after"])), lambda refused: not refused)
+            arrived = await self._emptied(transport, queue, *({*bodies, b"after"} - {done.body}))
+            assert set(arrived) | {done.body} == {*bodies, b"after"}
+        finally:
+            await transport.aclose()
+
+    # -- looking into the queue -------------------------------------------------------------------------------------
+
+    async def test_looking_into_a_queue_takes_nothing_away(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        bodies = [b"one", b"two", b"three"]
+        await transport.publish(messages(queue, bodies))
+        if await transport.depth(queue) is not None:
+            assert await until(lambda: transport.depth(queue), lambda depth: depth == 3)
+        if await transport.peek(queue, limit=10) is not None:
+            for _ in range(2):
+                peeked = await transport.peek(queue, limit=10)
+                assert Counter(peeked) == Counter(bodies)
+            assert len(await transport.peek(queue, limit=2) or []) == 2
+        assert await self._emptied(transport, queue, *bodies) == Counter(bodies)
+        if await transport.depth(queue) is not None:
+            assert await until(lambda: transport.depth(queue), lambda depth: depth == 0)
+
+    async def _emptied(self, transport: Transport, queue: str, *expected: bytes) -> Counter[bytes]:
+        """How often each body is in the queue, once those expected have come: all are taken and acknowledged."""
+        found: Counter[bytes] = Counter()
+        async with receiving(transport, queue) as receiver:
+            while delivery := await receiver.next(self.quiet if found.keys() >= set(expected) else WITHIN):
+                found[delivery.body] += 1
+                await delivery.ack()
+        return found
+
+
+class Receiver:
+    """Takes deliveries one by one. Unlike `wait_for` it can wait for one that does not come, and go on."""
+
+    def __init__(self, deliveries: AsyncIterator[Delivery]) -> None:
+        self._deliveries = deliveries
+        self._coming: asyncio.Task[Delivery] | None = None
+
+    async def next(self, within: float) -> Delivery | None:
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(anext(self._deliveries))
+        await asyncio.wait({self._coming}, timeout=within)
+        if not self._coming.done():
+            return None
+        came, self._coming = self._coming, None
+        return came.result()
+
+    async def take(self, count: int) -> list[Delivery]:
+        taken: list[Delivery] = []
+        while len(taken) < count:
+            delivery = await self.next(WITHIN)
+            assert delivery is not None, f"{len(taken)} of {count} messages came within {WITHIN:.0f} s"
+            taken.append(delivery)
+        return taken
+
+    async def nothing_for(self, seconds: float) -> bool:
+        return await self.next(seconds) is None
+
+    async def close(self) -> None:
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            coming.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration, TransportUnavailable):
+                await coming
+        aclose: Callable[[], Awaitable[None]] = self._deliveries.aclose  # type: ignore[attr-defined]
+        await aclose()
+
+
+@asynccontextmanager
+async def receiving(transport: Transport, queue: str, *, prefetch: int = 10) -> AsyncIterator[Receiver]:
+    receiver = Receiver(transport.deliveries(queue, prefetch=prefetch))
+    try:
+        yield receiver
+    finally:
+        await receiver.close()
+
+
+@asynccontextmanager
+async def another(transport: Transport) -> AsyncIterator[Transport]:
+    """A second one like it, with connections of its own."""
+    second = type(transport).from_url(url_of(transport))
+    try:
+        yield second
+    finally:
+        await second.aclose()
+
+
+async def first_of(*receivers: Receiver) -> list[Delivery]:
+    """The next delivery of whichever gets it."""
+    deadline = time.monotonic() + WITHIN
+    while time.monotonic() < deadline:
+        for receiver in receivers:
+            if delivery := await receiver.next(0.05):
+                return [delivery]
+    return []
+
+
+def messages(queue: str, bodies: Sequence[bytes]) -> list[Message]:
+    """Each with an id as the relay makes them."""
+    number = uuid4().int % 2**48
+    return [Message(queue, f"{number + n}-{number + n}-1", body) for n, body in enumerate(bodies)]
+
+
+async def until(ask: Callable[[], Awaitable[object]], fits: Callable[[object], bool]) -> bool:
+    deadline = time.monotonic() + WITHIN
+    while not fits(await ask()):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def refusals(transport: Transport, batch: Sequence[Message]) -> dict[int, RefusalReason]:
+    try:
+        await transport.publish(batch)
+    except PublishFailed as failed:
+        return reasons(failed)
+    return {}
+
+
+def reasons(failed: PublishFailed) -> dict[int, RefusalReason]:
+    return {index: refusal.reason for index, refusal in failed.refused.items()}
+
+
+def url_of(transport: Transport) -> str:
+    return transport._url
+
+
+def said_by(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,113 @@
+"""What every transport offers: a doorbell that rings at workers, wherever they are.
+
+A message carries the ids of commands, and PostgreSQL decides what runs. So a message that comes twice costs a look, one
+that is lost costs a wait, and an adapter has nothing to remember. It is one module, the only one that imports its
+broker's library, and is finished when it passes `busload.testing.TransportContract`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+from urllib.parse import urlsplit, urlunsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes for a queue. The `id` is the same for each repetition: a broker that can drops the second one."""
+
+    queue: str
+    id: str
+    body: bytes
+
+
+class Delivery(ABC):
+    """A message on loan: it comes again, here or elsewhere, unless it is acknowledged."""
+
+    queue: str
+    body: bytes
+
+    @abstractmethod
+    async def ack(self) -> None:
+        """Let the broker forget it. If the broker has taken it back meanwhile, nothing happens: it comes again."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Let it come again soon, here or elsewhere."""
+
+    @abstractmethod
+    async def reject(self, reason: str) -> None:
+        """Nobody can read it: put it where the broker keeps such ones, or forget it. It does not come again."""
+
+
+class Transport(ABC):
+    """A broker, reached by URL.
+
+    There is nothing to open: each call connects if it must, and after a broken connection the next call connects anew.
+    Queue names hold ASCII letters, digits, `_`, `.` and `-`; an adapter spells them as its broker wants.
+    """
+
+    name: ClassVar[str]
+    """As it stands in the outbox, in metrics and in docs: `rabbitmq`."""
+
+    max_bytes: int
+    """The largest body this broker takes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Check the URL without connecting; `TransportMisconfigured` says what is wrong with it."""
+        return cls(url)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {without_password(self._url)}>"
+
+    @abstractmethod
+    async def declare(self, queues: Sequence[str]) -> None:
+        """Make these queues, durable, unless they are there.
+
+        `TransportUnavailable`: the broker cannot be reached. `TransportMisconfigured`: it refuses us, or a queue exists
+        with settings that do not fit.
+        """
+
+    @abstractmethod
+    async def publish(self, messages: Sequence[Message]) -> None:
+        """Return once the broker has confirmed every message: they survive its restart.
+
+        `PublishFailed` tells which ones were not confirmed, by index, and why; the broker may have them all the same.
+        """
+
+    @abstractmethod
+    def deliveries(self, queue: str, *, prefetch: int) -> AsyncIterator[Delivery]:
+        """Yield messages as they come, at most `prefetch` on loan at a time, until the iterator is closed.
+
+        Raises what `declare` raises when the connection breaks. Closing gives back what was not acknowledged.
+        """
+
+    async def depth(self, queue: str) -> int | None:
+        """How many messages wait in the queue; most brokers count those on loan too. None if this one does not tell."""
+        return None
+
+    async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
+        """Bodies of messages in the queue, without taking them; None if this broker cannot be looked into."""
+        return None
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Give everything back; a later call connects again."""
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown: without credentials, nor options that could hold some."""
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        return "(unreadable URL)"
+    if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # a password with a character that should be escaped
+        return f"{parts.scheme}://(hidden)"
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))

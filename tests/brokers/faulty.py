@@ -1,0 +1,71 @@
+"""A broker that fails as it is told to: PostgreSQL's transport, with a switch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from busload.errors import PublishFailed, Refusal, RefusalReason, TransportUnavailable
+from busload.transport.base import Delivery, Message
+from busload.transport.postgresql import PostgresqlTransport
+
+AWAY = Refusal(RefusalReason.UNREACHABLE, "the plug is pulled")
+
+
+class FaultyTransport(PostgresqlTransport):
+    """`pull` the plug and `mend` it; `refuses` says of each message, by its index, whether it is confirmed."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._away = asyncio.Event()
+        self.refuses: Callable[[int, Message], Refusal | None] = lambda index, message: None
+        self.tried: list[Message] = []
+        self.confirmed: list[Message] = []
+        self.publishes = 0
+        self.acks = 0
+
+    def pull(self) -> None:
+        self._away.set()
+
+    def mend(self) -> None:
+        self._away.clear()
+
+    async def declare(self, queues: Sequence[str]) -> None:
+        self._refuse_if_away()
+        await super().declare(queues)
+
+    async def publish(self, messages: Sequence[Message]) -> None:
+        self.publishes += 1
+        self.tried += messages
+        refused = {n: AWAY if self._away.is_set() else self.refuses(n, each) for n, each in enumerate(messages)}
+        taken = [each for n, each in enumerate(messages) if refused[n] is None]
+        if taken:
+            await super().publish(taken)
+            self.confirmed += taken
+        why = {n: refusal for n, refusal in refused.items() if refusal is not None}
+        if why:
+            raise PublishFailed(why)
+
+    async def deliveries(self, queue: str, *, prefetch: int) -> AsyncIterator[Delivery]:
+        self._refuse_if_away()
+        theirs = super().deliveries(queue, prefetch=prefetch)
+        away = asyncio.create_task(self._away.wait())
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(theirs))
+                try:
+                    await asyncio.wait([coming, away], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not coming.done():
+                        coming.cancel()
+                        await asyncio.gather(coming, return_exceptions=True)
+                self._refuse_if_away()
+                yield coming.result()
+        finally:
+            away.cancel()
+            await asyncio.gather(away, return_exceptions=True)
+            await theirs.aclose()  # type: ignore[attr-defined]
+
+    def _refuse_if_away(self) -> None:
+        if self._away.is_set():
+            raise TransportUnavailable("the plug is pulled")

@@ -1,0 +1,88 @@
+"""`busload job` at a shell."""
+
+from __future__ import annotations
+
+import json
+from uuid import uuid4
+
+from click.testing import Result
+
+from busload import BatchCommand, BusinessRuleError, Stage, SyncCommandBus
+from tests.cli.conftest import Busload
+from tests.given import DOMAIN, Given, raising
+
+
+def lines(result: Result) -> list[list[str]]:
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_ls_shows_the_jobs_of_all_domains_newest_first(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    assert busload("job", "ls").stderr == "There are no such jobs.\n"
+    stages = [Stage("one", [BatchCommand("Debit")]), Stage("two", [BatchCommand("Debit")])]
+    job_ids = [str(sync_bus.create_job(domain, stages, name="Nightly")) for domain in (DOMAIN, "crm", DOMAIN)]
+    said = busload("job", "ls").stdout.splitlines()
+    assert said[0].split() == ["JOB", "DOMAIN", "NAME", "STATUS", "STAGE", "CREATED"]
+    assert said[1].split()[:6] == [job_ids[2], DOMAIN, "Nightly", "PENDING", "one", "(1/2)"]
+
+    def ls(*options: object) -> list[str]:
+        return [job["job_id"] for job in json.loads(busload("job", "ls", "--json", *options).stdout)]
+
+    assert ls() == job_ids[::-1]
+    assert ls("--domain", DOMAIN, "--limit", 1, "--offset", 1) == [job_ids[0]]
+    assert ls("--status", "pending", "--domain", "crm") == [job_ids[1]]
+    assert ls("--status", "FAILED") == []
+    assert busload("job", "ls", "--status", "DONE").exit_code == 2
+
+    batches = json.loads(busload("batch", "ls", "--job", job_ids[1], "--json").stdout)
+    assert [(batch["job_id"], batch["stage"]) for batch in batches] == [(job_ids[1], "one")]
+    rows = lines(busload("batch", "show", batches[0]["batch_id"]))
+    assert [row for row in rows if row[:1] in (["job"], ["stage"])] == [["job", job_ids[1]], ["stage", "one"]]
+
+
+async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given) -> None:
+    given.handler("Refuse", raising(BusinessRuleError("no")))
+    job_id = await given.bus.create_job(
+        DOMAIN, [Stage("one", [BatchCommand("Refuse")]), Stage("two"), Stage("three", [])], custom_data={"run": 7}
+    )
+    await given.drained()
+    rows = lines(busload("job", "show", job_id))
+    assert ["status", "FAILED"] in rows
+    assert ["one", "COMPLETED_WITH_FAILURES"] in [row[:2] for row in rows]
+    assert ["two", "PENDING", "-", "-", "-", "-", "-", "-"] in rows
+
+    result = busload("job", "resume", job_id, "--operator", "rosa")
+    assert result.stdout == f"Job {job_id} is IN_PROGRESS, two (2/3).\n"
+    await given.drained()
+    rows = lines(busload("job", "show", job_id, "--domain", DOMAIN))
+    assert ["operator", "rosa"] in rows
+    assert ["waits", "for", "busload.Plan.two"] in [row[:3] for row in rows]
+    found = json.loads(busload("job", "show", job_id, "--json").stdout)
+    assert [stage["status"] for stage in found["stages"]] == ["COMPLETED_WITH_FAILURES", "PLANNING", "PENDING"]
+    assert (found["step"]["status"], found["custom_data"]) == ("SCHEDULED", {"run": 7})
+
+    result = busload("job", "resume", job_id)
+    assert result.exit_code == 1
+    assert "is IN_PROGRESS. Only a job that has FAILED can be resumed" in result.stderr
+
+
+def test_a_job_is_canceled(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    stages = [Stage("one", [BatchCommand("Debit"), BatchCommand("Debit")])]
+    job_id = sync_bus.create_job(DOMAIN, stages)
+    assert busload("job", "cancel", job_id).exit_code == 2
+    result = busload("job", "cancel", job_id, "--reason", "wrong list")
+    assert result.stdout == f"Job {job_id} is CANCELED; 2 commands were canceled.\n"
+    assert json.loads(busload("job", "cancel", job_id, "--reason", "again", "--json").stdout) == {
+        "job_id": str(job_id),
+        "canceled": 0,
+        "status": "CANCELED",
+    }
+    assert ["reason", "wrong", "list"] in lines(busload("job", "show", job_id))
+
+
+def test_an_unknown_job_is_not_found(busload: Busload) -> None:
+    unknown = uuid4()
+    for verb in (["show"], ["resume"], ["cancel", "--reason", "test"]):
+        result = busload("job", *verb, unknown)
+        assert (result.exit_code, f"There is no job {unknown} in any domain" in result.stderr) == (1, True)
+    result = busload("job", "show", unknown, "--domain", DOMAIN)
+    assert (result.exit_code, f"There is no job {unknown} in domain" in result.stderr) == (1, True)

@@ -1,0 +1,152 @@
+"""`busload outbox`, `busload batch dispatch`, and brokers named at a shell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from busload import BatchCommand, CommandBus, Settings
+from busload.cli import main
+from tests.brokers.refusing import RefusingTransport
+from tests.cli.conftest import Busload, Spawn, Until
+from tests.given import DOMAIN, Database
+
+
+@pytest.fixture
+def transport(dsn: str) -> RefusingTransport:
+    return RefusingTransport(dsn)
+
+
+@pytest.fixture
+async def broken(dsn: str, settings: Settings, transport: RefusingTransport) -> AsyncIterator[CommandBus]:
+    """A bus whose broker is away."""
+    transport.is_away()
+    async with CommandBus(dsn, transport=transport, settings=settings) as bus:
+        yield bus
+
+
+def commands(count: int) -> list[BatchCommand]:
+    return [BatchCommand("Debit", data={"n": n}) for n in range(count)]
+
+
+async def test_what_waits_is_listed_tried_again_and_rerouted(
+    busload: Busload, broken: CommandBus, database: Database
+) -> None:
+    nothing = busload("outbox", "ls")
+    assert (nothing.exit_code, nothing.stderr) == (0, "Nothing waits to be announced.\n")
+    batch_id = await broken.create_batch(DOMAIN, commands(30))
+    await broken.send("crm", "Push")
+
+    crm, payments = json.loads(busload("outbox", "ls", "--json").stdout)
+    assert (crm["domain"], crm["commands"], crm["reason"]) == ("crm", 1, None)
+    assert (payments["commands"], payments["rounds"], payments["reason"]) == (30, 1, "UNREACHABLE")
+    heading, first, second = busload("outbox", "ls").stdout.splitlines()
+    assert heading.split()[:4] == ["TRANSPORT", "DOMAIN", "COMMANDS", "ROUNDS"]
+    assert "not tried yet" in first
+    assert second.endswith("nobody answers")
+    assert json.loads(busload("outbox", "ls", "--batch", batch_id, "--domain", "crm", "--json").stdout) == []
+    assert "OUTBOX" in busload("domain", "ls").stdout
+
+    assert busload("outbox", "retry", "--dry-run").stdout == "30 commands would be tried again.\n"
+    assert busload("outbox", "retry", "--domain", "crm").stdout == "0 commands are due now.\n"
+    assert json.loads(busload("outbox", "retry", "--json").stdout) == {"commands": 30, "dry_run": False}
+    assert database.value("SELECT count(*) FROM busload.outbox WHERE due_at > now()") == 0
+
+    assert busload("outbox", "reroute", "--dry-run").stdout == "30 commands would be rerouted.\n"
+    assert database.count("outbox") == 2
+    done = busload("outbox", "reroute", "--batch", batch_id, "--operator", "rosa")
+    assert (done.exit_code, done.stdout) == (0, "Rerouted 30 commands.\n")
+    assert database.rows("SELECT operator, hi - lo + 1 FROM busload.event WHERE type = 'REROUTED'") == [("rosa", 30)]
+    assert busload("outbox", "reroute").stdout == "Rerouted 0 commands.\n"
+    assert json.loads(busload("outbox", "reroute", "--all", "--json").stdout) == {"commands": 1, "dry_run": False}
+    assert database.count("outbox") == 0
+
+
+async def test_dispatch_tells_how_a_batch_was_announced(
+    busload: Busload, broken: CommandBus, transport: RefusingTransport, dsn: str
+) -> None:
+    batch_id = await broken.create_batch(DOMAIN, commands(30), stage="import")
+    said = busload("batch", "dispatch", batch_id).stdout
+    assert "status           partial_success\n" in said
+    assert "to be announced  30\n" in said
+    assert "UNREACHABLE: nobody answers" in said
+    found = json.loads(busload("batch", "dispatch", batch_id, "--json").stdout)
+    assert (found["database_tasks"], found["queued_tasks"], found["retry_needed"]) == (30, 0, True)
+    assert (found["stage"], found["tasks_failed"], found["recovery_possible"]) == ("import", 0, True)
+    async with CommandBus(dsn) as plain:
+        without = await plain.create_batch(DOMAIN, commands(1))
+    result = busload("batch", "dispatch", without)
+    assert result.exit_code == 1
+    assert "created without a broker" in result.stderr
+
+
+async def test_both_sides_are_compared_at_a_shell(busload: Busload, dsn: str, database: Database) -> None:
+    alone = busload("outbox", "reconcile")
+    assert alone.exit_code == 2
+    assert "BUSLOAD_TRANSPORT_URL" in alone.stderr
+    async with CommandBus(dsn, transport=dsn) as bus:
+        await bus.create_batch(DOMAIN, commands(30))
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    reconcile = ("outbox", "reconcile", "--transport", dsn)
+    [found] = json.loads(run(dsn, *reconcile, "--json").stdout)
+    assert (found["announced"], found["messages"], found["missing"]) == (30, 1, 0)
+    database.rows("DELETE FROM busload.message")
+    result = run(dsn, *reconcile)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[1].split() == ["busload.payments", "30", "0", "0", "0", "0", "30", "0"]
+    repaired = run(dsn, *reconcile, "--repair", "--json")
+    assert (repaired.exit_code, json.loads(repaired.stdout)[0]["rung_again"]) == (0, 30)
+    assert database.count("message") == 1
+
+
+def run(dsn: str, *arguments: str) -> Result:
+    """In a thread, where it may have an event loop: this one has one that runs already."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(
+            lambda: CliRunner().invoke(main, list(arguments), env={"BUSLOAD_DATABASE_URL": dsn})
+        ).result()
+
+
+@pytest.mark.parametrize("command", [("demo",), ("worker", "app:bus"), ("outbox", "reconcile")])
+def test_a_broker_that_cannot_be_is_refused_without_its_password(offline: Busload, command: tuple[str, ...]) -> None:
+    result = offline(*command, "--transport", "carrier://ada:geheim@pigeon")
+    assert result.exit_code == 2
+    assert "found the scheme 'carrier'" in result.stderr
+    assert "geheim" not in result.output
+
+
+def test_a_password_on_the_command_line_is_warned_about(offline: Busload) -> None:
+    result = offline("outbox", "reconcile", "--transport", "postgresql://ada:geheim@127.0.0.1:1/shop")
+    assert result.exit_code == 1
+    assert "Warning: --transport holds a password" in result.stderr
+    assert "geheim" not in result.output
+
+
+def test_a_worker_refuses_a_broker_that_its_application_does_not_use(
+    spawn: Spawn, tmp_path: Path, dsn: str, until: Until
+) -> None:
+    (tmp_path / "app.py").write_text(
+        "from busload import CommandBus\n"
+        "bus = CommandBus(transport='nats://127.0.0.1:4222')\n"
+        "@bus.handler('payments', 'Debit')\n"
+        "async def debit(command, ctx): pass\n"
+    )
+    process = spawn("worker", "app:bus", "--transport", dsn)
+    assert process.wait(30) == 2
+    assert "names a transport of its own" in " ".join((tmp_path / "said.txt").read_text().split())
+
+
+def test_the_demo_runs_through_a_broker(spawn: Spawn, dsn: str, tmp_path: Path, database: Database) -> None:
+    with (tmp_path / "out.json").open("wb") as out:
+        process = spawn("demo", "--commands", 300, "--transport", dsn, "--json", stdout=out)
+        assert process.wait(90) == 0, (tmp_path / "said.txt").read_text()
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["batch"]["status"] == "COMPLETED_WITH_FAILURES"
+    assert database.rows("SELECT strategy, status FROM busload.dispatch") == [("relay", "success")]
+    assert database.is_at_rest()
+    database.check_invariants()

@@ -1,0 +1,130 @@
+"""What a message says, and what is not believed."""
+
+from __future__ import annotations
+
+import json
+from uuid import UUID
+
+import pytest
+
+from busload.domain import message
+from busload.domain.message import Envelope, UnreadableMessage
+
+KEY = b"a secret"
+ENVELOPE = Envelope("payments", ((1024, 1123), (4096, 4096)))
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_what_was_written_is_read(key: bytes | None) -> None:
+    assert message.read(message.write(ENVELOPE, key), key) == ENVELOPE
+    assert ENVELOPE.commands == 101
+
+
+def test_a_signed_message_can_be_read_by_one_without_the_key() -> None:
+    """So that a key can be rolled out: first to those who write, then to those who read."""
+    assert message.read(message.write(ENVELOPE, KEY)) == ENVELOPE
+
+
+def test_a_message_carries_ids_and_no_data() -> None:
+    """S1-48, F53: its size depends on the number of loads only."""
+    assert json.loads(message.write(ENVELOPE)) == {
+        "v": 1,
+        "domain": "payments",
+        "loads": [[1024, 1123], [4096, 4096]],
+    }
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        message.write(ENVELOPE),
+        message.write(ENVELOPE, b"another secret"),
+        message.write(ENVELOPE, KEY).replace(b"1123", b"1124"),
+        message.write(ENVELOPE, KEY).replace(b"payments", b"salaries"),
+        message.write(ENVELOPE, KEY).replace(b'"signature":"', b'"signature":1,"other":"'),
+        message.write(ENVELOPE, KEY).replace(b'"v":1', b'"v":1,"w":2'),
+    ],
+)
+def test_a_forged_message_is_not_believed(forged: bytes) -> None:
+    """Z24."""
+    with pytest.raises(UnreadableMessage, match="signature"):
+        message.read(forged, KEY)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x00\xff\xfe",
+        b"null",
+        b"[]",
+        b"{}",
+        b"1" * 5000,
+        b'{"v":1',
+        b"[" * 100_000,
+        b'{"v":2,"domain":"payments","loads":[[1,1]]}',
+        b'{"v":1,"loads":[[1,1]]}',
+        b'{"v":1,"domain":7,"loads":[[1,1]]}',
+        b'{"v":1,"domain":"payments"}',
+        b'{"v":1,"domain":"payments","loads":[]}',
+        b'{"v":1,"domain":"payments","loads":{"1":1}}',
+        b'{"v":1,"domain":"payments","loads":[1]}',
+        b'{"v":1,"domain":"payments","loads":[[1]]}',
+        b'{"v":1,"domain":"payments","loads":[[1,2,3]]}',
+        b'{"v":1,"domain":"payments","loads":[["1","2"]]}',
+        b'{"v":1,"domain":"payments","loads":[[1.0,2.0]]}',
+        b'{"v":1,"domain":"payments","loads":[[true,true]]}',
+        b'{"v":1,"domain":"payments","loads":[[2,1]]}',
+        b'{"v":1,"domain":"payments","loads":[[-1,1]]}',
+        b'{"v":1,"domain":"payments","loads":[[1,1025]]}',
+        b'{"v":1,"domain":"payments","loads":[[9223372036854775808,9223372036854775808]]}',
+        json.dumps({"v": 1, "domain": "payments", "loads": [[1, 1]] * 1001}).encode(),
+        b" " * (message.MOST_BYTES + 1),
+    ],
+    ids=lambda body: body[:60].decode(errors="replace"),
+)
+@pytest.mark.parametrize("key", [None, KEY], ids=["unsigned", "signed"])
+def test_what_is_not_a_message_is_refused_and_harms_nobody(body: bytes, key: bytes | None) -> None:
+    """Z24: malformed and oversize ones."""
+    with pytest.raises(UnreadableMessage):
+        message.read(body, key)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 1000, 5000])
+def test_envelopes_hold_every_command_once_and_no_more_than_their_size(size: int) -> None:
+    loads = [(1024 * n, 1024 * n + length - 1, "abc"[n % 3]) for n, length in enumerate([1, 1000, 13, 100, 999, 2, 7])]
+
+    envelopes = list(message.envelopes(loads, size))
+
+    told = [(e.domain, id) for e in envelopes for lo, hi in e.ranges for id in range(lo, hi + 1)]
+    assert sorted(told) == sorted((domain, id) for lo, hi, domain in loads for id in range(lo, hi + 1))
+    assert all(0 < envelope.commands <= size for envelope in envelopes)
+    assert all(lo >> 10 == hi >> 10 for envelope in envelopes for lo, hi in envelope.ranges)
+    domains = {domain: sum(hi - lo + 1 for lo, hi, d in loads if d == domain) for domain in "abc"}
+    assert len(envelopes) == sum(-(-commands // size) for commands in domains.values())
+
+
+def test_an_envelope_of_many_single_commands_can_be_read() -> None:
+    singles = [(1024 * n, 1024 * n, "payments") for n in range(2500)]
+    envelopes = list(message.envelopes(singles, 100_000))
+    assert [envelope.commands for envelope in envelopes] == [1000, 1000, 500]
+    assert all(message.read(message.write(envelope)) == envelope for envelope in envelopes)
+
+
+def test_a_message_about_one_command_tells_foreign_readers_all_they_need() -> None:
+    """S1-51: and a worker of ours reads from it what it needs."""
+    task, batch, job = UUID(int=1), UUID(int=2), UUID(int=3)
+    one = message.of_one(
+        "payments", 1024, task, "Debit", {"n": 1}, batch_id=batch, task_key="t", job_id=job, stage="first"
+    )
+    body = message.write(one, KEY)
+    said = json.loads(body)
+    assert {name: said[name] for name in ("task_id", "parent_job_id", "task_type", "parameters", "stage")} == {
+        "task_id": str(task),
+        "parent_job_id": str(job),
+        "task_type": "Debit",
+        "parameters": {"n": 1},
+        "stage": "first",
+    }
+    assert (said["batch_id"], said["task_key"]) == (str(batch), "t")
+    assert message.read(body, KEY) == Envelope("payments", ((1024, 1024),))

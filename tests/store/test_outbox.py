@@ -1,0 +1,269 @@
+"""What waits to be announced: held by one relay at a time, marked by nobody else, and never moved backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+
+from busload import BatchCommand, SyncCommandBus
+from busload.store import claim, outbox, rescue
+from busload.store.claim import Rung
+from busload.store.outbox import Piece, Unannounced
+from busload.store.plan import perform
+from tests.given import DOMAIN, Database, Given, counts
+
+VIA = "postgresql"
+ONE, OTHER = UUID(int=1), UUID(int=2)
+
+
+@pytest.fixture
+def writer(dsn: str) -> Iterator[SyncCommandBus]:
+    """It never publishes, so what it writes waits in the outbox."""
+    with SyncCommandBus(dsn, transport=dsn) as writer:
+        yield writer
+
+
+def written(writer: SyncCommandBus, commands: int = 10) -> UUID:
+    return writer.create_batch(DOMAIN, [BatchCommand("Debit", data={"n": n}) for n in range(commands)])
+
+
+def taken(database: Database, relay: UUID = ONE) -> list[Unannounced]:
+    loads: list[Unannounced] = database.perform(outbox.take(VIA, relay))
+    return loads
+
+
+def rung(given: Given, wanted: dict[int, int], *, by: int | None = None, domains: list[str] | None = None) -> Rung:
+    worker = given.registered_worker() if by is None else by
+    found: Rung = given.database.perform(claim.claim_rung(worker=worker, domains=domains or [DOMAIN], wanted=wanted))
+    return found
+
+
+def places(database: Database) -> tuple[int, int, int]:
+    """Commands in the outbox, in the queue and on lease."""
+    outbox, queue, lease = (
+        database.value(f"SELECT coalesce(sum(hi - lo + 1), 0)::int FROM busload.{table}")
+        for table in ("outbox", "queue", "lease")
+    )
+    return outbox, queue, lease
+
+
+def whole(loads: list[Unannounced], reason: str | None = None, wait: float = 0.0) -> list[Piece]:
+    return [Piece(load.lo, load.hi, reason, reason and "said so", wait) for load in loads]
+
+
+def test_a_load_is_announced_by_one_relay_at_a_time(writer: SyncCommandBus, database: Database, dsn: str) -> None:
+    """F54: neither a hold nor a take that is not committed yet lets a second one in."""
+    for _ in range(3):
+        written(writer)
+    with psycopg.connect(dsn) as conn:
+        first = perform(conn, outbox.take(VIA, ONE, 2))
+        assert len(first) == 2
+        second = taken(database, OTHER)
+        assert len(second) == 1
+    assert {load.hi for load in first}.isdisjoint(load.hi for load in second)
+    assert taken(database, OTHER) == []
+
+
+def test_whoever_holds_a_load_and_dies_is_followed_by_another(writer: SyncCommandBus, database: Database) -> None:
+    """F47: a crash between writing and sending; F48: between sending and marking."""
+    written(writer)
+    [load] = taken(database, ONE)
+    assert taken(database, OTHER) == []
+    database.rows("UPDATE busload.outbox SET due_at = now()")
+    assert taken(database, OTHER) == [load]
+
+    assert database.perform(outbox.mark(ONE, whole([load]))) == (0, 0)
+    assert places(database) == (10, 0, 0)
+    assert database.perform(outbox.mark(OTHER, whole([load]))) == (10, 0)
+    assert database.perform(outbox.mark(OTHER, whole([load]))) == (0, 0)
+    assert places(database) == (0, 10, 0)
+    database.check_invariants()
+
+
+def test_a_mark_moves_nothing_backwards(writer: SyncCommandBus, given: Given, database: Database) -> None:
+    """S1-D8: a worker that was faster than the mark keeps what it has."""
+    written(writer, 10)
+    [load] = taken(database)
+    worker = given.registered_worker()
+    assert len(rung(given, {load.hi >> 10: 4}, by=worker).leased) == 4
+    assert places(database) == (6, 0, 4)
+
+    assert database.perform(outbox.mark(ONE, whole([load]))) == (6, 0)
+    assert places(database) == (0, 6, 4)
+    assert len(rung(given, {load.hi >> 10: 100}, by=worker).leased) == 6
+    assert database.perform(outbox.mark(ONE, whole([load], "REFUSED"))) == (0, 0)
+    assert places(database) == (0, 0, 10)
+    database.check_invariants()
+
+
+def test_a_refused_piece_of_what_a_worker_has_taken_stays_taken(
+    writer: SyncCommandBus, given: Given, database: Database
+) -> None:
+    """F49: the broker had the message though it was not confirmed."""
+    written(writer, 10)
+    [load] = taken(database)
+    rung(given, {load.hi >> 10: 4})
+    pieces = [Piece(load.lo, load.lo + 4, "UNREACHABLE", "away", 60.0), Piece(load.lo + 5, load.hi)]
+    assert database.perform(outbox.mark(ONE, pieces)) == (5, 1)
+    assert places(database) == (1, 5, 4)
+    database.check_invariants()
+
+
+def test_pieces_fare_for_themselves(writer: SyncCommandBus, database: Database) -> None:
+    """S1-09, S1-D5: what was not confirmed waits as PENDING_RETRY, the rest is PENDING."""
+    batch_id = written(writer, 10)
+    [load] = taken(database)
+    pieces = [
+        Piece(load.lo, load.lo + 1),
+        Piece(load.lo + 2, load.lo + 2, "TOO_LARGE", "too large", 60.0),
+        Piece(load.lo + 3, load.lo + 6),
+        Piece(load.lo + 7, load.hi, "THROTTLED", "slow down", 0.0),
+    ]
+    assert database.perform(outbox.mark(ONE, pieces)) == (6, 4)
+    found = database.rows("SELECT data ->> 'n', status FROM busload.command_status ORDER BY id")
+    assert [n for n, status in found if status == "PENDING_RETRY"] == ["2", "7", "8", "9"]
+    assert {status for _, status in found} == {"PENDING", "PENDING_RETRY"}
+    again = taken(database, OTHER)
+    assert [(one.lo, one.hi, one.rounds, one.batch_id) for one in again] == [(load.lo + 7, load.hi, 1, batch_id)]
+    database.check_invariants()
+
+
+def test_what_a_mark_does_not_tell_all_about_stays(writer: SyncCommandBus, database: Database) -> None:
+    """A load of which a piece is missing was announced in part: all of it is announced again."""
+    written(writer, 10)
+    [load] = taken(database)
+    assert database.perform(outbox.mark(ONE, [Piece(load.lo, load.lo + 3)])) == (0, 0)
+    assert places(database) == (10, 0, 0)
+
+
+def test_nothing_expires_by_age(writer: SyncCommandBus, given: Given, database: Database) -> None:
+    """F51: after an outage of any length everything is still there, and due."""
+    written(writer, 10)
+    database.perform(outbox.mark(ONE, whole(taken(database), "UNREACHABLE", 60.0)))
+    written(writer, 5)
+    for table, column in [
+        ("outbox", "since"),
+        ("outbox", "due_at"),
+        ("command", "created_at"),
+        ("batch", "created_at"),
+    ]:
+        database.rows(f"UPDATE busload.{table} SET {column} = {column} - interval '31 minutes'")
+    given.rescued()
+    database.perform(rescue.cancel_stragglers())
+    assert places(database) == (15, 0, 0)
+    assert sum(load.hi - load.lo + 1 for load in taken(database)) == 15
+    [lag] = database.perform(outbox.lag())
+    assert (lag.transport, lag.commands, lag.failed, lag.rounds) == (VIA, 15, 10, 1)
+    assert lag.oldest > 1860
+
+
+def test_once_the_broker_is_back_only_what_waited_for_it_is_due(writer: SyncCommandBus, database: Database) -> None:
+    waits = {"UNREACHABLE": 3, "TOO_LARGE": 4, "THROTTLED": 5}
+    for reason, commands in waits.items():
+        written(writer, commands)
+        database.perform(outbox.mark(ONE, whole(taken(database), reason, 300.0)))
+    written(writer, 6)
+    held = taken(database)
+    assert (database.perform(outbox.next_due(VIA)) or 0) > 1
+
+    database.perform(outbox.hurry(VIA))
+
+    assert [load.hi - load.lo + 1 for load in taken(database, OTHER)] == [3]
+    assert database.perform(outbox.mark(ONE, whole(held))) == (6, 0)
+
+
+def test_a_ring_that_nobody_answers_is_repeated_after_pauses_that_double(
+    writer: SyncCommandBus, given: Given, database: Database
+) -> None:
+    """F50: a message that the broker confirmed and lost."""
+
+    def silent() -> int:
+        return len(database.perform(outbox.silent(VIA, timedelta(minutes=5))))
+
+    def pass_by(minutes: int) -> None:
+        database.rows(f"UPDATE busload.queue SET announced_at = announced_at - interval '{minutes} minutes'")
+
+    written(writer)
+    database.perform(outbox.mark(ONE, whole(taken(database))))
+    assert silent() == 0
+    pass_by(6)
+    assert (silent(), silent()) == (1, 0)
+    pass_by(6)
+    assert silent() == 0
+    pass_by(6)
+    assert silent() == 1
+    given.claimed(10)
+    pass_by(1000)
+    assert silent() == 0
+
+
+def test_a_mark_under_way_holds_up_nobody_and_is_looked_for_again(
+    writer: SyncCommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    """Nor does anybody else's transaction: the worker that rings for it must not wait."""
+    written(writer, 10)
+    [load] = taken(database)
+    worker, number = given.registered_worker(), load.hi >> 10
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, outbox.mark(ONE, whole([load]))) == (10, 0)
+        found = rung(given, {number: 100}, by=worker)
+        assert (found.leased, found.passed_over, found.unknown) == ([], frozenset({number}), frozenset())
+        conn.commit()
+        found = rung(given, {number: 4}, by=worker)
+        assert (len(found.leased), found.passed_over) == (4, frozenset())
+        conn.execute("SELECT FROM busload.queue FOR UPDATE")
+        found = rung(given, {number: 100}, by=worker)
+        assert (found.leased, found.passed_over) == ([], frozenset({number}))
+    assert len(rung(given, {number: 100}, by=worker).leased) == 6
+    assert rung(given, {number: 100}, by=worker).passed_over == frozenset()
+    database.check_invariants()
+
+
+def test_a_ring_brings_what_was_asked_for_and_nothing_else(
+    writer: SyncCommandBus, given: Given, database: Database
+) -> None:
+    """Z24: unknown loads are told, others' domains and suspects are left alone, a dead worker gets nothing."""
+    written(writer, 10)
+    written(writer, 10)
+    first, second = sorted(load.hi >> 10 for load in taken(database))
+    made_up = second + 1000
+    assert rung(given, {first: 5}, domains=["salaries"]).leased == []
+
+    found = rung(given, {first: 3, made_up: 7})
+    assert (len(found.leased), found.unknown, found.refused) == (3, frozenset({made_up}), False)
+    assert {one.id >> 10 for one in found.leased} == {first}
+
+    dead = given.registered_worker()
+    given.died(dead)
+    given.rescued()
+    refused = rung(given, {second: 10}, by=dead)
+    assert (refused.leased, refused.refused) == ([], True)
+
+    database.rows("UPDATE busload.outbox SET crashes = 1 WHERE hi >> 10 = %s", second)
+    assert rung(given, {second: 10}).leased == []
+
+
+async def test_a_canceled_batch_leaves_the_outbox(writer: SyncCommandBus, given: Given, database: Database) -> None:
+    """Also while a relay announces it: its mark then finds nothing, and a ring neither."""
+    batch_id = written(writer, 10)
+    [load] = taken(database)
+    assert writer.cancel_batch(DOMAIN, batch_id, reason="not wanted") == 10
+    assert database.perform(outbox.mark(ONE, whole([load]), [batch_id])) == (0, 0)
+    assert rung(given, {load.hi >> 10: 10}).leased == []
+    assert counts(await given.batch_now(batch_id)) == (10, 0, 0, 10, 0)
+    database.check_invariants()
+    assert database.is_at_rest()
+
+
+def test_a_relay_takes_a_page_at_a_time(writer: SyncCommandBus, database: Database) -> None:
+    for _ in range(3):
+        written(writer, 1)
+    relay = uuid4()
+    assert len(database.perform(outbox.take(VIA, relay, 2))) == 2
+    assert len(database.perform(outbox.take(VIA, relay, 2))) == 1
+    assert database.perform(outbox.take("another", relay)) == []
+    assert database.perform(outbox.next_due("another")) is None

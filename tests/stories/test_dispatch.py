@@ -1,0 +1,799 @@
+"""S1: a batch is in the database and at the broker, whatever fails in between.
+
+| items | test |
+|---|---|
+| S1-01 S1-02 S1-05 S1-13 S1-14 S1-D10 | test_all_commands_are_in_the_database_and_at_the_broker |
+| S1-03 S1-11 S1-12 S1-D5 | test_what_the_broker_did_not_confirm_is_all_that_is_repeated |
+| S1-04 S1-41 S1-47 S1-D2 | test_nothing_is_published_before_it_is_committed |
+| S1-06 | test_an_error_of_the_database_in_the_first_phase_leaves_nothing |
+| S1-07 S1-36 | test_a_message_per_command_says_what_foreign_readers_need |
+| S1-08 S1-48 S1-D11 | test_one_batch_takes_as_many_messages_as_it_needs; bytes: TransportContract |
+| S1-09 S1-10 | TransportContract (PublishFailed) |
+| S1-15 S1-D8 | test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards |
+| S1-16 S1-42 S1-43 | test_each_phase_and_each_creation_is_logged |
+| S1-17 S1-18 S1-19 S1-23 S1-D3 S1-D4 | test_checkpoints_are_transactions_of_their_own |
+| S1-20 S1-21 S1-22 S1-24 | test_the_first_checkpoint_that_fails_stops_and_the_same_call_goes_on, and those after it |
+| S1-25 S1-26 S1-27 | test_optimistic_takes_back_only_what_was_refused |
+| S1-28 | test_optimistic_with_no_broker_at_all_recovers |
+| S1-29 S1-30 S1-32 S1-37 S1-38 S1-D6 S1-D7 | test_rounds_are_counted_and_nothing_expires |
+| S1-31 | test_the_outbox_is_indexed_by_batch_and_by_failure |
+| S1-33 S1-34 S1-35 S1-49 | tests/worker/test_relay.py |
+| S1-39 (by C8) | test_an_operator_lets_postgresql_deliver |
+| S1-40 | tests/test_dispatch.py |
+| S1-44 | test_what_needs_retry_is_counted_per_job |
+| S1-45 S1-D9 | test_the_rate_of_a_day_does_not_fall_when_its_commands_end |
+| S1-46 | test_the_last_hour_is_told_per_job |
+| S1-50 S1-51 | docs/dispatch.md |
+| S1-D1, F47, F48 | test_a_crash_anywhere_is_healed |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+
+from busload import (
+    BatchCommand,
+    BatchSealedError,
+    Command,
+    CommandBus,
+    CommandStatus,
+    Dedup,
+    DispatchIncomplete,
+    DispatchStatus,
+    HandlerContext,
+    InvalidOperationError,
+    Settings,
+    SyncCommandBus,
+    TaskTracker,
+    Worker,
+    WorkerSettings,
+    store,
+)
+from busload.domain.dispatch import DispatchReport
+from busload.errors import Refusal, RefusalReason
+from busload.store.dispatch import Outcome
+from tests.brokers.refusing import AWAY, Crash, RefusingTransport
+from tests.given import DOMAIN, Database, Given
+
+REFUSED = Refusal(RefusalReason.REFUSED, "the queue is full")
+STRATEGIES = ("two_phase", "checkpoint", "optimistic")
+
+
+@pytest.fixture
+def transport(dsn: str) -> RefusingTransport:
+    return RefusingTransport(dsn)
+
+
+@pytest.fixture
+async def bus(dsn: str, settings: Settings, transport: RefusingTransport) -> AsyncIterator[CommandBus]:
+    async with CommandBus(dsn, transport=transport, settings=settings) as bus:
+        yield bus
+
+
+def commands(count: int, **options: Any) -> list[BatchCommand]:
+    return [BatchCommand("Debit", data={"n": n}, **options) for n in range(count)]
+
+
+async def report(bus: CommandBus, batch_id: UUID) -> DispatchReport:
+    found = await bus.get_dispatch(DOMAIN, batch_id)
+    assert found is not None
+    return found
+
+
+async def all_run_once(bus: CommandBus, database: Database, worker_settings: WorkerSettings, expected: int) -> None:
+    """Whatever happened before: a recovery and a worker end it, each command has run once, and nothing is left over."""
+    database.rows("UPDATE busload.outbox SET due_at = now()")  # a minute goes by: who held loads is thought dead
+    seen: list[int] = []
+
+    @bus.handler(DOMAIN, "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        seen.append(command.data["n"])
+
+    await bus.recover()
+    await Worker(bus, settings=worker_settings).drain()
+    assert sorted(seen) == list(range(expected))
+    assert database.is_at_rest()
+    database.check_invariants()
+    assert database.value("SELECT count(*) FROM busload.dispatch WHERE announced_at IS NULL AND written = total") == 0
+
+
+async def test_all_commands_are_in_the_database_and_at_the_broker(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    """S1-01, S1-02, S1-05, S1-13, S1-14, S1-D10: ids in input order, announced at a time with its zone"""
+    batch_id = await bus.create_batch(DOMAIN, commands(10_000))
+    told = await report(bus, batch_id)
+    assert (told.strategy, told.status) == ("two_phase", "success")
+    assert (told.database_tasks, told.queued_tasks, told.retry_needed) == (10_000, 10_000, False)
+    assert told.announced_at is not None and told.announced_at.tzinfo is not None
+    assert transport.commands == database.count("command") == 10_000
+    ranges = {each for envelope in transport.envelopes for each in envelope.ranges}
+    assert len(ranges) == len(transport.published) == 100
+    found = await bus.list_batch_commands(DOMAIN, batch_id, limit=10_000)
+    assert [command.data["n"] for command in found] == list(range(10_000))
+    assert {command.status for command in found} == {CommandStatus.PENDING}
+    assert database.value("SELECT count(*) FROM busload.queue WHERE announced_at IS NULL") == 0
+
+
+@pytest.mark.parametrize("strategy", ["two_phase", "checkpoint"])
+async def test_nothing_is_published_before_it_is_committed(
+    bus: CommandBus, transport: RefusingTransport, database: Database, strategy: str
+) -> None:
+    """S1-04, S1-41, S1-47, S1-D2: others see the rows, as PENDING_QUEUE, and no transaction is open"""
+    seen: list[tuple[Any, ...]] = []
+
+    async def look() -> None:
+        seen.append(
+            (
+                database.rows("SELECT DISTINCT status FROM busload.command_status"),
+                database.value(
+                    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
+                ),
+            )
+        )
+
+    transport.before = look
+    await bus.create_batch(DOMAIN, commands(30), dispatch=strategy)
+    assert seen == [([("PENDING_QUEUE",)], 0)]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "relay"])
+async def test_an_error_of_the_database_in_the_first_phase_leaves_nothing(
+    bus: CommandBus, transport: RefusingTransport, database: Database, strategy: str
+) -> None:
+    """S1-06: it comes through as it is; the broker has heard nothing"""
+    before = database.everything()
+    database.rows("ALTER TABLE busload.dispatch ADD CONSTRAINT never CHECK (total < 0) NOT VALID")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        await bus.create_batch(DOMAIN, commands(30), dispatch=strategy)
+    assert database.everything() == before
+    assert transport.offered == 0
+
+
+async def test_what_the_broker_did_not_confirm_is_all_that_is_repeated(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-03, S1-11, S1-12, S1-D5"""
+    transport.refuses = lambda number: REFUSED if number in (3, 7) else None
+    batch_id = await bus.create_batch(DOMAIN, commands(1000))
+    told = await report(bus, batch_id)
+    assert (told.status, told.database_tasks, told.queued_tasks) == ("partial_success", 1000, 800)
+    assert (told.retry_needed, told.error, told.rounds) == (True, "REFUSED: the queue is full", 1)
+    assert (told.retry_tasks, told.recovery_possible, told.recovery_scheduled) == (200, True, True)
+    statuses = dict(database.rows("SELECT status, count(*) FROM busload.command_status GROUP BY 1"))
+    assert statuses == {"PENDING": 800, "PENDING_RETRY": 200}
+
+    transport.is_back()
+    await all_run_once(bus, database, worker_settings, 1000)
+    assert transport.commands == 1000
+    told = await report(bus, batch_id)
+    assert (told.status, told.retry_needed, told.queued_tasks) == ("recovered", False, 1000)
+
+
+async def test_a_broker_that_is_away_loses_nothing_and_fails_nothing(
+    bus: CommandBus,
+    transport: RefusingTransport,
+    database: Database,
+    worker_settings: WorkerSettings,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """S1-11, S1-12: queued_tasks is 0; one line says so"""
+    transport.is_away()
+    with caplog.at_level(logging.WARNING):
+        batch_id = await bus.create_batch(DOMAIN, commands(2500))
+    told = await report(bus, batch_id)
+    assert (told.status, told.database_tasks, told.queued_tasks) == ("partial_success", 2500, 0)
+    assert (told.retry_needed, told.error) == (True, "UNREACHABLE: nobody answers")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "did not confirm 2500 commands" in line and "UNREACHABLE" in line
+    transport.is_back()
+    await all_run_once(bus, database, worker_settings, 2500)
+
+
+async def test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-15, S1-D8, F48: what workers have taken meanwhile stays theirs; the rest is announced again"""
+    database.rows("CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no space'; END$$")
+    database.rows("CREATE TRIGGER never BEFORE DELETE ON busload.outbox EXECUTE FUNCTION never()")
+    batch_id = await bus.create_batch(DOMAIN, commands(50))
+    told = await report(bus, batch_id)
+    assert (told.status, told.error) == ("success_with_warning", None)
+    assert told.warning is not None and "no space" in told.warning
+    database.rows("DROP TRIGGER never ON busload.outbox")
+    await all_run_once(bus, database, worker_settings, 50)
+    assert (await report(bus, batch_id)).status == "success_with_warning"
+
+
+async def test_a_relay_that_was_faster_than_its_creator_has_the_last_word(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    """The creator writes down `partial_success` when the rest was announced already: it stays `recovered`"""
+    transport.is_away()
+    batch_id = await bus.create_batch(DOMAIN, commands(3))
+    transport.is_back()
+    await bus.recover()
+    late = Outcome(DispatchStatus.PARTIAL_SUCCESS, True, "UNREACHABLE", None, 1.0, 2.0, 3.0, 6.0)
+    database.perform(store.dispatch.finish(batch_id, late))
+    told = await report(bus, batch_id)
+    assert (told.status, told.error, told.total_ms) == ("recovered", "UNREACHABLE", 6.0)
+
+
+async def test_one_batch_takes_as_many_messages_as_it_needs(dsn: str, transport: RefusingTransport) -> None:
+    """S1-08, S1-48: 250 commands in messages of up to 100, and in one statement of the database"""
+    for size, expected in ((100, [100, 100, 50]), (1, [1] * 250)):
+        transport.published.clear()
+        async with CommandBus(dsn, transport=transport, settings=Settings(envelope_size=size)) as bus:
+            await bus.create_batch(DOMAIN, commands(250))
+        assert [envelope.commands for envelope in transport.envelopes] == expected
+
+
+async def test_a_message_per_command_says_what_foreign_readers_need(dsn: str, transport: RefusingTransport) -> None:
+    """S1-07, S1-36: task id, parent job, type, parameters, stage"""
+    job_id = uuid4()
+    async with CommandBus(dsn, transport=transport, settings=Settings(message_per_command=True)) as bus:
+        sent = [BatchCommand("Debit", uuid4(), {"cents": 5}), BatchCommand("Credit", uuid4(), {"cents": 7})]
+        await bus.create_batch(DOMAIN, sent, job_id=job_id, stage="import")
+    bodies = [json.loads(each.body) for each in transport.published]
+    assert [each.queue for each in transport.published] == ["busload.payments"] * 2
+    assert [(b["task_id"], b["task_type"], b["parameters"]) for b in bodies] == [
+        (str(command.command_id), command.command_type, command.data) for command in sent
+    ]
+    assert {(b["parent_job_id"], b["stage"]) for b in bodies} == {(str(job_id), "import")}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_each_phase_and_each_creation_is_logged(
+    bus: CommandBus, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    """S1-16, S1-42, S1-43: one JSON line per creation, and the same figures in the report"""
+    job_id = uuid4()
+    with caplog.at_level(logging.DEBUG, "busload"):
+        batch_id = await bus.create_batch(DOMAIN, commands(20), dispatch=strategy, job_id=job_id, stage="3")
+    said = [record.getMessage() for record in caplog.records]
+    for phase in ("writing 20 commands", "wrote 20 commands", "announcing 1 loads", "20 commands confirmed", "marking"):
+        assert any(phase in line for line in said), phase
+    [event] = [json.loads(line) for line in said if line.startswith("{")]
+    assert (event["event"], event["TaskCount"], event["batch_size"]) == ("BatchTaskCreation", 20, 20)
+    assert (event["job_id"], event["stage"], event["strategy"]) == (str(job_id), "3", strategy)
+    assert event["retry_needed"] is False
+    told = await report(bus, batch_id)
+    for name in ("insert_ms", "send_ms", "mark_ms", "total_ms"):
+        assert event[name] == getattr(told, name)
+    assert event["ElapsedMs"] == event["total_ms"] >= event["insert_ms"] > 0
+    assert (told.job_id, told.stage) == (job_id, "3")
+
+
+async def test_checkpoints_are_transactions_of_their_own(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-17, S1-18, S1-19, S1-23, S1-D3, S1-D4: the last one is short and counts as it is; names are text"""
+    totals: list[tuple[int, bool]] = []
+
+    async def look() -> None:
+        totals.append(database.rows("SELECT total_count, sealed_at IS NOT NULL FROM busload.batch")[0])
+
+    transport.before = look
+    batch_id = await bus.create_batch(DOMAIN, iter(commands(2500)), dispatch="checkpoint")
+    assert totals == [(1000, False), (2000, False), (2500, True)]
+    told = await report(bus, batch_id)
+    assert (told.status, told.tasks_committed, told.tasks_failed) == ("success", 2500, 0)
+    assert told.checkpoints == tuple(f"{batch_id}-cp-{number}" for number in (1, 2, 3))
+    assert told.failed_checkpoint is None
+    assert database.rows("SELECT commands FROM busload.checkpoint ORDER BY checkpoint") == [(1000,), (1000,), (500,)]
+    transport.before = None
+    await all_run_once(bus, database, worker_settings, 2500)
+
+
+@pytest.mark.parametrize("given", [list, iter], ids=["list", "iterator"])
+async def test_the_first_checkpoint_that_fails_stops_and_the_same_call_goes_on(
+    bus: CommandBus,
+    transport: RefusingTransport,
+    database: Database,
+    worker_settings: WorkerSettings,
+    given: Callable[[list[BatchCommand]], Any],
+) -> None:
+    """S1-20, S1-21, S1-22, S1-24: same ids, nothing twice; the failed one waits in the outbox, earlier ones run"""
+    sent = [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(50)]
+    transport.refuses = lambda number: AWAY if number == 2 else None
+    with pytest.raises(DispatchIncomplete, match=r"30 commands of .* are written") as stopped:
+        await bus.create_batch(DOMAIN, given(sent), dispatch="checkpoint", checkpoint_size=10)
+    told, batch_id = stopped.value.report, stopped.value.batch_id
+    assert str(batch_id) in str(stopped.value)
+    assert told == await report(bus, batch_id)
+    assert (told.status, told.tasks_committed, told.recovery_possible) == ("partial_success", 30, True)
+    assert told.tasks_failed == (20 if given is list else None)
+    assert told.checkpoints == (f"{batch_id}-cp-1", f"{batch_id}-cp-2")
+    assert (told.failed_checkpoint, told.queued_tasks) == (f"{batch_id}-cp-3", 20)
+    batch = await bus.get_batch(DOMAIN, batch_id)
+    assert batch is not None and (batch.total_count, batch.status.final) == (30, False)
+
+    same = await bus.create_batch(DOMAIN, given(sent), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=7)
+    assert same == batch_id
+    again = await bus.create_batch(DOMAIN, given(sent), batch_id=batch_id, dispatch="checkpoint")
+    assert again == batch_id
+    assert database.count("command") == 50
+    found = await bus.list_batch_commands(DOMAIN, batch_id)
+    assert {command.command_id for command in found} == {command.command_id for command in sent}
+    await all_run_once(bus, database, worker_settings, 50)
+    told = await report(bus, batch_id)
+    assert (told.status, told.total_tasks, told.tasks_failed) == ("recovered", 50, 0)
+    batch = await bus.get_batch(DOMAIN, batch_id)
+    assert batch is not None and batch.status == "COMPLETED"
+
+
+async def test_what_is_not_the_same_input_is_not_resumed(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    """S1-24, C12"""
+    sent = [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(40)]
+    transport.refuses = lambda number: AWAY if number == 2 else None
+    with pytest.raises(DispatchIncomplete) as stopped:
+        await bus.create_batch(DOMAIN, iter(sent), dispatch="checkpoint", checkpoint_size=10)
+    before, batch_id = database.everything(), stopped.value.batch_id
+    other = [*sent[:29], BatchCommand("Debit", uuid4()), *sent[30:]]
+    for wrong, why in (
+        (iter(sent[:20]), "has 30 commands so far, found 20"),
+        (iter(sent[:30]), "has more than 30 commands, found no more"),
+        (iter(other), f"has command {sent[29].command_id} at position 29, found {other[29].command_id}"),
+    ):
+        with pytest.raises(InvalidOperationError, match="was begun with other commands") as refused:
+            await bus.create_batch(DOMAIN, wrong, batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
+        assert why in str(refused.value)
+    assert database.everything() == before
+    await bus.create_batch(DOMAIN, sent, batch_id=batch_id, dispatch="checkpoint")
+    for count in (39, 41):
+        with pytest.raises(InvalidOperationError, match="was begun with other commands"):
+            await bus.create_batch(DOMAIN, commands(count), batch_id=batch_id, dispatch="checkpoint")
+    with pytest.raises(InvalidOperationError, match="already a batch"):
+        await bus.create_batch(DOMAIN, commands(40), batch_id=batch_id)
+    plain = await bus.create_batch(DOMAIN, commands(3))
+    with pytest.raises(InvalidOperationError, match="already a batch"):
+        await bus.create_batch(DOMAIN, commands(3), batch_id=plain, dispatch="checkpoint")
+    assert database.count("command") == 43
+
+    transport.offered = 0
+    with pytest.raises(DispatchIncomplete) as stopped:
+        await bus.create_batch(DOMAIN, commands(40), dispatch="checkpoint", checkpoint_size=10)
+    for count in (35, 45):
+        with pytest.raises(InvalidOperationError, match=f"has 40 commands, found {count}"):
+            await bus.create_batch(DOMAIN, commands(count), batch_id=stopped.value.batch_id, dispatch="checkpoint")
+    assert database.count("command") == 73
+
+
+async def test_two_that_resume_at_once_write_each_command_once(
+    bus: CommandBus, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-24: also when both begin at the beginning"""
+    batch_id, sent = uuid4(), commands(60)
+    calls = [
+        bus.create_batch(DOMAIN, iter(sent), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=size)
+        for size in (3, 4, 5)
+    ]
+    assert await asyncio.gather(*calls) == [batch_id] * 3
+    assert database.count("command") == 60
+    await all_run_once(bus, database, worker_settings, 60)
+
+
+async def test_an_iterator_is_read_as_it_is_needed_and_may_fail_half_way(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-24: bounded memory; what it raises is the cause, and the batch can be gone on with"""
+    read, most = 0, 0
+
+    async def look() -> None:
+        nonlocal most
+        most = max(most, read - database.count("command"))
+
+    def lines(broken: bool) -> Iterator[BatchCommand]:
+        nonlocal read
+        read = 0
+        for n in range(35):
+            if broken and n == 25:
+                raise OSError("the file ends here")
+            read += 1
+            yield BatchCommand("Debit", data={"n": n})
+
+    transport.before = look
+    with pytest.raises(DispatchIncomplete, match="the file ends here") as stopped:
+        await bus.create_batch(DOMAIN, lines(broken=True), dispatch="checkpoint", checkpoint_size=10)
+    assert isinstance(stopped.value.__cause__, OSError)
+    assert most == 1
+    batch_id = stopped.value.batch_id
+    wrong = [*lines(broken=False)][:25] + [BatchCommand("not a name")] * 10
+    with pytest.raises(DispatchIncomplete, match=r"INVALID_NAME at \[25\]"):
+        await bus.create_batch(DOMAIN, iter(wrong), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
+    await bus.create_batch(DOMAIN, lines(broken=False), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
+    transport.before = None
+    await all_run_once(bus, database, worker_settings, 35)
+
+
+async def test_a_database_that_fails_half_way_is_reported_as_far_as_is_known(
+    bus: CommandBus, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-21, S1-22: the checkpoint is rolled back; what came before stays, and the same call goes on"""
+    database.rows("CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no space'; END$$")
+    database.rows(
+        "CREATE TRIGGER never BEFORE UPDATE ON busload.dispatch FOR EACH ROW WHEN (OLD.written >= 20)"
+        " EXECUTE FUNCTION never()"
+    )
+    with pytest.raises(DispatchIncomplete, match="no space") as stopped:
+        await bus.create_batch(DOMAIN, commands(45), dispatch="checkpoint", checkpoint_size=10)
+    assert isinstance(stopped.value.__cause__, psycopg.Error)
+    told, batch_id = stopped.value.report, stopped.value.batch_id
+    assert (told.status, told.tasks_committed, told.tasks_failed) == ("partial_success", 20, 25)
+    assert told.checkpoints == (f"{batch_id}-cp-1", f"{batch_id}-cp-2")
+    assert (told.queued_tasks, told.recovery_possible, told.recovery_scheduled) == (20, True, False)
+    assert database.count("command") == 20
+    database.rows("DROP TRIGGER never ON busload.dispatch")
+    await bus.create_batch(DOMAIN, commands(45), batch_id=batch_id, dispatch="checkpoint")
+    await all_run_once(bus, database, worker_settings, 45)
+
+
+async def test_a_batch_that_was_canceled_half_way_is_not_gone_on_with(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    transport.refuses = lambda number: AWAY if number == 1 else None
+    with pytest.raises(DispatchIncomplete) as stopped:
+        await bus.create_batch(DOMAIN, commands(30), dispatch="checkpoint", checkpoint_size=10)
+    assert await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no") == 20
+    with pytest.raises(BatchSealedError):
+        await bus.create_batch(DOMAIN, commands(30), batch_id=stopped.value.batch_id, dispatch="checkpoint")
+    database.check_invariants()
+    assert database.is_at_rest()
+
+
+async def test_optimistic_takes_back_only_what_was_refused(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-25, S1-26, S1-27: ready at once; the refused indexes become PENDING_RETRY"""
+    seen: list[Any] = []
+
+    async def look() -> None:
+        seen.append(database.rows("SELECT DISTINCT status FROM busload.command_status"))
+
+    transport.before = look
+    whole = await bus.create_batch(DOMAIN, commands(500), dispatch="optimistic")
+    assert seen == [[("PENDING",)]]
+    told = await report(bus, whole)
+    assert (told.status, told.total_tasks, told.queued_tasks) == ("success", 500, 500)
+    await bus.cancel_batch(DOMAIN, whole, reason="enough of it")
+
+    transport.before, transport.offered = None, 0
+    transport.refuses = lambda number: REFUSED if number in (0, 4, 9) else None
+    batch_id = await bus.create_batch(DOMAIN, commands(1000), dispatch="optimistic")
+    told = await report(bus, batch_id)
+    assert (told.status, told.total_tasks, told.queued_tasks, told.retry_tasks) == ("partial_success", 1000, 700, 300)
+    again = database.rows("SELECT lo & 1023, hi & 1023, error FROM busload.outbox ORDER BY lo")
+    assert again == [(0, 99, "the queue is full"), (400, 499, "the queue is full"), (900, 999, "the queue is full")]
+    transport.is_back()
+    await all_run_once(bus, database, worker_settings, 1000)
+    assert (await report(bus, batch_id)).status == "recovered"
+
+
+async def test_optimistic_with_no_broker_at_all_recovers(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-28: nothing needs to be scheduled for it, the relay finds it"""
+    transport.is_away()
+    batch_id = await bus.create_batch(DOMAIN, commands(1200), dispatch="optimistic")
+    told = await report(bus, batch_id)
+    assert (told.status, told.database_tasks, told.queued_tasks) == ("failed_needs_recovery", 1200, 0)
+    assert told.recovery_scheduled
+    transport.is_back()
+    await all_run_once(bus, database, worker_settings, 1200)
+    told = await report(bus, batch_id)
+    assert (told.status, told.recovery_scheduled) == (DispatchStatus.RECOVERED, False)
+
+
+class Dying(CommandBus):
+    """A bus whose process ends before a step: a transaction, or a message to the broker."""
+
+    steps = 0
+    last = 10**6
+
+    async def step(self) -> None:
+        if self.steps == self.last:
+            raise Crash
+        self.steps += 1
+
+    async def _write(self, *arguments: Any) -> Any:
+        await self.step()
+        return await super()._write(*arguments)
+
+    async def _perform_alone(self, plan: Any) -> Any:
+        await self.step()
+        return await super()._perform_alone(plan)
+
+
+# Write, publish, mark, write down how it went; in checkpoints the first three of them three times.
+STEPS = {"two_phase": 4, "checkpoint": 10, "optimistic": 4}
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+async def test_a_crash_anywhere_is_healed(
+    dsn: str, settings: Settings, database: Database, worker_settings: WorkerSettings, strategy: str
+) -> None:
+    """F47, F48, S1-D1: the process dies before any step of any strategy; all that was accepted runs once"""
+    for step in range(STEPS[strategy]):
+        batch_id, sent = uuid4(), [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(25)]
+        options: dict[str, Any] = {"batch_id": batch_id, "dispatch": strategy, "checkpoint_size": 10}
+        dying = Dying(dsn, transport=RefusingTransport(dsn), settings=settings)
+        assert isinstance(dying.transport, RefusingTransport)
+        dying.last, dying.transport.before = step, dying.step
+        async with dying:
+            with pytest.raises(Crash):
+                await dying.create_batch(DOMAIN, sent, **options)
+        written = database.value("SELECT count(*) FROM busload.command WHERE batch_id = %s", batch_id)
+        checkpoints = min(25, 10 * ((step + 2) // 3))
+        assert written == (0 if step == 0 else checkpoints if strategy == "checkpoint" else 25)
+
+        async with CommandBus(dsn, transport=RefusingTransport(dsn), settings=settings) as bus:
+            if strategy == "checkpoint" or not written:
+                await bus.create_batch(DOMAIN, sent, **options)
+            await all_run_once(bus, database, worker_settings, 25)
+            assert (await report(bus, batch_id)).announced_at is not None
+
+
+async def test_what_a_crash_left_of_checkpoints_runs_without_being_resumed(
+    dsn: str, settings: Settings, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """F47: but the batch, which is not whole, does not complete"""
+    batch_id = uuid4()
+    dying = Dying(dsn, transport=RefusingTransport(dsn), settings=settings)
+    dying.last = 4
+    async with dying:
+        with pytest.raises(Crash):
+            await dying.create_batch(DOMAIN, commands(25), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
+    async with CommandBus(dsn, transport=RefusingTransport(dsn), settings=settings) as bus:
+        await all_run_once(bus, database, worker_settings, 20)
+        batch = await bus.get_batch(DOMAIN, batch_id)
+        assert batch is not None and (batch.completed_count, batch.status.final) == (20, False)
+        told = await report(bus, batch_id)
+        assert (told.database_tasks, told.queued_tasks, told.tasks_failed) == (20, 20, 5)
+
+
+async def test_rounds_are_counted_and_nothing_expires(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-29, S1-30, S1-32, S1-37, S1-38, S1-D6, S1-D7, C8: after any time and any number of rounds it is announced"""
+    transport.is_away()
+    batch_id = await bus.create_batch(DOMAIN, commands(10))
+    for rounds in range(1, 6):
+        [entry] = await bus.outbox.list()
+        assert (entry.commands, entry.rounds, entry.reason, entry.error) == (
+            10,
+            rounds,
+            "UNREACHABLE",
+            "nobody answers",
+        )
+        assert (await report(bus, batch_id)).rounds == rounds
+        database.rows("UPDATE busload.outbox SET since = since - interval '31 minutes', due_at = now()")
+        assert (await bus.recover()).relayed == 0
+    [command] = await bus.list_batch_commands(DOMAIN, batch_id, limit=1)
+    assert command.status == CommandStatus.PENDING_RETRY
+    transport.is_back()
+    assert (await bus.recover()).relayed == 10
+    [command] = await bus.list_batch_commands(DOMAIN, batch_id, limit=1)
+    assert command.status == CommandStatus.PENDING
+    await all_run_once(bus, database, worker_settings, 10)
+
+
+def test_the_outbox_is_indexed_by_batch_and_by_failure(database: Database) -> None:
+    """S1-31"""
+    found = "\n".join(text for (text,) in database.rows("SELECT indexdef FROM pg_indexes WHERE tablename = 'outbox'"))
+    assert "(batch_id, rounds)" in found
+    assert "WHERE (rounds > 0)" in found
+
+
+async def test_an_operator_lets_postgresql_deliver(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-39 as C8 has it: never given up by us, but a person can go without the broker"""
+    transport.is_away()
+    batch_id = await bus.create_batch(DOMAIN, commands(30))
+    other = await bus.send("crm", "Push")
+    assert await bus.outbox.reroute(batch_id=batch_id, dry_run=True) == 30
+    assert await bus.outbox.reroute(domain="crm", dry_run=True) == 0
+    assert await bus.outbox.reroute(domain="crm", failed_only=False, dry_run=True) == 1
+    assert await bus.outbox.reroute(batch_id=batch_id, operator="rosa") == 30
+    assert await bus.outbox.reroute(batch_id=batch_id, operator="rosa") == 0
+    [command] = await bus.list_batch_commands(DOMAIN, batch_id, limit=1)
+    assert command.status == CommandStatus.PENDING
+    [event] = [e for e in await bus.get_audit_trail(DOMAIN, command.command_id) if e.type == "REROUTED"]
+    assert event.operator == "rosa"
+    assert (await report(bus, batch_id)).status == "recovered"
+    assert await bus.outbox.reroute(domain="crm", failed_only=False) == 1
+    found = await bus.get_command("crm", other.command_id)
+    assert found is not None and found.status == CommandStatus.PENDING
+    bus.handler("crm", "Push")(_nothing)
+    await all_run_once(bus, database, worker_settings, 30)
+
+
+async def _nothing(command: Any, ctx: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("how", ["conn", "dedup", "sync"])
+async def test_who_joins_a_transaction_leaves_it_to_the_relay(
+    dsn: str,
+    bus: CommandBus,
+    transport: RefusingTransport,
+    database: Database,
+    worker_settings: WorkerSettings,
+    how: str,
+) -> None:
+    """S1-41: nothing is published before the commit, nor after a rollback"""
+    if how == "conn":
+        async with await psycopg.AsyncConnection.connect(dsn) as conn:
+            await bus.create_batch(DOMAIN, commands(7), conn=conn)
+            await conn.rollback()
+            batch_id = await bus.create_batch(DOMAIN, commands(5), conn=conn)
+    elif how == "dedup":
+        sent = [BatchCommand("Debit", data={"n": n}, task_key=f"t{n}") for n in range(5)]
+        batch_id = await bus.create_batch(DOMAIN, [*sent, sent[0]], dedup=Dedup())
+        nothing_left = await bus.create_batch(DOMAIN, sent, dedup=Dedup())
+        assert await bus.get_dispatch(DOMAIN, nothing_left) is None
+    else:
+        with SyncCommandBus(dsn, transport=transport) as sync_bus:
+            batch_id = sync_bus.create_batch(DOMAIN, commands(5))
+            told = sync_bus.get_dispatch(DOMAIN, batch_id)
+            assert told is not None and told.strategy == "relay"
+    assert transport.offered == 0
+    told = await report(bus, batch_id)
+    assert (told.strategy, told.status, told.database_tasks, told.queued_tasks) == ("relay", "pending", 5, 0)
+    await all_run_once(bus, database, worker_settings, 5)
+    assert transport.commands == 5
+    assert (await report(bus, batch_id)).status == "success"
+
+
+async def test_the_sync_face_tells_relays_to_hurry(
+    dsn: str, bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    transport.is_away()
+    await bus.create_batch(DOMAIN, commands(5))
+    with SyncCommandBus(dsn, transport=transport) as sync_bus:
+        [entry] = sync_bus.outbox.list(domain=DOMAIN)
+        assert entry.commands == 5
+        assert sync_bus.outbox.retry(dry_run=True) == 5
+        done = sync_bus.recover()
+        assert (done.due, done.relayed) == (5, 0)
+        assert sync_bus.outbox.reroute(operator="rosa") == 5
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.queue") == 5
+
+
+async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """F50: messages that are lost, answered by others, or about nothing at all"""
+    await bus.create_batch(DOMAIN, commands(2500))
+    answered = await bus.create_batch(DOMAIN, commands(10))
+    await bus.cancel_batch(DOMAIN, answered, reason="no")
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    [found] = await bus.outbox.reconcile()
+    assert (found.domain, found.queue, found.looked_into) == (DOMAIN, "busload.payments", True)
+    assert (found.announced, found.messages, found.depth) == (2500, 26, 26)
+    assert (found.answered, found.unknown, found.missing) == (1, 0, 0)
+
+    [(second,)] = database.rows("SELECT lo FROM busload.queue ORDER BY lo OFFSET 1 LIMIT 1")
+    database.rows("DELETE FROM busload.message WHERE id LIKE %s", f"{str(second)[:-3]}%")
+    kept = transport.published[0]
+    await transport.publish([type(kept)(kept.queue, "x", b"nonsense")])
+    made_up = b'{"v":1,"domain":"payments","loads":[[1073741824,1073741830]]}'
+    await transport.publish([type(kept)(kept.queue, "y", made_up)])
+    [found] = await bus.outbox.reconcile(domain=DOMAIN)
+    assert found.unknown == 2
+    assert found.missing > 0 and found.rung_again == 0
+    [repaired] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert repaired.rung_again == repaired.missing == found.missing
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    [after] = await bus.outbox.reconcile(domain=DOMAIN)
+    assert after.missing == 0
+
+
+async def test_what_needs_retry_is_counted_per_job(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    """S1-44"""
+    transport.is_away()
+    job_id = uuid4()
+    for count in (3, 4):
+        await bus.create_batch(DOMAIN, commands(count), job_id=job_id)
+    await bus.create_batch(DOMAIN, commands(5))
+    await bus.recover()
+    await bus.create_batch(DOMAIN, commands(2), dispatch="relay")  # was not tried yet
+    found = database.rows("SELECT job_id, commands, oldest IS NOT NULL, most_rounds FROM busload.dispatch_retry")
+    assert sorted(found, key=lambda row: row[1]) == [(None, 5, True, 2), (job_id, 7, True, 2)]
+
+
+async def test_the_rate_of_a_day_does_not_fall_when_its_commands_end(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-45, S1-D9: yesterday's figures are history"""
+    await bus.create_batch(DOMAIN, commands(3))
+    transport.is_away()
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit", data={"n": n}) for n in range(3, 5)])
+    database.rows("UPDATE busload.dispatch SET created_at = created_at - interval '1 day'")
+    daily = "SELECT batches, announced, rounds FROM busload.dispatch_daily"
+    assert database.rows(daily) == [(2, 1, 1.5)]
+    transport.is_back()
+    await bus.recover()
+    assert database.rows(daily) == [(2, 2, 1.5)]
+    await all_run_once(bus, database, worker_settings, 5)
+    assert database.rows(daily) == [(2, 2, 1.5)]
+
+
+async def test_the_last_hour_is_told_per_job(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """S1-46"""
+    given = Given(bus, database, worker_settings)
+    job_id = uuid4()
+    await bus.create_batch(DOMAIN, commands(5), job_id=job_id)
+    old = await bus.create_batch(DOMAIN, commands(1))
+    database.rows("UPDATE busload.dispatch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
+    leased = given.claimed(2)
+    given.settled(leased[:1])
+    transport.is_away()
+    await bus.create_batch(DOMAIN, commands(4), job_id=job_id)
+    columns = "job_id, pending, queued, processing, completed, failed"
+    assert database.rows(f"SELECT {columns} FROM busload.dispatch_recent") == [(job_id, 4, 3, 1, 1, 0)]
+
+
+async def test_an_outbox_that_does_not_move_explains_itself(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """C8: what the broker said, how often, and when it is tried again; or that nobody relays"""
+    transport.is_away()
+    failed = await bus.create_batch(DOMAIN, commands(3))
+    [reason] = (await bus.explain_batch(DOMAIN, failed)).reasons
+    assert (reason.code, reason.count, reason.details["rounds"]) == ("NOT_CONFIRMED", 3, 1)
+    assert "UNREACHABLE: nobody answers" in reason.message
+    assert f"busload outbox reroute --batch {failed}" in reason.advice
+    [command] = await bus.list_batch_commands(DOMAIN, failed, limit=1)
+    [alone] = (await bus.explain_command(DOMAIN, command.command_id)).reasons
+    assert (alone.code, alone.count) == ("NOT_CONFIRMED", 1)
+
+    waiting = await bus.create_batch(DOMAIN, commands(4), dispatch="relay")
+    [reason] = (await bus.explain_batch(DOMAIN, waiting)).reasons
+    assert (reason.code, reason.count) == ("NOT_ANNOUNCED", 4)
+    assert "no worker lives" in reason.message
+    [command] = await bus.list_batch_commands(DOMAIN, waiting, limit=1)
+    [alone] = (await bus.explain_command(DOMAIN, command.command_id)).reasons
+    assert (alone.code, alone.count) == ("NOT_ANNOUNCED", 1)
+    Given(bus, database, worker_settings).registered_worker()
+    explained = await bus.explain_batch(DOMAIN, waiting)
+    assert (explained.reasons, explained.summary.endswith("4 to be announced.")) == ((), True)
+    database.rows("UPDATE busload.outbox SET since = now() - interval '1 minute', due_at = now() - interval '1 minute'")
+    [reason] = (await bus.explain_batch(DOMAIN, waiting)).reasons
+    assert "no worker relays to postgresql" in reason.message
+
+
+async def test_what_other_queues_run_is_not_announced_by_us(dsn: str, transport: RefusingTransport) -> None:
+    async with CommandBus(dsn, transport=transport) as bus, TaskTracker(bus) as tracker:
+        execution = await tracker.enqueue("reports:1", queue="reports")
+        assert execution is not None and execution.execution_id is not None
+        assert await tracker.claim("reports:1", execution.execution_id) is not None
+        assert await bus.outbox.list() == []
+
+
+async def test_recover_rings_again_for_what_nobody_came_for(
+    bus: CommandBus, transport: RefusingTransport, database: Database
+) -> None:
+    """F50, S1-49"""
+    await bus.create_batch(DOMAIN, commands(10))
+    await bus.create_batch(DOMAIN, commands(5), dispatch="optimistic")
+    assert (await bus.recover()).rung_again == 0
+    for minutes, expected in ((6, 15), (6, 0), (11, 15), (21, 15)):
+        database.rows("UPDATE busload.queue SET announced_at = now() - make_interval(mins => %s)", minutes)
+        assert (await bus.recover(ring_again_after=timedelta(minutes=5))).rung_again == expected
+    assert len({message.id for message in transport.published}) == len(transport.published)

@@ -1,0 +1,234 @@
+"""PGMQ, in the tests' PostgreSQL: the contract, and what is special about it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured
+from busload.testing import TestServer, TransportContract
+from busload.testing.transport import SECRET, messages, reasons, receiving
+from busload.transport import Transport, find_transport
+from busload.transport.pgmq import LONGEST_NAME, spelled
+from tests.given import eventually
+
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+
+
+class Restartable:
+    """To those who use it, a server that restarts is one that cuts their connections."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def restart(self) -> None:
+        with connected(self.url) as conn:
+            cut_all(conn)
+
+
+def connected(url: str) -> Connection:
+    url = url.replace("pgmq:", "postgresql:").removesuffix("&visibility=1")
+    return psycopg.connect(url, autocommit=True)
+
+
+def cut_all(conn: Connection) -> None:
+    conn.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name = 'busload pgmq'"
+    )
+
+
+class TestPgmq(TransportContract):
+    @pytest.fixture
+    def url(self, pgmq_url: str) -> str:
+        return pgmq_url
+
+    @pytest.fixture
+    def wrong_credentials_url(self, pgmq_url: str) -> str:
+        """The tests' server asks for no password, but does not know everyone."""
+        parts = urlsplit(pgmq_url)
+        host = next(each for each in parts.query.split("&") if each.startswith("host="))
+        return f"pgmq://stranger:{SECRET}@{parts.path}?{host}"
+
+    @pytest.fixture
+    def restartable(self, pgmq_url: str) -> Restartable:
+        return Restartable(f"{pgmq_url}&visibility=1")
+
+
+@pytest.fixture
+def queue() -> str:
+    return f"busload.test_{uuid4().hex}"
+
+
+@pytest.fixture
+async def transport(pgmq_url: str) -> AsyncIterator[Transport]:
+    """With a short time until a message comes again."""
+    transport = find_transport(f"{pgmq_url}&visibility=1&timeout=2")
+    yield transport
+    await transport.aclose()
+
+
+@pytest.fixture
+def pgmq(pgmq_url: str) -> Iterator[Connection]:
+    """A second pair of eyes."""
+    with connected(pgmq_url) as conn:
+        yield conn
+
+
+async def test_a_message_stays_on_loan_longer_than_it_is_invisible(
+    transport: Transport, queue: str, pgmq: Connection
+) -> None:
+    """A handler may take longer than PGMQ hides its message."""
+    await transport.declare([queue])
+    await transport.publish(messages(queue, [b"one"]))
+    table = f"pgmq.q_{spelled(queue)}"
+    async with receiving(transport, queue) as receiver:
+        [delivery] = await receiver.take(1)
+        [[until]] = pgmq.execute(f"SELECT vt FROM {table}").fetchall()
+        renewed = f"SELECT FROM {table} WHERE vt > %s::timestamptz + '1 second' AND clock_timestamp() > %s"
+        assert await eventually(lambda: pgmq.execute(renewed, [until, until]).rowcount)
+        assert await receiver.nothing_for(0.0)
+        await delivery.ack()
+    assert await transport.depth(queue) == 0
+
+
+async def test_a_message_comes_again_when_its_holder_is_gone(
+    transport: Transport, queue: str, pgmq: Connection
+) -> None:
+    """Without a word: its connection broke, so that nothing could be given back."""
+    await transport.declare([queue])
+    await transport.publish(messages(queue, [b"one"]))
+    async with receiving(transport, queue) as receiver:
+        await receiver.take(1)
+        cut_all(pgmq)
+    async with receiving(transport, queue) as receiver:
+        [delivery] = await receiver.take(1)
+        assert delivery.body == b"one"
+
+
+async def test_text_that_json_of_postgresql_cannot_hold_comes_through(transport: Transport, queue: str) -> None:
+    await transport.declare([queue])
+    await transport.publish(messages(queue, [b"a\x00b"]))
+    assert await transport.peek(queue, limit=1) == [b"a\x00b"]
+
+
+async def test_a_rejected_message_is_archived(transport: Transport, queue: str, pgmq: Connection) -> None:
+    await transport.declare([queue])
+    await transport.publish(messages(queue, [b"unreadable"]))
+    async with receiving(transport, queue) as receiver:
+        [delivery] = await receiver.take(1)
+        await delivery.reject("It is no JSON")
+    assert pgmq.execute(f"SELECT message ->> 'text' FROM pgmq.a_{spelled(queue)}").fetchall() == [("unreadable",)]
+
+
+async def test_messages_of_others_are_handed_out_too(transport: Transport, queue: str, pgmq: Connection) -> None:
+    """Z24: whoever reads them decides; the transport neither falls over them nor keeps them."""
+    await transport.declare([queue])
+    strange = ['{"a": 1}', "[]", '"text"', '{"base64": "?"}', '{"text": 7}']
+    pgmq.execute("SELECT pgmq.send_batch(%s, %s::jsonb[])", [spelled(queue), strange])
+    async with receiving(transport, queue) as receiver:
+        assert sorted(each.body for each in await receiver.take(5)) == sorted(each.encode() for each in strange)
+
+
+async def test_a_connection_that_died_while_nobody_looked_is_replaced(
+    transport: Transport, queue: str, pgmq: Connection
+) -> None:
+    await transport.declare([queue])
+    cut_all(pgmq)
+    await transport.publish(messages(queue, [b"one"]))
+    assert await transport.depth(queue) == 1
+
+
+async def test_a_server_that_does_not_answer_is_given_up_in_time(
+    transport: Transport, queue: str, pgmq_url: str
+) -> None:
+    """F49: the caller is not kept waiting, and the next call works again."""
+    await transport.declare([queue])
+    with connected(pgmq_url) as conn, conn.transaction():
+        conn.execute(sql.SQL("LOCK TABLE pgmq.{}").format(sql.Identifier(f"q_{spelled(queue)}")))
+        with pytest.raises(PublishFailed, match="did not answer within 2 s") as failed:
+            await transport.publish(messages(queue, [b"one"]))
+    assert reasons(failed.value) == {0: RefusalReason.UNREACHABLE}
+    await transport.publish(messages(queue, [b"two"]))
+    assert await transport.peek(queue, limit=10) == [b"two"]
+
+
+async def test_a_database_without_pgmq_is_told_with_what_to_do(server: TestServer, queue: str) -> None:
+    with server.database(migrated=False) as dsn:
+        transport = find_transport(dsn.replace("postgresql:", "pgmq:"))
+        try:
+            with pytest.raises(TransportMisconfigured, match="CREATE EXTENSION pgmq"):
+                await transport.declare([queue])
+            with pytest.raises(PublishFailed, match="CREATE EXTENSION pgmq") as failed:
+                await transport.publish(messages(queue, [b"one"]))
+            assert reasons(failed.value) == {0: RefusalReason.REFUSED}
+            with pytest.raises(TransportMisconfigured, match="CREATE EXTENSION pgmq"):
+                async with receiving(transport, queue) as receiver:
+                    await receiver.take(1)
+        finally:
+            await transport.aclose()
+
+
+async def test_a_queue_that_a_crash_would_empty_is_not_used(transport: Transport, queue: str, pgmq: Connection) -> None:
+    pgmq.execute("SELECT pgmq.create_unlogged(%s)", [spelled(queue)])
+    with pytest.raises(TransportMisconfigured, match=r"is unlogged.*pgmq\.drop_queue"):
+        await transport.declare([queue])
+
+
+async def test_a_user_without_rights_is_told(transport: Transport, queue: str, pgmq: Connection, pgmq_url: str) -> None:
+    await transport.declare([queue])
+    role = f"outsider_{uuid4().hex}"
+    pgmq.execute(f"CREATE ROLE {role} LOGIN")
+    other = find_transport(pgmq_url.replace("postgres@", f"{role}@"))
+    try:
+        with pytest.raises(TransportMisconfigured, match="permission denied"):
+            await other.declare([queue])
+    finally:
+        await other.aclose()
+        pgmq.execute(f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize(
+    ("queue", "name"),
+    [
+        ("busload.payments", "busload_payments"),
+        ("busload.a_b", "busload_a_b"),
+        ("busload.a-b", "busload_a_b_7f5bddf3f17c"),
+        ("busload.a.b", "busload_a_b_21d1dc77985a"),
+        ("busload.A_B", "busload_a_b_388980bb747d"),
+    ],
+)
+def test_names_fit_pgmq_and_stay_apart(queue: str, name: str) -> None:
+    """They are kept in the database: another release must spell them alike."""
+    assert spelled(queue) == name
+
+
+async def test_a_long_name_fits_too(transport: Transport) -> None:
+    queues = [f"busload.{'long' * 20}-{n}-{uuid4().hex}" for n in range(2)]
+    assert {len(spelled(queue)) for queue in queues} == {LONGEST_NAME}
+    await transport.declare(queues)
+    await transport.publish([*messages(queues[0], [b"here"]), *messages(queues[1], [b"there"])])
+    assert await transport.peek(queues[0], limit=10) == [b"here"]
+    assert await transport.peek(queues[1], limit=10) == [b"there"]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("pgmq://u:kept@host/db?visibility=0", "whole seconds"),
+        ("pgmq://u:kept@host/db?visibility=1.5", "whole seconds"),
+        ("pgmq://u:kept@host/db?sslmod=require", "Did you mean 'sslmode'"),
+        ("pgmq://u:kept@[host/db", "cannot be read"),
+        ("pgmq://u:kept%@host/db", "cannot be read"),
+    ],
+)
+def test_an_unusable_url_is_told_without_its_password(url: str, said: str) -> None:
+    with pytest.raises(TransportMisconfigured, match=said) as refused:
+        find_transport(url)
+    assert "kept" not in str(refused.value)

@@ -1,0 +1,379 @@
+"""Redis Streams, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from redis.asyncio import Redis
+
+from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
+from busload.testing.transport import SECRET, TransportContract, messages, receiving, refusals, said_by
+from busload.transport import Transport, find_transport
+from busload.transport import redis as adapter
+from tests.brokers.certificates import make_certificate
+from tests.brokers.proxy import Proxy
+from tests.brokers.redis import PASSWORD, RedisServer
+
+
+class TestRedis(TransportContract):
+    quiet = 0.15
+
+    @pytest.fixture
+    def url(self, redis_url: str) -> str:
+        """What is given back comes again at once, not after a time."""
+        return f"{redis_url}?min_idle=120"
+
+    @pytest.fixture
+    def wrong_credentials_url(self, redis_url: str) -> str:
+        return redis_url.replace(PASSWORD, SECRET)
+
+    @pytest.fixture
+    def restartable(self, tmp_path: Path) -> Iterator[RedisServer]:
+        """It is killed, and starts with the files it had."""
+        with RedisServer(tmp_path) as server:
+            server.url += "?min_idle=1"
+            yield server
+
+
+# -- the URL ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("redis://localhost?min_idel=3", "Did you mean 'min_idle'?"),
+        ("redis://localhost?timeout=1&timeout=2", "twice"),
+        ("redis://localhost?min_idle=0", "more than 0"),
+        ("redis://localhost?timeout=soon", "more than 0"),
+        ("redis://localhost?ca=/etc/ca.pem", "wanted rediss://"),
+        (f"redis://me:{SECRET}@localhost:port", "cannot be read"),
+        (f"redis://me:{SECRET}@localhost/zero", "cannot be read"),
+        (f"redis://me:{SECRET}@[::1", "cannot be read"),
+        ("redis://", "cannot be read"),
+    ],
+)
+def test_a_url_that_makes_no_sense_is_refused_at_once(url: str, complaint: str) -> None:
+    with pytest.raises(TransportMisconfigured) as refused:
+        find_transport(url)
+    assert complaint in str(refused.value)
+    assert SECRET not in said_by(refused.value)
+
+
+async def test_a_password_that_is_missing_is_told(redis_url: str, queue: str) -> None:
+    async with connected(redis_url.replace(f":{PASSWORD}@", "")) as transport:
+        with pytest.raises(TransportMisconfigured, match="Authentication required"):
+            await transport.declare([queue])
+        with pytest.raises(TransportMisconfigured, match="Authentication required"):
+            await transport.publish(messages(queue, [b"one"]))
+
+
+async def test_a_database_that_is_not_there_is_told(redis_url: str, queue: str) -> None:
+    async with connected(f"{redis_url.removesuffix('/0')}/5000") as transport:
+        with pytest.raises(TransportMisconfigured, match="DB index"):
+            await transport.declare([queue])
+
+
+async def test_tls_is_spoken_and_checked(tmp_path: Path, queue: str) -> None:
+    certificate, key = make_certificate(tmp_path)
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
+    server = RedisServer(tmp_path, *files)
+    secure = f"rediss://127.0.0.1:{server.port}"
+    with server.with_options("--port", "0", "--tls-port", str(server.port)):
+        ours = f"ca={certificate}&cert={certificate}&key={key}"
+        async with connected(f"{secure}?{ours}") as transport:
+            await transport.declare([queue])
+            await transport.publish(messages(queue, [b"one"]))
+            assert await transport.peek(queue, limit=1) == [b"one"]
+        async with connected(secure) as stranger:
+            with pytest.raises(TransportMisconfigured, match="TLS"):
+                await stranger.declare([queue])
+        async with connected(f"{secure}?ca={tmp_path / 'missing.pem'}") as careless:
+            with pytest.raises(TransportMisconfigured, match=r"missing\.pem"):
+                await careless.declare([queue])
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_of_another_type_is_told(redis_url: str, queue: str) -> None:
+    """By index when publishing; the others are confirmed."""
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await admin.set(queue, "a cache, perhaps")
+        with pytest.raises(TransportMisconfigured, match=queue):
+            await transport.declare([queue])
+        mixed = [*messages(queue, [b"one"]), *messages(f"{queue}-b", [b"two"])]
+        assert await refusals(transport, mixed) == {0: RefusalReason.REFUSED}
+        assert await transport.depth(f"{queue}-b") == 1
+        with pytest.raises(TransportMisconfigured):
+            await transport.depth(queue)
+        with pytest.raises(TransportMisconfigured):
+            await transport.peek(queue, limit=1)
+
+
+async def test_what_is_acknowledged_leaves_nothing_behind(redis_url: str, queue: str) -> None:
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await transport.publish(messages(queue, [b"one", b"two"]))
+        async with receiving(transport, queue) as receiver:
+            for delivery in await receiver.take(2):
+                await delivery.ack()
+        assert await admin.xlen(queue) == 0
+        [group] = await admin.xinfo_groups(queue)
+        assert group["pending"] == 0
+
+
+async def test_what_is_acknowledged_last_is_told_before_the_end(redis_url: str, queue: str) -> None:
+    """Though it takes several round trips."""
+    async with connected(redis_url) as transport:
+        await transport.publish(messages(queue, [b"%d" % n for n in range(5000)]))
+        async with receiving(transport, queue, prefetch=5000) as receiver:
+            for delivery in await receiver.take(5000):
+                await delivery.ack()
+        assert await transport.depth(queue) == 0
+
+
+async def test_what_nobody_can_read_is_kept_aside(redis_url: str, queue: str) -> None:
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await transport.publish(messages(queue, [b"\xff"]))
+        async with receiving(transport, queue) as receiver:
+            [delivery] = await receiver.take(1)
+            await delivery.reject("It is no JSON")
+        [(_, kept)] = await admin.xrange(f"{queue}.dead")
+        assert (kept[b"body"], kept[b"reason"]) == (b"\xff", b"It is no JSON")
+        assert await admin.xlen(queue) == 0
+
+
+async def test_an_entry_of_a_stranger_is_a_message(redis_url: str, queue: str) -> None:
+    """Z24: its body is empty, which nobody can read."""
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await admin.xadd(queue, {"something": "else"})
+        async with receiving(transport, queue) as receiver:
+            [delivery] = await receiver.take(1)
+            assert delivery.body == b""
+            await delivery.reject("It is empty")
+        assert await transport.depth(queue) == 0
+
+
+async def test_what_a_dead_consumer_held_comes_again(redis_url: str, queue: str) -> None:
+    """Redis would keep it for the dead one for ever."""
+    async with connected(f"{redis_url}?min_idle=0.3") as transport, administration(redis_url) as admin:
+        await transport.declare([queue])
+        await transport.publish(messages(queue, [b"%d" % n for n in range(25)]))
+        await admin.xreadgroup("workers", "dead", {queue: ">"}, count=25)
+        async with receiving(transport, queue, prefetch=4) as receiver:
+            seen = set()
+            for _ in range(25):
+                [delivery] = await receiver.take(1)
+                seen.add(delivery.body)
+                await delivery.ack()
+        assert len(seen) == 25
+
+
+async def test_what_is_on_loan_is_renewed(redis_url: str, queue: str) -> None:
+    """It does not come again while it is held, however long that is."""
+    url = f"{redis_url}?min_idle=0.6"
+    async with connected(url) as transport, connected(url) as other:
+        await transport.publish(messages(queue, [b"one"]))
+        async with receiving(transport, queue) as holder, receiving(other, queue) as second:
+            [held] = await holder.take(1)
+            assert await second.nothing_for(1.5)
+            assert await holder.nothing_for(0.1)
+            await held.ack()
+        assert await transport.depth(queue) == 0
+
+
+async def test_no_more_are_taken_than_prefetched(redis_url: str, queue: str) -> None:
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await transport.publish(messages(queue, [b"%d" % n for n in range(20)]))
+        async with receiving(transport, queue, prefetch=4) as receiver:
+            for _ in range(3):
+                for delivery in await receiver.take(4):
+                    await delivery.ack()
+            await receiver.take(4)
+            [group] = await admin.xinfo_groups(queue)
+            assert group["pending"] == 4
+            assert await admin.xlen(queue) == 8
+
+
+async def test_consumers_that_are_gone_are_forgotten(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each iterator has a name of its own. One that still holds something is kept: with it, that would be lost."""
+    monkeypatch.setattr(adapter, "FORGET_AFTER", 0.001)
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await transport.declare([queue])
+        await admin.xadd(queue, {"body": "held"})
+        await admin.xreadgroup("workers", "holds", {queue: ">"})
+        await admin.xgroup_createconsumer(queue, "workers", "idle")
+        names = {b"holds", b"idle"}
+        while b"idle" in names:
+            async with receiving(transport, queue) as receiver:
+                assert await receiver.nothing_for(0.05)
+            names = {each["name"] for each in await admin.xinfo_consumers(queue, "workers")}
+        assert b"holds" in names
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+async def test_no_memory_left_is_told_by_index(tmp_path: Path, queue: str) -> None:
+    """F53: it passes once there is some."""
+    with RedisServer(tmp_path) as server:
+        async with connected(server.url) as transport, administration(server.url) as admin:
+            await transport.declare([queue])
+            await admin.config_set("maxmemory", "1")
+            refused = await refusals(transport, messages(queue, [b"one", b"two"]))
+            assert refused == dict.fromkeys([0, 1], RefusalReason.THROTTLED)
+            with pytest.raises(TransportUnavailable):
+                await transport.declare([f"{queue}-b"])
+            await admin.config_set("maxmemory", "0")
+            await transport.publish(messages(queue, [b"three"]))
+
+
+async def test_a_replica_cannot_be_used_now(tmp_path: Path, queue: str) -> None:
+    """After a failover the address may lead to one for a moment."""
+    with RedisServer(tmp_path) as server:
+        async with connected(server.url) as transport, administration(server.url) as admin:
+            await admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+            assert await refusals(transport, messages(queue, [b"one"])) == {0: RefusalReason.UNREACHABLE}
+            with pytest.raises(TransportUnavailable, match="replica"):
+                await transport.declare([queue])
+            await admin.execute_command("REPLICAOF", "NO", "ONE")
+            await transport.publish(messages(queue, [b"two"]))
+
+
+async def test_rights_that_are_missing_are_told(tmp_path: Path, queue: str) -> None:
+    with RedisServer(tmp_path) as server:
+        async with administration(server.url) as admin:
+            await admin.execute_command("ACL", "SETUSER", "few", "on", ">p:w", "+@all", "-xgroup", f"~{queue}")
+        async with connected(server.url.replace("//", "//few:p%3Aw@")) as transport:
+            with pytest.raises(TransportMisconfigured, match="Grant it"):
+                await transport.declare([queue])
+            mixed = [*messages(queue, [b"one"]), *messages(f"{queue}-b", [b"two"])]
+            assert await refusals(transport, mixed) == {1: RefusalReason.REFUSED}
+
+
+async def test_the_documented_rights_are_enough(tmp_path: Path) -> None:
+    rights = (
+        "+xadd +xack +xdel +xlen +xrange +xgroup +xinfo +xreadgroup +xclaim +xautoclaim +multi +exec +ping +select "
+        "+client ~busload.*"
+    )
+    with RedisServer(tmp_path) as server:
+        async with administration(server.url) as admin:
+            await admin.execute_command("ACL", "SETUSER", "us", "on", ">p", *rights.split())
+        async with connected(f"redis://us:p@127.0.0.1:{server.port}/1?min_idle=0.3") as transport:
+            await transport.publish(messages("busload.orders", [b"one", b"two", b"three"]))
+            async with receiving(transport, "busload.orders", prefetch=1) as receiver:
+                await (await receiver.take(1))[0].ack()
+                await (await receiver.take(1))[0].reject("It is no JSON")
+                await (await receiver.take(1))[0].release()
+                await receiver.take(1)
+                assert await receiver.nothing_for(0.5)
+            assert await transport.depth("busload.orders") == 1
+            assert len(await transport.peek("busload.orders", limit=5) or []) == 1
+
+
+async def test_a_stream_that_was_removed_is_made_again(redis_url: str, queue: str) -> None:
+    """F50"""
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        async with receiving(transport, queue) as receiver:
+            assert await receiver.nothing_for(0.1)
+            await admin.delete(queue)
+            with pytest.raises(TransportUnavailable):
+                await receiver.take(1)
+        await transport.publish(messages(queue, [b"one"]))
+        async with receiving(transport, queue) as receiver:
+            await receiver.take(1)
+
+
+async def test_closing_the_transport_ends_those_who_wait(redis_url: str, queue: str) -> None:
+    async with connected(redis_url) as transport, receiving(transport, queue) as receiver:
+        assert await receiver.nothing_for(0.1)
+        await transport.aclose()
+        with pytest.raises(TransportUnavailable):
+            await receiver.take(1)
+
+
+async def test_a_server_that_is_killed_is_noticed_and_found_again(tmp_path: Path, queue: str) -> None:
+    """P12: those who wait and those who publish are told at once, and the next call after its return works."""
+    with RedisServer(tmp_path) as server:
+        async with connected(server.url) as transport:
+            await transport.declare([queue])
+            async with receiving(transport, queue) as receiver:
+                assert await receiver.nothing_for(0.1)
+                server.kill()
+                with pytest.raises(TransportUnavailable):
+                    await receiver.take(1)
+            refused = await refusals(transport, messages(queue, [b"one", b"two"]))
+            assert refused == dict.fromkeys([0, 1], RefusalReason.UNREACHABLE)
+            server.start()
+            await transport.publish(messages(queue, [b"three"]))
+            assert await transport.depth(queue) == 1
+
+
+async def test_one_who_holds_all_it_may_notices_the_death_as_well(tmp_path: Path, queue: str) -> None:
+    with RedisServer(tmp_path) as server:
+        async with connected(server.url) as transport:
+            await transport.publish(messages(queue, [b"one"]))
+            async with receiving(transport, queue, prefetch=1) as receiver:
+                await receiver.take(1)
+                server.kill()
+                with pytest.raises(TransportUnavailable):
+                    await receiver.take(1)
+
+
+async def test_a_lost_confirmation_is_told(redis_url: str, queue: str) -> None:
+    """F49: the server has it; the repetition rings twice."""
+    credentials, _, rest = redis_url.rpartition(":")
+    async with (
+        Proxy(int(rest.partition("/")[0])) as proxy,
+        connected(f"{credentials}:{proxy.port}?timeout=1") as transport,
+    ):
+        await transport.declare([queue])
+        some = messages(queue, [b"one"])
+        proxy.swallow()
+        assert await refusals(transport, some) == {0: RefusalReason.UNREACHABLE}
+        await transport.publish(some)
+        assert await transport.depth(queue) == 2
+
+
+async def test_a_frozen_server_is_unreachable_until_it_thaws(tmp_path: Path, queue: str) -> None:
+    """F49: nothing is confirmed within the timeout; the server may have it all the same."""
+    with RedisServer(tmp_path) as server:
+        async with connected(f"{server.url}?timeout=1") as transport:
+            await transport.declare([queue])
+            some = messages(queue, [b"%d" % n for n in range(1500)])
+            server.freeze()
+            assert await refusals(transport, some) == dict.fromkeys(range(1500), RefusalReason.UNREACHABLE)
+            with pytest.raises(TransportUnavailable):
+                await transport.declare([queue])
+            server.thaw()
+            await transport.publish(some)
+            assert set(await transport.peek(queue, limit=4000) or []) == {message.body for message in some}
+
+
+@pytest.fixture
+def queue() -> str:
+    return f"busload.test-{uuid4().hex}"
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Transport]:
+    transport = find_transport(url)
+    try:
+        yield transport
+    finally:
+        await transport.aclose()
+
+
+@asynccontextmanager
+async def administration(url: str) -> AsyncIterator[Any]:
+    client = Redis.from_url(url, protocol=2)
+    try:
+        yield client
+    finally:
+        await client.aclose()
