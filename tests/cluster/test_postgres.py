@@ -16,8 +16,9 @@ from tests.given import Database, eventually
 from tests.servers import shared_server
 
 UNCONFIRMED = """
-    SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query LIKE '%INSERT INTO busload.task%'"""
-"""Single sends that wait for the standby."""
+    SELECT count(*) FROM pg_stat_activity
+     WHERE query LIKE '%INSERT INTO busload.task%' AND (wait_event = 'SyncRep' OR wait_event_type = 'Lock')"""
+"""Single sends that wait for the standby, or for one that notifies and waits for it."""
 
 
 @pytest.fixture
@@ -41,8 +42,10 @@ async def test_what_was_acknowledged_outlives_the_primary(pair: list[Node], work
         with Database(primary.url) as database:
             await under_way(database)
             cut_off(primary)
-            await eventually(lambda: database.value(UNCONFIRMED), within=WITHIN)
-        primary.kill()  # with a send that is written here alone: it was not acknowledged, and is lost
+            try:
+                await eventually(lambda: database.value(UNCONFIRMED), within=WITHIN)
+            finally:
+                primary.kill()  # with a send that nobody else has: it was not acknowledged, and is lost
         await asyncio.to_thread(promote, standby)
         batch_ids = await sending
         await create(hosts.bus, batch_ids[0], SIZE)  # as if its answer had been lost
