@@ -96,10 +96,14 @@ def stop_servers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, quickly: bool = False
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    quickly: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, ended with all it started; `quickly` for one that has nothing to finish."""
-    process = subprocess.Popen([str(part) for part in command], env=env, start_new_session=True)
+    process = subprocess.Popen([str(part) for part in command], env=env, cwd=cwd, start_new_session=True)
     try:
         yield process
     finally:
@@ -133,13 +137,14 @@ def run_rabbitmq(home: Path) -> Iterator[str]:
     port, distribution, names = free_ports(3)
     with (
         running([EPMD, "-port", str(names), "-address", "127.0.0.1"], quickly=True),
-        running([RABBITMQ], env=rabbitmq_environment(home, port, distribution, names)) as broker,
+        running([RABBITMQ], env=rabbitmq_environment(home, port, distribution, names), cwd=home) as broker,
     ):
         wait_for_port(port, broker)
         yield f"amqp://guest:guest@127.0.0.1:{port}/"
 
 
 def rabbitmq_environment(home: Path, port: int, distribution: int, names: int) -> dict[str, str]:
+    """Run it in its home: a node that dies leaves its dumps in the folder it was started from."""
     (home / "rabbitmq.conf").write_text(
         f"listeners.tcp.1 = 127.0.0.1:{port}\nloopback_users = none\ndisk_free_limit.absolute = 10MB\n"
     )
@@ -158,7 +163,7 @@ def rabbitmq_environment(home: Path, port: int, distribution: int, names: int) -
         "RABBITMQ_MNESIA_BASE": str(home / "data"),
         "RABBITMQ_LOG_BASE": str(home / "log"),
         "RABBITMQ_PID_FILE": str(home / "pid"),
-        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1 +sbwt none",
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1 +sbwt none -kernel inet_dist_use_interface {127,0,0,1}",
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus
@@ -13,6 +15,7 @@ from busload.announcer import Announcer, pause
 from busload.domain import message
 from busload.errors import Refusal, RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.store.outbox import Piece, Unannounced
+from busload.store.plan import Plan
 from busload.transport import Message
 from tests.brokers.faulty import FaultyTransport
 from tests.given import DOMAIN, Database
@@ -35,10 +38,17 @@ def refusing(*indexes: int, reason: RefusalReason = RefusalReason.REFUSED) -> Ca
     return lambda index, message: Refusal(reason, "no") if index in indexes else None
 
 
-async def test_what_was_confirmed_is_told_by_load(transport: FaultyTransport, bus: CommandBus) -> None:
+async def test_what_was_confirmed_is_told_by_load(
+    transport: FaultyTransport, bus: CommandBus, database: Database
+) -> None:
     one = announcer(transport, bus)
     assert await one.announce(LOADS) == [Piece(1024, 1273), Piece(4096, 4105)]
-    assert [each.id for each in transport.confirmed] == ["1024-1123-0", "1124-1223-0", "1224-4105-0"]
+    ours = database.value("SELECT left(database::text, 8) FROM busload.identity")
+    assert [each.id for each in transport.confirmed] == [
+        f"{ours}-1024-1123-0",
+        f"{ours}-1124-1223-0",
+        f"{ours}-1224-4105-0",
+    ]
     assert {each.queue for each in transport.confirmed} == {f"busload.{DOMAIN}"}
     assert (one.messages, one.confirmed, one.refused.total()) == (3, 3, 0)
 
@@ -67,7 +77,8 @@ async def test_a_later_message_of_the_same_commands_is_another_one_only_if_it_ri
     await one.announce(LOADS[1:])
     await one.announce(LOADS[1:])
     await one.announce(LOADS[1:], again=True)
-    assert [each.id for each in transport.confirmed] == ["4096-4105-0", "4096-4105-0", "4096-4105-2"]
+    ids = [each.id.partition("-")[2] for each in transport.confirmed]
+    assert ids == ["4096-4105-0", "4096-4105-0", "4096-4105-2"]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +147,195 @@ async def test_for_foreign_readers_each_command_has_a_message_of_its_own(
     assert [message.read(each.body, b"k").ranges for each in transport.tried] == [
         ((id, id),) for id in range(lo, hi + 1)
     ]
+
+
+async def test_two_databases_on_one_broker_do_not_repeat_each_other(
+    transport: FaultyTransport, bus: CommandBus, database: Database
+) -> None:
+    """Their ids are alike, and a broker that drops repetitions must keep the messages of both."""
+    await announcer(transport, bus).announce(LOADS[1:])
+    await announcer(transport, bus).announce(LOADS[1:])
+    assert database.count("message") == 1
+    database.rows("UPDATE busload.identity SET database = gen_random_uuid()")
+    await announcer(transport, bus).announce(LOADS[1:])
+    assert database.count("message") == 2
+
+
+async def test_a_queue_that_cannot_be_used_refuses_only_its_own_messages(
+    transport: FaultyTransport, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F53: and it is tried once per page, however many slices that has."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 2)
+    declared: list[str] = []
+    theirs = transport.declare
+
+    async def declare(queues: Sequence[str]) -> None:
+        declared.extend(queues)
+        if "busload.bad" in queues:
+            raise TransportMisconfigured("of another kind")
+        await theirs(queues)
+
+    monkeypatch.setattr(transport, "declare", declare)
+    loads = [Unannounced(1024 * n, 1024 * n + 249, ("bad", "good", "zeal")[n % 3], None, 0) for n in range(6)]
+    pieces = await announcer(transport, bus).announce(loads)
+
+    assert [(piece.lo >> 10, piece.reason) for piece in pieces] == [
+        (n, "REFUSED" if n % 3 == 0 else None) for n in range(6)
+    ]
+    assert {piece.error for piece in pieces if piece.reason} == {"of another kind"}
+    assert sorted(declared) == ["busload.bad", "busload.good", "busload.zeal"]
+    assert {each.queue for each in transport.tried} == {"busload.good", "busload.zeal"}
+
+
+async def test_very_many_messages_are_published_in_slices(
+    transport: FaultyTransport, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No single call may take longer than a transport allows itself."""
+    sizes = published(transport, monkeypatch)
+    loads = [Unannounced(1024 * n, 1024 * n + 999, DOMAIN, None, 0) for n in range(3)]
+    transport.refuses = refusing(1)
+    pieces = await announcer(transport, bus, envelope_size=1).announce(loads)
+    assert sizes == [1000, 1000, 1000]
+    assert [(piece.lo % 1024, piece.hi % 1024, piece.reason) for piece in pieces] == [
+        (0, 0, None),
+        (1, 1, "REFUSED"),
+        (2, 999, None),
+    ] * 3
+
+
+async def test_a_broker_that_is_away_is_not_asked_for_every_slice(
+    transport: FaultyTransport, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 1)
+    one = announcer(transport, bus)
+    await one.announce(LOADS)
+    transport.publishes = 0
+    transport.pull()
+    pieces = await one.announce(LOADS)
+    assert transport.publishes == 1
+    assert [(piece.lo, piece.hi, piece.reason) for piece in pieces] == [
+        (1024, 1273, "UNREACHABLE"),
+        (4096, 4105, "UNREACHABLE"),
+    ]
+
+
+async def test_what_is_left_when_time_is_over_waits_for_another_round(
+    transport: FaultyTransport, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever announces holds its loads for a minute, and must have told all about them by then."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 1)
+    one = announcer(transport, bus)
+    await one.announce(LOADS)
+    monkeypatch.setattr("busload.announcer.WITHIN", 2.0)
+    theirs, calls = transport.publish, 0
+
+    async def publish_slowly(messages: Sequence[Message]) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(1.2)
+        await theirs(messages)
+
+    monkeypatch.setattr(transport, "publish", publish_slowly)
+    pieces = await one.announce(LOADS)
+    assert [(piece.lo, piece.hi, piece.reason) for piece in pieces] == [
+        (1024, 1123, None),
+        (1124, 1273, "UNREACHABLE"),
+        (4096, 4105, "UNREACHABLE"),
+    ]
+    assert calls == 2
+
+
+async def test_payloads_are_read_and_published_in_slices(
+    transport: FaultyTransport, bus: CommandBus, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1-51: memory does not grow with the page; a command that is larger than a slice goes alone."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 4)
+    monkeypatch.setattr("busload.announcer.MOST_BYTES", 1000)
+    letters = [10, 10, 10, 10, 10, 400, 400, 400, 5000, 10, 10, 10]
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit", data={"x": "y" * n}) for n in letters], name="b")
+    [(lo, hi)] = database.rows("SELECT min(id), max(id) FROM busload.command")
+    sizes = published(transport, monkeypatch)
+    pieces = await announcer(transport, bus, message_per_command=True).announce([Unannounced(lo, hi, DOMAIN, None, 0)])
+    assert pieces == [Piece(lo, hi)]
+    assert sizes == [4, 3, 1, 1, 3]
+    assert [message.read(each.body).ranges for each in transport.confirmed] == [((n, n),) for n in range(lo, hi + 1)]
+
+
+@pytest.mark.parametrize("plan", ["identity", "sizes", "commands"])
+@pytest.mark.parametrize(
+    "error", [psycopg.OperationalError("gone"), ConnectionResetError(), KeyError("ours")], ids=repr
+)
+async def test_a_database_that_is_away_is_told_like_a_broker_that_is(
+    transport: FaultyTransport,
+    bus: CommandBus,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: str,
+    error: Exception,
+) -> None:
+    """F49: what was confirmed before stays so."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 2)
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(6)])
+    [(lo, hi)] = database.rows("SELECT min(id), max(id) FROM busload.command")
+    calls = 0
+
+    async def perform(found: Plan[Any]) -> Any:
+        nonlocal calls
+        name = getattr(found, "__name__", "")
+        calls += plan == ("commands" if name == "execute" else name)
+        if calls == (1 if plan == "identity" else 2):
+            found.close()
+            raise error
+        return await bus._perform_alone(found)
+
+    one = Announcer(transport, perform, prefix="busload", envelope_size=100, message_per_command=True)
+    pieces = await one.announce([Unannounced(lo, hi, DOMAIN, None, 0)])
+    confirmed = [] if plan == "identity" else [(0, 1, None)]
+    assert [(piece.lo - lo, piece.hi - lo, piece.reason) for piece in pieces] == [
+        *confirmed,
+        (2 * len(confirmed), 5, "UNREACHABLE"),
+    ]
+    assert "database" in str(pieces[-1].error)
+
+
+async def test_commands_that_vanished_are_told_and_keep_no_others_back(
+    transport: FaultyTransport, bus: CommandBus, database: Database
+) -> None:
+    """Of a load that is not told about as a whole nothing would move, and it would be announced for ever."""
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(5)])
+    [(lo, hi)] = database.rows("SELECT min(id), max(id) FROM busload.command")
+    database.rows("DELETE FROM busload.command WHERE id IN (%s, %s)", lo, lo + 3)
+    one = announcer(transport, bus, message_per_command=True)
+    nothing = Unannounced(lo + 1024 * 9, lo + 1024 * 9 + 9, DOMAIN, None, 0)
+    pieces = await one.announce([nothing, Unannounced(lo, hi, DOMAIN, None, 0)])
+    assert [(piece.lo - lo, piece.hi - lo, piece.reason) for piece in pieces] == [
+        (0, 0, "REFUSED"),
+        (1, 2, None),
+        (3, 3, "REFUSED"),
+        (4, 4, None),
+        (1024 * 9, 1024 * 9 + 9, "REFUSED"),
+    ]
+    assert "no such command" in str(pieces[0].error)
+
+
+@pytest.mark.parametrize("key", [b"", b"a:", b"new,", b"bad id:secret", b":secret"])
+async def test_an_unusable_key_is_refused_at_once(transport: FaultyTransport, bus: CommandBus, key: bytes) -> None:
+    """Z24."""
+    with pytest.raises(ValueError, match="message key"):
+        announcer(transport, bus, key=key)
+
+
+def published(transport: FaultyTransport, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many messages each call publishes, from now on."""
+    sizes: list[int] = []
+    theirs = transport.publish
+
+    async def publish(messages: Sequence[Message]) -> None:
+        sizes.append(len(messages))
+        await theirs(messages)
+
+    monkeypatch.setattr(transport, "publish", publish)
+    return sizes
 
 
 def test_rounds_are_spread_out_and_never_given_up() -> None:

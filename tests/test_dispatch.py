@@ -227,9 +227,13 @@ def test_a_bus_that_cannot_announce_is_not_made(face: type[CommandBus] | type[Sy
         (Settings(envelope_size=True), "found True"),
         (Settings(queue_prefix="no good"), "queue_prefix must be a letter, .* found 'no good'"),
         (Settings(queue_prefix=""), "queue_prefix must be"),
+        (Settings(message_per_command="no"), "message_per_command must be True or False, found 'no'"),  # type: ignore[arg-type]
+        (Settings(message_key=""), "message_key must be a text that is not empty"),
+        (Settings(message_key=b"geheim"), "message_key must be a text"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(TransportMisconfigured, match=why):
+        with pytest.raises(TransportMisconfigured, match=why) as refused:
             face(NOWHERE, transport=NOWHERE, settings=settings)
+        assert "geheim" not in str(refused.value)
     with pytest.raises(TransportMisconfigured, match="found the scheme 'carrier'") as refused:
         face(NOWHERE, transport="carrier://ada:geheim@pigeon")
     assert "geheim" not in str(refused.value)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import islice
 from typing import Any
+
+import psycopg
 
 from busload.domain import message
 from busload.domain.message import Envelope
 from busload.domain.payload import decode
 from busload.errors import (
+    BusloadError,
     PublishFailed,
     Refusal,
     RefusalReason,
@@ -30,6 +35,14 @@ WITHIN = 40.0
 """Seconds that announcing may take: whoever does it holds its loads for a minute."""
 
 LONGEST_PAUSE = 300.0
+
+MOST_MESSAGES = 1000
+"""Messages that are published by one call: transports allow it ten seconds."""
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Bytes of payloads that are read and published at a time, unless one command has more."""
+
+VANISHED = Refusal(RefusalReason.REFUSED, "There is no such command in the database any more.")
 
 
 class Announcer:
@@ -49,7 +62,10 @@ class Announcer:
         self._perform = perform
         self._prefix, self._size, self.key = prefix, envelope_size, key
         self._per_command = message_per_command
+        if key is not None:
+            message.keys(key)  # says so now if it is unusable
         self._declared: set[str] = set()
+        self._database: str | None = None
         self.messages = self.confirmed = 0
         """Messages that were handed to the broker, and those it has confirmed."""
         self.refused: Counter[str] = Counter()
@@ -63,56 +79,158 @@ class Announcer:
 
         `again`: they were announced before, and nobody came; a broker must not take that for the same message.
         """
-        envelopes = await self._envelopes(loads)
-        rounds = {load.hi >> 10: load.rounds for load in loads}
-        messages = [self._message(envelope, rounds if again else {}) for envelope in envelopes]
-        refused = await self._publish(messages)
+        page = _Page(loads, again=again)
+        left = VANISHED
+        try:
+            if self._database is None:
+                async with asyncio.timeout_at(page.deadline):
+                    self._database = await self._perform(outbox.identity())
+            async with aclosing(self._slices(page)) as slices:
+                async for envelopes in slices:
+                    refused = await self._announce(page, envelopes)
+                    away = next((why for why in refused.values() if why.reason is RefusalReason.UNREACHABLE), None)
+                    if away is not None and len(refused) == len(envelopes):
+                        left = away
+                        break
+        except TimeoutError:
+            left = Refusal(RefusalReason.UNREACHABLE, f"Reading and publishing all of it took more than {WITHIN:g} s.")
+        except Exception as error:  # what is left untold would be held for a minute, and nobody would know why
+            if not isinstance(error, psycopg.Error | BusloadError | OSError):
+                log.exception("Could not read from the database what is to be announced")
+            told = str(error) or type(error).__name__
+            left = Refusal(RefusalReason.UNREACHABLE, f"The database could not be read for the message: {told}")
+        return page.told(left)
+
+    async def _slices(self, page: _Page) -> AsyncGenerator[list[Envelope], None]:
+        """What the messages say, a thousand of them at most at a time, and no more payloads than fit into memory."""
+        loads = page.loads
+        if not self._per_command:
+            envelopes = message.envelopes([(load.lo, load.hi, load.domain) for load in loads], self._size)
+            while some := list(islice(envelopes, MOST_MESSAGES)):
+                yield some
+            return
+        for ranges in _in_ranges(loads):
+            async with asyncio.timeout_at(page.deadline):
+                sizes = await self._perform(outbox.sizes(ranges))
+            for ids in _by_bytes(sizes):
+                async with asyncio.timeout_at(page.deadline):
+                    rows = await self._perform(outbox.commands([(id, id) for id in ids]))
+                if rows:
+                    yield [_of_one(*row) for row in rows]
+
+    async def _announce(self, page: _Page, envelopes: Sequence[Envelope]) -> dict[int, Refusal]:
+        messages = [self._message(envelope, page.rounds if page.again else {}) for envelope in envelopes]
+        refused = await self._publish(messages, page)
         self.messages += len(messages)
         self.confirmed += len(messages) - len(refused)
         self.refused.update(str(refusal.reason) for refusal in refused.values())
-        pieces: list[Piece] = []
         for index, envelope in enumerate(envelopes):
-            refusal = refused.get(index)
-            for lo, hi in envelope.ranges:
-                if refusal is None:
-                    pieces.append(Piece(lo, hi))
-                else:
-                    wait = pause(rounds.get(hi >> 10, 0), refusal.after)
-                    pieces.append(Piece(lo, hi, str(refusal.reason), refusal.message[:1000], wait))
-        return list(_joined(pieces))
-
-    async def _envelopes(self, loads: Sequence[Unannounced]) -> list[Envelope]:
-        if not self._per_command:
-            return list(message.envelopes([(load.lo, load.hi, load.domain) for load in loads], self._size))
-        rows = await self._perform(outbox.commands([(load.lo, load.hi) for load in loads]))
-        return [_of_one(*row) for row in rows]
+            page.tell(envelope.ranges, refused.get(index))
+        return refused
 
     def _message(self, envelope: Envelope, rounds: dict[int, int]) -> Message:
+        """Its id has the database in it: a broker that serves two must not take their messages for repetitions."""
         first, last = envelope.ranges[0][0], envelope.ranges[-1][1]
-        again = rounds.get(last >> 10, 0)
-        return Message(self.queue(envelope.domain), f"{first}-{last}-{again}", message.write(envelope, self.key))
+        id = f"{self._database}-{first}-{last}-{rounds.get(last >> 10, 0)}"
+        return Message(self.queue(envelope.domain), id, message.write(envelope, self.key))
 
-    async def _publish(self, messages: Sequence[Message]) -> dict[int, Refusal]:
+    async def _publish(self, messages: Sequence[Message], page: _Page) -> dict[int, Refusal]:
+        """A queue that cannot be used refuses its own messages; the others are published."""
         try:
-            async with asyncio.timeout(WITHIN):
-                fresh = {each.queue for each in messages} - self._declared
-                if fresh:
-                    await self.transport.declare(sorted(fresh))
-                    self._declared |= fresh
-                await self.transport.publish(messages)
-        except PublishFailed as failed:
-            if any(refusal.reason is RefusalReason.UNROUTABLE for refusal in failed.refused.values()):
-                self._declared.clear()  # somebody has removed a queue
-            return failed.refused
-        except TransportMisconfigured as error:
-            return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.REFUSED, str(error)))
+            async with asyncio.timeout_at(page.deadline):
+                await self._declare({each.queue for each in messages}, page.unusable)
+                refused = {n: why for n, each in enumerate(messages) if (why := page.unusable.get(each.queue))}
+                usable = [n for n in range(len(messages)) if n not in refused]
+                if usable:
+                    theirs = await self._hand_over([messages[n] for n in usable])
+                    refused |= {usable[n]: why for n, why in theirs.items()}
+            return refused
         except (TransportError, TimeoutError, OSError) as error:
             told = str(error) or f"It did not answer within {WITHIN:g} s."
             return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.UNREACHABLE, told))
         except Exception as error:  # an adapter's fault must not end the relay
             log.exception("The transport %s failed in a way that it should not", self.transport.name)
             return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.REFUSED, type(error).__name__))
+
+    async def _declare(self, queues: set[str], unusable: dict[str, Refusal]) -> None:
+        for queue in sorted(queues - self._declared - unusable.keys()):
+            try:
+                await self.transport.declare([queue])
+            except TransportMisconfigured as error:
+                unusable[queue] = Refusal(RefusalReason.REFUSED, str(error))
+            else:
+                self._declared.add(queue)
+
+    async def _hand_over(self, messages: Sequence[Message]) -> dict[int, Refusal]:
+        try:
+            await self.transport.publish(messages)
+        except PublishFailed as failed:
+            if any(refusal.reason is RefusalReason.UNROUTABLE for refusal in failed.refused.values()):
+                self._declared.clear()  # somebody has removed a queue
+            return failed.refused
+        except TransportMisconfigured as error:
+            self._declared -= {each.queue for each in messages}
+            return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.REFUSED, str(error)))
         return {}
+
+
+class _Page:
+    """Loads that are announced together, and what is known of each command's message so far."""
+
+    def __init__(self, loads: Sequence[Unannounced], *, again: bool) -> None:
+        self.loads, self.again = loads, again
+        self.rounds = {load.hi >> 10: load.rounds for load in loads}
+        self.deadline = asyncio.get_running_loop().time() + WITHIN
+        self.unusable: dict[str, Refusal] = {}
+        """Queues that the broker does not let us use; they are not tried again for this page."""
+        self._pieces: list[Piece] = []
+
+    def tell(self, ranges: Iterable[tuple[int, int]], refusal: Refusal | None) -> None:
+        for lo, hi in ranges:
+            if refusal is None:
+                self._pieces.append(Piece(lo, hi))
+            else:
+                wait = pause(self.rounds.get(hi >> 10, 0), refusal.after)
+                self._pieces.append(Piece(lo, hi, str(refusal.reason), refusal.message[:1000], wait, refusal.after))
+
+    def told(self, left: Refusal) -> list[Piece]:
+        """All of it; what nobody has told about yet fared like `left`. A load counts only if it is told as a whole."""
+        self.tell(list(self._untold()), left)
+        return list(_joined(self._pieces))
+
+    def _untold(self) -> Iterator[tuple[int, int]]:
+        told: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for lo, hi in sorted((piece.lo, piece.hi) for piece in self._pieces):
+            told[hi >> 10].append((lo, hi))
+        for load in self.loads:
+            next_one = load.lo
+            for lo, hi in told[load.hi >> 10]:
+                if load.lo <= lo <= load.hi:
+                    if next_one < lo:
+                        yield next_one, lo - 1
+                    next_one = hi + 1
+            if next_one <= load.hi:
+                yield next_one, load.hi
+
+
+def _in_ranges(loads: Iterable[Unannounced]) -> Iterator[list[tuple[int, int]]]:
+    """Ids of a thousand commands at a time."""
+    for envelope in message.envelopes([(load.lo, load.hi, "") for load in loads], MOST_MESSAGES):
+        yield list(envelope.ranges)
+
+
+def _by_bytes(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Ids of commands whose payloads may be in memory together."""
+    ids: list[int] = []
+    room = MOST_BYTES
+    for id, size in sizes:
+        if ids and size > room:
+            yield ids
+            ids, room = [], MOST_BYTES
+        ids.append(id)
+        room -= size
+    if ids:
+        yield ids
 
 
 def pause(rounds: int, asked: float | None = None) -> float:
@@ -132,7 +250,8 @@ def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
             and (last.reason, last.error) == (piece.reason, piece.error)
         )
         if last is not None and alike:
-            last = Piece(last.lo, piece.hi, last.reason, last.error, max(last.pause, piece.pause))
+            wait, after = max(last.pause, piece.pause), max(last.after or 0.0, piece.after or 0.0) or None
+            last = Piece(last.lo, piece.hi, last.reason, last.error, wait, after)
             continue
         if last is not None:
             yield last

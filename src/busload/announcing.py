@@ -27,6 +27,9 @@ log = logging.getLogger("busload")
 Perform = Callable[[Plan[Any]], Coroutine[Any, Any, Any]]
 """Performs a plan in a transaction of its own."""
 
+SHORT_REST, LONGEST_REST = 0.25, 10.0
+"""Seconds between two rounds if the broker was too busy for all of the first: if it names no time, and at most."""
+
 MARK_AGAIN = (0.1, 0.5, 2.0)
 """Seconds before what became of messages is said again, if the database did not answer."""
 
@@ -47,8 +50,12 @@ class Round:
 
     @property
     def throttled(self) -> float:
-        """Seconds the broker asked us to wait."""
-        return min((piece.pause for piece in self.pieces if piece.reason == RefusalReason.THROTTLED), default=0.0)
+        """Seconds to leave the broker alone, if it was too busy for all of it. Its loads wait as long as it asked for
+        anyway; others, for which it may have time, wait no longer than this."""
+        if any(piece.reason is None for piece in self.pieces):
+            return 0.0
+        asked = [piece.after or SHORT_REST for piece in self.pieces if piece.reason == RefusalReason.THROTTLED]
+        return min(LONGEST_REST, *asked) if asked else 0.0
 
 
 async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: timedelta) -> Recovered:
@@ -83,18 +90,20 @@ async def announce_page(announcer: Announcer, perform: Perform, relay: UUID, pag
         return Round()
     pieces = await announcer.announce(loads)
     batches = {load.batch_id for load in loads if load.batch_id is not None}
-    ready, again = await _mark(perform, relay, pieces, sorted(batches))
+    ready, again = await _mark(perform, relay, pieces)
+    if batches:
+        await perform(dispatch.close(sorted(batches)))
     return Round(loads, pieces, ready, again)
 
 
-async def _mark(perform: Perform, relay: UUID, pieces: Sequence[Piece], batches: Sequence[UUID]) -> tuple[int, int]:
+async def _mark(perform: Perform, relay: UUID, pieces: Sequence[Piece]) -> tuple[int, int]:
     """Say it until the database has heard it; a second time moves nothing."""
     for pause in MARK_AGAIN:
         try:
-            marked: tuple[int, int] = await perform(outbox.mark(relay, pieces, batches))
+            marked: tuple[int, int] = await perform(outbox.mark(relay, pieces))
         except psycopg.OperationalError as error:
             log.debug("Could not mark what was announced, saying it again: %r", error)
             await asyncio.sleep(pause)
         else:
             return marked
-    return await perform(outbox.mark(relay, pieces, batches))  # type: ignore[no-any-return]
+    return await perform(outbox.mark(relay, pieces))  # type: ignore[no-any-return]

@@ -250,8 +250,8 @@ class CommandBus(_Face):
             await self._sending.close()
         if self._completions is not None:
             await self._completions.close()
-        if self._announces is not None:
-            await self._announces.transport.aclose()
+        if self.transport is not None:
+            await self.transport.aclose()
         if self._pool is not None:
             await self._pool.close()
         self._pool, self._sending, self._completions, self._schema_checked = None, None, None, False
@@ -1362,6 +1362,13 @@ def _check_messages(settings: Settings) -> None:
         raise TransportMisconfigured(
             f"envelope_size must be a whole number from 1 to {ENVELOPE_SIZES[-1]}, found {size!r:.80}."
         )
+    found: object = settings.message_per_command
+    if not isinstance(found, bool):
+        raise TransportMisconfigured(f"message_per_command must be True or False, found {found!r:.80}.")
+    key: object = settings.message_key
+    if key is not None and not (isinstance(key, str) and key):
+        # What it is instead is not shown: it may be the secret, as bytes.
+        raise TransportMisconfigured("message_key must be a text that is not empty, or None to sign nothing.")
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:

@@ -21,7 +21,13 @@ import psycopg
 from busload.announcer import Announcer
 from busload.domain.dispatch import DispatchReport, DispatchStatus, Input, Strategy, checkpoint_name
 from busload.domain.ids import new_id
-from busload.errors import BatchSealedError, DispatchIncomplete, InvalidOperationError, RefusalReason
+from busload.errors import (
+    BatchNotFoundError,
+    BatchSealedError,
+    DispatchIncomplete,
+    InvalidOperationError,
+    RefusalReason,
+)
 from busload.requests import Order, Write
 from busload.store import dispatch as store
 from busload.store import outbox
@@ -69,7 +75,7 @@ class Dispatcher:
         via = Via(self._transport, relay=run.relay)
         plan = store.create(run.batch, run.order.commands, via, Strategy.TWO_PHASE)
         ranges: list[Range] = await self._insert(run, plan, run.order.commands)
-        await self._announce(run, ranges, lambda pieces: outbox.mark(run.relay, pieces, [run.batch.batch_id]))
+        await self._announce(run, ranges, lambda pieces: outbox.mark(run.relay, pieces))
         await self._finish(run)
 
     async def _optimistic(self, run: _Run) -> None:
@@ -77,7 +83,7 @@ class Dispatcher:
         via = Via(self._transport, optimistic=True)
         plan = store.create(run.batch, run.order.commands, via, Strategy.OPTIMISTIC)
         ranges: list[Range] = await self._insert(run, plan, run.order.commands)
-        await self._announce(run, ranges, lambda pieces: _take_back(self._transport, pieces, run.batch.batch_id))
+        await self._announce(run, ranges, lambda pieces: _take_back(self._transport, pieces))
         await self._finish(run)
 
     async def _in_checkpoints(self, run: _Run) -> None:
@@ -88,17 +94,20 @@ class Dispatcher:
             try:
                 commands, last = given.read(run.order.checkpoint_size)
                 written = await self._insert_checkpoint(run, commands, last=last)
-            except (BatchSealedError, InvalidOperationError):
+                if isinstance(written, Cursor):
+                    run.resumed = True
+                    last = _go_on(run, written)
+                    continue
+            except (BatchNotFoundError, BatchSealedError, InvalidOperationError) as error:
+                if run.wrote:
+                    run.error = str(error)
+                    await self._finish(run)
                 raise
             except Exception as error:
                 if not given.position:
                     raise
                 run.error = f"{type(error).__name__}: {error}"
                 raise await self._stopped(run) from error
-            if isinstance(written, Cursor):
-                run.resumed = True
-                last = _go_on(run, written)
-                continue
             given.move_to(given.position + len(commands))
             await self._announce(run, written.ranges, _marking(run, written.number))
             if run.refused and not last:
@@ -139,7 +148,7 @@ class Dispatcher:
             log.debug("Batch %s: announcing %d loads through %s", batch.batch_id, len(page), self._transport)
             with run.taking("send_ms"):
                 pieces = await self._announcer.announce(page)
-            if all(piece.reason == RefusalReason.UNREACHABLE for piece in pieces):
+            if pieces and all(piece.reason == RefusalReason.UNREACHABLE for piece in pieces):
                 pieces += [replace(pieces[0], lo=load.lo, hi=load.hi) for load in left]
                 left = []
             run.hear(pieces)
@@ -168,6 +177,7 @@ class Dispatcher:
         log.info("%s", _event(run, outcome, self._transport))
         try:
             await self._perform(store.finish(run.batch.batch_id, outcome))
+            await self._perform(store.close([run.batch.batch_id]))
         except psycopg.Error as error:
             log.warning("Could not write down how batch %s was announced: %s", run.batch.batch_id, error)
             return False
@@ -282,18 +292,18 @@ def decide(
     return DispatchStatus.SUCCESS_WITH_WARNING if warning else DispatchStatus.SUCCESS
 
 
-def _take_back(transport: str, pieces: Sequence[Piece], batch_id: UUID) -> Plan[int]:
+def _take_back(transport: str, pieces: Sequence[Piece]) -> Plan[int]:
     refused = [piece for piece in pieces if piece.reason is not None]
     if not refused:
         return 0
-    return (yield from outbox.take_back(transport, refused, [batch_id]))
+    return (yield from outbox.take_back(transport, refused))
 
 
 def _marking(run: _Run, checkpoint: int) -> Callable[[list[Piece]], Plan[tuple[int, int]]]:
     """Marks a checkpoint; it is confirmed if all of it was."""
 
     def mark(pieces: list[Piece]) -> Plan[tuple[int, int]]:
-        marked = yield from outbox.mark(run.relay, pieces, [run.batch.batch_id])
+        marked = yield from outbox.mark(run.relay, pieces)
         if not run.refused:
             yield from store.confirm_checkpoint(run.batch.batch_id, checkpoint)
         return marked
@@ -307,6 +317,12 @@ def _go_on(run: _Run, cursor: Cursor) -> bool:
     if given.total is not None and cursor.total is not None and given.total != cursor.total:
         raise _other_input(batch_id, f"{cursor.total:,} commands", f"{given.total:,}")
     before = given.position
+    if cursor.commands < before:
+        raise InvalidOperationError(
+            f"Batch {batch_id} stands before what was written: it has {cursor.commands:,} commands, wanted {before:,}. "
+            "The database may have failed over to a standby that lacks the last ones. Repeat the call with the same "
+            "batch_id to go on from there."
+        )
     last = given.move_to(cursor.commands)
     if given.position < cursor.commands:
         raise _other_input(batch_id, f"{cursor.commands:,} commands so far", f"{given.position:,}")
@@ -318,7 +334,7 @@ def _go_on(run: _Run, cursor: Cursor) -> bool:
     if not cursor.sealed:
         return False
     if cursor.total != cursor.commands:
-        raise BatchSealedError(run.batch.domain, batch_id)
+        raise BatchSealedError(run.batch.domain, batch_id, canceled=cursor.canceled)
     if not given.ended:
         raise _other_input(batch_id, f"{cursor.commands:,} commands", "more")
     return True

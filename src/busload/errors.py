@@ -120,9 +120,12 @@ class BatchNotFoundError(BusloadError):
 
 
 class BatchSealedError(BusloadError):
-    def __init__(self, domain: str, batch_id: UUID) -> None:
+    def __init__(self, domain: str, batch_id: UUID, *, canceled: bool = False) -> None:
         super().__init__(
-            f"Batch {batch_id} in domain {domain!r} is sealed and takes no more commands. "
+            f"Batch {batch_id} in domain {domain!r} was canceled before all its commands were written, and takes no "
+            "more. If they are to run after all, create a batch with another batch_id."
+            if canceled
+            else f"Batch {batch_id} in domain {domain!r} is sealed and takes no more commands. "
             "Open a batch with `open_batch` to add commands over time."
         )
         self.domain, self.batch_id = domain, batch_id

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from busload.requests import Write
 from busload.store import outbox as store
 from busload.store.outbox import Seen
 from busload.store.send import Range
+from busload.transport import Delivery
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
@@ -29,6 +32,18 @@ SETTLED = timedelta(seconds=5)
 
 MOST_LOOKED_AT = 10_000
 """Messages, and loads, that one comparison looks at."""
+
+PAGE = 500
+"""Messages on loan that are looked up at once."""
+
+QUIET, LONGEST_LOAN = 2.0, 30.0
+"""Seconds without a message after which a queue is at its end, and for which messages are kept from workers at most."""
+
+EARLY = 1.0
+"""Seconds before a message about commands that are not here is looked at once more."""
+
+_Ring = tuple[Delivery, Sequence[Range]]
+"""A message on loan, and the commands it is about."""
 
 
 class Outbox:
@@ -44,7 +59,7 @@ class Outbox:
     async def retry(self, *, domain: str | None = None, batch_id: UUID | None = None, dry_run: bool = False) -> int:
         """Let relays try again now what waits for another round; returns how many commands that are."""
         if dry_run:
-            return _failed(await self.list(domain=domain, batch_id=batch_id))
+            return await self._bus._read(self._bus._requests.retryable_outbox(domain, batch_id))
         return await self._bus._write(self._bus._requests.retry_outbox(domain, batch_id))
 
     async def reroute(
@@ -72,10 +87,12 @@ class Outbox:
         return rerouted
 
     async def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
-        """Compare what the database has announced with what the broker holds; with `repair`, ring for what is missing.
+        """Compare what the database has announced with what the broker holds; with `repair`, make both sides agree.
 
-        A message that a worker has on loan may not be seen, so what is missing may be on its way; to ring once more
-        does no harm. Messages that nothing waits for are dropped by the worker that gets them.
+        To repair is to ring for what is missing, and to take out of the broker what nothing waits for. For that the
+        messages are taken on loan, some seconds long, and what is waited for goes back; so a broker that cannot be
+        looked into is compared too. A message that a worker has on loan is not seen, so what is missing may be on its
+        way; to ring once more does no harm.
         """
         bus, announcer = self._bus, self._bus._announcer()
         found = []
@@ -84,24 +101,124 @@ class Outbox:
             depth, bodies = await transport.depth(queue), await transport.peek(queue, limit=MOST_LOOKED_AT)
             announced = await bus._read(store.announced(transport.name, each, older_than=SETTLED, limit=MOST_LOOKED_AT))
             told = Reconciliation(transport.name, each, queue, _commands(announced), depth, looked_into=False)
+            removed = 0
+            if repair and (depth or bodies or (depth is None and bodies is None)):
+                removed, seen = await self._remove(told)
+                bodies = seen if bodies is None else bodies
+            elif repair:
+                bodies = []
             if bodies is not None:
                 told, missing = await self._compare(told, bodies, announced)
                 if repair and missing:
                     loads = await bus._write(Write(store.ring(transport.name, missing), one_statement=True))
                     rung = await announcer.announce(loads, again=True)
                     told = replace(told, rung_again=_commands([(p.lo, p.hi) for p in rung if p.reason is None]))
-            found.append(told)
+            found.append(replace(told, removed=removed))
         return found
+
+    async def _remove(self, told: Reconciliation) -> tuple[int, builtins.list[bytes]]:
+        """Take messages out that nothing waits for; how many, and the bodies of all that came.
+
+        What is waited for stays on loan until the end: whatever goes back earlier would come again at once. So does
+        what is about nothing here, which may be early: it is looked up once more.
+        """
+        most = MOST_LOOKED_AT if told.depth is None else min(told.depth, MOST_LOOKED_AT)
+        removed, bodies = 0, []
+        unknown: builtins.list[_Ring] = []
+        transport = self._bus._announcer().transport
+        on_loan = _OnLoan(transport.deliveries(told.queue, prefetch=most), most)
+        try:
+            async for page in on_loan.pages():
+                bodies += [delivery.body for delivery in page]
+                readable, unreadable = _sorted(page, told.domain, self._key)
+                for delivery, why in unreadable:
+                    await delivery.reject(f"Refused a message: {why}")
+                answered, doubtful = await self._nothing_waits_for(readable)
+                await _acknowledge(answered)
+                removed += len(unreadable) + len(answered)
+                unknown += doubtful
+            await asyncio.sleep(EARLY if unknown else 0)
+            answered, doubtful = await self._nothing_waits_for(unknown)
+            late = answered + [delivery for delivery, _ in doubtful]
+            await _acknowledge(late)
+        finally:
+            await on_loan.give_back()
+        return removed + len(late), bodies
+
+    async def _nothing_waits_for(
+        self, messages: Sequence[_Ring]
+    ) -> tuple[builtins.list[Delivery], builtins.list[_Ring]]:
+        """Those whose commands do not wait any more, and those about commands that are not here."""
+        ranges = sorted({each for _, ranges in messages for each in ranges})
+        found = await self._bus._read(store.look_up(ranges)) if ranges else []
+        seen = dict(zip(ranges, found, strict=True))
+        idle = [each for each in messages if not any(seen[range].waits for range in each[1])]
+        answered = [delivery for delivery, ranges in idle if all(seen[range].exists for range in ranges)]
+        return answered, [each for each in idle if not all(seen[range].exists for range in each[1])]
+
+    @property
+    def _key(self) -> bytes | None:
+        return self._bus._announcer().key
 
     async def _compare(
         self, told: Reconciliation, bodies: Sequence[bytes], announced: Sequence[Range]
     ) -> tuple[Reconciliation, Sequence[Range]]:
-        key = self._bus.settings.message_key
-        messages = list(_read(bodies, None if key is None else key.encode()))
+        messages = list(_read(bodies, self._key))
         ranges = sorted({each for ranges in messages for each in ranges})
         seen = await self._bus._read(store.look_up(ranges)) if ranges else []
         whole = len(bodies) < MOST_LOOKED_AT
         return compare(told, len(bodies), messages, dict(zip(ranges, seen, strict=True)), announced if whole else [])
+
+
+class _OnLoan:
+    """Messages that are kept from workers until they are given back."""
+
+    def __init__(self, deliveries: AsyncIterator[Delivery], most: int) -> None:
+        self._deliveries, self._most = deliveries, most
+        self._next: asyncio.Future[Delivery] | None = None
+
+    async def pages(self) -> AsyncIterator[list[Delivery]]:
+        """As they come; ends after the most, when none has come for a while, or when it takes too long."""
+        end, page = time.monotonic() + LONGEST_LOAN, []
+        for _ in range(self._most):
+            self._next = asyncio.ensure_future(anext(self._deliveries))
+            # To cancel it would end the deliveries, and give back what is on loan.
+            await asyncio.wait([self._next], timeout=max(0.0, min(QUIET, end - time.monotonic())))
+            if not self._next.done():
+                break
+            page.append(self._next.result())
+            if len(page) == PAGE:
+                yield page
+                page = []
+        if page:
+            yield page
+
+    async def give_back(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+        close = getattr(self._deliveries, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _sorted(page: Sequence[Delivery], domain: str, key: bytes | None) -> tuple[list[_Ring], list[tuple[Delivery, str]]]:
+    """Those that can be read, and those that a worker would refuse, with why."""
+    readable: list[_Ring] = []
+    unreadable: list[tuple[Delivery, str]] = []
+    for delivery in page:
+        try:
+            envelope = message.read(delivery.body, key)
+            if envelope.domain != domain:
+                raise UnreadableMessage("it is about another domain than its queue")
+            readable.append((delivery, envelope.ranges))
+        except UnreadableMessage as error:
+            unreadable.append((delivery, str(error)))
+    return readable, unreadable
+
+
+async def _acknowledge(deliveries: Sequence[Delivery]) -> None:
+    await asyncio.gather(*(delivery.ack() for delivery in deliveries))
 
 
 class SyncOutbox:
@@ -117,7 +234,7 @@ class SyncOutbox:
     def retry(self, *, domain: str | None = None, batch_id: UUID | None = None, dry_run: bool = False) -> int:
         """Let relays try again now what waits for another round; returns how many commands that are."""
         if dry_run:
-            return _failed(self.list(domain=domain, batch_id=batch_id))
+            return self._bus._read(self._bus._requests.retryable_outbox(domain, batch_id))
         return self._bus._write(self._bus._requests.retry_outbox(domain, batch_id))
 
     def reroute(

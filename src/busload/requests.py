@@ -257,6 +257,10 @@ class Requests:
         plan = store.outbox.retry(transport=None, domain=domain, batch_id=batch_id)
         return Write(plan, batch_id, one_statement=True)
 
+    def retryable_outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[int]:
+        refuse(self._where(domain, batch_id))
+        return store.outbox.retryable(domain=domain, batch_id=batch_id)
+
     def reroute(
         self, domain: str | None, batch_id: UUID | None, *, failed_only: bool, operator: str | None
     ) -> Iterator[Write[tuple[int, int]]]:

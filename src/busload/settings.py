@@ -6,6 +6,7 @@
 | `BUSLOAD_HOME` | where the embedded PostgreSQL keeps its data; default `~/.local/share/busload` |
 | `BUSLOAD_TRANSPORT_URL` | the broker that announces commands, with its credentials; without it PostgreSQL delivers |
 | `BUSLOAD_MESSAGE_KEY` | a secret that messages are signed with; those without its signature are refused |
+| `BUSLOAD_QUEUE_PREFIX` | the first part of queues' names at the broker; default `busload` |
 | `BUSLOAD_PG_BIN` | the folder with `postgres` and `initdb` to use for the embedded server |
 """
 
@@ -27,6 +28,7 @@ VARIABLES = (
     "BUSLOAD_PG_BIN",
     "BUSLOAD_TRANSPORT_URL",
     "BUSLOAD_MESSAGE_KEY",
+    "BUSLOAD_QUEUE_PREFIX",
 )
 HOME = Path("~/.local/share/busload")
 
@@ -83,7 +85,7 @@ class Settings:
     poll_every: timedelta = timedelta(seconds=1)
     transport_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
-    queue_prefix: str = "busload"
+    queue_prefix: str = field(default_factory=lambda: _from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
     envelope_size: int = 100
     message_per_command: bool = False
     message_key: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)

@@ -26,7 +26,7 @@ class RabbitmqServer:
 
     def start(self) -> None:
         self._processes.enter_context(running([EPMD, "-port", str(self._names), "-address", "127.0.0.1"], quickly=True))
-        self._broker = self._processes.enter_context(running([RABBITMQ], env=self._env, quickly=True))
+        self._broker = self._processes.enter_context(running([RABBITMQ], env=self._env, cwd=self._home, quickly=True))
         wait_for_port(self._port, self._broker)
 
     def kill(self) -> None:

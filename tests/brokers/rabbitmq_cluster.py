@@ -24,7 +24,9 @@ def run_rabbitmq_cluster(home: Path) -> Iterator[str]:
     environments = _environments(home, names, ports[:COUNT], ports[COUNT:])
     with contextlib.ExitStack() as stack:
         stack.enter_context(running([EPMD, "-port", str(names), "-address", "127.0.0.1"], quickly=True))
-        brokers = [stack.enter_context(running([RABBITMQ], env=each, quickly=True)) for each in environments]
+        brokers = [
+            stack.enter_context(running([RABBITMQ], env=each, cwd=each["HOME"], quickly=True)) for each in environments
+        ]
         nodes = []
         for environment, port, broker in zip(environments, ports, brokers, strict=False):
             wait_for_port(port, broker)
@@ -65,9 +67,7 @@ def _environments(home: Path, names: int, ports: Sequence[int], distributions: S
         folder.mkdir(parents=True)
         (folder / ".erlang.cookie").write_text(cookie)
         (folder / ".erlang.cookie").chmod(0o400)
-        environment = rabbitmq_environment(folder, port, distribution, names)
-        environment["RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"] += " -kernel inet_dist_use_interface {127,0,0,1}"
-        environments.append(environment)
+        environments.append(rabbitmq_environment(folder, port, distribution, names))
     return environments
 
 

@@ -66,7 +66,10 @@ class OwnServer(ABC):
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        os.kill(self._running().pid, signal.SIGSTOP)
+        """Return once it stands still: a thread that is busy could still answer."""
+        pid = self._running().pid
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         os.kill(self._running().pid, signal.SIGCONT)

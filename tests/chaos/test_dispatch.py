@@ -22,7 +22,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -214,7 +214,10 @@ async def test_confirmations_that_never_come(
     port = int(url.rpartition(":")[2].strip("/"))
     with run(dsn, database, url, envelope=1) as chaos:
         creations = []
-        async with Proxy(port) as proxy, chaos.bus(f"{url.replace(str(port), str(proxy.port))}?timeout=0.5") as bus:
+        async with (
+            Proxy(port) as proxy,
+            chaos.bus(f"{url.replace(str(port), str(proxy.port))}?timeout={size / 50}") as bus,
+        ):
             for workers, strategies in ((0, STRATEGIES), (2, racing)):
                 chaos.workers.start(workers)
                 for strategy in strategies:
@@ -337,14 +340,18 @@ async def test_a_storm_of_repetitions_and_a_message_before_its_commands(
     dsn: str, database: Database, url: str, size: int
 ) -> None:
     """F54: two relays announce each load once; then every message comes a hundred times, one of them too early"""
+    within = 60 + size / 20
     with run(dsn, database, url, envelope=10, broker_poll=3600) as chaos:
         chaos.workers.start(2, domains=[OTHER])
         with SyncCommandBus(dsn, transport=url, settings=bus_settings(chaos.options)) as sender:
             sent = [sender.send(DOMAIN, "Transfer").command_id for _ in range(size)]
-        await eventually(lambda: not database.count("outbox"), 60)
+        await eventually(lambda: not database.count("outbox"), within)
         known = all_ids(database)
-        async with chaos.bus() as bus, await psycopg.AsyncConnection.connect(dsn) as conn:
-            broker = broker_of(bus)
+        async with (
+            chaos.bus() as bus,
+            await psycopg.AsyncConnection.connect(dsn) as conn,
+            aclosing(find_transport(url)) as broker,
+        ):
             if broker.name == "nats":  # the other cannot be looked into
                 assert sorted(await announced(broker, chaos.queue)) == known
             chaos.workers.start(2)
@@ -352,12 +359,12 @@ async def test_a_storm_of_repetitions_and_a_message_before_its_commands(
             too_early = envelope(await created_unseen(bus, conn, early))
             storm = [envelope(*((id, id) for id in known[n : n + 10])) for n in range(0, size, 10)]
             await publish(broker, chaos.queue, [too_early, *storm])
-            await eventually(lambda: database.count("execution") == size, 60)
+            await eventually(lambda: database.count("execution") == size, within)
             await conn.commit()
             await eventually(lambda: database.count("execution") == size + 10)
             for _ in range(99):
                 await publish(broker, chaos.queue, [too_early, *storm])
-            await emptied(broker, chaos.queue)
+            await emptied(broker, chaos.queue, within)
         await chaos.each_once([*sent, *(each.command_id for each in early if each.command_id)])
         assert database.count("execution") == size + 10
 
@@ -431,9 +438,8 @@ async def test_a_broker_that_is_killed_under_load(dsn: str, database: Database, 
             await asyncio.to_thread(server.start)
         load.over = True
         await loading
-        broker = find_transport(server.url)
-        await emptied(broker, chaos.queue, within=300)  # messages that had outlived a kill were taken, too
-        await broker.aclose()
+        async with aclosing(find_transport(server.url)) as broker:
+            await emptied(broker, chaos.queue, within=300)  # messages that had outlived a kill were taken, too
         await chaos.each_once(ids_of(load.creations), within=300)
         print(f"{kind}: {kills} kill -9 during {len(load.creations)} batches: 0 lost, 0 duplicates; {load.told()}")
 
@@ -492,8 +498,7 @@ async def test_hostile_messages_under_load(
     url, chance, within = request.getfixturevalue(f"{kind}_url"), seeded(), 60 + volleys
     with run(dsn, database, url, key=key, envelope=10) as chaos:
         creations = [new_creation(STRATEGIES[number % 3], 100) for number in range(volleys)]
-        async with chaos.bus() as bus:
-            attacker = find_transport(url)
+        async with chaos.bus() as bus, aclosing(find_transport(url)) as attacker:
             await attacker.declare([chaos.queue])
             await out_of_reach(bus, database)
             chaos.workers.start(2)
@@ -504,7 +509,6 @@ async def test_hostile_messages_under_load(
             await publish(attacker, chaos.queue, oversize(attacker))
             await eventually(lambda: database.count("execution") >= 100 * volleys, within)
             await emptied(attacker, chaos.queue, within)
-            await attacker.aclose()
             assert "Traceback" not in chaos.workers.log.read_text(), chaos.workers.last_words()
             assert waiting(database) == {"SCHEDULED": 1, "PENDING": 1}
             await bus.cancel_batch(DOMAIN, OUT_OF_REACH, reason="was never in reach", operator="test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,10 @@ async def test_what_waits_is_listed_tried_again_and_rerouted(
     assert "OUTBOX" in busload("domain", "ls").stdout
 
     assert busload("outbox", "retry", "--dry-run").stdout == "30 commands would be tried again.\n"
+    database.rows("UPDATE busload.outbox SET relay = gen_random_uuid() WHERE rounds > 0")  # a relay has it in hand
+    assert busload("outbox", "retry", "--dry-run").stdout == "0 commands would be tried again.\n"
+    assert busload("outbox", "retry").stdout == "0 commands are due now.\n"
+    database.rows("UPDATE busload.outbox SET relay = NULL")
     assert busload("outbox", "retry", "--domain", "crm").stdout == "0 commands are due now.\n"
     assert json.loads(busload("outbox", "retry", "--json").stdout) == {"commands": 30, "dry_run": False}
     assert database.value("SELECT count(*) FROM busload.outbox WHERE due_at > now()") == 0
@@ -102,13 +107,54 @@ async def test_both_sides_are_compared_at_a_shell(busload: Busload, dsn: str, da
     repaired = run(dsn, *reconcile, "--repair", "--json")
     assert (repaired.exit_code, json.loads(repaired.stdout)[0]["rung_again"]) == (0, 30)
     assert database.count("message") == 1
+    database.rows("UPDATE busload.message SET body = 'nonsense'")
+    said = run(dsn, *reconcile, "--repair").stdout.splitlines()
+    assert (said[0].endswith("REMOVED"), said[1].split()[-1]) == (True, "1")
+    nothing = run(dsn, *reconcile, "--domain", "nosuch")
+    assert (nothing.exit_code, nothing.stdout, nothing.stderr.splitlines()[-1]) == (
+        0,
+        "",
+        "There is nothing in domain 'nosuch'.",
+    )
 
 
-def run(dsn: str, *arguments: str) -> Result:
+async def test_the_shell_meets_the_queues_of_an_application_with_another_prefix(dsn: str, database: Database) -> None:
+    async with CommandBus(dsn, transport=dsn, settings=Settings(queue_prefix="prod")) as bus:
+        await bus.create_batch(DOMAIN, commands(30))
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    reconcile = ("outbox", "reconcile", "--transport", dsn, "--json")
+    for result in (
+        run(dsn, *reconcile, "--queue-prefix", "prod"),
+        run(dsn, *reconcile, BUSLOAD_QUEUE_PREFIX="prod"),
+    ):
+        [found] = json.loads(result.stdout)
+        assert (result.exit_code, found["queue"], found["messages"], found["missing"]) == (0, "prod.payments", 1, 0)
+    assert json.loads(run(dsn, *reconcile).stdout)[0]["missing"] == 30
+    refused = run(dsn, "outbox", "reconcile", "--queue-prefix", "no good")
+    assert (refused.exit_code, "found 'no good'" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", ["batch ls", "job ls", "outbox ls", "outbox retry", "outbox reroute", "schema migrate", "domain ls"]
+)
+def test_what_needs_no_broker_does_not_mind_one_that_cannot_be(dsn: str, command: str) -> None:
+    result = run(dsn, *command.split(), BUSLOAD_TRANSPORT_URL="carrier://ada:geheim@pigeon")
+    assert (result.exit_code, "carrier" in result.output) == (0, False)
+
+
+def test_what_needs_a_broker_says_what_is_wrong_with_it(spawn: Spawn, dsn: str, tmp_path: Path) -> None:
+    variables = {"BUSLOAD_TRANSPORT_URL": "carrier://ada:geheim@pigeon"}
+    result = run(dsn, "outbox", "reconcile", **variables)
+    assert (result.exit_code, "found the scheme 'carrier'" in result.stderr) == (1, True)
+    helped = spawn("demo", "--help", env={**os.environ, **variables})
+    assert helped.wait(30) == 0, (tmp_path / "said.txt").read_text()
+
+
+def run(dsn: str, *arguments: str, **variables: str) -> Result:
     """In a thread, where it may have an event loop: this one has one that runs already."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(
-            lambda: CliRunner().invoke(main, list(arguments), env={"BUSLOAD_DATABASE_URL": dsn})
+            lambda: CliRunner().invoke(main, list(arguments), env={"BUSLOAD_DATABASE_URL": dsn} | variables)
         ).result()
 
 

@@ -19,6 +19,7 @@ from busload.domain.explanation import (
     Ready,
     Running,
     Surroundings,
+    Unconfirmed,
     Waiting,
     _span,
     explain_batch,
@@ -110,6 +111,26 @@ def test_every_reason_has_words_and_advice() -> None:
     urgency = list(Blocker)
     places = [urgency.index(reason.code) for reason in explanation.reasons]
     assert places == sorted(places) and explanation.eta is None
+
+
+@pytest.mark.parametrize(
+    ("next_try", "anybody", "said", "advised"),
+    [
+        (timedelta(seconds=30), True, "The next try is in 30 s.", "busload outbox retry"),
+        (-timedelta(seconds=9), True, "The next try is due now.", "busload outbox retry"),
+        (-timedelta(seconds=11), True, "Nobody tries again: no worker relays to nats.", "busload worker MODULE:BUS"),
+        (timedelta(seconds=30), False, "Nobody tries again: no worker lives.", "busload worker MODULE:BUS"),
+    ],
+)
+def test_after_a_failed_round_it_is_said_whether_anybody_tries_again(
+    next_try: timedelta, anybody: bool, said: str, advised: str
+) -> None:
+    held = Unconfirmed("nats", "UNREACHABLE", 2, NOW - MINUTE, 3, "nobody answers.", NOW + next_try)
+    around = Surroundings(workers=int(anybody), anybody=anybody)
+    [reason] = explain_batch(facts(Places(unconfirmed=(held,)), around)).reasons
+    assert (reason.code, reason.count) == (Blocker.NOT_CONFIRMED, 2)
+    assert "UNREACHABLE: nobody answers." in reason.message and reason.message.endswith(said)
+    assert advised in reason.advice and f"busload outbox reroute --batch {ID} --all" in reason.advice
 
 
 def test_since_is_when_it_began_to_be_in_the_way() -> None:

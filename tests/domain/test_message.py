@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from uuid import UUID
 
@@ -49,6 +51,58 @@ def test_a_forged_message_is_not_believed(forged: bytes) -> None:
     """Z24."""
     with pytest.raises(UnreadableMessage, match="signature"):
         message.read(forged, KEY)
+
+
+def test_a_key_can_be_replaced_while_messages_are_under_way() -> None:
+    """Z24: all that are named are accepted, the first one signs."""
+    old, both, turned, new = b"2025:first", b"2025:first,2026:second", b"2026:second, 2025:first", b"2026:second"
+    assert json.loads(message.write(ENVELOPE, turned))["signature"].startswith("2026:")
+    for writes, reads, believed in [
+        (old, both, True),
+        (both, old, True),
+        (turned, both, True),
+        (old, turned, True),
+        (new, turned, True),
+        (old, new, False),
+        (turned, old, False),
+        (b"2026:first", both, False),  # the secret of another id
+        (b"first", old, False),
+        (b"first", b"2026:second,first", True),
+        (b"second", b"first,second", True),
+    ]:
+        body = message.write(ENVELOPE, writes)
+        if believed:
+            assert message.read(body, reads) == ENVELOPE
+        else:
+            with pytest.raises(UnreadableMessage, match="signature"):
+                message.read(body, reads)
+
+
+@pytest.mark.parametrize(("key", "name"), [(b"a secret", ""), (b"k-1:a secret", "k-1:"), (b"k-1:a:b", "k-1:")])
+def test_a_signature_can_be_checked_without_spelling_json_as_we_do(key: bytes, name: str) -> None:
+    """Z24: as the documentation says it, with nothing of ours, also if the data looks like a signature."""
+    data = {"x": 1e16, "ü": '\u2028,"signature":"abc"}', "signature": "mine"}
+    one = message.of_one(
+        "payments", 1024, UUID(int=1), "Debit", data, batch_id=None, task_key=None, job_id=None, stage=None
+    )
+    body = message.write(one, key)
+    assert json.loads(body)["parameters"] == data
+    signed, _, rest = body.rpartition(b',"signature":"')
+    secret = key.removeprefix(name.encode())
+    assert rest.decode() == name + hmac.new(secret, signed + b"}", hashlib.sha256).hexdigest() + '"}'
+    assert message.read(body, key).domain == "payments"
+
+
+def test_secrets_are_in_no_representation() -> None:
+    assert "hush" not in repr(message.keys(b"2025:hush"))
+
+
+@pytest.mark.parametrize("key", [b"", b" ", b",", b"a:", b":a", b"a,", b"two words:a", b"\xc3\xbc:a"])
+def test_a_key_without_a_secret_is_refused(key: bytes) -> None:
+    """Z24: or everybody could sign."""
+    for use in (lambda: message.write(ENVELOPE, key), lambda: message.read(message.write(ENVELOPE), key)):
+        with pytest.raises(ValueError, match="unusable message key"):
+            use()
 
 
 @pytest.mark.parametrize(

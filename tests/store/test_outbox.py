@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from uuid import UUID, uuid4
@@ -10,11 +12,11 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, SyncCommandBus
-from busload.store import claim, outbox, rescue
+from busload.store import cancel, claim, outbox, rescue
 from busload.store.claim import Rung
 from busload.store.outbox import Piece, Unannounced
-from busload.store.plan import perform
-from tests.given import DOMAIN, Database, Given, counts
+from busload.store.plan import Statement, perform
+from tests.given import DOMAIN, Database, Given, counts, eventually
 
 VIA = "postgresql"
 ONE, OTHER = UUID(int=1), UUID(int=2)
@@ -252,11 +254,60 @@ async def test_a_canceled_batch_leaves_the_outbox(writer: SyncCommandBus, given:
     batch_id = written(writer, 10)
     [load] = taken(database)
     assert writer.cancel_batch(DOMAIN, batch_id, reason="not wanted") == 10
-    assert database.perform(outbox.mark(ONE, whole([load]), [batch_id])) == (0, 0)
+    assert database.perform(outbox.mark(ONE, whole([load]))) == (0, 0)
     assert rung(given, {load.hi >> 10: 10}).leased == []
     assert counts(await given.batch_now(batch_id)) == (10, 0, 0, 10, 0)
     database.check_invariants()
     assert database.is_at_rest()
+
+
+async def test_a_cancel_locks_loads_in_the_order_of_a_mark(
+    writer: SyncCommandBus, database: Database, dsn: str
+) -> None:
+    """Or the two would wait for each other: also if the loads lie in the table in another order"""
+    batch_id = writer.create_batch(DOMAIN, [BatchCommand("Debit", priority=priority) for priority in (1, 2)])
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    for table in ("outbox", "queue"):
+        if table == "queue":
+            database.perform(outbox.reroute(transport=None, domain=None, batch_id=None, failed=False, operator=None))
+        [(first,), (second,)] = database.rows(f"SELECT hi FROM busload.{table} ORDER BY hi")
+        moved = f"WITH gone AS (DELETE FROM busload.{table} WHERE hi = %s RETURNING *)"
+        database.rows(f"{moved} INSERT INTO busload.{table} SELECT * FROM gone", first)
+        with psycopg.connect(dsn) as marking, psycopg.connect(dsn) as canceling:
+            marking.execute(f"SELECT FROM busload.{table} WHERE hi = %s FOR UPDATE", [first])
+            plan = cancel.cancel_batch(DOMAIN, batch_id, reason="no", operator=None)
+            canceled = asyncio.create_task(asyncio.to_thread(perform, canceling, plan))
+            await eventually(lambda: database.value(waits))
+            marking.execute(f"SELECT FROM busload.{table} WHERE hi = %s FOR UPDATE NOWAIT", [second])
+            marking.rollback()
+            assert await canceled == 2
+            canceling.rollback()
+
+
+def test_only_batches_of_which_something_failed_count_a_round(writer: SyncCommandBus, database: Database) -> None:
+    """A page has loads of many: for the others it went well"""
+    fine, refused = written(writer), written(writer)
+    pieces = [
+        Piece(load.lo, load.hi, *(("REFUSED", "said so") if load.batch_id == refused else ()))
+        for load in taken(database)
+    ]
+    assert database.perform(outbox.mark(ONE, pieces)) == (10, 10)
+    rounds = dict(database.rows("SELECT batch_id, rounds FROM busload.dispatch"))
+    assert rounds == {fine: 0, refused: 1}
+
+
+def test_a_mark_compares_a_piece_with_its_own_load_only(writer: SyncCommandBus, database: Database, dsn: str) -> None:
+    """Or its cost would rise with the square of the page"""
+    for _ in range(2):
+        writer.create_batch(DOMAIN, [BatchCommand("Debit", priority=priority) for priority in range(50)])
+    pieces = whole(taken(database))
+    assert len(pieces) == 100
+    step = next(outbox.mark(ONE, pieces))
+    assert isinstance(step, Statement)
+    with psycopg.connect(dsn, options="-c plan_cache_mode=force_generic_plan -c enable_seqscan=off") as conn:
+        told = conn.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + step.sql, step.params, prepare=True).fetchall()
+    compared = re.findall(r"'Rows Removed by Join Filter': (\d+)", str(told))
+    assert sum(map(int, compared)) == 0
 
 
 def test_a_relay_takes_a_page_at_a_time(writer: SyncCommandBus, database: Database) -> None:

@@ -42,6 +42,7 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BatchNotFoundError,
     BatchSealedError,
     Command,
     CommandBus,
@@ -58,9 +59,13 @@ from busload import (
     WorkerSettings,
     store,
 )
+from busload.announcing import announce_page
 from busload.domain.dispatch import DispatchReport
 from busload.errors import Refusal, RefusalReason
 from busload.store.dispatch import Outcome
+from busload.store.plan import perform_async
+from busload.testing.transport import receiving
+from busload.transport import Message
 from tests.brokers.refusing import AWAY, Crash, RefusingTransport
 from tests.given import DOMAIN, Database, Given
 
@@ -228,6 +233,72 @@ async def test_a_relay_that_was_faster_than_its_creator_has_the_last_word(
     assert (told.status, told.error, told.total_ms) == ("recovered", "UNREACHABLE", 6.0)
 
 
+@pytest.mark.parametrize(
+    ("late", "retry_needed", "expected"),
+    [
+        ("success", False, "success"),
+        ("success_with_warning", False, "success_with_warning"),
+        ("partial_success", False, "success"),
+        ("partial_success", True, "recovered"),
+        ("failed_needs_recovery", True, "recovered"),
+    ],
+)
+async def test_a_creation_that_is_closed_lacks_nothing_any_more(
+    bus: CommandBus, database: Database, late: str, retry_needed: bool, expected: str
+) -> None:
+    """Whatever its creator has seen before: only whether it needed help is kept"""
+    batch_id = await bus.create_batch(DOMAIN, commands(3))
+    outcome = Outcome(DispatchStatus(late), retry_needed, None, None, 1.0, 2.0, 3.0, 6.0)
+    database.perform(store.dispatch.finish(batch_id, outcome))
+    assert (await report(bus, batch_id)).status == expected
+
+
+async def test_what_is_taken_back_after_it_was_closed_is_closed_again(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """Optimistic: nothing was in the outbox when a sweep came by, then the broker refused"""
+
+    async def sweep() -> None:
+        assert database.perform(store.dispatch.close()) == 1
+
+    transport.before = sweep
+    transport.is_away()
+    batch_id = await bus.create_batch(DOMAIN, commands(300), dispatch="optimistic")
+    told = await report(bus, batch_id)
+    assert (told.status, told.announced_at, told.queued_tasks) == ("failed_needs_recovery", None, 0)
+    transport.before = None
+    transport.is_back()
+    await all_run_once(bus, database, worker_settings, 300)
+    told = await report(bus, batch_id)
+    assert told.status == "recovered" and told.announced_at is not None
+
+
+async def test_two_relays_that_mark_the_last_loads_at_once_close_the_creation(bus: CommandBus) -> None:
+    """Neither sees in its transaction what the other has moved"""
+    sent = [BatchCommand("Debit", priority=priority) for priority in (1, 2)]
+    batch_id = await bus.create_batch(DOMAIN, sent, dispatch="relay")
+    both_have_marked = asyncio.Barrier(2)
+
+    async def relay() -> int:
+        calls = 0
+
+        async def perform(plan: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            async with bus.pool.connection() as conn, conn.transaction():
+                done = await perform_async(conn, plan)
+                if calls == 2:
+                    await both_have_marked.wait()
+                return done
+
+        return (await announce_page(bus._announcer(), perform, uuid4(), 1)).ready
+
+    async with asyncio.timeout(30):
+        assert list(await asyncio.gather(relay(), relay())) == [1, 1]
+    told = await report(bus, batch_id)
+    assert told.status == "success" and told.announced_at is not None
+
+
 async def test_one_batch_takes_as_many_messages_as_it_needs(dsn: str, transport: RefusingTransport) -> None:
     """S1-08, S1-48: 250 commands in messages of up to 100, and in one statement of the database"""
     for size, expected in ((100, [100, 100, 50]), (1, [1] * 250)):
@@ -327,6 +398,7 @@ async def test_the_first_checkpoint_that_fails_stops_and_the_same_call_goes_on(
     await all_run_once(bus, database, worker_settings, 50)
     told = await report(bus, batch_id)
     assert (told.status, told.total_tasks, told.tasks_failed) == ("recovered", 50, 0)
+    assert (told.failed_checkpoint, len(told.checkpoints)) == (None, 6)
     batch = await bus.get_batch(DOMAIN, batch_id)
     assert batch is not None and batch.status == "COMPLETED"
 
@@ -445,11 +517,87 @@ async def test_a_batch_that_was_canceled_half_way_is_not_gone_on_with(
     transport.refuses = lambda number: AWAY if number == 1 else None
     with pytest.raises(DispatchIncomplete) as stopped:
         await bus.create_batch(DOMAIN, commands(30), dispatch="checkpoint", checkpoint_size=10)
+    assert (await report(bus, stopped.value.batch_id)).recovery_possible
     assert await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no") == 20
-    with pytest.raises(BatchSealedError):
+    with pytest.raises(BatchSealedError, match="was canceled before all its commands were written"):
         await bus.create_batch(DOMAIN, commands(30), batch_id=stopped.value.batch_id, dispatch="checkpoint")
+    told = await report(bus, stopped.value.batch_id)
+    assert (told.status, told.tasks_failed, told.given_up, told.recovery_possible) == (
+        "partial_success",
+        10,
+        True,
+        False,
+    )
+    database.rows("UPDATE busload.dispatch SET status = 'pending'")  # as a creator that died leaves it
+    assert (await report(bus, stopped.value.batch_id)).status == "partial_success"
     database.check_invariants()
     assert database.is_at_rest()
+
+
+@pytest.mark.parametrize("given", [list, iter], ids=["list", "iterator"])
+async def test_a_batch_that_is_canceled_meanwhile_ends_its_creation(
+    bus: CommandBus, transport: RefusingTransport, database: Database, given: Callable[[list[BatchCommand]], Any]
+) -> None:
+    """It is closed, promises nothing, and the same call says why it is not gone on with"""
+    batch_id = uuid4()
+    options: dict[str, Any] = {"batch_id": batch_id, "dispatch": "checkpoint", "checkpoint_size": 10}
+
+    async def cancel() -> None:
+        await bus.cancel_batch(DOMAIN, batch_id, reason="no")
+
+    transport.before = cancel
+    for _ in range(2):
+        with pytest.raises(BatchSealedError, match="was canceled before all its commands were written"):
+            await bus.create_batch(DOMAIN, given(commands(30)), **options)
+        told = await report(bus, batch_id)
+        assert (told.status, told.database_tasks, told.queued_tasks) == ("partial_success", 10, 10)
+        assert told.announced_at is not None and told.error is not None and "was canceled" in told.error
+        assert (told.recovery_possible, told.failed_checkpoint) == (False, None)
+    assert database.is_at_rest()
+
+
+async def test_a_creation_that_stopped_and_was_canceled_is_closed_by_a_recovery(
+    bus: CommandBus, transport: RefusingTransport
+) -> None:
+    transport.refuses = lambda number: AWAY if number == 1 else None
+    with pytest.raises(DispatchIncomplete) as stopped:
+        await bus.create_batch(DOMAIN, commands(30), dispatch="checkpoint", checkpoint_size=10)
+    await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no")
+    await bus.recover()
+    told = await report(bus, stopped.value.batch_id)
+    assert (told.status, told.recovery_possible) == ("partial_success", False)
+    assert told.announced_at is not None
+
+
+@pytest.mark.parametrize("lost", ["checkpoint", "batch"])
+async def test_a_database_that_fell_behind_is_told_and_not_written_to_for_ever(
+    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings, lost: str
+) -> None:
+    """As after a failover to a standby that lacks a checkpoint, or all of it; the same call goes on from there"""
+    batch_id, sent = uuid4(), [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(40)]
+    options: dict[str, Any] = {"batch_id": batch_id, "dispatch": "checkpoint", "checkpoint_size": 10}
+    kept = 10 if lost == "checkpoint" else 0
+
+    async def lose() -> None:
+        if database.count("command") == 20:
+            [(first,)] = database.rows("SELECT id FROM busload.command ORDER BY id OFFSET %s LIMIT 1", kept)
+            for table, column in (("outbox", "lo"), ("queue", "lo"), ("command", "id")):
+                database.rows(f"DELETE FROM busload.{table} WHERE {column} >= %s", first)
+            database.rows("DELETE FROM busload.checkpoint WHERE checkpoint > %s", kept // 10)
+            database.rows("UPDATE busload.dispatch SET written = %s", kept)
+            database.rows("UPDATE busload.batch SET total_count = %s", kept)
+            if not kept:
+                database.rows("DELETE FROM busload.batch")
+
+    transport.before = lose
+    expected = InvalidOperationError if kept else BatchNotFoundError
+    with pytest.raises(expected, match="it has 10 commands, wanted 20" if kept else "There is no batch"):
+        async with asyncio.timeout(30):
+            await bus.create_batch(DOMAIN, sent, **options)
+    assert database.count("command") == kept
+    transport.before = None
+    await bus.create_batch(DOMAIN, sent, **options)
+    await all_run_once(bus, database, worker_settings, 40)
 
 
 async def test_optimistic_takes_back_only_what_was_refused(
@@ -515,8 +663,9 @@ class Dying(CommandBus):
         return await super()._perform_alone(plan)
 
 
-# Write, publish, mark, write down how it went; in checkpoints the first three of them three times.
-STEPS = {"two_phase": 4, "checkpoint": 10, "optimistic": 4}
+# Write, ask which database this is, publish, mark, write down how it went, close; in checkpoints write, publish and
+# mark three times.
+STEPS = {"two_phase": 6, "checkpoint": 12, "optimistic": 6}
 
 
 @pytest.mark.parametrize("strategy", STEPS)
@@ -534,7 +683,7 @@ async def test_a_crash_anywhere_is_healed(
             with pytest.raises(Crash):
                 await dying.create_batch(DOMAIN, sent, **options)
         written = database.value("SELECT count(*) FROM busload.command WHERE batch_id = %s", batch_id)
-        checkpoints = min(25, 10 * ((step + 2) // 3))
+        checkpoints = min(25, 10 * ((max(step - 1, 1) + 2) // 3))
         assert written == (0 if step == 0 else checkpoints if strategy == "checkpoint" else 25)
 
         async with CommandBus(dsn, transport=RefusingTransport(dsn), settings=settings) as bus:
@@ -550,7 +699,7 @@ async def test_what_a_crash_left_of_checkpoints_runs_without_being_resumed(
     """F47: but the batch, which is not whole, does not complete"""
     batch_id = uuid4()
     dying = Dying(dsn, transport=RefusingTransport(dsn), settings=settings)
-    dying.last = 4
+    dying.last = 5
     async with dying:
         with pytest.raises(Crash):
             await dying.create_batch(DOMAIN, commands(25), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
@@ -685,7 +834,7 @@ async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
     assert (found.answered, found.unknown, found.missing) == (1, 0, 0)
 
     [(second,)] = database.rows("SELECT lo FROM busload.queue ORDER BY lo OFFSET 1 LIMIT 1")
-    database.rows("DELETE FROM busload.message WHERE id LIKE %s", f"{str(second)[:-3]}%")
+    database.rows("DELETE FROM busload.message WHERE id LIKE %s", f"%-{str(second)[:-3]}%")
     kept = transport.published[0]
     await transport.publish([type(kept)(kept.queue, "x", b"nonsense")])
     made_up = b'{"v":1,"domain":"payments","loads":[[1073741824,1073741830]]}'
@@ -695,9 +844,41 @@ async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
     assert found.missing > 0 and found.rung_again == 0
     [repaired] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
     assert repaired.rung_again == repaired.missing == found.missing
+    assert repaired.removed == 3
     database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
     [after] = await bus.outbox.reconcile(domain=DOMAIN)
-    assert after.missing == 0
+    assert (after.missing, after.answered, after.unknown, after.removed) == (0, 0, 0, 0)
+    assert database.value("SELECT count(*) FROM busload.message WHERE visible_at > now()") == 0
+
+
+async def test_a_broker_that_cannot_be_looked_into_is_repaired_in_both_directions(
+    dsn: str, rabbitmq_url: str, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """F50: what nothing waits for leaves RabbitMQ, what is waited for stays, what is missing comes"""
+    settings = Settings(queue_prefix=f"test-{uuid4().hex}")
+    queue = f"{settings.queue_prefix}.{DOMAIN}"
+    async with CommandBus(dsn, transport=rabbitmq_url, settings=settings) as bus:
+        assert bus.transport is not None
+        await bus.create_batch(DOMAIN, commands(1500))
+        answered = await bus.create_batch(DOMAIN, commands(250))
+        await bus.cancel_batch(DOMAIN, answered, reason="no")
+        made_up = b'{"v":1,"domain":"payments","loads":[[1073741824,1073741830]]}'
+        await bus.transport.publish([Message(queue, "x", b"nonsense"), Message(queue, "y", made_up)])
+        database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+        [found] = await bus.outbox.reconcile()
+        assert (found.looked_into, found.depth, found.removed) == (False, 15 + 3 + 2, 0)
+        [repaired] = await bus.outbox.reconcile(repair=True)
+        assert (repaired.looked_into, repaired.removed, repaired.answered, repaired.unknown) == (True, 5, 3, 2)
+        assert (repaired.messages, repaired.missing, repaired.rung_again) == (20, 0, 0)
+        async with asyncio.timeout(20):  # a closed channel gives back what it had in its own time
+            while await bus.transport.depth(queue) != 15:
+                await asyncio.sleep(0.02)
+        async with receiving(bus.transport, queue, prefetch=100) as receiver:
+            for delivery in await receiver.take(15):
+                await delivery.ack()
+        [again] = await bus.outbox.reconcile(repair=True)
+        assert again.rung_again == again.missing == 1500
+        await all_run_once(bus, database, worker_settings, 1500)
 
 
 async def test_what_needs_retry_is_counted_per_job(
@@ -759,6 +940,7 @@ async def test_an_outbox_that_does_not_move_explains_itself(
     assert (reason.code, reason.count, reason.details["rounds"]) == ("NOT_CONFIRMED", 3, 1)
     assert "UNREACHABLE: nobody answers" in reason.message
     assert f"busload outbox reroute --batch {failed}" in reason.advice
+    assert "Nobody tries again: no worker lives." in reason.message
     [command] = await bus.list_batch_commands(DOMAIN, failed, limit=1)
     [alone] = (await bus.explain_command(DOMAIN, command.command_id)).reasons
     assert (alone.code, alone.count) == ("NOT_CONFIRMED", 1)

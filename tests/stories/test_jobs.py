@@ -274,7 +274,7 @@ async def test_a_canceled_job_is_not_planned_any_more(bus: CommandBus, given: Gi
     given.make_due()
     await given.drained()
     job = await job_now(bus, job_id)
-    assert (len(asked), job.status, shown(job)[1]) == (1, "CANCELED", ("two", "PLANNING"))
+    assert (len(asked), job.status, shown(job)[1]) == (1, "CANCELED", ("two", "CANCELED"))
 
     other = await bus.create_job(DOMAIN, [Stage("one", debits(1)), Stage("two")])
     [leased] = given.claimed()
@@ -286,6 +286,32 @@ async def test_a_canceled_job_is_not_planned_any_more(bus: CommandBus, given: Gi
     given.rescued()
     await given.drained()
     assert ((await job_now(bus, other)).status, len(asked), given.database.is_at_rest()) == ("CANCELED", 1, True)
+
+
+@pytest.mark.parametrize("place", ["queue", "scheduled", "troubleshooting"])
+async def test_canceling_ends_the_planner_wherever_it_waits(bus: CommandBus, given: Given, place: str) -> None:
+    job_id = await bus.create_job(DOMAIN, [Stage("one", debits(1)), Stage("two")])
+    given.settled(given.claimed())
+    if place == "queue":
+        given.settled(given.claimed())  # the step: it begins with the planning of the next stage
+        await bus.resume_job(DOMAIN, job_id)
+    else:
+        given.handler()
+        if place == "troubleshooting":
+            bus.planner(DOMAIN, "two")(raising(BusinessRuleError("no")))
+        await given.drained()
+    assert given.database.count(place) == 1
+    step = (await job_now(bus, job_id)).step
+    assert step is not None and step.command_type.endswith("two")
+
+    assert await bus.cancel_job(DOMAIN, job_id, reason="wrong list", operator="rosa") == 1
+    job = await job_now(bus, job_id)
+    assert (job.status, shown(job)) == ("CANCELED", [("one", "COMPLETED"), ("two", "CANCELED")])
+    ended = await bus.get_command(DOMAIN, step.command_id)
+    assert ended is not None and ended.status == "CANCELED"
+    last = (await bus.get_audit_trail(DOMAIN, step.command_id))[-1]
+    assert (last.type.endswith("CANCELED"), last.operator, last.details) == (True, "rosa", {"reason": "wrong list"})
+    assert given.database.is_at_rest()
 
 
 async def test_the_step_waits_for_a_worker_that_has_the_planner(bus: CommandBus, given: Given) -> None:

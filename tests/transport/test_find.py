@@ -107,3 +107,25 @@ def test_a_library_that_is_missing_is_named_with_how_to_install_it(installed: Ca
 )
 def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{scheme}://user:p?{SECRET}@host/" for scheme in ("amqp", "nats", "redis", "pgmq", "postgresql")),
+        *(f"{scheme}://user:p?a&{SECRET}=1@host/" for scheme in ("amqp", "nats", "redis", "pgmq", "postgresql")),
+        *(f"{scheme}://user:p@{SECRET}@host/database" for scheme in ("pgmq", "postgresql", "postgres")),
+        *(f"{scheme}://user:12/{SECRET}@host/database" for scheme in ("pgmq", "postgresql", "postgres")),
+    ],
+)
+def test_a_password_that_was_not_encoded_is_refused_and_not_shown(url: str) -> None:
+    """P12: what follows its '?' or '@' would be taken for an option or a host"""
+    with pytest.raises(TransportMisconfigured) as refused:
+        find_transport(url)
+    assert SECRET not in str(refused.value)
+    assert "percent-encode" in str(refused.value) or "cannot be read" in str(refused.value)
+
+
+def test_an_option_that_is_misspelt_is_still_named() -> None:
+    with pytest.raises(TransportMisconfigured, match=r"found 'timeuot', .* Did you mean 'timeout'\?"):
+        find_transport(f"amqp://user:{SECRET}@host/?timeuot=3")

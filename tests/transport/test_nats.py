@@ -15,7 +15,8 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
 from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing.transport import SECRET, WITHIN, TransportContract, messages, receiving, refusals, said_by
+from busload.testing import TransportContract
+from busload.testing.transport import SECRET, WITHIN, messages, receiving, refusals, said_by
 from busload.transport import Message, Transport, find_transport
 from busload.transport import nats as adapter
 from tests.brokers.certificates import make_certificate
@@ -203,6 +204,20 @@ async def test_names_that_differ_in_a_dot_are_different_queues(nats_url: str, qu
         assert await transport.depth(f"{queue}.never-made") == 0
 
 
+async def test_names_that_are_too_long_for_nats_are_cut_and_stay_apart(nats_url: str, queue: str) -> None:
+    """A domain has up to 255 bytes, a prefix up to 100."""
+    long = queue.ljust(355, "x")
+    names = [long, f"{long}y", long[:255], long[:256]]
+    async with connected(nats_url) as transport:
+        await transport.declare(names)
+        await transport.publish([message for name in names for message in messages(name, [name.encode()])])
+        for name in names:
+            async with receiving(transport, name) as receiver:
+                [delivery] = await receiver.take(1)
+                assert (delivery.queue, delivery.body) == (name, name.encode())
+                await delivery.ack()
+
+
 async def test_rights_that_are_missing_are_told(tmp_path: Path, queue: str) -> None:
     """Within moments: NATS tells them beside its answers."""
     rights = (
@@ -388,8 +403,11 @@ async def test_a_confirmation_is_not_awaited_from_the_dead(tmp_path: Path, queue
             assert await publishing == {0: RefusalReason.UNREACHABLE}
 
 
-async def test_a_lost_confirmation_does_not_ring_twice(nats_url: str, queue: str) -> None:
+async def test_a_lost_confirmation_does_not_ring_twice(
+    nats_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F49: the server has it, and drops the repetition, which goes out through a new connection."""
+    monkeypatch.setattr(adapter, "CLOSE_WITHIN", 1.0)
     credentials, _, port = nats_url.rpartition(":")
     async with Proxy(int(port)) as proxy, connected(f"{credentials}:{proxy.port}?timeout=1") as transport:
         await transport.declare([queue])

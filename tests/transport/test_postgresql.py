@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.store.embedded import EmbeddedPostgres
@@ -66,6 +69,23 @@ async def connected(url: str) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.aclose()
+
+
+async def test_another_host_is_tried_when_the_first_says_nothing(dsn: str, pgmq_url: str) -> None:
+    """A frozen server accepts connections. With PGMQ it is the same; together they take the time of one."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        urls = [behind(frozen.getsockname()[1], url) for url in (dsn, pgmq_url)]
+        async with connected(urls[0]) as transport, connected(urls[1]) as pgmq:
+            await asyncio.gather(transport.declare([QUEUE]), pgmq.declare([QUEUE]))
+
+
+def behind(port: int, url: str) -> str:
+    """The same server, as the second host of two."""
+    scheme, _, rest = url.partition(":")
+    real = conninfo_to_dict(f"postgresql:{rest}")
+    hosts = f"127.0.0.1,{quote(str(real['host']), safe='')}"
+    ports = f"{port},{real.get('port', 5432)}"
+    return f"{scheme}://{real['user']}@/{real['dbname']}?host={hosts}&port={ports}&timeout=5"
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

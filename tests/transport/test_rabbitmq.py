@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,7 @@ from busload.errors import RefusalReason, TransportMisconfigured, TransportUnava
 from busload.testing import TransportContract
 from busload.testing.transport import SECRET, messages, receiving, refusals
 from busload.transport import Transport, find_transport
+from busload.transport import rabbitmq as adapter
 from busload.transport.rabbitmq import LIMIT, RabbitmqTransport
 from tests.brokers.proxy import Proxy
 from tests.brokers.rabbitmq import RabbitmqServer
@@ -104,8 +106,27 @@ async def test_what_nobody_can_read_is_kept_in_another_queue(
     async with receiving(transport, queue) as receiver:
         [delivery] = await receiver.take(1)
         await delivery.reject("It is no JSON")
-    assert await has(transport, f"{queue}.dead", 1)
-    assert (await channel.basic_get(f"{queue}.dead", no_ack=True)).body == b"gibberish"
+    assert await has(transport, f"{queue}:dead", 1)
+    assert (await channel.basic_get(f"{queue}:dead", no_ack=True)).body == b"gibberish"
+
+
+async def test_names_that_are_too_long_for_rabbitmq_are_cut_and_stay_apart(
+    transport: Transport, channel: AbstractChannel, queue: str
+) -> None:
+    """A domain has up to 255 bytes, a prefix up to 100; and its dead-letter queue needs a name, too."""
+    long = queue.ljust(355, "x")
+    names = [long, f"{long}y", long[:250], long[:251]]
+    await transport.declare(names)
+    await transport.publish([message for name in names for message in messages(name, [name.encode()])])
+    for name in names:
+        async with receiving(transport, name) as receiver:
+            [delivery] = await receiver.take(1)
+            assert (delivery.queue, delivery.body) == (name, name.encode())
+            await delivery.reject("It is no JSON")
+        assert await has(transport, name, 0)
+    async with asyncio.timeout(20):
+        while (await channel.queue_declare(f"{long[:250]}:dead", passive=True)).message_count != 1:
+            await asyncio.sleep(0.02)
 
 
 async def test_messages_are_persistent_and_carry_their_id(
@@ -205,6 +226,24 @@ async def test_all_are_written_before_the_first_is_confirmed(
         await publishing
 
 
+async def test_no_more_than_a_window_is_under_way(
+    rabbitmq_url: str, transport: Transport, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each window has its own time. If one is not confirmed, the rest is not sent, and told."""
+    monkeypatch.setattr(adapter, "IN_FLIGHT", 10)
+    await transport.declare([queue])
+    batch = messages(queue, [b"%d" % n for n in range(25)])
+    async with TcpProxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
+        await far.publish(batch)
+        assert await has(transport, queue, 25)
+        proxy.hold_answers()
+        publishing = asyncio.create_task(refusals(far, batch))
+        assert await has(transport, queue, 35)
+        await proxy.cut()
+        assert await publishing == dict.fromkeys(range(25), RefusalReason.UNREACHABLE)
+    assert await transport.depth(queue) == 35
+
+
 async def test_a_confirm_that_is_lost_is_told_as_unreachable(
     rabbitmq_url: str, transport: Transport, queue: str
 ) -> None:
@@ -279,6 +318,23 @@ async def test_another_host_is_tried_when_the_first_is_gone(
         await transport.declare([queue])
         await transport.publish(messages(queue, [b"one"]))
     assert caplog.text.count("Trying another RabbitMQ") >= 2
+
+
+async def test_another_host_is_tried_when_the_first_says_nothing(
+    rabbitmq_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A frozen broker accepts connections. The next ones begin with the host that answered."""
+    real = rabbitmq_url.split("@")[1].rstrip("/")
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        url = f"amqp://guest:guest@127.0.0.1:{frozen.getsockname()[1]}/?hosts={real}&timeout=1"
+        async with connected(url) as transport:
+            await transport.declare([queue])
+            await transport.publish(messages(queue, [b"one"]))
+            assert isinstance(transport, RabbitmqTransport)
+            await transport._publishing.drop()
+            await transport.publish(messages(queue, [b"two"]))
+            assert await has(transport, queue, 2)
+    assert caplog.text.count("Trying another RabbitMQ") == 1
 
 
 async def test_tls_checks_the_certificate(rabbitmq_url: str, queue: str, tmp_path: Path) -> None:
@@ -358,3 +414,15 @@ def certificate(folder: Path) -> tuple[Path, Path]:
         capture_output=True,
     )
     return key, cert
+
+
+async def test_a_connection_that_fails_is_told_by_us_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever needed it tells, once; the library would log an error each time. Other users of it still hear that."""
+    url = "amqp://guest:guest@127.0.0.1:1/"
+    async with connected(url) as transport:
+        with pytest.raises(TransportUnavailable):
+            await transport.declare(["busload.nowhere"])
+    assert [record for record in caplog.records if record.name.startswith("aiormq")] == []
+    with pytest.raises(aiormq.AMQPError):
+        await aiormq.connect(url)
+    assert [record.levelname for record in caplog.records if record.name.startswith("aiormq")] == ["ERROR"]

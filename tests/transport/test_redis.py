@@ -12,7 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing.transport import SECRET, TransportContract, messages, receiving, refusals, said_by
+from busload.testing import TransportContract
+from busload.testing.transport import SECRET, messages, receiving, refusals, said_by
 from busload.transport import Transport, find_transport
 from busload.transport import redis as adapter
 from tests.brokers.certificates import make_certificate
@@ -142,9 +143,26 @@ async def test_what_nobody_can_read_is_kept_aside(redis_url: str, queue: str) ->
         async with receiving(transport, queue) as receiver:
             [delivery] = await receiver.take(1)
             await delivery.reject("It is no JSON")
-        [(_, kept)] = await admin.xrange(f"{queue}.dead")
+        [(_, kept)] = await admin.xrange(f"{queue}:dead")
         assert (kept[b"body"], kept[b"reason"]) == (b"\xff", b"It is no JSON")
         assert await admin.xlen(queue) == 0
+
+
+async def test_what_nobody_can_read_does_not_fill_redis(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis throws the oldest away by the hundred; the queue itself has no bound."""
+    monkeypatch.setattr(adapter, "MOST_DEAD", 100)
+    async with connected(redis_url) as transport, administration(redis_url) as admin:
+        await transport.publish(messages(queue, [b"%d" % n for n in range(500)]))
+        async with receiving(transport, queue, prefetch=500) as receiver:
+            for delivery in await receiver.take(500):
+                await delivery.reject("It is no JSON")
+        assert 100 <= await admin.xlen(f"{queue}:dead") < 300
+        await transport.publish(messages(queue, [b"%d" % n for n in range(500)]))
+        async with receiving(transport, queue, prefetch=500) as receiver:
+            await receiver.take(500)
+        assert await admin.xlen(queue) == 500
 
 
 async def test_an_entry_of_a_stranger_is_a_message(redis_url: str, queue: str) -> None:

@@ -13,7 +13,7 @@ from busload.errors import PublishFailed, Refusal, RefusalReason, TransportMisco
 from busload.testing import TransportContract
 from busload.testing.transport import SECRET, messages, reasons, receiving
 from busload.transport import Transport, find_transport
-from busload.transport.servicebus import MESSAGES_PER_BATCH, ServicebusTransport
+from busload.transport.servicebus import LONGEST_NAME, MESSAGES_PER_BATCH, ServicebusTransport, spelled
 from tests.brokers.lookalike import ServiceBus
 from tests.given import eventually
 
@@ -207,6 +207,33 @@ async def test_a_queue_that_nobody_made_is_told_with_what_to_do(
         await transport.publish(messages(missing, [b"one"]))
     assert failed.value.refused[0].reason == RefusalReason.UNROUTABLE
     assert "az servicebus queue create" in failed.value.refused[0].message
+
+
+async def test_domains_that_differ_by_capitals_have_queues_of_their_own(
+    servicebus: ServiceBus, transport: Transport, queue: str
+) -> None:
+    """To the broker their names would be the same; the administrator is told which one to make."""
+    capital = queue.replace("test", "Test")
+    with pytest.raises(TransportMisconfigured, match=f"--name {spelled(capital)} "):
+        await transport.declare([capital])
+    servicebus.create(spelled(capital))
+    await transport.declare([capital])
+    await transport.publish(messages(capital, [b"one"]))
+    async with receiving(transport, capital) as receiver:
+        [delivery] = await receiver.take(1)
+        assert (delivery.queue, delivery.body) == (capital, b"one")
+        await delivery.ack()
+    assert (servicebus.look(spelled(capital))["completed"], servicebus.look(queue)["ready"]) == (1, 0)
+
+
+def test_names_are_spelled_as_the_broker_takes_them() -> None:
+    """Small, ending with a letter or digit, of up to 260 bytes, and each in a way of its own."""
+    long = "busload." + "x" * 300
+    names = ["busload.a", "busload.A", "busload.a.", "busload.a-", long, f"{long}y", long[:260], long[:261]]
+    found = [spelled(name) for name in names]
+    assert [name for name in found if name in names] == ["busload.a", long[:260]]
+    assert len({name.lower() for name in found}) == len(names)
+    assert all(len(name) <= LONGEST_NAME and name[-1].isalnum() for name in found)
 
 
 async def test_a_lock_is_renewed_while_a_message_is_on_loan(servicebus: ServiceBus, transport: Transport) -> None:

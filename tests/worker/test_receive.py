@@ -17,6 +17,7 @@ from busload import BatchCommand, Command, CommandBus, HandlerContext, Settings,
 from busload.domain import message
 from busload.domain.execution import Lease
 from busload.domain.message import Envelope
+from busload.errors import TransportMisconfigured
 from busload.store.claim import Rung
 from busload.store.message import publish
 from busload.transport.base import Delivery
@@ -489,14 +490,95 @@ async def test_a_message_per_command_runs_each_once(
     database.check_invariants()
 
 
-@pytest.mark.parametrize(
-    ("concurrency", "flush_size", "envelope", "expected"),
-    [(100, 1000, 100, 11), (1, 1, 100, 2), (100, 1000, 1, 200), (10_000, 1000, 100, 110)],
-)
-def test_enough_messages_are_on_loan_for_what_runs(
-    concurrency: int, flush_size: int, envelope: int, expected: int
+@pytest.mark.parametrize(("concurrency", "expected"), [(1, 2), (100, 100), (10_000, 200)])
+def test_enough_messages_are_on_loan_for_what_runs(concurrency: int, expected: int) -> None:
+    assert prefetch_of(concurrency) == expected
+
+
+async def test_messages_about_single_commands_fill_all_slots(
+    bus: CommandBus, given: Given, database: Database, by_message: WorkerSettings, conn: psycopg.AsyncConnection
 ) -> None:
-    assert prefetch_of(WorkerSettings(flush_size=flush_size), concurrency, envelope) == expected
+    """Though one may be about many."""
+    leave = asyncio.Event()
+
+    async def wait(command: Command, ctx: HandlerContext) -> None:
+        await leave.wait()
+
+    seen = given.handler(function=wait)
+    async with given.running(settings=by_message, concurrency=20) as worker:
+        await connected(worker)
+        async with conn.transaction():
+            await bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(20)], conn=conn)
+            await conn.execute("UPDATE busload.outbox SET due_at = now() + interval '1 h', relay = gen_random_uuid()")
+        [(lo, hi)] = database.rows("SELECT lo, hi FROM busload.outbox")
+        await ring(bus, *(signed((id, id)) for id in range(lo, hi + 1)))
+        await eventually(lambda: len(seen) == 20)
+        leave.set()
+        await eventually(lambda: all_acked(database))
+    assert database.is_at_rest()
+
+
+async def test_what_is_on_loan_to_one_worker_runs_on_another_that_has_time(
+    bus: CommandBus, given: Given, database: Database, by_message: WorkerSettings
+) -> None:
+    """One that finds as much as it can take by a look looks again at once, until there is no more."""
+    leave = asyncio.Event()
+    slow: set[int] = set()
+
+    async def wait(command: Command, ctx: HandlerContext) -> None:
+        if len(slow) < 5:
+            slow.add(len(slow))
+            await leave.wait()
+
+    given.handler(function=wait)
+    async with given.running(settings=by_message, concurrency=5) as stuck:
+        await connected(stuck)
+        await given.batch(50)
+        await eventually(lambda: len(slow) == 5)
+        await eventually(lambda: broker(stuck).rings == 5)
+        async with given.running(settings=by_message, concurrency=5) as free:
+            await eventually(lambda: free.stats.completed + stuck.stats.in_hand == 50)
+            assert free.stats.completed >= 25
+            leave.set()
+            await eventually(lambda: free.stats.completed + stuck.stats.completed == 50)
+    database.check_invariants()
+
+
+async def test_each_domain_that_gets_no_messages_is_named(
+    bus: CommandBus,
+    given: Given,
+    worker_settings: WorkerSettings,
+    transport: FaultyTransport,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that fails must not keep quiet about the other, nor deny that the other is back."""
+    caplog.set_level("INFO", "busload")
+    monkeypatch.setattr(receive, "SLOW_PAUSE", 0.05)
+    away = {"salaries", DOMAIN}
+    theirs = transport.declare
+
+    async def declare(queues: Any) -> None:
+        for queue in queues:
+            if queue.removeprefix("busload.") in away:
+                raise TransportMisconfigured(f"no right to {queue}")
+        await theirs(queues)
+
+    def lines(text: str) -> list[str]:
+        return sorted(record.message for record in caplog.records if text in record.message)
+
+    monkeypatch.setattr(transport, "declare", declare)
+    given.handler()
+    given.bus.handler("salaries", "Pay")(lambda command, ctx: None)
+    async with given.running(settings=worker_settings, domains=[DOMAIN, "salaries"]):
+        await eventually(lambda: len(lines("does not deliver")) == 2)
+        assert [("salaries" in line, DOMAIN in line) for line in lines("does not deliver")].count((True, True)) == 0
+        away.discard(DOMAIN)
+        await eventually(lambda: len(lines("delivers")) == 1)
+        assert DOMAIN in lines("delivers")[0]
+        away.clear()
+        await eventually(lambda: len(lines("delivers")) == 2)
+    assert len(lines("does not deliver")) == 2
 
 
 # Rings by themselves

@@ -167,18 +167,41 @@ async def test_during_an_outage_a_round_takes_one_page(
     assert database.value("SELECT count(*) FROM busload.outbox WHERE rounds > 0") == 100
 
 
+@pytest.mark.parametrize(("asked", "rest"), [(120.0, 10.0), (4.0, 4.0), (None, 0.25)])
 async def test_a_broker_that_asks_for_time_gets_it(
-    bus: CommandBus, conn: psycopg.AsyncConnection, relay: Relay, transport: FaultyTransport, database: Database
+    bus: CommandBus,
+    conn: psycopg.AsyncConnection,
+    relay: Relay,
+    transport: FaultyTransport,
+    database: Database,
+    asked: float | None,
+    rest: float,
 ) -> None:
-    """F53: throttling backs off."""
+    """F53: throttling backs off: its loads for as long as it asks, others for ten seconds at most."""
     await written(bus, conn, 10)
-    transport.refuses = lambda index, message: Refusal(RefusalReason.THROTTLED, "slow down", 120.0)
+    transport.refuses = lambda index, message: Refusal(RefusalReason.THROTTLED, "slow down", asked)
     pause = await relay.once()
-    assert 100 < pause <= 120
+    assert 0.9 * rest < pause + 0.2 <= rest + 0.2
+    relay._resume_at += 60
     await bus.send(DOMAIN, "Debit")
-    assert await relay.once() > 100
-    assert transport.publishes == 1
-    assert database.value("SELECT max(due_at) > now() + interval '100 s' FROM busload.outbox")
+    assert await relay.once() > 30
+    assert (transport.publishes, relay.failed_rounds) == (1, 1)
+    assert database.value("SELECT max(due_at) > now() + interval '1 s' * %s FROM busload.outbox", (asked or 1) * 0.5)
+
+
+async def test_a_queue_that_is_too_busy_does_not_hold_up_the_others(
+    bus: CommandBus, relay: Relay, transport: FaultyTransport
+) -> None:
+    """F53: one domain is throttled, the relay goes on with the next."""
+    transport.refuses = lambda index, message: (
+        Refusal(RefusalReason.THROTTLED, "slow down", 120.0) if message.queue.endswith("busy") else None
+    )
+    await bus.send("busy", "Debit")
+    await bus.send(DOMAIN, "Debit")
+    assert await relay.once() == 0
+    await bus.send(DOMAIN, "Debit")
+    assert await relay.announce_due() == 1
+    assert len(told(transport.confirmed)) == 2
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.UNROUTABLE, RefusalReason.TOO_LARGE, RefusalReason.REFUSED])
@@ -204,6 +227,40 @@ async def test_what_a_person_must_mend_is_an_error_in_the_log_once(
     assert "no such right" in record.message
     transport.refuses = lambda index, message: None
     assert await relay.announce_due() == 10
+
+
+async def test_a_reason_is_not_said_again_while_something_waits_for_it(
+    bus: CommandBus,
+    relay: Relay,
+    transport: FaultyTransport,
+    database: Database,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F53: whatever is confirmed in between; once it was gone for a while, it is news."""
+    monkeypatch.setattr("busload.worker.relay.LAG_EVERY", 0.0)
+
+    def said() -> int:
+        return len([record for record in caplog.records if "does not confirm" in record.message])
+
+    async def a_bad_one_then_a_good_one() -> None:
+        for domain in ("bad", DOMAIN):
+            await bus.send(domain, "Debit")
+            await relay.once()
+            await relay.once()
+
+    refusal = Refusal(RefusalReason.REFUSED, "no such right")
+    transport.refuses = lambda index, message: refusal if message.queue.endswith("bad") else None
+    monkeypatch.setattr("busload.worker.relay.SAY_AGAIN", 0.0)
+    for _ in range(4):
+        await a_bad_one_then_a_good_one()
+    assert said() == 1
+    for again_after, expected in [(60.0, 1), (0.0, 2)]:
+        monkeypatch.setattr("busload.worker.relay.SAY_AGAIN", again_after)
+        database.rows("DELETE FROM busload.outbox")
+        await relay.once()
+        await a_bad_one_then_a_good_one()
+        assert said() == expected
 
 
 async def test_a_mark_that_the_database_does_not_hear_is_said_again(

@@ -6,13 +6,14 @@ import getpass
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 from uuid import UUID
 
 import click
 
-from busload.bus import SyncCommandBus
+from busload.bus import QUEUE_PREFIX, SyncCommandBus
 from busload.errors import InvalidOperationError, TransportMisconfigured
 from busload.settings import Settings
 from busload.store import connection, job, report
@@ -64,14 +65,36 @@ transport_option = click.option(
 )
 
 
+def _pass_prefix_on(ctx: click.Context, param: click.Parameter, prefix: str | None) -> None:
+    if prefix is None:
+        return
+    if not QUEUE_PREFIX.fullmatch(prefix):
+        message = f"wanted a letter, then up to 99 letters, digits, '_', '.' or '-', found {prefix!r:.80}"
+        raise click.BadParameter(message, param_hint="--queue-prefix")
+    ctx.with_resource(_variable("BUSLOAD_QUEUE_PREFIX", prefix))
+
+
+queue_prefix_option = click.option(
+    "--queue-prefix",
+    metavar="TEXT",
+    callback=_pass_prefix_on,
+    expose_value=False,
+    is_eager=True,
+    help="The first part of the queues' names; default BUSLOAD_QUEUE_PREFIX, else busload.",
+)
+
+
 class _ListOne(Protocol[T]):
     def __call__(self, domain: str, *, limit: int, offset: int) -> list[T]: ...
 
 
 @contextmanager
-def open_bus() -> Iterator[SyncCommandBus]:
-    """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once."""
-    settings = Settings()
+def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
+    """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once.
+
+    Only what announces needs the `transport`: for the rest it does not matter whether its URL can be used.
+    """
+    settings = Settings() if transport else replace(Settings(), transport_url=None)
     if settings.database_url is not None:
         reach(settings.database_url)
         with SyncCommandBus(settings.database_url, settings=settings) as bus:

@@ -22,7 +22,7 @@ import click
 from busload.bus import SyncCommandBus
 from busload.cli.command import print_trail
 from busload.cli.database import open_bus, transport_option
-from busload.cli.demo_app import DOMAIN, invoices
+from busload.cli.demo_invoices import DOMAIN, invoices
 from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table
 from busload.domain.batch import BatchMetadata
 from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
@@ -58,7 +58,7 @@ def demo(commands: int, as_json: bool) -> None:
         busload demo --json | jq .drain.per_second
     """
     tell = _Teller(silent=as_json)
-    with open_bus() as bus:
+    with open_bus(transport=True) as bus:
         outcome = _run(bus, commands, tell)
     if as_json:
         echo_json(outcome)

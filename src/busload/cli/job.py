@@ -107,7 +107,7 @@ def resume(job_id: UUID, domain: str | None, operator: str, as_json: bool) -> No
     \b
         busload job resume 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
     """
-    with open_bus() as bus:
+    with open_bus(transport=True) as bus:
         domain = domain_of_job(bus, job_id, domain)
         bus.resume_job(domain, job_id, operator=operator)
         found = bus.get_job(domain, job_id)

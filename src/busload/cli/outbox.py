@@ -8,10 +8,11 @@ from uuid import UUID
 import click
 
 from busload.bus import CommandBus
-from busload.cli.database import domain_option, open_bus, transport_option
+from busload.cli.database import domain_option, open_bus, queue_prefix_option, transport_option
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, table
 from busload.domain.dispatch import Reconciliation
+from busload.store import report
 
 batch_option = click.option("--batch", "batch_id", type=click.UUID, help="Only commands of this batch.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say how many commands that would be.")
@@ -104,20 +105,22 @@ def reroute(
 @outbox.command()
 @domain_option
 @transport_option
-@click.option("--repair", is_flag=True, help="Send a message for what has none.")
+@queue_prefix_option
+@click.option("--repair", is_flag=True, help="Send messages for what has none, remove those that nothing waits for.")
 @as_json
 def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
     """Compare what the database has announced with the messages that the broker holds.
 
-    Some brokers cannot be looked into; then only the counts of both sides are told. Ends with exit code 1 if messages
-    are missing and were not sent again.
+    Some brokers cannot be looked into; then only the counts of both sides are told. --repair takes the messages on loan
+    for some seconds, so it looks at them all the same. Ends with exit code 1 if messages are missing and were not sent
+    again.
 
     \b
         busload outbox reconcile
         busload outbox reconcile --domain payments --repair
         busload outbox reconcile --json | jq -r '.[] | select(.missing > 0) | .domain'
     """
-    with open_bus() as bus:
+    with open_bus(transport=True) as bus:
         if bus.transport is None:
             raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
@@ -125,12 +128,15 @@ def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
             async with CommandBus(bus.dsn, settings=bus.settings) as face:
                 return await face.outbox.reconcile(domain=domain, repair=repair)
 
-        found = asyncio.run(compare())
+        known = bus._read(report.domains())
+        found = [each for each in asyncio.run(compare()) if each.domain in known or each.depth or each.messages]
     if as_json:
         echo_json(found)
     else:
-        columns = ("QUEUE", "ANNOUNCED", "DEPTH", "LOOKED AT", "ANSWERED", "UNKNOWN", "MISSING", "RUNG AGAIN")
-        table(columns, [_row(each) for each in found], nothing="There are no domains yet.")
+        columns = ["QUEUE", "ANNOUNCED", "DEPTH", "LOOKED AT", "ANSWERED", "UNKNOWN", "MISSING", "RUNG AGAIN"]
+        columns += ["REMOVED"] if repair else []
+        nothing = "There are no domains yet." if domain is None else f"There is nothing in domain {domain!r}."
+        table(columns, [_row(each)[: len(columns)] for each in found], nothing=nothing)
         for each in found:
             if not each.looked_into:
                 click.echo(f"{each.transport} does not let us look at messages of {each.queue}.", err=True)
@@ -141,4 +147,4 @@ def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
 def _row(found: Reconciliation) -> tuple[object, ...]:
     counts = (found.messages, found.answered, found.unknown, found.missing)
     seen = counts if found.looked_into else (None,) * len(counts)
-    return (found.queue, found.announced, found.depth, *seen, found.rung_again)
+    return (found.queue, found.announced, found.depth, *seen, found.rung_again, found.removed)

@@ -70,6 +70,8 @@ class DispatchReport:
     announced_at: datetime | None
     job_id: UUID | None = None
     stage: str | None = None
+    given_up: bool = False
+    """Whether the batch was canceled, or sealed, before all was written: then the rest never is."""
 
     @property
     def tasks_committed(self) -> int:
@@ -88,7 +90,7 @@ class DispatchReport:
     @property
     def recovery_possible(self) -> bool:
         """Whether something is missing: what is written heals by itself, repeating the call writes the rest."""
-        return self.tasks_failed != 0 or self.retry_tasks > 0
+        return (self.tasks_failed != 0 and not self.given_up) or self.retry_tasks > 0
 
     @property
     def recovery_scheduled(self) -> bool:
@@ -154,6 +156,8 @@ class Reconciliation:
     """Commands that are announced and that no message is about."""
     rung_again: int = 0
     """Those of them that a new message was sent for."""
+    removed: int = 0
+    """Messages that nothing waits for, or that nobody can read, and that were taken out of the broker."""
 
 
 def choose(asked: Strategy | None, commands: Iterable[BatchCommand]) -> tuple[Strategy, Iterable[BatchCommand]]:

@@ -363,34 +363,46 @@ class _Subject:
             yield self._in_no_place(nowhere)
 
     def _in_the_outbox(self, held: Unconfirmed) -> Iterator[Reason]:
-        overdue = self.now - held.next_try
+        nobody = self._nobody_relays(held)
         details = {"transport": held.transport, "rounds": held.rounds, "reason": held.reason, "error": held.error}
         if held.reason is not None:
             said = " ".join((held.error or "").split())[:200].removesuffix(".")
             when = "is due now" if held.next_try <= self.now else f"is {_until(self.now, held.next_try)}"
+            next_try = f"The next try {when}." if nobody is None else f"Nobody tries again: {nobody}."
             rounds = f"{held.rounds} round{'' if held.rounds == 1 else 's'}"
             yield Reason(
                 Blocker.NOT_CONFIRMED,
                 held.count,
                 held.since,
                 f"{_are(held.count)} in the outbox: {rounds} of announcing to the broker ({held.transport}) failed. "
-                f"The last time it was {held.reason}: {said}. The next try {when}.",
-                self._relay_or("Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"),
+                f"The last time it was {held.reason}: {said}. {next_try}",
+                self._relay_or(
+                    "Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"
+                    if nobody is None
+                    else f"{self._start_a_relay} Or go"
+                ),
                 details | {"next_try": held.next_try},
             )
-        elif overdue > NOT_RELAYED or not self.around.anybody:
-            nobody = "no worker lives" if not self.around.anybody else f"no worker relays to {held.transport}"
+        elif nobody is not None:
             yield Reason(
                 Blocker.NOT_ANNOUNCED,
                 held.count,
                 held.since,
                 f"{_are(held.count)} in the outbox since {_span(self.now - held.since)}, but {nobody}.",
-                self._relay_or(
-                    f"Start a worker whose bus has that transport: `busload worker MODULE:BUS --domains {self.domain} "
-                    "--transport URL`. Or go"
-                ),
+                self._relay_or(f"{self._start_a_relay} Or go"),
                 details,
             )
+
+    def _nobody_relays(self, held: Unconfirmed) -> str | None:
+        """Why not, if so: relays of living workers take what is due at once."""
+        if not self.around.anybody:
+            return "no worker lives"
+        return f"no worker relays to {held.transport}" if self.now - held.next_try > NOT_RELAYED else None
+
+    @property
+    def _start_a_relay(self) -> str:
+        worker = f"busload worker MODULE:BUS --domains {self.domain} --transport URL"
+        return f"Start a worker whose bus has that transport: `{worker}`."
 
     def _relay_or(self, first: str) -> str:
         where = f"--domain {self.domain}" if self.batch_id is None else f"--batch {self.batch_id}"

@@ -45,7 +45,9 @@ class JobStatus(StrEnum):
 
 
 class StageStatus(StrEnum):
-    """How far a stage has come; once it has a batch, this is the batch's status."""
+    """How far a stage has come; once it has a batch, this is the batch's status.
+
+    `CANCELED`: its job was canceled while the stage was planned."""
 
     PENDING = "PENDING"
     PLANNING = "PLANNING"
@@ -53,6 +55,7 @@ class StageStatus(StrEnum):
     COMPLETED = "COMPLETED"
     COMPLETED_WITH_FAILURES = "COMPLETED_WITH_FAILURES"
     SKIPPED = "SKIPPED"
+    CANCELED = "CANCELED"
 
     @property
     def final(self) -> bool:

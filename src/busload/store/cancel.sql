@@ -12,13 +12,18 @@ WITH marked AS (
 SELECT batch_id, pg_notify('busload_cancel', batch_id::text) FROM marked;
 
 -- name: cancel_waiting
--- Cancel what has not started. A load that a claim is splitting is waited for, and what is left of it is canceled.
+-- Cancel what has not started. A load that a claim is splitting is waited for, and what is left of it is canceled. Loads are
+-- locked in order, as a mark does.
 WITH waiting AS (
-    DELETE FROM busload.queue WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
+    DELETE FROM busload.queue
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue WHERE batch_id = ANY (%(batch_ids)b::uuid[]) ORDER BY hi FOR UPDATE))
+    RETURNING lo, hi, batch_id, attempt, replies
 ), later AS (
     DELETE FROM busload.scheduled WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
 ), unannounced AS (
-    DELETE FROM busload.outbox WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
+    DELETE FROM busload.outbox
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE batch_id = ANY (%(batch_ids)b::uuid[]) ORDER BY hi FOR UPDATE))
+    RETURNING lo, hi, batch_id, attempt, replies
 ), load AS (
     SELECT * FROM waiting UNION ALL SELECT * FROM later UNION ALL SELECT * FROM unannounced
 ), noted AS (

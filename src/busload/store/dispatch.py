@@ -10,7 +10,7 @@ from uuid import UUID
 from busload.domain.command import NewCommand
 from busload.domain.dedup import Dedup
 from busload.domain.dispatch import DispatchReport, DispatchStatus, Strategy, checkpoint_name
-from busload.errors import InvalidOperationError
+from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.store import send
 from busload.store.plan import Plan, Savepoint, execute, one
 from busload.store.send import NewBatch, Range, Via
@@ -44,6 +44,7 @@ class Cursor:
     commands: int
     last_command: UUID | None
     sealed: bool
+    canceled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,13 @@ def write_checkpoint(
     """Commands of a batch that come after so many others; the first ones open it, the last ones seal it.
 
     If the batch is not where the caller thinks, nothing is written: another one goes
-    on with it too, or did so before. Then it returns where it stands.
+    on with it too, or did so before. Then it returns where it stands. One that was
+    begun and is gone is not begun again: its first commands would be missing.
     """
     cursor = yield from stand(batch.domain, batch.batch_id)
     if cursor is None:
+        if after:
+            raise BatchNotFoundError(batch.domain, batch.batch_id)
         cursor = yield from _open(batch, via, total, checkpoint_size)
     if cursor.strategy != Strategy.CHECKPOINT:
         raise send.already_exists(batch.batch_id)
@@ -161,9 +165,9 @@ def start(
 
 
 def finish(batch_id: UUID, outcome: Outcome) -> Plan[None]:
+    """To be followed by `close` in a transaction of its own: while this one holds the row, relays pass it over."""
     values = {name: getattr(outcome, name) for name in outcome.__slots__}
     yield from execute(SQL.finish, batch_id=batch_id, **values | {"status": str(outcome.status)})
-    yield from close([batch_id])
 
 
 def failed_round(batch_ids: Sequence[UUID]) -> Plan[None]:
@@ -171,7 +175,11 @@ def failed_round(batch_ids: Sequence[UUID]) -> Plan[None]:
 
 
 def close(batch_ids: Sequence[UUID] | None = None) -> Plan[int]:
-    """Finish the reports of creations, these or all, of which nothing waits in the outbox any more; how many."""
+    """Finish the reports of creations, these or all, of which nothing waits in the outbox any more; how many.
+
+    Not in the transaction that has moved their last loads: others move some at the same time, and see ours no more
+    than we see theirs.
+    """
     return len((yield from execute(SQL.close, batch_ids=None if batch_ids is None else list(batch_ids))))
 
 
@@ -206,7 +214,11 @@ def _report(
     unconfirmed: list[int],
     job_id: UUID | None,
     stage: str | None,
+    sealed: bool,
 ) -> DispatchReport:
+    given_up = sealed and written != total
+    if given_up and status == DispatchStatus.PENDING:
+        status = DispatchStatus.PARTIAL_SUCCESS
     return DispatchReport(
         batch_id=batch_id,
         transport=transport,
@@ -229,4 +241,5 @@ def _report(
         announced_at=announced_at,
         job_id=job_id,
         stage=stage,
+        given_up=given_up,
     )

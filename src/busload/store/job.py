@@ -219,6 +219,10 @@ def cancel_job(domain: str, job_id: UUID, *, reason: str, operator: str | None) 
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
     yield from execute(SQL.drop_parts, job_id=job_id)
     here = (yield from _stages(job_id))[job.position]
+    if here.status == StageStatus.PLANNING:
+        about = {"domain": domain, "plan_id": here.plan_id}
+        [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
+        return int(ended)
     if here.status != StageStatus.IN_PROGRESS:
         return 0
     return (yield from cancel.cancel_batch(domain, here.batch_id, reason=reason, operator=operator))
@@ -381,17 +385,20 @@ def _awaited(job: JobMetadata, here: _Stage) -> UUID | None:
 
 def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:
     values = dict(zip(_JOB, row[:-1], strict=True))
+    status = JobStatus(values["status"])
     values |= {
         "custom_data": values["custom_data"] and decode(values["custom_data"]),
-        "status": JobStatus(values["status"]),
-        "stages": tuple(_stage(stage, batches.get(stage.batch_id)) for stage in stages),
+        "status": status,
+        "stages": tuple(_stage(status, stage, batches.get(stage.batch_id)) for stage in stages),
     }
     return JobMetadata(**values)
 
 
-def _stage(stage: _Stage, batch: BatchMetadata | None) -> StageMetadata:
-    status = stage.status if batch is None else batch.status.value
-    return StageMetadata(stage.name, StageStatus(status), stage.planned, batch)
+def _stage(job: JobStatus, stage: _Stage, batch: BatchMetadata | None) -> StageMetadata:
+    status = StageStatus(stage.status if batch is None else batch.status.value)
+    if status is StageStatus.PLANNING and job is JobStatus.CANCELED:
+        status = StageStatus.CANCELED
+    return StageMetadata(stage.name, status, stage.planned, batch)
 
 
 # The statements select their columns in the order of these fields.

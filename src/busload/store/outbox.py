@@ -33,13 +33,17 @@ class Unannounced:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became of the message about neighbouring commands: confirmed, or to be repeated after `pause` seconds."""
+    """What became of the message about neighbouring commands: confirmed, or to be repeated after `pause` seconds.
+
+    `after` are those that the broker asked for.
+    """
 
     lo: int
     hi: int
     reason: str | None = None
     error: str | None = None
     pause: float = 0.0
+    after: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +67,24 @@ def next_due(transport: str) -> Plan[float | None]:
     return None if seconds is None else float(seconds)
 
 
-def mark(relay: UUID, pieces: Sequence[Piece], batches: Sequence[UUID] = ()) -> Plan[tuple[int, int]]:
-    """Say what became of messages; returns how many commands are ready by it, and how many wait for another round."""
-    [[ready, again]] = yield from execute(SQL.mark, relay=relay, **_arrays(pieces))
-    yield from _close(batches, failed=bool(again))
+def mark(relay: UUID, pieces: Sequence[Piece]) -> Plan[tuple[int, int]]:
+    """Say what became of messages; returns how many commands are ready by it, and how many wait for another round.
+
+    Creations that are complete by it are closed in a transaction of their own, after this one: two that mark the last
+    loads of a batch at once do not see each other's.
+    """
+    [[ready, again, failed]] = yield from execute(SQL.mark, relay=relay, **_arrays(pieces))
+    if failed:
+        yield from dispatch.failed_round(failed)
     return ready, again
 
 
-def take_back(transport: str, pieces: Sequence[Piece], batches: Sequence[UUID] = ()) -> Plan[int]:
+def take_back(transport: str, pieces: Sequence[Piece]) -> Plan[int]:
     """Commands that were ready before their message was refused, and that nobody has claimed, wait in the outbox."""
-    [[again]] = yield from execute(SQL.take_back, transport=transport, **_arrays(pieces))
-    yield from _close(batches, failed=bool(again))
+    [[again, failed]] = yield from execute(SQL.take_back, transport=transport, **_arrays(pieces))
+    if failed:
+        yield from dispatch.failed_round(failed)
     return int(again)
-
-
-def _close(batches: Sequence[UUID], *, failed: bool) -> Plan[None]:
-    if batches:
-        if failed:
-            yield from dispatch.failed_round(batches)
-        yield from dispatch.close(batches)
 
 
 def hurry(transport: str) -> Plan[None]:
@@ -91,6 +94,18 @@ def hurry(transport: str) -> Plan[None]:
 def silent(transport: str, bound: timedelta, limit: int = MOST) -> Plan[list[Unannounced]]:
     """Loads that were announced that long ago and never claimed; they count as announced now."""
     return many(Unannounced, SQL.silent, transport=transport, bound=bound, limit=limit)
+
+
+def identity() -> Plan[str]:
+    """Eight hex digits that tell this database from others."""
+    [[identity]] = yield from execute(SQL.identity)
+    return str(identity)
+
+
+def sizes(ranges: Sequence[tuple[int, int]]) -> Plan[list[tuple[int, int]]]:
+    """Ids of the commands that exist, and the bytes of their payloads."""
+    rows = yield from execute(SQL.sizes, los=[lo for lo, _ in ranges], his=[hi for _, hi in ranges])
+    return [(id, size) for id, size in rows]
 
 
 def commands(ranges: Sequence[tuple[int, int]]) -> Plan[list[tuple[Any, ...]]]:
@@ -122,6 +137,12 @@ def reroute(
 
 def retry(*, transport: str | None, domain: str | None, batch_id: UUID | None) -> Plan[int]:
     [[commands, _]] = yield from execute(SQL.retry, transport=transport, domain=domain, batch_id=batch_id)
+    return int(commands)
+
+
+def retryable(*, domain: str | None, batch_id: UUID | None) -> Plan[int]:
+    """How many commands `retry` would take: what a relay has in hand is tried already."""
+    [[commands]] = yield from execute(SQL.retryable, domain=domain, batch_id=batch_id)
     return int(commands)
 
 

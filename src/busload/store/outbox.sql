@@ -12,7 +12,8 @@ SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.outbox WHERE
 -- name: mark
 -- Whoever announced loads says how that went, piece by piece: confirmed ones are ready, the others wait for another round. Only
 -- what it still holds moves, and only whole loads that it tells all about; a worker that was faster than the mark has taken
--- its part already, so nothing is ever moved backwards. Returns how many commands are ready, and how many wait again.
+-- its part already, so nothing is ever moved backwards. Returns how many commands are ready, how many wait again, and of which
+-- batches those are.
 WITH piece AS (
     SELECT * FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(reasons)b::text[], %(errors)b::text[], %(pauses)b::float8[])
                   AS p (lo, hi, reason, error, pause)
@@ -26,7 +27,7 @@ WITH piece AS (
 ), part AS MATERIALIZED (
     SELECT greatest(h.lo, p.lo) AS lo, least(h.hi, p.hi) AS hi, h.hi AS held, h.lo AS held_lo, h.domain, h.batch_id, h.priority,
            h.attempt, h.forgiven, h.crashes, h.replies, h.transport, h.since, h.rounds, p.reason, p.error, p.pause
-      FROM held AS h JOIN piece AS p ON p.lo <= h.hi AND p.hi >= h.lo
+      FROM held AS h JOIN piece AS p ON p.lo >> 10 = h.hi >> 10 AND p.lo <= h.hi AND p.hi >= h.lo
 ), whole AS MATERIALIZED (
     SELECT held FROM part GROUP BY held, held_lo HAVING sum(hi - lo + 1) = held - held_lo + 1
 ), gone AS (
@@ -44,10 +45,12 @@ WITH piece AS (
       FROM told WHERE reason IS NOT NULL
 )
 SELECT coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NULL), 0)::integer,
-       coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NOT NULL), 0)::integer FROM told;
+       coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NOT NULL), 0)::integer,
+       coalesce(array_agg(DISTINCT batch_id) FILTER (WHERE reason IS NOT NULL AND batch_id IS NOT NULL), '{}') FROM told;
 
 -- name: take_back
--- Loads that were ready before the broker refused their message: into the outbox, but only what nobody has claimed yet.
+-- Loads that were ready before the broker refused their message: into the outbox, but only what nobody has claimed yet. Returns
+-- how many commands that are, and of which batches.
 WITH piece AS (
     SELECT * FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(reasons)b::text[], %(errors)b::text[], %(pauses)b::float8[])
                   AS p (lo, hi, reason, error, pause)
@@ -67,7 +70,7 @@ WITH piece AS (
               FROM told GROUP BY hi, lo) AS r
      CROSS JOIN LATERAL (SELECT lower(free) AS lo, upper(free) - 1 AS hi
                            FROM unnest(int8multirange(int8range(r.first, r.load, '[]')) - r.refused) AS free) AS part
-     CROSS JOIN LATERAL (SELECT * FROM told WHERE told.hi = r.load LIMIT 1) AS t
+      JOIN (SELECT DISTINCT ON (hi) * FROM told ORDER BY hi) AS t ON t.hi = r.load
 ), kept AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, announcements)
     SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, 1 FROM rest
@@ -76,9 +79,9 @@ WITH piece AS (
     SELECT greatest(lo, piece_lo), least(hi, piece_hi), domain, batch_id, priority, attempt, forgiven, crashes, replies, transport,
            now() + pause * interval '1 second', 1, reason, error
       FROM told
-    RETURNING lo, hi
+    RETURNING lo, hi, batch_id
 )
-SELECT coalesce(sum(hi - lo + 1), 0)::integer FROM again;
+SELECT coalesce(sum(hi - lo + 1), 0)::integer, coalesce(array_agg(DISTINCT batch_id) FILTER (WHERE batch_id IS NOT NULL), '{}') FROM again;
 
 -- name: hurry
 -- The broker can be reached again: what waited only for that need not wait longer.
@@ -95,6 +98,16 @@ UPDATE busload.queue SET announced_at = now(), announcements = least(coalesce(an
                           AND announced_at < now() - %(bound)s::interval * 2 ^ (least(coalesce(announcements, 1), 16) - 1)
                         ORDER BY announced_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
 RETURNING lo, hi, domain, batch_id, announcements;
+
+-- name: identity
+SELECT left(database::text, 8) FROM busload.identity;
+
+-- name: sizes
+-- How large messages about single commands get, so that no more of them are read than fit.
+SELECT c.id, coalesce(octet_length(c.data::text), 0)
+  FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS r (lo, hi)
+ CROSS JOIN LATERAL (SELECT id, data FROM busload.command WHERE id BETWEEN r.lo AND r.hi ORDER BY id OFFSET 0) AS c
+ ORDER BY c.id;
 
 -- name: commands
 -- What a message about a single command says.
@@ -141,6 +154,12 @@ WITH due AS (
 SELECT coalesce(sum(hi - lo + 1), 0)::integer,
        (SELECT count(pg_notify('busload_outbox', transport)) FROM (SELECT DISTINCT transport FROM due) AS told)
   FROM due;
+
+-- name: retryable
+-- How many commands `retry` would take.
+SELECT coalesce(sum(hi - lo + 1), 0)::integer FROM busload.outbox
+ WHERE rounds > 0 AND relay IS NULL AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+   AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid);
 
 -- name: waiting
 -- What is in the outbox, by transport, domain and why.

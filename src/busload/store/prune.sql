@@ -15,7 +15,8 @@ WITH old AS MATERIALIZED (
 ), archived AS (
     INSERT INTO busload.archived_job (job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, stages)
     SELECT j.job_id, j.domain, j.name, j.custom_data, j.status, j.operator, j.reason, j.created_at, j.completed_at,
-           (SELECT json_agg(json_build_object('name', s.name, 'status', s.status, 'batch_id', s.batch_id) ORDER BY s.position)
+           (SELECT json_agg(json_build_object('name', s.name, 'status', CASE WHEN s.status = 'PLANNING' AND j.status = 'CANCELED' THEN 'CANCELED' ELSE s.status END,
+                                               'batch_id', s.batch_id) ORDER BY s.position)
               FROM busload.job_stage AS s WHERE s.job_id = j.job_id)
       FROM busload.job AS j WHERE %(archive)s::boolean AND j.job_id = ANY (ARRAY(SELECT job_id FROM old))
 ), gone AS (

@@ -7,6 +7,7 @@ broker's library, and is finished when it passes `busload.testing.TransportContr
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,23 @@ class Transport(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Give everything back; a later call connects again."""
+
+
+HASH_DIGITS = 16
+
+
+def short_name(queue: str, limit: int, mark: str) -> str:
+    """For a broker whose names are shorter than ours: a domain has up to 255 bytes, and there is the prefix.
+
+    With a `mark` that no domain has, what is cut is never the name of another queue.
+    """
+    return queue if len(queue) <= limit else hashed_name(queue, limit, mark)
+
+
+def hashed_name(queue: str, limit: int, mark: str) -> str:
+    """Its beginning, for those who read it, and a hash of all of it."""
+    digest = hashlib.sha256(queue.encode()).hexdigest()[:HASH_DIGITS]
+    return f"{queue[: limit - HASH_DIGITS - len(mark)]}{mark}{digest}"
 
 
 def without_password(url: str) -> str:

@@ -33,12 +33,13 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport
+from busload.transport.base import Delivery, Message, Transport, short_name
 from busload.transport.options import TLS_FILES, read_options, seconds, tls_context
 
 CONSUMER = "workers"
 DEFAULT_PORT = 4222
 MOST_REPLICAS = 5
+LONGEST_NAME = 255
 
 ROOM_FOR_HEADERS = 1024
 """NATS counts a message's id among its bytes."""
@@ -656,7 +657,7 @@ async def _drained(subscription: Subscription) -> None:
 
 def _stream(queue: str) -> str:
     """A stream's name has no dots; queues have no tilde."""
-    return queue.replace(".", "~")
+    return short_name(queue, LONGEST_NAME, "~").replace(".", "~")
 
 
 def _status(message: Msg) -> str:

@@ -32,7 +32,7 @@ from busload.errors import (
     TransportUnavailable,
 )
 from busload.transport.base import Delivery, Message, Transport
-from busload.transport.options import read_options, seconds
+from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload.transport")
 
@@ -177,7 +177,12 @@ class PgmqTransport(Transport):
 
     async def _connected(self) -> _Line:
         async with asyncio.timeout(self._timeout):
-            conn = await AsyncConnection.connect(self._conninfo, autocommit=True, application_name="busload pgmq")
+            conn = await AsyncConnection.connect(
+                self._conninfo,
+                autocommit=True,
+                application_name="busload pgmq",
+                connect_timeout=connect_timeout(psycopg.conninfo.conninfo_to_dict(self._conninfo), self._timeout),
+            )
             return _Line(conn, self._timeout)
 
     @asynccontextmanager
@@ -361,6 +366,7 @@ def _of_libpq() -> Mapping[str, Any]:
 def _check(url: str) -> None:
     """That it can be taken apart, by us and by libpq."""
     try:
+        refuse_open_password(url)
         psycopg.conninfo.conninfo_to_dict(urlsplit(url)._replace(scheme="postgresql", query="").geturl())
     except (ValueError, psycopg.Error):
         raise TransportMisconfigured(

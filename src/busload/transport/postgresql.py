@@ -28,11 +28,11 @@ from busload.errors import (
     TransportUnavailable,
 )
 from busload.store import message as store
-from busload.store.connection import AsyncConnection, connect_async, is_away
+from busload.store.connection import PARAMETERS, AsyncConnection, is_away
 from busload.store.listen import MESSAGE, AsyncListener
 from busload.store.plan import Plan, perform_async
 from busload.transport.base import Delivery, Message, Transport
-from busload.transport.options import read_options, seconds
+from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload")
 
@@ -56,6 +56,7 @@ class PostgresqlTransport(Transport):
         self._dsn, options = _read(url)
         self._loan = timedelta(seconds=options.get("visibility", VISIBILITY))
         self._timeout: float = options.get("timeout", TIMEOUT)
+        self._parameters = PARAMETERS | {"connect_timeout": connect_timeout(conninfo_to_dict(self._dsn), self._timeout)}
         self._connecting = asyncio.Lock()
         self._conn: AsyncConnection | None = None
         self._receivers: set[_Receiver] = set()
@@ -172,7 +173,9 @@ class PostgresqlTransport(Transport):
     async def _connected(self) -> AsyncConnection:
         async with self._connecting:
             if self._conn is None or self._conn.closed:
-                self._conn = await connect_async(self._dsn)
+                self._conn = await psycopg.AsyncConnection.connect(
+                    self._dsn, autocommit=True, prepare_threshold=None, **self._parameters
+                )
             return self._conn
 
     async def _drop(self) -> None:
@@ -232,6 +235,7 @@ def _read(url: str) -> tuple[str, Mapping[str, Any]]:
     """The DSN for libpq, and our own options, which it does not know."""
     try:
         parts = urlsplit(url)
+        refuse_open_password(url)
         asked = parse_qsl(parts.query, keep_blank_values=True)
         ours = urlencode([pair for pair in asked if pair[0] in OWN_OPTIONS])
         theirs = urlencode([pair for pair in asked if pair[0] not in OWN_OPTIONS], quote_via=quote)

@@ -14,6 +14,7 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,14 +33,14 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport
+from busload.transport.base import Delivery, Message, Transport, short_name
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload")
 
 QUEUE_TYPES = ("quorum", "classic")
 EXAMPLE = "e.g. amqp://user:password@host:5672/vhost"
-TIMEOUT, CLOSE_WITHIN, DROP_WITHIN = 10.0, 3.0, 0.2
+TIMEOUT, CONNECT_WITHIN, CLOSE_WITHIN, DROP_WITHIN = 10.0, 3.0, 3.0, 0.2
 HEARTBEAT = 10
 LIMIT = "x-delivery-limit"
 NO_LIMIT = "Set it to -1 by a policy, or delete the queue while it is empty."
@@ -47,8 +48,26 @@ MOST_DEAD = 10_000
 """Messages in a dead-letter queue: whoever can send us what nobody can read must not fill the broker with it."""
 MOST_PREFETCHED = 65_535
 
+IN_FLIGHT = 1000
+"""Messages written before their confirms are awaited."""
+
+LONGEST_NAME = 255
+DEAD = ":dead"
+"""No domain has a colon: `payments.dead` would be one. Of other signs the library takes few."""
+
 BROKEN = (amqp.AMQPError, OSError, RuntimeError)
 """What the library raises at those who use a connection that ends; sometimes it is a cancellation."""
+
+
+_we_connect: ContextVar[bool] = ContextVar("busload_connects_to_rabbitmq", default=False)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """The library logs each connection it could not make as an error. Of ours, whoever needed it tells, once."""
+    return not (_we_connect.get() and str(record.msg).startswith("error when creating transport"))
+
+
+logging.getLogger("aiormq.connection").addFilter(_is_for_users)
 
 
 class RabbitmqTransport(Transport):
@@ -68,7 +87,7 @@ class RabbitmqTransport(Transport):
                 async with self._in_time(), self._publishing.channel() as channel:
                     await channel.queue_declare(_dead(queue), durable=True, arguments=_dead_arguments(self._options))
                     version = _major_version(channel.connection)
-                await self._declare(queue, _arguments(queue, self._options, version))
+                await self._declare(_spelled(queue), _arguments(queue, self._options, version))
 
     async def publish(self, messages: Sequence[Message]) -> None:
         refused = {
@@ -98,7 +117,7 @@ class RabbitmqTransport(Transport):
                 channel.on_consumer_cancel_callbacks.add(end)
                 async with self._in_time():
                     await channel.basic_qos(prefetch_count=min(prefetch, MOST_PREFETCHED))
-                    await channel.basic_consume(queue, hear)
+                    await channel.basic_consume(_spelled(queue), hear)
                 while (message := await arrived.get()) is not None:
                     yield RabbitmqDelivery(queue, message)
         raise TransportUnavailable(f"RabbitMQ no longer delivers {queue}: the connection ended, or the queue is gone.")
@@ -107,7 +126,7 @@ class RabbitmqTransport(Transport):
         """How many messages wait; AMQP does not tell how many are on loan."""
         with _in_our_words(queue), suppress(amqp.ChannelNotFoundEntity):
             async with self._in_time(), self._publishing.channel() as channel:
-                return (await channel.queue_declare(queue, passive=True)).message_count
+                return (await channel.queue_declare(_spelled(queue), passive=True)).message_count
         return 0
 
     async def aclose(self) -> None:
@@ -143,10 +162,24 @@ class RabbitmqTransport(Transport):
             refused |= dict.fromkeys(away, Refusal(RefusalReason.THROTTLED, "RabbitMQ is short of memory or disk"))
         if away or any(refusal.reason is RefusalReason.THROTTLED for refusal in refused.values()):
             # Also when a queue takes no more: a channel that met it between two leaders refuses for ever.
-            await self._publishing.drop()
+            await self._publishing.drop(DROP_WITHIN if away else CLOSE_WITHIN)
         return refused
 
     async def _confirmed(self, channel: Channel, messages: dict[int, Message]) -> dict[int, Refusal]:
+        """Window by window, each with the whole time: many messages need not be confirmed in that of a few."""
+        refused: dict[int, Refusal] = {}
+        indexes = list(messages)
+        for start in range(0, len(indexes), IN_FLIGHT):
+            refused |= await self._confirmed_window(
+                channel, {index: messages[index] for index in indexes[start : start + IN_FLIGHT]}
+            )
+            if any(refusal.reason is RefusalReason.UNREACHABLE for refusal in refused.values()):
+                # Another window would take as long again.
+                refused |= dict.fromkeys(indexes[start + IN_FLIGHT :], NOT_SENT)
+                break
+        return refused
+
+    async def _confirmed_window(self, channel: Channel, messages: dict[int, Message]) -> dict[int, Refusal]:
         """Write them all, then wait for all confirms: never a round trip for each."""
         tasks = {index: asyncio.ensure_future(_publish_one(channel, each)) for index, each in messages.items()}
         try:
@@ -193,6 +226,7 @@ class _Line:
         self._connection: AbstractConnection | None = None
         self._doubtful: AbstractConnection | None = None
         self._publisher: Channel | None = None
+        self._answered_last = options.urls[0]
 
     @asynccontextmanager
     async def channel(self, *, confirms: bool = True) -> AsyncIterator[Channel]:
@@ -239,14 +273,26 @@ class _Line:
         return self._connection
 
     async def _connect(self) -> AbstractConnection:
-        """To the first address that answers."""
-        [*others, last] = self._options.urls
+        """To the first host that answers in its share of the time, beginning with the one that did so last."""
+        urls = self._options.urls
+        first = urls.index(self._answered_last)
+        [*others, last] = urls[first:] + urls[:first]
         for url in others:
             try:
-                return await aiormq.connect(url)
-            except (amqp.AMQPConnectionError, OSError) as error:
+                async with asyncio.timeout(min(CONNECT_WITHIN, self._options.timeout / len(urls))):
+                    return await self._connect_to(url)
+            except (amqp.AMQPConnectionError, OSError, TimeoutError) as error:
                 log.warning("Trying another RabbitMQ: %s", _words(error))
-        return await aiormq.connect(last)
+        return await self._connect_to(last)
+
+    async def _connect_to(self, url: str) -> AbstractConnection:
+        token = _we_connect.set(True)
+        try:
+            connection = await aiormq.connect(url)
+        finally:
+            _we_connect.reset(token)
+        self._answered_last = url
+        return connection
 
 
 async def _publish_one(channel: Channel, message: Message) -> None:
@@ -257,7 +303,7 @@ async def _publish_one(channel: Channel, message: Message) -> None:
         correlation_id=message.id,
     )
     await channel.basic_publish(
-        message.body, routing_key=message.queue, properties=properties, mandatory=True, wait=False
+        message.body, routing_key=_spelled(message.queue), properties=properties, mandatory=True, wait=False
     )
 
 
@@ -279,6 +325,9 @@ def _refusal(answer: BaseException | None, message: Message) -> Refusal | None:
             raise answer
 
 
+NOT_SENT = Refusal(RefusalReason.UNREACHABLE, "RabbitMQ did not confirm in time what was sent before it")
+
+
 async def _is_blocked(connection: AbstractConnection) -> bool:
     """RabbitMQ tells its publishers when it has no room, and reads no more of what they write."""
     if connection.is_closed:
@@ -294,8 +343,13 @@ async def _is_blocked(connection: AbstractConnection) -> bool:
 # -- queues -------------------------------------------------------------------------------------------------------
 
 
+def _spelled(queue: str) -> str:
+    """Short enough to leave room for the name of its dead-letter queue."""
+    return short_name(queue, LONGEST_NAME - len(DEAD), ":")
+
+
 def _dead(queue: str) -> str:
-    return f"{queue}.dead"
+    return f"{_spelled(queue)}{DEAD}"
 
 
 def _dead_arguments(options: _Options) -> dict[str, Any]:

@@ -43,6 +43,9 @@ CONNECTIONS = 16
 MAX_BYTES = 1024 * 1024
 """Redis takes more, but keeps every entry in memory."""
 
+MOST_DEAD = 10_000
+"""Entries that nobody can read: whoever can send us such ones must not fill Redis with them."""
+
 AT_ONCE = 1000
 """Entries in one round trip."""
 
@@ -194,8 +197,8 @@ class RedisDelivery(Delivery):
         self._loans.end(self, self.queue)
 
     async def reject(self, reason: str) -> None:
-        log.warning("Put a message of %s that nobody can read into %s.dead: %s", self.queue, self.queue, reason)
-        self._loans.end(self, f"{self.queue}.dead", reason)
+        log.warning("Put a message of %s that nobody can read into %s: %s", self.queue, _dead(self.queue), reason)
+        self._loans.end(self, _dead(self.queue), reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +359,8 @@ class _Loans:
                 if ending.add_to and ending.fields:
                     reason = {b"reason": ending.reason.encode()} if ending.reason else {}
                     again: dict[Any, Any] = {**ending.fields, **reason}
-                    pipeline.xadd(ending.add_to, again)
+                    most = None if ending.add_to == self.queue else MOST_DEAD
+                    pipeline.xadd(ending.add_to, again, maxlen=most, approximate=True)
             pipeline.xack(self.queue, GROUP, *ids)
             pipeline.xdel(self.queue, *ids)
             await pipeline.execute()
@@ -384,6 +388,11 @@ async def _make(redis: Redis, queue: str) -> None:
                     "database of its own: `/1` at the end of the URL's address."
                 ) from error
             raise
+
+
+def _dead(queue: str) -> str:
+    """No domain has a colon: `payments.dead` would be one."""
+    return f"{queue}:dead"
 
 
 async def _close(client: Redis) -> None:

@@ -45,10 +45,13 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport
+from busload.transport.base import Delivery, Message, Transport, hashed_name
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload.transport")
+
+LONGEST_NAME = 260
+PLAIN_NAME = re.compile(r"[a-z0-9._-]*[a-z0-9]")
 
 MESSAGES_PER_BATCH = 100
 """What fails, fails by the batch; the other limit of a batch is its bytes, which the broker tells us."""
@@ -103,7 +106,7 @@ class ServicebusTransport(Transport):
             raise PublishFailed(dict(sorted(refused.items())))
 
     async def deliveries(self, queue: str, *, prefetch: int) -> AsyncIterator[Delivery]:
-        receiver = self._client().get_queue_receiver(queue)
+        receiver = self._client().get_queue_receiver(spelled(queue))
         desk = _Desk(queue, receiver, prefetch, self._timeout)
         self._desks.add(desk)
         renewing = asyncio.create_task(desk.keep_renewing())
@@ -250,7 +253,7 @@ class ServicebusTransport(Transport):
 
     @asynccontextmanager
     async def _receiver(self, queue: str) -> AsyncIterator[ServiceBusReceiver]:
-        receiver = self._client().get_queue_receiver(queue)
+        receiver = self._client().get_queue_receiver(spelled(queue))
         try:
             yield receiver
         finally:
@@ -258,7 +261,7 @@ class ServicebusTransport(Transport):
 
     def _line(self, queue: str) -> _Line:
         if queue not in self._lines:
-            self._lines[queue] = _Line(self._client().get_queue_sender(queue))
+            self._lines[queue] = _Line(self._client().get_queue_sender(spelled(queue)))
         return self._lines[queue]
 
     def _drop_line(self, queue: str) -> None:
@@ -462,7 +465,15 @@ def _translation(queue: str, error: Exception, timeout: float) -> TransportError
             return TransportUnavailable(f"Service Bus cannot be reached: {_said(error)}")
 
 
+def spelled(queue: str) -> str:
+    """As Service Bus takes it: to it `A` and `a` are the same, so a name with capitals gets a hash at its end."""
+    if PLAIN_NAME.fullmatch(queue) and len(queue) <= LONGEST_NAME:
+        return queue
+    return hashed_name(queue, LONGEST_NAME, "-").lower()
+
+
 def _how_to_make(queue: str) -> str:
+    queue = spelled(queue)
     return (
         f"There is no queue {queue!r} that can be used, and only an administrator can make it: "
         f"`az servicebus queue create --resource-group GROUP --namespace-name NAMESPACE --name {queue} "

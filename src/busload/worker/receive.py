@@ -212,7 +212,7 @@ class Receiver:
         self._to_ack = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._connected: set[str] = set()
-        self._said = False
+        self._said: set[str] = set()
         self.rings = Rings(self._acknowledge)
         self.refused = 0
 
@@ -254,7 +254,7 @@ class Receiver:
                 self._connected.discard(domain)
                 self.rings.forget(domain)
             failures = 1 if time.monotonic() - began > SETTLED_CONNECTION else failures + 1
-            self._say(error)
+            self._say(domain, error)
             self._on_ring()  # from now on the queue is polled
             longest = SLOW_PAUSE if isinstance(error, TransportMisconfigured) else LONGEST_PAUSE
             await asyncio.sleep(min(longest, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1))  # noqa: S311
@@ -272,19 +272,19 @@ class Receiver:
 
     def _connect(self, domain: str) -> None:
         self._connected.add(domain)
-        if self._said and self.connected:
-            log.info("The broker delivers again")
-            self._said = False
+        if domain in self._said:
+            log.info("The broker delivers commands of %s again", domain)
+            self._said.discard(domain)
         self._on_connect()
 
-    def _say(self, error: Exception) -> None:
-        if self._said:
+    def _say(self, domain: str, error: Exception) -> None:
+        if domain in self._said:
             return
-        self._said = True
+        self._said.add(domain)
         if not isinstance(error, TransportError):
             log.error("The transport %s failed in a way that it should not", self._transport.name, exc_info=error)
         level = logging.ERROR if isinstance(error, TransportMisconfigured) else logging.WARNING
-        log.log(level, "The broker does not deliver, polling until it does: %s", error)
+        log.log(level, "The broker does not deliver commands of %s, polling until it does: %s", domain, error)
 
     async def _ring(self, domain: str, delivery: Delivery) -> None:
         try:
@@ -314,9 +314,12 @@ class Receiver:
                 log.debug("Could not acknowledge %d messages: %r", len(failed), failed[0])
 
 
-def prefetch_of(settings: WorkerSettings, concurrency: int, envelope: int) -> int:
-    """Messages to have on loan: enough for what runs and a flush of results, as one stays until it is settled."""
-    return max(FEWEST, min(MOST, -(-(concurrency + settings.flush_size) // envelope)))
+def prefetch_of(concurrency: int) -> int:
+    """Messages to have on loan: one for each slot, as it may be about a single command and stays until it is settled.
+
+    If they are about more, nobody waits for what is on loan here: others poll, without a pause while there is more.
+    """
+    return max(FEWEST, min(MOST, concurrency))
 
 
 async def _close(deliveries: AsyncIterator[Delivery]) -> None:

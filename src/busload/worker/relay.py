@@ -27,6 +27,9 @@ PASSING = (RefusalReason.UNREACHABLE, RefusalReason.THROTTLED)
 LARGER_PAGE = 1000
 """Loads that a relay takes at a time where they are small: commands that were sent one by one."""
 
+SAY_AGAIN = 60.0
+"""Seconds for which a reason must be gone, and with it all that waits for another round, before it is news again."""
+
 LAG_EVERY = 15.0
 """Seconds between two looks at how much waits."""
 
@@ -46,7 +49,7 @@ class Relay:
         self._resume_at = self._lag_at = 0.0
         self._hurries = False
         self._page = outbox.MOST
-        self._said: set[str] = set()
+        self._said: dict[str, float] = {}
         self.rounds = self.failed_rounds = self.relayed = 0
         self.lag: list[Lag] = []
         """What waits in the outbox, by transport, as of the last look."""
@@ -115,7 +118,7 @@ class Relay:
         self._hurries = False
 
     def _report(self, done: Round) -> None:
-        """Say once why commands are not announced, until a round passes without that reason."""
+        """Say once why commands are not announced; see `_forget_what_was_said`."""
         rounds = {load.hi >> 10: load.rounds + 1 for load in done.loads}
         waiting: Counter[str] = Counter()
         errors: dict[str, str | None] = {}
@@ -125,22 +128,27 @@ class Relay:
             if piece.reason not in PASSING or rounds[piece.hi >> 10] >= ROUNDS_TO_REPORT:
                 waiting[piece.reason] += piece.hi - piece.lo + 1
                 errors[piece.reason] = piece.error
-        for reason in waiting.keys() - self._said:
+        for reason in waiting.keys() - self._said.keys():
             log.log(
                 logging.WARNING if reason in PASSING else logging.ERROR,
                 "The transport %s does not confirm messages about %d commands or more (%s); they stay in the outbox "
                 "and are tried again: %s",
                 *(self._announcer.transport.name, waiting[reason], reason, errors[reason]),
             )
-        self._said |= waiting.keys()
-        if not done.again:
-            self._said.clear()
+        self._said |= dict.fromkeys(waiting, time.monotonic())
+
+    def _forget_what_was_said(self) -> None:
+        """While something waits for another round, its reason is known; rounds for others say nothing about that."""
+        if not any(one.failed for one in self.lag if one.transport == self._announcer.transport.name):
+            recent = time.monotonic() - SAY_AGAIN
+            self._said = {reason: seen for reason, seen in self._said.items() if seen > recent}
 
     async def _look_at_lag(self) -> None:
         now = time.monotonic()
         if now >= self._lag_at:
             self._lag_at = now + LAG_EVERY
             self.lag = await self._perform(outbox.lag())
+            self._forget_what_was_said()
 
 
 class Recovery:

@@ -525,11 +525,10 @@ class _Broker:
         self._pool, self._announcer = pool, bus._announcer()
         self.relay = Relay(self._announcer, self._perform, settings.poll_every)
         recovery = Recovery(self._announcer, self._perform, settings.recover_every, settings.ring_again_after)
-        envelope = 1 if bus.settings.message_per_command else bus.settings.envelope_size
         self.receiver = Receiver(
             self._announcer,
             worker.domains,
-            prefetch_of(settings, worker.concurrency, envelope),
+            prefetch_of(worker.concurrency),
             settings,
             on_ring,
             self._on_connect,

@@ -25,6 +25,13 @@ CREATE INDEX outbox_due      ON busload.outbox (transport, due_at, hi);
 CREATE INDEX outbox_of_batch ON busload.outbox (batch_id, rounds);
 CREATE INDEX outbox_failed   ON busload.outbox (transport, since, hi) WHERE rounds > 0;
 
+-- Which database this is: one broker may serve several, whose ids are alike.
+CREATE TABLE busload.identity (
+    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
+    database uuid    NOT NULL DEFAULT gen_random_uuid()
+);
+INSERT INTO busload.identity DEFAULT VALUES;
+
 -- What the broker has confirmed is ready like everything else, and remembers when that was: if nobody comes for it, the
 -- message may be lost, and the sweep rings again, after a pause that doubles.
 ALTER TABLE busload.queue ADD COLUMN transport     text,
