@@ -13,6 +13,7 @@ import pytest
 from busload import BatchCommand, CommandBus
 from busload.announcer import Announcer, pause
 from busload.domain import message
+from busload.domain.payload import PayloadLimits
 from busload.errors import Refusal, RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Plan
@@ -344,3 +345,22 @@ def test_rounds_are_spread_out_and_never_given_up() -> None:
         assert 0.8 * middle <= pause(rounds) <= 1.2 * middle
     assert pause(0, asked=30.0) == 30.0
     assert pause(9, asked=1.0) >= 240
+
+
+async def test_a_command_that_fits_into_no_message_is_refused_alone(
+    transport: FaultyTransport, bus: CommandBus, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F53: the others of its page are announced."""
+    await bus.send_many(DOMAIN, [BatchCommand("Debit", data="x" * size) for size in (1, 5000, 1)])
+    [(lo, hi)] = database.rows("SELECT lo, hi FROM busload.queue")
+    monkeypatch.setattr(message, "WIDEST", PayloadLimits(data_bytes=4000))
+    one = announcer(transport, bus, message_per_command=True)
+    pieces = await one.announce([Unannounced(lo, hi, DOMAIN, None, 0)])
+    assert [(piece.lo - lo, piece.reason) for piece in pieces] == [(0, None), (1, "TOO_LARGE"), (2, None)]
+    assert (one.messages, one.confirmed, dict(one.refused)) == (3, 2, {"TOO_LARGE": 1})
+
+
+async def test_what_a_broker_says_can_be_stored(transport: FaultyTransport, bus: CommandBus) -> None:
+    transport.refuses = lambda index, message: Refusal(RefusalReason.REFUSED, "no\0\ud800!")
+    [*pieces] = await announcer(transport, bus).announce(LOADS)
+    assert {piece.error for piece in pieces} == {"no\ufffd\ufffd!"}

@@ -15,7 +15,7 @@ import psycopg
 
 from busload.domain import message
 from busload.domain.message import Envelope
-from busload.domain.payload import decode
+from busload.domain.payload import PayloadRefused, decode, storable
 from busload.errors import (
     BusloadError,
     PublishFailed,
@@ -119,10 +119,19 @@ class Announcer:
                     yield [_of_one(*row) for row in rows]
 
     async def _announce(self, page: _Page, envelopes: Sequence[Envelope]) -> dict[int, Refusal]:
-        messages = [self._message(envelope, page.rounds if page.again else {}) for envelope in envelopes]
-        refused = await self._publish(messages, page)
-        self.messages += len(messages)
-        self.confirmed += len(messages) - len(refused)
+        messages: dict[int, Message] = {}
+        refused: dict[int, Refusal] = {}
+        for index, envelope in enumerate(envelopes):
+            try:
+                messages[index] = self._message(envelope, page.rounds if page.again else {})
+            except PayloadRefused as error:
+                refused[index] = Refusal(RefusalReason.TOO_LARGE, f"It does not fit into a message: {error}")
+        if messages:
+            indexes = list(messages)
+            theirs = await self._publish(list(messages.values()), page)
+            refused |= {indexes[n]: why for n, why in theirs.items()}
+        self.messages += len(envelopes)
+        self.confirmed += len(envelopes) - len(refused)
         self.refused.update(str(refusal.reason) for refusal in refused.values())
         for index, envelope in enumerate(envelopes):
             page.tell(envelope.ranges, refused.get(index))
@@ -191,7 +200,9 @@ class _Page:
                 self._pieces.append(Piece(lo, hi))
             else:
                 wait = pause(self.rounds.get(hi >> 10, 0), refusal.after)
-                self._pieces.append(Piece(lo, hi, str(refusal.reason), refusal.message[:1000], wait, refusal.after))
+                self._pieces.append(
+                    Piece(lo, hi, str(refusal.reason), storable(refusal.message, 1000), wait, refusal.after)
+                )
 
     def told(self, left: Refusal) -> list[Piece]:
         """All of it; what nobody has told about yet fared like `left`. A load counts only if it is told as a whole."""

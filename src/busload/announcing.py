@@ -67,7 +67,7 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
     while reachable:
         done = await announce_page(announcer, perform, relay)
         relayed += done.ready
-        reachable = done.unreachable is None
+        reachable = done.unreachable is None and not done.throttled
         if not done.loads:
             break
     while reachable:
@@ -76,7 +76,7 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
             break
         rung = Round(silent, await announcer.announce(silent, again=True))
         rung_again += sum(piece.hi - piece.lo + 1 for piece in rung.pieces if piece.reason is None)
-        reachable = rung.unreachable is None
+        reachable = rung.unreachable is None and not rung.throttled
     closed = await perform(dispatch.close())
     if relayed or rung_again:
         log.info("Recovered: announced %d commands, rang again for %d that nobody had come for", relayed, rung_again)

@@ -182,3 +182,29 @@ def test_a_message_about_one_command_tells_foreign_readers_all_they_need() -> No
     }
     assert (said["batch_id"], said["task_key"]) == (str(batch), "t")
     assert message.read(body, KEY) == Envelope("payments", ((1024, 1024),))
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b'{"v":1,"x":"\\u0000","signature":"00"}',
+        b'{"v":1,"domain":"payments","loads":' + b"[" * 100_000,
+        b'{"v":1,"domain":"payments","x":' + b"[" * 70 + b"]" * 70 + b',"signature":"00"}',
+        b'{"v":1,"domain":"payments","loads":[[' + b"9" * 5000 + b',1]],"signature":"00"}',
+        b'{"v":1,"x":"' + b"x" * 2**21 + b'","signature":"00"}',
+    ],
+    ids=["nul", "unclosed", "deep", "digits", "large"],
+)
+def test_nothing_but_a_refusal_comes_of_what_strangers_write(forged: bytes, key: bytes | None) -> None:
+    """Z24: whatever else is raised would end receiving for the domain."""
+    with pytest.raises(UnreadableMessage):
+        message.read(forged, key)
+
+
+def test_a_payload_at_its_limits_fits_into_a_message() -> None:
+    deep: list[object] = []
+    for _ in range(63):
+        deep = [deep]
+    envelope = Envelope("payments", ((1024, 1024),), {"parameters": [deep, "x" * (1024 * 1024)]})
+    assert message.read(message.write(envelope, KEY), KEY).ranges == ((1024, 1024),)

@@ -338,6 +338,21 @@ async def test_what_a_handler_sends_is_announced_before_drain_ends(given: Given,
     assert database.is_at_rest()
 
 
+async def test_what_a_handler_in_a_thread_sends_is_announced_too(
+    given: Given, transport: FaultyTransport, database: Database
+) -> None:
+    def pass_on(command: Any, ctx: Any) -> None:
+        ctx.send(DOMAIN, "Debit")
+
+    seen = given.handler()
+    given.bus.handler(DOMAIN, "Pass")(pass_on)
+    await given.sent("Pass")
+    assert await given.drained() == 2
+    assert len(seen) == 1
+    assert told(transport.confirmed).total() == 2
+    assert database.is_at_rest()
+
+
 async def test_a_sync_bus_with_a_transport_can_have_a_worker(
     dsn: str, database: Database, worker_settings: WorkerSettings
 ) -> None:
@@ -491,3 +506,36 @@ async def test_a_worker_without_a_broker_says_nothing_about_one(
         assert await worker.drain() == 1
         assert worker.stats.broker is None
         assert "broker" not in worker.metrics()
+
+
+async def test_what_is_due_but_locked_is_looked_at_again_in_a_while(
+    bus: CommandBus, relay: Relay, conn: psycopg.AsyncConnection
+) -> None:
+    """Not every millisecond, for as long as somebody holds the row."""
+    await written(bus, conn)
+    async with conn.transaction():
+        await conn.execute("SELECT FROM busload.outbox FOR UPDATE")
+        assert await relay.once() == POLL.total_seconds()  # the shorter of the two here
+        assert await Relay(bus._announcer(), bus._perform_alone, timedelta(seconds=9)).once() == 0.25
+    assert await relay.once() == 0
+
+
+async def test_a_sweep_leaves_a_broker_alone_that_has_no_time(
+    bus: CommandBus, transport: FaultyTransport, announcer: Announcer, conn: psycopg.AsyncConnection
+) -> None:
+    """F53: otherwise one sweep would throw the whole outbox at it."""
+    transport.refuses = lambda index, message: Refusal(RefusalReason.THROTTLED, "busy", after=30)
+    for _ in range(120):
+        await written(bus, conn, 1)
+    await recover(announcer, bus._perform_alone, ring_again_after=timedelta(minutes=5))
+    assert transport.publishes == 1
+
+
+async def test_commands_of_a_transport_that_nobody_serves_are_reported(
+    bus: CommandBus, relay: Relay, conn: psycopg.AsyncConnection, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    await written(bus, conn, 7)
+    database.rows("UPDATE busload.outbox SET transport = 'pigeon', since = now() - interval '2 minutes'")
+    await relay.once()
+    [told] = [record.getMessage() for record in caplog.records if "pigeon" in record.getMessage()]
+    assert "7 commands" in told and "busload outbox reroute --all" in told

@@ -30,6 +30,12 @@ LARGER_PAGE = 1000
 SAY_AGAIN = 60.0
 """Seconds for which a reason must be gone, and with it all that waits for another round, before it is news again."""
 
+LOCKED_PAUSE = 0.25
+"""Seconds before another look at what is due but locked."""
+
+STRANDED_AFTER = 60.0
+"""Seconds after which commands that wait for a transport of another name are taken for stranded."""
+
 LAG_EVERY = 15.0
 """Seconds between two looks at how much waits."""
 
@@ -50,6 +56,7 @@ class Relay:
         self._hurries = False
         self._page = outbox.MOST
         self._said: dict[str, float] = {}
+        self._stranded: set[str] = set()
         self.rounds = self.failed_rounds = self.relayed = 0
         self.lag: list[Lag] = []
         """What waits in the outbox, by transport, as of the last look."""
@@ -72,7 +79,10 @@ class Relay:
         if done.loads:
             return 0
         due = await self._perform(outbox.next_due(self._announcer.transport.name))
-        return self._poll_every if due is None else min(self._poll_every, max(due, 0.001))
+        if due is None:
+            return self._poll_every
+        # Due, and yet not taken: somebody has locked it.
+        return min(self._poll_every, due if due > 0 else LOCKED_PAUSE)
 
     async def announce_due(self) -> int:
         """Announce all that is due; returns how many commands are ready by it. It ends when the broker is away."""
@@ -149,6 +159,19 @@ class Relay:
             self._lag_at = now + LAG_EVERY
             self.lag = await self._perform(outbox.lag())
             self._forget_what_was_said()
+            self._warn_of_stranded()
+
+    def _warn_of_stranded(self) -> None:
+        """Commands of a transport that was given up wait for ever, unless somebody still relays to it."""
+        ours = self._announcer.transport.name
+        for lag in self.lag:
+            if lag.transport != ours and lag.oldest > STRANDED_AFTER and lag.transport not in self._stranded:
+                self._stranded.add(lag.transport)
+                log.warning(
+                    "%d commands have waited %.0f s for the transport %s, and this worker announces by %s. If nobody "
+                    "relays to it any more, let PostgreSQL deliver them: `busload outbox reroute --all`",
+                    *(lag.commands, lag.oldest, lag.transport, ours),
+                )
 
 
 class Recovery:
