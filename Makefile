@@ -20,7 +20,7 @@ demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
 test: lint servers  ## Lint, check types, run every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from busload.testing.postgres import TestServer
@@ -18,7 +19,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import pytest
 
-    pytest.register_assert_rewrite("busload.testing.transport")
+    if "busload.testing.transport" not in sys.modules:
+        pytest.register_assert_rewrite("busload.testing.transport")
     from busload.testing.transport import TransportContract
 
     return TransportContract
