@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,22 +20,22 @@ from tests.brokers.nats import nats_url
 from tests.brokers.pgmq import pgmq_url
 from tests.brokers.redis import redis_url
 from tests.given import Database, Given
-from tests.servers import name_leader, rabbitmq_url, stop_servers
+from tests.servers import name_leader, rabbitmq_url, scratch, stop_servers
 
 __all__ = ["nats_url", "pgmq_url", "rabbitmq_url", "redis_url", "servicebus", "servicebus_url"]  # fixtures
 
-RUN = "PYTEST_BUSLOAD_RUN"
+FOLDER = "PYTEST_BUSLOAD_FOLDER"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the run; the processes it is spread over inherit the name."""
-    os.environ.setdefault(RUN, secrets.token_hex(4))
+    """Give the run a folder for its servers; the processes it is spread over inherit its name."""
+    os.environ.setdefault(FOLDER, str(scratch() / f"busload-tests-{secrets.token_hex(4)}"))
     name_leader()
 
 
 def server_home(name: str = "server") -> Path:
     """Where this run keeps a server: the same folder for all its processes, reachable for the server's own user."""
-    return Path(tempfile.gettempdir()) / f"busload-tests-{os.environ[RUN]}" / name
+    return Path(os.environ[FOLDER]) / name
 
 
 @pytest.fixture(scope="session")

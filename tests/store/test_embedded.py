@@ -24,10 +24,10 @@ import busload.store.embedded
 from busload.errors import DatabaseUnusable
 from busload.store.embedded import EmbeddedPostgres, find_binaries
 from busload.store.supervisor import postmaster, try_lock
+from tests.servers import scratch
 
 ROOT = os.geteuid() == 0
 SOURCES = Path(busload.store.embedded.__file__).parents[2]
-MEMORY = Path("/dev/shm")
 DEBIAN = Path("/usr/lib/postgresql/15/bin")
 
 # A process that uses the server. It answers each line with a line of JSON.
@@ -156,8 +156,7 @@ def fetch(pg: EmbeddedPostgres, query: str) -> Any:
 
 def new_folder() -> Path:
     """Make a folder that the server's user can reach, unlike root's tmp_path; in memory if there is room."""
-    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**30
-    path = Path(tempfile.mkdtemp(prefix="busload-test-", dir=MEMORY if roomy else None)).resolve()
+    path = Path(tempfile.mkdtemp(prefix="busload-test-", dir=scratch())).resolve()
     path.chmod(0o755)
     return path
 

@@ -30,6 +30,7 @@ from busload import (
     TransientCommandError,
     Worker,
     WorkerSettings,
+    sending,
 )
 from busload.domain.execution import COMPLETED, Transition
 from busload.store import prune, rescue, settle
@@ -379,7 +380,10 @@ async def test_a_transaction_removes_few_commands_and_whole_loads(
     assert [count for count in counts if count] == [2000, 2000, 1000, 2000, 2000]
 
 
-async def test_an_event_about_several_commands_goes_with_the_last_of_them(given: Given, database: Database) -> None:
+async def test_an_event_about_several_commands_goes_with_the_last_of_them(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "NEIGHBOURS_FOR", 60)
     for _ in range(3):
         await given.sent()
     leased = given.claimed(3)
@@ -398,8 +402,11 @@ async def test_an_event_about_several_commands_goes_with_the_last_of_them(given:
     assert await given.bus.prune(MONTH) == Pruned(commands=2, executions=2, events=1)
 
 
-async def test_a_lease_that_is_open_for_neighbours_stays_right(given: Given, database: Database) -> None:
+async def test_a_lease_that_is_open_for_neighbours_stays_right(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What its worker settled and settles again, because the answer was lost, must not be counted twice."""
+    monkeypatch.setattr(sending, "NEIGHBOURS_FOR", 60)
     for _ in range(4):
         await given.sent()
     worker = given.registered_worker()

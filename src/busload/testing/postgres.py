@@ -4,7 +4,7 @@
     with server.database() as dsn:
         ...
 
-A database is copied from a template that already holds busload's schema, which takes about ten milliseconds. Give every
+A database is copied from a template that already holds busload's schema, which takes about fifty milliseconds. Give every
 process of a parallel run the same `home`, and they share the server.
 """
 
