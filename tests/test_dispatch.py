@@ -14,6 +14,7 @@ from busload import (
     BatchCommand,
     CommandBus,
     Dedup,
+    DispatchIncomplete,
     DispatchReport,
     DispatchStatus,
     InputLimits,
@@ -29,6 +30,7 @@ from busload.dispatch import decide
 from busload.domain.command import NewCommand, check_all
 from busload.domain.dispatch import MANY, Input, Reconciliation, choose
 from busload.outbox import compare
+from busload.store import dispatch
 from busload.store.outbox import Seen
 from tests.given import DOMAIN, Database
 
@@ -230,6 +232,7 @@ def test_a_bus_that_cannot_announce_is_not_made(face: type[CommandBus] | type[Sy
         (Settings(message_per_command="no"), "message_per_command must be True or False, found 'no'"),  # type: ignore[arg-type]
         (Settings(message_key=""), "message_key must be a text that is not empty"),
         (Settings(message_key=b"geheim"), "message_key must be a text"),  # type: ignore[arg-type]
+        (Settings(message_key="a b:geheim"), "message_key cannot be used. .* Wanted `secret`, `id:secret`"),
     ):
         with pytest.raises(TransportMisconfigured, match=why) as refused:
             face(NOWHERE, transport=NOWHERE, settings=settings)
@@ -251,6 +254,16 @@ async def test_a_broker_that_cannot_be_reached_does_not_keep_a_batch_from_being_
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "did not confirm 1 commands" in warnings[0]
     assert "geheim" not in told.error + caplog.text
+
+
+async def test_what_was_given_up_does_not_count_as_announced(dsn: str, database: Database) -> None:
+    """S1-45: or an alert on the share of announced batches would miss those that never were"""
+    async with CommandBus(dsn, transport=NOWHERE) as bus:
+        with pytest.raises(DispatchIncomplete) as stopped:
+            await bus.create_batch(DOMAIN, [command(n) for n in range(5)], dispatch="checkpoint", checkpoint_size=2)
+        await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no")
+    assert database.perform(dispatch.close()) == 1
+    assert database.rows("SELECT batches, announced FROM busload.dispatch_daily") == [(1, 0)]
 
 
 def test_recovery_runs_every_five_minutes_unless_told_otherwise() -> None:

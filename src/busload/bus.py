@@ -25,6 +25,7 @@ from busload.announcing import recover
 from busload.buffer import Buffer, SyncBuffer
 from busload.completion import AsyncCompletions, Completions
 from busload.dispatch import Dispatcher
+from busload.domain import message
 from busload.domain.batch import BatchCompletionCallback, BatchMetadata, SyncBatchCompletionCallback
 from busload.domain.buffer import BufferSettings, BufferStatus, BufferTable, Merge, OnExhausted
 from busload.domain.command import (
@@ -416,7 +417,10 @@ class CommandBus(_Face):
         return await self._read(self._requests.get_batch(domain, batch_id))
 
     async def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
-        """How a batch was announced to the broker, and what of it still waits for that; None if no broker was told."""
+        """How the creation of a batch was announced to the broker, and what of it still waits for that.
+
+        None without a broker, and for what `open_batch` opened: that is announced as it is added, not created at once.
+        """
         return await self._read(self._requests.get_dispatch(domain, batch_id))
 
     async def list_batches(
@@ -650,8 +654,9 @@ class CommandBus(_Face):
 
         Workers do so by themselves; this is for scripts and tests, and for applications without a worker of ours.
         """
+        announcer = self._announcer()
         await self._perform_alone(self._requests.recover(ring_again_after))
-        return await recover(self._announcer(), self._perform_alone, ring_again_after=ring_again_after)
+        return await recover(announcer, self._perform_alone, ring_again_after=ring_again_after)
 
     async def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:
         """Why a batch is not finished: each reason with count, since when, and what to do. A healthy one has an ETA."""
@@ -1002,7 +1007,10 @@ class SyncCommandBus(_Face):
         return self._read(self._requests.get_batch(domain, batch_id))
 
     def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
-        """How a batch was announced to the broker, and what of it still waits for that; None if no broker was told."""
+        """How the creation of a batch was announced to the broker, and what of it still waits for that.
+
+        None without a broker, and for what `open_batch` opened: that is announced as it is added, not created at once.
+        """
         return self._read(self._requests.get_dispatch(domain, batch_id))
 
     def list_batches(
@@ -1369,6 +1377,11 @@ def _check_messages(settings: Settings) -> None:
     if key is not None and not (isinstance(key, str) and key):
         # What it is instead is not shown: it may be the secret, as bytes.
         raise TransportMisconfigured("message_key must be a text that is not empty, or None to sign nothing.")
+    if key is not None:
+        try:
+            message.keys(key.encode())
+        except ValueError as error:
+            raise TransportMisconfigured(f"message_key cannot be used. {error}") from None
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:

@@ -124,7 +124,6 @@ class Dispatcher:
             after=run.input.position,
             last=last,
             total=run.input.total,
-            checkpoint_size=run.order.checkpoint_size,
         )
         written: Checkpoint | Cursor = await self._insert(run, plan, commands)
         if isinstance(written, Checkpoint):

@@ -168,9 +168,7 @@ class Requests:
         command: BatchCommand,
         batch_id: UUID | None,
         dedup: Dedup | None = None,
-        via: Via | None = None,
     ) -> Write[SendResult]:
-        via = via or self._via
         [checked] = self._check(domain, [command])
         ids = [checked.command_id]
         if batch_id is not None:
@@ -178,13 +176,15 @@ class Requests:
         if dedup is not None:
             _check_key(command, dedup)
             if batch_id is None:
-                return Write(store.send.send_once(domain, checked, dedup, via), command_ids=ids, one_statement=True)
-            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, via)), batch_id, ids)
+                return Write(
+                    store.send.send_once(domain, checked, dedup, self._via), command_ids=ids, one_statement=True
+                )
+            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, self._via)), batch_id, ids)
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
-            plan = _then(store.send.send(domain, checked, via=via), result)
+            plan = _then(store.send.send(domain, checked, via=self._via), result)
             return Write(plan, command_ids=ids, one_statement=True)
-        plan = _then(store.send.send_many(domain, [checked], batch_id, via), result)
+        plan = _then(store.send.send_many(domain, [checked], batch_id, self._via), result)
         return Write(plan, batch_id, ids, one_statement=True)
 
     def hold(self, domain: str, command: BatchCommand, dedup: Dedup, promised: Mapping[str, UUID]) -> Plan[SendResult]:
@@ -234,9 +234,9 @@ class Requests:
         if self._via.transport is not None:
             return self._create_for_relay(batch, checked, dedup)
         if dedup is not None:
-            plan = store.send.create_batch_once(batch, checked, dedup, self._via)
+            plan = store.send.create_batch_once(batch, checked, dedup)
             return _bulk(plan, batch.batch_id, checked, dedup)
-        return _bulk(store.send.create_batch(batch, checked, self._via), batch.batch_id, checked)
+        return _bulk(store.send.create_batch(batch, checked), batch.batch_id, checked)
 
     def _create_for_relay(
         self, batch: store.send.NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None

@@ -175,7 +175,10 @@ def dispatch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     if not exists:
         raise BatchNotFoundError(domain, batch_id)
     if found is None:
-        raise InvalidOperationError(f"Batch {batch_id} was created without a broker: PostgreSQL delivers it.")
+        raise InvalidOperationError(
+            f"There is no report: batch {batch_id} was created without a broker, or opened and filled bit by bit."
+            f" What waits to be announced: busload outbox ls --batch {batch_id}"
+        )
     if as_json:
         told = {name: getattr(found, name) for name in found.__dataclass_fields__}
         echo_json({**told, **{name: getattr(found, name) for name in DERIVED}})

@@ -39,7 +39,6 @@ class Cursor:
 
     strategy: str
     total: int | None
-    checkpoint_size: int | None
     checkpoints: int
     commands: int
     last_command: UUID | None
@@ -82,7 +81,6 @@ def write_checkpoint(
     after: int,
     last: bool,
     total: int | None,
-    checkpoint_size: int,
 ) -> Plan[Checkpoint | Cursor]:
     """Commands of a batch that come after so many others; the first ones open it, the last ones seal it.
 
@@ -94,7 +92,7 @@ def write_checkpoint(
     if cursor is None:
         if after:
             raise BatchNotFoundError(batch.domain, batch.batch_id)
-        cursor = yield from _open(batch, via, total, checkpoint_size)
+        cursor = yield from _open(batch, via, total)
     if cursor.strategy != Strategy.CHECKPOINT:
         raise send.already_exists(batch.batch_id)
     if cursor.commands != after or cursor.sealed:
@@ -119,19 +117,12 @@ def stand(domain: str, batch_id: UUID) -> Plan[Cursor | None]:
     return (yield from one(Cursor, SQL.resume, domain=domain, batch_id=batch_id))
 
 
-def _open(batch: NewBatch, via: Via, total: int | None, checkpoint_size: int) -> Plan[Cursor]:
+def _open(batch: NewBatch, via: Via, total: int | None) -> Plan[Cursor]:
     """Open a batch, unless another one just has: then that one is as good."""
 
     def opening() -> Plan[None]:
         yield from send.open_batch(batch)
-        yield from start(
-            batch.batch_id,
-            via.transport,
-            Strategy.CHECKPOINT,
-            total,
-            written=0,
-            checkpoint_size=checkpoint_size,
-        )
+        yield from start(batch.batch_id, via.transport, Strategy.CHECKPOINT, total, written=0)
 
     try:
         yield Savepoint(opening())
@@ -140,7 +131,7 @@ def _open(batch: NewBatch, via: Via, total: int | None, checkpoint_size: int) ->
         if cursor is None:
             raise
         return cursor
-    return Cursor(Strategy.CHECKPOINT, total, checkpoint_size, 0, 0, None, sealed=False)
+    return Cursor(Strategy.CHECKPOINT, total, 0, 0, None, sealed=False)
 
 
 def start(
@@ -150,7 +141,6 @@ def start(
     total: int | None,
     *,
     written: int | None = None,
-    checkpoint_size: int | None = None,
 ) -> Plan[None]:
     """In the transaction that writes the batch."""
     yield from execute(
@@ -160,7 +150,6 @@ def start(
         strategy=str(strategy),
         total=total,
         written=total if written is None else written,
-        checkpoint_size=checkpoint_size,
     )
 
 
@@ -200,7 +189,6 @@ def _report(
     written: int,
     in_outbox: int,
     retry_needed: bool,
-    checkpoint_size: int | None,
     error: str | None,
     warning: str | None,
     insert_ms: float | None,

@@ -1,8 +1,7 @@
 -- name: start
 -- A creation begins: its row tells where to resume, and how it went.
-INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, written, checkpoint_size)
-VALUES (%(batch_id)s::uuid, %(transport)s::text, %(strategy)s::text, 'pending', %(total)s::integer, %(written)s::integer,
-        %(checkpoint_size)s::integer);
+INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, written)
+VALUES (%(batch_id)s::uuid, %(transport)s::text, %(strategy)s::text, 'pending', %(total)s::integer, %(written)s::integer);
 
 -- name: finish
 -- How the creation went, as far as its creator knows. If all of it was announced meanwhile, that stands.
@@ -46,7 +45,7 @@ SELECT batch_id FROM closed;
 
 -- name: find
 -- With what is still in the outbox now.
-SELECT d.batch_id, d.transport, d.strategy, d.status, d.total, d.written, o.commands, o.failed > 0, d.checkpoint_size,
+SELECT d.batch_id, d.transport, d.strategy, d.status, d.total, d.written, o.commands, o.failed > 0,
        coalesce(d.error, o.error), d.warning, d.insert_ms, d.send_ms, d.mark_ms, d.total_ms, d.rounds, d.created_at, d.announced_at,
        c.confirmed, c.written, b.job_id, b.stage, b.sealed_at IS NOT NULL
   FROM busload.batch AS b JOIN busload.dispatch AS d USING (batch_id)
@@ -64,7 +63,7 @@ SELECT batch_id FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND domai
 
 -- name: resume
 -- Where a creation in checkpoints stopped: asked after `hold`, in a statement of its own, which sees what others have done.
-SELECT d.strategy, d.total, d.checkpoint_size, coalesce(c.checkpoints, 0)::integer, coalesce(c.commands, 0)::integer, c.last_command,
+SELECT d.strategy, d.total, coalesce(c.checkpoints, 0)::integer, coalesce(c.commands, 0)::integer, c.last_command,
        b.sealed_at IS NOT NULL, b.canceled_at IS NOT NULL
   FROM busload.dispatch AS d JOIN busload.batch AS b USING (batch_id)
  CROSS JOIN LATERAL (SELECT max(checkpoint) AS checkpoints, sum(commands) AS commands,

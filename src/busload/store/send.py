@@ -118,9 +118,10 @@ def send_once(domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROK
 
 
 def _send(domain: str, command: NewCommand, **options: Any) -> Plan[list[Row]]:
+    ready = command.run_at is options["window"] is options["transport"] is None
     try:
         rows = yield from execute(
-            SQL.send,
+            SQL.send_ready if ready else SQL.send,
             domain=domain,
             command_id=command.command_id,
             command_type=command.command_type,
@@ -190,13 +191,11 @@ def send_many_once(
     return results
 
 
-def create_batch_once(
-    batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup, via: Via = NO_BROKER
-) -> Plan[UUID]:
+def create_batch_once(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup) -> Plan[UUID]:
     """The same without those whose task key another command holds; if none is left, the batch completes at once."""
     kept = yield from hold_and_keep(batch.domain, commands, dedup)
     if kept:
-        return (yield from create_batch(batch, kept, via))
+        return (yield from create_batch(batch, kept))
     return (yield from create_empty(batch))
 
 
@@ -265,9 +264,9 @@ def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUI
     return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
-def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[UUID]:
-    """Open a batch with all its commands and seal it."""
-    yield from create_and_tell(batch, commands, via)
+def create_batch(batch: NewBatch, commands: Sequence[NewCommand]) -> Plan[UUID]:
+    """Open a batch with all its commands and seal it; PostgreSQL delivers them."""
+    yield from create_and_tell(batch, commands, NO_BROKER)
     return batch.batch_id
 
 

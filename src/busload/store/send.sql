@@ -37,6 +37,24 @@ SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify
        (SELECT pg_notify('busload_outbox', transport) FROM announced WHERE %(notify)s::boolean)
   FROM sent;
 
+-- name: send_ready
+-- The same for what is ready at once, as most commands are: no broker, no later time, no window. Each table that a statement
+-- may write to costs the server some 20 µs, even if nothing goes there.
+WITH sent AS (
+    INSERT INTO busload.command (id, domain, command_id, command_type, data, task_key, correlation_id, reply_to,
+                                 priority, max_attempts)
+    SELECT coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024), %(domain)s::text, %(command_id)s::uuid,
+           %(command_type)s::text, %(data)s::text::json, %(task_key)s::text, %(correlation_id)s::uuid, %(reply_to)s::text,
+           %(priority)s::smallint, %(max_attempts)s::smallint
+     WHERE %(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL
+    RETURNING id, domain, priority, reply_to
+), queued AS (
+    INSERT INTO busload.queue (lo, hi, domain, priority, replies)
+    SELECT id, id, domain, priority, reply_to IS NOT NULL FROM sent
+    RETURNING domain
+)
+SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
+
 -- name: hold_tasks
 -- Hold those of these keys that are free, in order, so that two such statements cannot wait for each other. The rows of
 -- the others are locked until the end of the transaction: their holders stay the same meanwhile.

@@ -4,8 +4,8 @@
     with server.database() as dsn:
         ...
 
-A database is copied from a template that already holds busload's schema, which takes about fifty milliseconds. Give every
-process of a parallel run the same `home`, and they share the server.
+A database is copied from a template that already holds busload's schema, which takes about fifty milliseconds. Give
+every process of a parallel run the same `home`, and they share the server.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ CREATE TABLE busload.dispatch (
     status          text        NOT NULL,
     total           integer,                -- commands the caller gave; null while an iterator has not come to its end
     written         integer     NOT NULL,   -- those in the database; fewer while checkpoints are missing
-    checkpoint_size integer,
     rounds          integer     NOT NULL DEFAULT 0,   -- rounds of announcing that have failed
     retry_needed    boolean     NOT NULL DEFAULT false,
     error           text,
@@ -134,7 +133,7 @@ SELECT o.domain, o.transport, b.job_id, sum(o.hi - o.lo + 1)::bigint AS commands
 -- Per day (UTC): batches that were created, those that were announced as a whole, and how many rounds that took on average.
 -- It counts what happened, so that a day's figures do not change when its commands end.
 CREATE VIEW busload.dispatch_daily AS
-SELECT (created_at AT TIME ZONE 'UTC')::date AS day, count(*) AS batches, count(announced_at) AS announced, avg(rounds + 1)::float8 AS rounds
+SELECT (created_at AT TIME ZONE 'UTC')::date AS day, count(*) AS batches, count(*) FILTER (WHERE announced_at IS NOT NULL AND written = total) AS announced, avg(rounds + 1)::float8 AS rounds
   FROM busload.dispatch GROUP BY 1;
 
 -- Batches of the last hour, per job: where their commands are now.
