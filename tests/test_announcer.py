@@ -11,14 +11,14 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus
-from busload.announcer import Announcer, pause
+from busload.announcer import Announcer, Silence, pause
 from busload.domain import message
 from busload.domain.payload import PayloadLimits
 from busload.errors import Refusal, RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Plan
 from busload.transport import Message
-from tests.brokers.faulty import FaultyTransport
+from tests.brokers.faulty import AWAY, FaultyTransport
 from tests.given import DOMAIN, Database
 
 LOADS = [Unannounced(1024, 1024 + 249, DOMAIN, None, 0), Unannounced(4096, 4096 + 9, DOMAIN, None, 2)]
@@ -48,7 +48,7 @@ async def test_what_was_confirmed_is_told_by_load(
     assert [each.id for each in transport.confirmed] == [
         f"{ours}-1024-1123-0",
         f"{ours}-1124-1223-0",
-        f"{ours}-1224-4105-0",
+        f"{ours}-1224-4105-0-69563bd5622d",  # of the ranges: there is a gap
     ]
     assert {each.queue for each in transport.confirmed} == {f"busload.{DOMAIN}"}
     assert (one.messages, one.confirmed, one.refused.total()) == (3, 3, 0)
@@ -150,6 +150,17 @@ async def test_for_foreign_readers_each_command_has_a_message_of_its_own(
     ]
 
 
+async def test_messages_with_gaps_are_not_taken_for_each_other(
+    transport: FaultyTransport, bus: CommandBus, database: Database
+) -> None:
+    """A broker that drops repetitions must keep both, though they begin and end alike."""
+    single = {n: Unannounced(1024 * n, 1024 * n, DOMAIN, None, 0) for n in (1, 2, 3, 5)}
+    for numbers in ((1, 3, 5), (1, 2, 5), (5, 2, 1)):
+        await announcer(transport, bus).announce([single[n] for n in numbers])
+    assert database.count("message") == 2
+    assert len({each.id for each in transport.confirmed}) == 2
+
+
 async def test_two_databases_on_one_broker_do_not_repeat_each_other(
     transport: FaultyTransport, bus: CommandBus, database: Database
 ) -> None:
@@ -186,6 +197,106 @@ async def test_a_queue_that_cannot_be_used_refuses_only_its_own_messages(
     assert {piece.error for piece in pieces if piece.reason} == {"of another kind"}
     assert sorted(declared) == ["busload.bad", "busload.good", "busload.zeal"]
     assert {each.queue for each in transport.tried} == {"busload.good", "busload.zeal"}
+
+
+@pytest.mark.parametrize(
+    ("fails", "slice", "messages"), [("declare", 1, 1), ("declare", 1000, 1), ("publish", 1, 1), ("publish", 1000, 5)]
+)
+async def test_a_queue_that_does_not_answer_refuses_only_its_own_messages(
+    transport: FaultyTransport,
+    bus: CommandBus,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+    slice: int,
+    messages: int,
+) -> None:
+    """F53: one without a leader, say. It is tried once per page, also if the first slice is all its own."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", slice)
+    tried: list[str] = []
+    theirs = transport.declare
+
+    async def declare(queues: Sequence[str]) -> None:
+        if "busload.bad" in queues:
+            tried.extend(queues)
+            raise TransportUnavailable("no leader")
+        await theirs(queues)
+
+    def refuses(index: int, message: Message) -> Refusal | None:
+        if message.queue != "busload.bad":
+            return None
+        tried.append(message.queue)
+        return Refusal(RefusalReason.UNREACHABLE, "no leader")
+
+    if fails == "declare":
+        monkeypatch.setattr(transport, "declare", declare)
+    else:
+        transport.refuses = refuses
+    loads = [Unannounced(1024 * n, 1024 * n + 249, ("bad", "good", "zeal")[n % 3], None, 0) for n in range(6)]
+    pieces = await announcer(transport, bus).announce(loads)
+
+    assert [(piece.lo >> 10, piece.reason) for piece in pieces] == [
+        (n, "UNREACHABLE" if n % 3 == 0 else None) for n in range(6)
+    ]
+    assert {piece.error for piece in pieces if piece.reason} == {"no leader"}
+    assert tried == ["busload.bad"] * messages
+
+
+async def test_a_queue_that_is_silent_while_others_answer_is_left_alone_for_a_while(
+    transport: FaultyTransport, bus: CommandBus
+) -> None:
+    """F53: to wait for it takes seconds each time, which are the others' too."""
+    bad, good = Unannounced(1024, 1024, "bad", None, 0), Unannounced(2048, 2048, "good", None, 0)
+    one = announcer(transport, bus)
+
+    async def tries() -> int:
+        before = len(transport.tried)
+        [piece] = await one.announce([bad])
+        assert piece.reason == "UNREACHABLE" and piece.error == "nobody answers"
+        return len(transport.tried) - before
+
+    transport.refuses = lambda index, message: AWAY if message.queue == "busload.bad" else None
+    assert [await tries(), await tries()] == [1, 1]  # the broker may be away
+    assert not one.is_stuck("bad")
+    await one.announce([bad, good])
+    assert (one.is_stuck("bad"), one.is_stuck("good"), await tries()) == (True, False, 0)
+    one.leave_none_alone()
+    assert [await tries(), await tries()] == [1, 0]
+    transport.mend()
+    one.leave_none_alone()
+    assert await one.announce([bad]) == [Piece(1024, 1024)]
+    assert not one.is_stuck("bad")
+
+
+def test_how_long_a_silent_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growing, a minute at most; what was long ago does not count."""
+    now = 1000.0
+    monkeypatch.setattr("busload.announcer.time.monotonic", lambda: now)
+    silence = Silence()
+    silence.learn([], {"bad": AWAY}, began=now)
+    assert not silence.left_alone({"bad"})
+    silence.learn(["good"], {}, began=now)
+    for longest in (1, 2, 4, 8, 16, 32, 60, 60, 60):
+        silence.learn([], {"bad": AWAY}, began=now)
+        assert silence.left_alone({"good", "bad"}) == {"bad": AWAY}
+        now += 0.7 * longest
+        assert silence.left_alone({"bad"})
+        now += 0.6 * longest
+        assert not silence.left_alone({"bad"})
+    now += 601
+    silence.learn([], {"bad": AWAY}, began=now)
+    assert (silence.left_alone({"bad"}), silence.is_stuck("bad")) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "page"),
+    [({}, 100), ({"envelope_size": 1}, 20), ({"message_per_command": True}, 20), ({"envelope_size": 1000}, 100)],
+    ids=str,
+)
+async def test_a_page_has_no_more_messages_than_a_broker_takes_in_time(
+    transport: FaultyTransport, bus: CommandBus, options: dict[str, Any], page: int
+) -> None:
+    """What is left of it when its time is over would be taken for refused."""
+    assert announcer(transport, bus, **options).page == page
 
 
 async def test_very_many_messages_are_published_in_slices(

@@ -30,6 +30,8 @@ import pytest
 import busload
 from busload.settings import VARIABLES, Settings, WorkerSettings
 from busload.testing import TestServer
+from busload.worker.metrics import metrics_text
+from busload.worker.stats import BrokerStats, CoalescerStats, WorkerStats
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -252,6 +254,19 @@ def for_people(default: object) -> str:
         seconds = default.total_seconds()
         return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
     return f"{default:,}" if isinstance(default, int) and not isinstance(default, bool) else str(default)
+
+
+def test_the_docs_have_every_metric_and_no_other() -> None:
+    """Names of a row that begin with a line under are short for those with the beginning of its first one"""
+    stats = WorkerStats(1, CoalescerStats(1), broker=BrokerStats("postgresql"))
+    exposed = set(re.findall(r"^# TYPE (\w+)", metrics_text(stats, worker="one"), re.MULTILINE))
+    rows = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("| `busload_")]
+    told = set()
+    for row in rows:
+        first, *others = re.findall(r"`(\w+)(?:{[^`]*})?`", row.split(" | ")[0])
+        prefix = "_".join(first.split("_")[:2])
+        told |= {first, *(prefix + name if name.startswith("_") else name for name in others)}
+    assert told == exposed
 
 
 def test_the_docs_have_every_code_of_a_refusal() -> None:

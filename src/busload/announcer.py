@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import math
 import random
+import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import psycopg
 
 from busload.domain import message
+from busload.domain.ids import LOAD_SIZE
 from busload.domain.message import Envelope
 from busload.domain.payload import PayloadRefused, decode, storable
 from busload.errors import (
@@ -39,8 +44,17 @@ LONGEST_PAUSE = 300.0
 MOST_MESSAGES = 1000
 """Messages that are published by one call: transports allow it ten seconds."""
 
+MOST_OF_A_PAGE = 20_000
+"""Messages of one page, so that a broker that is not quick has taken them all in time."""
+
 MOST_BYTES = 4 * 1024 * 1024
 """Bytes of payloads that are read and published at a time, unless one command has more."""
+
+LONGEST_SILENCE, FORGOTTEN = 60.0, 600.0
+"""Seconds for which a silent queue is left alone at most, and after which it does not matter that it was silent."""
+
+DIGEST = 12
+"""Hex digits that tell messages about the same first and last command apart."""
 
 VANISHED = Refusal(RefusalReason.REFUSED, "There is no such command in the database any more.")
 
@@ -65,6 +79,7 @@ class Announcer:
         if key is not None:
             message.keys(key)  # says so now if it is unusable
         self._declared: set[str] = set()
+        self._silence = Silence()
         self._database: str | None = None
         self.messages = self.confirmed = 0
         """Messages that were handed to the broker, and those it has confirmed."""
@@ -74,12 +89,27 @@ class Announcer:
     def queue(self, domain: str) -> str:
         return f"{self._prefix}.{domain}"
 
+    @property
+    def page(self) -> int:
+        """Loads to announce together: none has to wait because the messages of the others take too long."""
+        return max(1, min(outbox.MOST, MOST_OF_A_PAGE * (1 if self._per_command else self._size) // LOAD_SIZE))
+
+    def is_stuck(self, domain: str) -> bool:
+        """Whether its queue is silent while others answer, so that the broker is not away."""
+        return self._silence.is_stuck(self.queue(domain))
+
+    def leave_none_alone(self) -> None:
+        """Try queues that were silent, though their time is not over."""
+        self._silence.leave_none_alone()
+
     async def announce(self, loads: Sequence[Unannounced], *, again: bool = False) -> list[Piece]:
         """What became of the messages about these loads. Never fails: what nobody confirmed is told as refused.
 
         `again`: they were announced before, and nobody came; a broker must not take that for the same message.
         """
         page = _Page(loads, again=again)
+        queues = {self.queue(load.domain) for load in loads}
+        page.unusable |= self._silence.left_alone(queues)
         left = VANISHED
         try:
             if self._database is None:
@@ -87,9 +117,9 @@ class Announcer:
                     self._database = await self._perform(outbox.identity())
             async with aclosing(self._slices(page)) as slices:
                 async for envelopes in slices:
-                    refused = await self._announce(page, envelopes)
-                    away = next((why for why in refused.values() if why.reason is RefusalReason.UNREACHABLE), None)
-                    if away is not None and len(refused) == len(envelopes):
+                    await self._announce(page, envelopes)
+                    away = page.away(queues)
+                    if away is not None:
                         left = away
                         break
         except TimeoutError:
@@ -118,7 +148,7 @@ class Announcer:
                 if rows:
                     yield [_of_one(*row) for row in rows]
 
-    async def _announce(self, page: _Page, envelopes: Sequence[Envelope]) -> dict[int, Refusal]:
+    async def _announce(self, page: _Page, envelopes: Sequence[Envelope]) -> None:
         messages: dict[int, Message] = {}
         refused: dict[int, Refusal] = {}
         for index, envelope in enumerate(envelopes):
@@ -127,48 +157,72 @@ class Announcer:
             except PayloadRefused as error:
                 refused[index] = Refusal(RefusalReason.TOO_LARGE, f"It does not fit into a message: {error}")
         if messages:
+            began = time.monotonic()
             indexes = list(messages)
             theirs = await self._publish(list(messages.values()), page)
             refused |= {indexes[n]: why for n, why in theirs.items()}
+            self._learn(page, messages, refused, began)
         self.messages += len(envelopes)
         self.confirmed += len(envelopes) - len(refused)
         self.refused.update(str(refusal.reason) for refusal in refused.values())
         for index, envelope in enumerate(envelopes):
             page.tell(envelope.ranges, refused.get(index))
-        return refused
+
+    def _learn(self, page: _Page, messages: dict[int, Message], refused: dict[int, Refusal], began: float) -> None:
+        """Which queues answer. One that does not is asked once per page, and while others do, not in each page."""
+        heard = {each.queue for n, each in messages.items() if n not in refused}
+        silent = {
+            each.queue: refused[n]
+            for n, each in messages.items()
+            if each.queue not in heard
+            and each.queue not in page.unusable
+            and refused[n].reason is RefusalReason.UNREACHABLE
+        }
+        self._silence.learn(heard, silent, began)
+        page.unusable |= silent
 
     def _message(self, envelope: Envelope, rounds: dict[int, int]) -> Message:
-        """Its id has the database in it: a broker that serves two must not take their messages for repetitions."""
+        """Its id says what it is about, or a broker would take it for the repetition of another message: the database,
+        as a broker may serve two, and if there are gaps between the first and the last command, a digest."""
         first, last = envelope.ranges[0][0], envelope.ranges[-1][1]
         id = f"{self._database}-{first}-{last}-{rounds.get(last >> 10, 0)}"
+        if len(envelope.ranges) > 1:
+            id += f"-{hashlib.sha256(repr(envelope.ranges).encode()).hexdigest()[:DIGEST]}"
         return Message(self.queue(envelope.domain), id, message.write(envelope, self.key))
 
     async def _publish(self, messages: Sequence[Message], page: _Page) -> dict[int, Refusal]:
         """A queue that cannot be used refuses its own messages; the others are published."""
         try:
             async with asyncio.timeout_at(page.deadline):
-                await self._declare({each.queue for each in messages}, page.unusable)
-                refused = {n: why for n, each in enumerate(messages) if (why := page.unusable.get(each.queue))}
+                silent = await self._declare({each.queue for each in messages}, page.unusable)
+                unusable = page.unusable | silent
+                refused = {n: why for n, each in enumerate(messages) if (why := unusable.get(each.queue))}
                 usable = [n for n in range(len(messages)) if n not in refused]
                 if usable:
                     theirs = await self._hand_over([messages[n] for n in usable])
                     refused |= {usable[n]: why for n, why in theirs.items()}
             return refused
         except (TransportError, TimeoutError, OSError) as error:
-            told = str(error) or f"It did not answer within {WITHIN:g} s."
-            return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.UNREACHABLE, told))
+            return dict.fromkeys(range(len(messages)), _unreachable(error))
         except Exception as error:  # an adapter's fault must not end the relay
             log.exception("The transport %s failed in a way that it should not", self.transport.name)
             return dict.fromkeys(range(len(messages)), Refusal(RefusalReason.REFUSED, type(error).__name__))
 
-    async def _declare(self, queues: set[str], unusable: dict[str, Refusal]) -> None:
-        for queue in sorted(queues - self._declared - unusable.keys()):
-            try:
-                await self.transport.declare([queue])
-            except TransportMisconfigured as error:
-                unusable[queue] = Refusal(RefusalReason.REFUSED, str(error))
-            else:
+    async def _declare(self, queues: set[str], unusable: dict[str, Refusal]) -> dict[str, Refusal]:
+        """Each by itself, so that none has to wait for another; returns those that could not be reached."""
+        missing = sorted(queues - self._declared - unusable.keys())
+        found = await asyncio.gather(*(self.transport.declare([each]) for each in missing), return_exceptions=True)
+        silent: dict[str, Refusal] = {}
+        for queue, error in zip(missing, found, strict=True):
+            if error is None:
                 self._declared.add(queue)
+            elif isinstance(error, TransportMisconfigured):
+                unusable[queue] = Refusal(RefusalReason.REFUSED, str(error))
+            elif isinstance(error, TransportError | OSError):
+                silent[queue] = _unreachable(error)
+            else:
+                raise error
+        return silent
 
     async def _hand_over(self, messages: Sequence[Message]) -> dict[int, Refusal]:
         try:
@@ -183,6 +237,54 @@ class Announcer:
         return {}
 
 
+@dataclass(slots=True)
+class _Silent:
+    since: float
+    why: Refusal
+    last: float = 0.0
+    tries: int = 0
+    until: float = 0.0
+
+
+class Silence:
+    """Queues that do not answer while others do, say because they have no leader: each is left alone for a while, which
+    grows, or those who wait for it in vain would hold up the others.
+
+    As long as nobody has answered since a queue fell silent, the broker may be away: then no queue is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._answered_at = -math.inf
+        self._silent: dict[str, _Silent] = {}
+
+    def is_stuck(self, queue: str) -> bool:
+        return queue in self._silent and self._silent[queue].tries > 0
+
+    def left_alone(self, queues: set[str]) -> dict[str, Refusal]:
+        now = time.monotonic()
+        silent = {queue: self._silent[queue] for queue in queues & self._silent.keys()}
+        return {queue: one.why for queue, one in silent.items() if now < one.until}
+
+    def leave_none_alone(self) -> None:
+        for one in self._silent.values():
+            one.until = 0.0
+
+    def learn(self, heard: Iterable[str], silent: Mapping[str, Refusal], began: float) -> None:
+        """Which queues have answered, and which have not, since `began`."""
+        now = time.monotonic()
+        for queue in heard:
+            self._answered_at = now
+            self._silent.pop(queue, None)
+        for queue, why in silent.items():
+            one = self._silent.get(queue)
+            if one is None or now - one.last > FORGOTTEN:
+                one = self._silent[queue] = _Silent(began, why)
+            one.why, one.last = why, now
+            if self._answered_at >= one.since:
+                one.until = now + min(pause(one.tries), LONGEST_SILENCE)
+                one.tries += 1
+
+
 class _Page:
     """Loads that are announced together, and what is known of each command's message so far."""
 
@@ -191,8 +293,13 @@ class _Page:
         self.rounds = {load.hi >> 10: load.rounds for load in loads}
         self.deadline = asyncio.get_running_loop().time() + WITHIN
         self.unusable: dict[str, Refusal] = {}
-        """Queues that the broker does not let us use; they are not tried again for this page."""
+        """Queues that the broker does not let us use, or that do not answer; they are not tried again for this page."""
         self._pieces: list[Piece] = []
+
+    def away(self, queues: Iterable[str]) -> Refusal | None:
+        """What was said, if none of these queues answers: then the rest need not be tried."""
+        why = [self.unusable.get(queue) for queue in queues]
+        return why[0] if all(one is not None and one.reason is RefusalReason.UNREACHABLE for one in why) else None
 
     def tell(self, ranges: Iterable[tuple[int, int]], refusal: Refusal | None) -> None:
         for lo, hi in ranges:
@@ -242,6 +349,10 @@ def _by_bytes(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
         room -= size
     if ids:
         yield ids
+
+
+def _unreachable(error: Exception) -> Refusal:
+    return Refusal(RefusalReason.UNREACHABLE, str(error) or f"It did not answer within {WITHIN:g} s.")
 
 
 def pause(rounds: int, asked: float | None = None) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,13 +40,19 @@ class Round:
 
     loads: Sequence[Unannounced] = ()
     pieces: Sequence[Piece] = ()
+    stuck: Collection[str] = ()
+    """Domains whose queues do not answer, while others do."""
     ready: int = 0
     again: int = 0
 
     @property
     def unreachable(self) -> str | None:
-        """What the transport said, if the broker could not be reached for some of it."""
-        return next((piece.error or "" for piece in self.pieces if piece.reason == RefusalReason.UNREACHABLE), None)
+        """What the transport said, if the broker could not be reached: nothing was confirmed, of no queue."""
+        if any(piece.reason is None for piece in self.pieces):
+            return None
+        stuck = {load.hi >> 10 for load in self.loads if load.domain in self.stuck}
+        silent = (piece for piece in self.pieces if piece.reason == RefusalReason.UNREACHABLE)
+        return next((piece.error or "" for piece in silent if piece.hi >> 10 not in stuck), None)
 
     @property
     def throttled(self) -> float:
@@ -65,16 +71,17 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
     """
     relay, relayed, rung_again, reachable = uuid4(), 0, 0, True
     while reachable:
-        done = await announce_page(announcer, perform, relay)
+        done = await announce_page(announcer, perform, relay, announcer.page)
         relayed += done.ready
         reachable = done.unreachable is None and not done.throttled
         if not done.loads:
             break
     while reachable:
-        silent = await perform(outbox.silent(announcer.transport.name, ring_again_after))
+        silent = await perform(outbox.silent(announcer.transport.name, ring_again_after, announcer.page))
         if not silent:
             break
-        rung = Round(silent, await announcer.announce(silent, again=True))
+        pieces = await announcer.announce(silent, again=True)
+        rung = Round(silent, pieces, _stuck(announcer, silent))
         rung_again += sum(piece.hi - piece.lo + 1 for piece in rung.pieces if piece.reason is None)
         reachable = rung.unreachable is None and not rung.throttled
     closed = await perform(dispatch.close())
@@ -83,7 +90,7 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
     return Recovered(relayed, rung_again, closed)
 
 
-async def announce_page(announcer: Announcer, perform: Perform, relay: UUID, page: int = outbox.MOST) -> Round:
+async def announce_page(announcer: Announcer, perform: Perform, relay: UUID, page: int) -> Round:
     """If it ends half way, its loads are held for a minute; then another round announces them again."""
     loads = await perform(outbox.take(announcer.transport.name, relay, page))
     if not loads:
@@ -93,7 +100,11 @@ async def announce_page(announcer: Announcer, perform: Perform, relay: UUID, pag
     ready, again = await _mark(perform, relay, pieces)
     if batches:
         await perform(dispatch.close(sorted(batches)))
-    return Round(loads, pieces, ready, again)
+    return Round(loads, pieces, _stuck(announcer, loads), ready, again)
+
+
+def _stuck(announcer: Announcer, loads: Sequence[Unannounced]) -> set[str]:
+    return {domain for domain in {load.domain for load in loads} if announcer.is_stuck(domain)}
 
 
 async def _mark(perform: Perform, relay: UUID, pieces: Sequence[Piece]) -> tuple[int, int]:

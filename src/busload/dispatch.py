@@ -32,7 +32,7 @@ from busload.requests import Order, Write
 from busload.store import dispatch as store
 from busload.store import outbox
 from busload.store.dispatch import Checkpoint, Cursor, Outcome
-from busload.store.outbox import MOST, Piece, Unannounced
+from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Plan
 from busload.store.send import Range, Via
 
@@ -140,10 +140,10 @@ class Dispatcher:
 
     async def _announce(self, run: _Run, ranges: Sequence[Range], mark: Callable[[list[Piece]], Plan[Any]]) -> None:
         """Publish a page of loads and mark it, then the next. A broker that is away is not asked for the others."""
-        batch = run.batch
+        batch, size = run.batch, self._announcer.page
         left = [Unannounced(lo, hi, batch.domain, batch.batch_id, 0) for lo, hi in ranges]
         while left:
-            page, left = left[:MOST], left[MOST:]
+            page, left = left[:size], left[size:]
             log.debug("Batch %s: announcing %d loads through %s", batch.batch_id, len(page), self._transport)
             with run.taking("send_ms"):
                 pieces = await self._announcer.announce(page)

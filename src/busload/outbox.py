@@ -6,7 +6,9 @@ import asyncio
 import builtins
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,10 +19,12 @@ from busload.domain.dispatch import OutboxEntry, Reconciliation
 from busload.domain.message import UnreadableMessage
 from busload.errors import InvalidOperationError
 from busload.requests import Write
+from busload.store import dispatch
 from busload.store import outbox as store
 from busload.store.outbox import Seen
 from busload.store.send import Range
 from busload.transport import Delivery
+from busload.transport.base import give_back
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("busload")
 
 SETTLED = timedelta(seconds=5)
-"""What was announced later than that is not missed yet."""
+"""What was announced so shortly before the look, or during it, is not missed yet."""
 
 MOST_LOOKED_AT = 10_000
 """Messages, and loads, that one comparison looks at."""
@@ -79,40 +83,44 @@ class Outbox:
             return _reroutable(await self.list(domain=domain, batch_id=batch_id), failed_only)
         rerouted = 0
         for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
-            moved, loads = await self._bus._write(write)
-            rerouted += moved
-            if not loads:
+            moved = await self._bus._write(write)
+            if not moved:
                 break
+            rerouted += moved
+            await self._bus._write(Write(dispatch.close(), one_statement=True))
         _tell(rerouted, operator)
         return rerouted
 
     async def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
         """Compare what the database has announced with what the broker holds; with `repair`, make both sides agree.
 
-        To repair is to ring for what is missing, and to take out of the broker what nothing waits for. For that the
-        messages are taken on loan, some seconds long, and what is waited for goes back; so a broker that cannot be
-        looked into is compared too. A message that a worker has on loan is not seen, so what is missing may be on its
-        way; to ring once more does no harm.
+        Any command of a load answers any message about it, so what counts is how many of a load wait, and how many
+        are rung for. To repair is to ring for what is missing, and to take out of the broker messages about loads of
+        which nothing waits. For that the messages are taken on loan, some seconds long, and what is waited for goes
+        back; so a broker that cannot be looked into is compared too. A message that a worker has on loan may not be
+        seen, so what is missing may be on its way; to ring once more does no harm.
         """
         bus, announcer = self._bus, self._bus._announcer()
         found = []
         for each in await bus._read(self._bus._requests.reconcile(domain)):
-            queue, transport = announcer.queue(each), announcer.transport
+            queue, transport, began = announcer.queue(each), announcer.transport, time.monotonic()
             depth, bodies = await transport.depth(queue), await transport.peek(queue, limit=MOST_LOOKED_AT)
-            announced = await bus._read(store.announced(transport.name, each, older_than=SETTLED, limit=MOST_LOOKED_AT))
-            told = Reconciliation(transport.name, each, queue, _commands(announced), depth, looked_into=False)
+            told = Reconciliation(transport.name, each, queue, announced=0, depth=depth, looked_into=False)
             removed = 0
             if repair and (depth or bodies or (depth is None and bodies is None)):
                 removed, seen = await self._remove(told)
                 bodies = seen if bodies is None else bodies
             elif repair:
                 bodies = []
+            before = SETTLED + timedelta(seconds=time.monotonic() - began)
+            announced = await bus._read(store.announced(transport.name, each, older_than=before, limit=MOST_LOOKED_AT))
+            told = replace(told, announced=_count(announced))
             if bodies is not None:
                 told, missing = await self._compare(told, bodies, announced)
                 if repair and missing:
                     loads = await bus._write(Write(store.ring(transport.name, missing), one_statement=True))
                     rung = await announcer.announce(loads, again=True)
-                    told = replace(told, rung_again=_commands([(p.lo, p.hi) for p in rung if p.reason is None]))
+                    told = replace(told, rung_again=_count([(p.lo, p.hi) for p in rung if p.reason is None]))
             found.append(replace(told, removed=removed))
         return found
 
@@ -148,13 +156,16 @@ class Outbox:
     async def _nothing_waits_for(
         self, messages: Sequence[_Ring]
     ) -> tuple[builtins.list[Delivery], builtins.list[_Ring]]:
-        """Those whose commands do not wait any more, and those about commands that are not here."""
-        ranges = sorted({each for _, ranges in messages for each in ranges})
-        found = await self._bus._read(store.look_up(ranges)) if ranges else []
-        seen = dict(zip(ranges, found, strict=True))
-        idle = [each for each in messages if not any(seen[range].waits for range in each[1])]
-        answered = [delivery for delivery, ranges in idle if all(seen[range].exists for range in ranges)]
-        return answered, [each for each in idle if not all(seen[range].exists for range in each[1])]
+        """Those of whose loads nothing waits any more, and those about loads that are not here."""
+        seen = await self._look_up([ranges for _, ranges in messages])
+        idle = [each for each in messages if not any(seen[load].waits for load in _loads(each[1]))]
+        answered = [delivery for delivery, ranges in idle if all(seen[load].exists for load in _loads(ranges))]
+        return answered, [each for each in idle if not all(seen[load].exists for load in _loads(each[1]))]
+
+    async def _look_up(self, messages: Iterable[Sequence[Range]]) -> dict[int, Seen]:
+        loads = sorted({load for ranges in messages for load in _loads(ranges)})
+        found = await self._bus._read(store.look_up(loads)) if loads else []
+        return dict(zip(loads, found, strict=True))
 
     @property
     def _key(self) -> bytes | None:
@@ -163,11 +174,10 @@ class Outbox:
     async def _compare(
         self, told: Reconciliation, bodies: Sequence[bytes], announced: Sequence[Range]
     ) -> tuple[Reconciliation, Sequence[Range]]:
-        messages = list(_read(bodies, self._key))
-        ranges = sorted({each for ranges in messages for each in ranges})
-        seen = await self._bus._read(store.look_up(ranges)) if ranges else []
+        messages = list(_readable(bodies, told.domain, self._key))
+        seen = await self._look_up(messages)
         whole = len(bodies) < MOST_LOOKED_AT
-        return compare(told, len(bodies), messages, dict(zip(ranges, seen, strict=True)), announced if whole else [])
+        return compare(told, len(bodies), messages, seen, announced if whole else [])
 
 
 class _OnLoan:
@@ -197,9 +207,7 @@ class _OnLoan:
         if self._next is not None:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
-        close = getattr(self._deliveries, "aclose", None)
-        if close is not None:
-            await close()
+        await give_back(self._deliveries)
 
 
 def _sorted(page: Sequence[Delivery], domain: str, key: bytes | None) -> tuple[list[_Ring], list[tuple[Delivery, str]]]:
@@ -208,10 +216,7 @@ def _sorted(page: Sequence[Delivery], domain: str, key: bytes | None) -> tuple[l
     unreadable: list[tuple[Delivery, str]] = []
     for delivery in page:
         try:
-            envelope = message.read(delivery.body, key)
-            if envelope.domain != domain:
-                raise UnreadableMessage("it is about another domain than its queue")
-            readable.append((delivery, envelope.ranges))
+            readable.append((delivery, _read(delivery.body, domain, key)))
         except UnreadableMessage as error:
             unreadable.append((delivery, str(error)))
     return readable, unreadable
@@ -251,10 +256,11 @@ class SyncOutbox:
             return _reroutable(self.list(domain=domain, batch_id=batch_id), failed_only)
         rerouted = 0
         for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
-            moved, loads = self._bus._write(write)
-            rerouted += moved
-            if not loads:
+            moved = self._bus._write(write)
+            if not moved:
                 break
+            rerouted += moved
+            self._bus._write(Write(dispatch.close(), one_statement=True))
         _tell(rerouted, operator)
         return rerouted
 
@@ -269,7 +275,7 @@ class SyncOutbox:
         for each in bus._read(bus._requests.reconcile(domain)):
             announced = bus._read(store.announced(transport.name, each, older_than=SETTLED, limit=MOST_LOOKED_AT))
             queue = f"{bus.settings.queue_prefix}.{each}"
-            told = Reconciliation(transport.name, each, queue, _commands(announced), None, looked_into=False)
+            told = Reconciliation(transport.name, each, queue, _count(announced), None, looked_into=False)
             found.append(told)
         return found
 
@@ -278,14 +284,16 @@ def compare(
     told: Reconciliation,
     bodies: int,
     messages: Sequence[Sequence[Range]],
-    seen: dict[Range, Seen],
+    seen: Mapping[int, Seen],
     announced: Sequence[Range],
 ) -> tuple[Reconciliation, list[Range]]:
-    """What both sides know, and the loads that are announced without a message about any of their commands."""
-    waiting = [any(seen[each].waits for each in ranges) for ranges in messages]
-    known = [any(seen[each].exists for each in ranges) for ranges in messages]
-    rung = {lo >> 10 for ranges in messages for lo, _ in ranges}
-    missing = [(lo, hi) for lo, hi in announced if hi >> 10 not in rung]
+    """What both sides know, and what is announced beyond what messages ring for: the last commands of such loads.
+
+    `seen` tells of each load that a message is about.
+    """
+    waiting = [any(seen[load].waits for load in _loads(ranges)) for ranges in messages]
+    known = [any(seen[load].exists for load in _loads(ranges)) for ranges in messages]
+    missing = list(_unrung(announced, messages))
     answered = sum(exists and not waits for exists, waits in zip(known, waiting, strict=True))
     unknown = bodies - len(messages) + known.count(False)
     return (
@@ -295,21 +303,43 @@ def compare(
             messages=bodies,
             answered=answered,
             unknown=unknown,
-            missing=_commands(missing),
+            missing=_count(missing),
         ),
         missing,
     )
 
 
-def _read(bodies: Sequence[bytes], key: bytes | None) -> Iterator[Sequence[Range]]:
+def _unrung(announced: Sequence[Range], messages: Iterable[Sequence[Range]]) -> Iterator[Range]:
+    rung: Counter[int] = Counter()
+    for ranges in messages:
+        for lo, hi in ranges:
+            rung[hi >> 10] += hi - lo + 1
+    for lo, hi in announced:
+        answered = min(rung[hi >> 10], hi - lo + 1)
+        rung[hi >> 10] -= answered
+        if lo + answered <= hi:
+            yield lo + answered, hi
+
+
+def _readable(bodies: Sequence[bytes], domain: str, key: bytes | None) -> Iterator[Sequence[Range]]:
     for body in bodies:
-        try:
-            yield message.read(body, key).ranges
-        except UnreadableMessage:
-            continue
+        with suppress(UnreadableMessage):
+            yield _read(body, domain, key)
 
 
-def _commands(ranges: Sequence[Range]) -> int:
+def _read(body: bytes, domain: str, key: bytes | None) -> Sequence[Range]:
+    """The commands that it rings for; workers believe it only about the domain of its queue."""
+    envelope = message.read(body, key)
+    if envelope.domain != domain:
+        raise UnreadableMessage("it is about another domain than its queue")
+    return envelope.ranges
+
+
+def _loads(ranges: Sequence[Range]) -> set[int]:
+    return {hi >> 10 for _, hi in ranges}
+
+
+def _count(ranges: Sequence[Range]) -> int:
     return sum(hi - lo + 1 for lo, hi in ranges)
 
 

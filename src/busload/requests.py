@@ -168,7 +168,9 @@ class Requests:
         command: BatchCommand,
         batch_id: UUID | None,
         dedup: Dedup | None = None,
+        via: Via | None = None,
     ) -> Write[SendResult]:
+        via = via or self._via
         [checked] = self._check(domain, [command])
         ids = [checked.command_id]
         if batch_id is not None:
@@ -176,15 +178,13 @@ class Requests:
         if dedup is not None:
             _check_key(command, dedup)
             if batch_id is None:
-                return Write(
-                    store.send.send_once(domain, checked, dedup, self._via), command_ids=ids, one_statement=True
-                )
-            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, self._via)), batch_id, ids)
+                return Write(store.send.send_once(domain, checked, dedup, via), command_ids=ids, one_statement=True)
+            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, via)), batch_id, ids)
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
-            plan = _then(store.send.send(domain, checked, via=self._via), result)
+            plan = _then(store.send.send(domain, checked, via=via), result)
             return Write(plan, command_ids=ids, one_statement=True)
-        plan = _then(store.send.send_many(domain, [checked], batch_id, self._via), result)
+        plan = _then(store.send.send_many(domain, [checked], batch_id, via), result)
         return Write(plan, batch_id, ids, one_statement=True)
 
     def hold(self, domain: str, command: BatchCommand, dedup: Dedup, promised: Mapping[str, UUID]) -> Plan[SendResult]:
@@ -254,7 +254,7 @@ class Requests:
 
     def retry_outbox(self, domain: str | None, batch_id: UUID | None) -> Write[int]:
         refuse(self._where(domain, batch_id))
-        plan = store.outbox.retry(transport=None, domain=domain, batch_id=batch_id)
+        plan = store.outbox.retry(domain=domain, batch_id=batch_id)
         return Write(plan, batch_id, one_statement=True)
 
     def retryable_outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[int]:
@@ -263,22 +263,20 @@ class Requests:
 
     def reroute(
         self, domain: str | None, batch_id: UUID | None, *, failed_only: bool, operator: str | None
-    ) -> Iterator[Write[tuple[int, int]]]:
+    ) -> Iterator[Write[int]]:
         """One transaction after the other, until one has found nothing."""
         problems = self._where(domain, batch_id) + self._operator(operator) + _check_flag(failed_only, "failed_only")
         refuse(problems)
         while True:
-            plan = store.outbox.reroute(
-                transport=None, domain=domain, batch_id=batch_id, failed=failed_only, operator=operator
-            )
-            yield Write(plan, batch_id)
+            plan = store.outbox.reroute(domain=domain, batch_id=batch_id, failed=failed_only, operator=operator)
+            yield Write(plan, batch_id, one_statement=True)
 
     def recover(self, ring_again_after: timedelta) -> Plan[tuple[int, int]]:
         """What can be done without the broker: returns commands that are due now, and creations that are complete."""
         if not isinstance(ring_again_after, timedelta) or not timedelta(0) <= ring_again_after <= LONGEST:
             message = f"found {ring_again_after!r:.80}, wanted a timedelta from zero to {LONGEST.days} days"
             raise InvalidCommandError([Problem("INVALID_OPTION", "/ring_again_after", message)])
-        return _both(store.outbox.retry(transport=None, domain=None, batch_id=None), store.dispatch.close())
+        return _both(store.outbox.retry(domain=None, batch_id=None), store.dispatch.close())
 
     def reconcile(self, domain: str | None) -> Plan[list[str]]:
         """The domains to compare."""
@@ -628,7 +626,7 @@ class Requests:
         data = metadata or {}
         execution_id = store.track.new_execution_id()
         command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
-        send = self.send(queue, command, None, dedup, NO_BROKER)  # another queue tells of it
+        send = self.send(queue, command, None, dedup, via=NO_BROKER)  # another queue tells of it
         existing = dedup is not None and dedup.on_conflict == "return_existing"
         plan = store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
         return Write(plan, command_ids=send.command_ids)

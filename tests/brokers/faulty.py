@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from busload.domain import message
+from busload.domain.message import Envelope
 from busload.errors import PublishFailed, Refusal, RefusalReason, TransportUnavailable
 from busload.transport.base import Delivery, Message
 from busload.transport.postgresql import PostgresqlTransport
 
-AWAY = Refusal(RefusalReason.UNREACHABLE, "the plug is pulled")
+AWAY = Refusal(RefusalReason.UNREACHABLE, "nobody answers")
+
+
+class Crash(BaseException):
+    """The process is gone: nothing of it runs on, not even what catches every error."""
 
 
 class FaultyTransport(PostgresqlTransport):
-    """`pull` the plug and `mend` it; `refuses` says of each message, by its index, whether it is confirmed."""
+    """`pull` the plug, or `refuse` messages; `mend` ends both. `before` is awaited before each publishing.
+
+    `refuses` says of each message, by its index in the call, whether it is confirmed.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._away = asyncio.Event()
         self.refuses: Callable[[int, Message], Refusal | None] = lambda index, message: None
+        self.before: Callable[[], Awaitable[None]] | None = None
         self.tried: list[Message] = []
         self.confirmed: list[Message] = []
         self.publishes = 0
-        self.acks = 0
 
     def pull(self) -> None:
+        """Nothing answers any more, neither to those who declare nor to those who receive."""
         self._away.set()
+
+    def refuse(self, refusal: Refusal = AWAY, *numbers: int) -> None:
+        """Messages with these numbers, counted by `tried`; or all."""
+        self.refuses = lambda index, message: refusal if not numbers or len(self.tried) + index in numbers else None
 
     def mend(self) -> None:
         self._away.clear()
+        self.refuses = lambda index, message: None
 
     async def declare(self, queues: Sequence[str]) -> None:
         self._refuse_if_away()
         await super().declare(queues)
 
     async def publish(self, messages: Sequence[Message]) -> None:
+        if self.before is not None:
+            await self.before()
+        refused = {n: AWAY if self._away.is_set() else self.refuses(n, each) for n, each in enumerate(messages)}
         self.publishes += 1
         self.tried += messages
-        refused = {n: AWAY if self._away.is_set() else self.refuses(n, each) for n, each in enumerate(messages)}
         taken = [each for n, each in enumerate(messages) if refused[n] is None]
         if taken:
             await super().publish(taken)
@@ -65,6 +82,15 @@ class FaultyTransport(PostgresqlTransport):
             away.cancel()
             await asyncio.gather(away, return_exceptions=True)
             await theirs.aclose()  # type: ignore[attr-defined]
+
+    @property
+    def envelopes(self) -> list[Envelope]:
+        return [message.read(each.body) for each in self.confirmed]
+
+    @property
+    def commands(self) -> int:
+        """How many commands the confirmed messages are about, each repetition counted."""
+        return sum(envelope.commands for envelope in self.envelopes)
 
     def _refuse_if_away(self) -> None:
         if self._away.is_set():

@@ -19,6 +19,8 @@ from azure.servicebus._pyamqp.constants import ConnectionState
 from azure.servicebus.aio import _servicebus_receiver_async, _servicebus_sender_async
 
 KEY_NAME, KEY = "RootManageSharedAccessKey", "bG9vay1hbGlrZS1rZXk="
+PEEKED_AT_ONCE = 100
+"""Messages that it shows at a time, as the real one has a limit that it does not tell."""
 
 
 class ServiceBus:

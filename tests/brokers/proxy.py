@@ -1,58 +1,99 @@
-"""Stands between a client and a broker, and lets nothing of what the broker says through when told so."""
+"""Stands between a client and its broker: it can hold back or swallow the broker's answers, and cut connections."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import suppress
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
 
 
 class Proxy:
-    """`async with Proxy(port) as proxy`: connect to `proxy.port`; connections made after `swallow()` are sound."""
+    """Connect to `url`, or `port`. `tls`: what it shows to clients; the broker is spoken to in plain."""
 
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._server: asyncio.Server | None = None
-        self._sound: list[asyncio.Event] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.port = 0
+    def __init__(self, url: str, *, tls: ssl.SSLContext | None = None) -> None:
+        parts = urlsplit(url)
+        self._broker = parts.hostname or "127.0.0.1", parts.port
+        self._url, self._tls = url, tls
+        self._answering = asyncio.Event()
+        self._answering.set()
+        self._connections: set[_Connection] = set()
 
-    async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
+    @property
+    def url(self) -> str:
+        return self._url.replace(f":{self._broker[1]}", f":{self.port}")
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def hold_answers(self) -> None:
+        self._answering.clear()
+
+    def pass_answers(self) -> None:
+        self._answering.set()
 
     def swallow(self) -> None:
-        """From now on nothing that the broker says reaches those who are connected; what they say reaches it."""
-        for sound in self._sound:
-            sound.clear()
+        """Nothing more that the broker says reaches those who are connected now; what they say reaches it."""
+        for connection in self._connections:
+            connection.swallows = True
+
+    async def cut(self) -> None:
+        """Every connection; what was held back is lost."""
+        connections, self._connections = self._connections, set()
+        await asyncio.gather(*(connection.cut() for connection in connections))
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        await self.cut()
+        await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        sound = asyncio.Event()
-        sound.set()
-        self._sound.append(sound)
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        try:
-            with suppress(OSError, asyncio.CancelledError):
-                await asyncio.gather(_copy(reader, back, None), _copy(there, writer, sound))
-        finally:
+        broker_reader, broker_writer = await asyncio.open_connection(*self._broker)
+        connection = _Connection(self._answering)
+        self._connections.add(connection)
+        await connection.serve((reader, broker_writer), (broker_reader, writer))
+        self._connections.discard(connection)
+
+
+class _Connection:
+    def __init__(self, answering: asyncio.Event) -> None:
+        self._answering = answering
+        self._pumps: list[asyncio.Task[None]] = []
+        self.swallows = False
+
+    async def serve(
+        self,
+        questions: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        answers: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        """Until one side ends."""
+        self._pumps = [
+            asyncio.create_task(self._pump(*questions, answers=False)),
+            asyncio.create_task(self._pump(*answers, answers=True)),
+        ]
+        await asyncio.wait(self._pumps, return_when=asyncio.FIRST_COMPLETED)
+        for _, writer in (questions, answers):
             writer.close()
-            back.close()
-            self._tasks.discard(task)
+            with suppress(OSError):
+                await writer.wait_closed()
+        await self.cut()
 
+    async def cut(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sound: asyncio.Event | None) -> None:
-    while data := await reader.read(65536):
-        if sound is None or sound.is_set():
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                if answers:
+                    await self._answering.wait()
+                if not (answers and self.swallows):
+                    sink.write(data)
+                    await sink.drain()

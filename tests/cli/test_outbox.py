@@ -13,20 +13,20 @@ from click.testing import CliRunner, Result
 
 from busload import BatchCommand, CommandBus, Settings
 from busload.cli import main
-from tests.brokers.refusing import RefusingTransport
+from tests.brokers.faulty import FaultyTransport
 from tests.cli.conftest import Busload, Spawn, Until
 from tests.given import DOMAIN, Database
 
 
 @pytest.fixture
-def transport(dsn: str) -> RefusingTransport:
-    return RefusingTransport(dsn)
+def transport(dsn: str) -> FaultyTransport:
+    return FaultyTransport(dsn)
 
 
 @pytest.fixture
-async def broken(dsn: str, settings: Settings, transport: RefusingTransport) -> AsyncIterator[CommandBus]:
+async def broken(dsn: str, settings: Settings, transport: FaultyTransport) -> AsyncIterator[CommandBus]:
     """A bus whose broker is away."""
-    transport.is_away()
+    transport.refuse()
     async with CommandBus(dsn, transport=transport, settings=settings) as bus:
         yield bus
 
@@ -73,7 +73,7 @@ async def test_what_waits_is_listed_tried_again_and_rerouted(
 
 
 async def test_dispatch_tells_how_a_batch_was_announced(
-    busload: Busload, broken: CommandBus, transport: RefusingTransport, dsn: str
+    busload: Busload, broken: CommandBus, transport: FaultyTransport, dsn: str
 ) -> None:
     batch_id = await broken.create_batch(DOMAIN, commands(30), stage="import")
     said = busload("batch", "dispatch", batch_id).stdout

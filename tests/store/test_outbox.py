@@ -11,8 +11,8 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from busload import BatchCommand, SyncCommandBus
-from busload.store import cancel, claim, outbox, rescue
+from busload import BatchCommand, CommandBus, SyncCommandBus
+from busload.store import cancel, claim, dispatch, outbox, rescue
 from busload.store.claim import Rung
 from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Statement, perform
@@ -269,7 +269,7 @@ async def test_a_cancel_locks_loads_in_the_order_of_a_mark(
     waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     for table in ("outbox", "queue"):
         if table == "queue":
-            database.perform(outbox.reroute(transport=None, domain=None, batch_id=None, failed=False, operator=None))
+            database.perform(outbox.reroute(domain=None, batch_id=None, failed=False, operator=None))
         [(first,), (second,)] = database.rows(f"SELECT hi FROM busload.{table} ORDER BY hi")
         moved = f"WITH gone AS (DELETE FROM busload.{table} WHERE hi = %s RETURNING *)"
         database.rows(f"{moved} INSERT INTO busload.{table} SELECT * FROM gone", first)
@@ -294,6 +294,32 @@ def test_only_batches_of_which_something_failed_count_a_round(writer: SyncComman
     assert database.perform(outbox.mark(ONE, pieces)) == (10, 10)
     rounds = dict(database.rows("SELECT batch_id, rounds FROM busload.dispatch"))
     assert rounds == {fine: 0, refused: 1}
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_who_reroutes_beside_a_mark_closes_the_report(
+    writer: SyncCommandBus, bus: CommandBus, database: Database, dsn: str, face: str
+) -> None:
+    """Neither sees the other's load leave before both are committed"""
+    batch_id = writer.create_batch(DOMAIN, [BatchCommand("Debit", priority=priority) for priority in (1, 2)])
+    one, other = taken(database)
+    database.perform(outbox.mark(ONE, whole([one], "REFUSED", 60.0)))
+    pause = "BEGIN PERFORM pg_advisory_xact_lock_shared(79); RETURN NULL; END"
+    database.rows(f"CREATE FUNCTION busload.pause() RETURNS trigger LANGUAGE plpgsql AS '{pause}'")
+    database.rows(
+        "CREATE CONSTRAINT TRIGGER pause AFTER INSERT ON busload.queue DEFERRABLE INITIALLY DEFERRED"
+        " FOR EACH ROW WHEN (NEW.transport IS NULL) EXECUTE FUNCTION busload.pause()"
+    )
+    blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 79 AND NOT granted"
+    with psycopg.connect(dsn) as brake:
+        brake.execute("SELECT pg_advisory_xact_lock(79)")
+        rerouting = bus.outbox.reroute() if face == "async" else asyncio.to_thread(writer.outbox.reroute)
+        rerouted = asyncio.ensure_future(rerouting)
+        await eventually(lambda: database.value(blocked))
+        assert database.perform(outbox.mark(ONE, whole([other]))) == (1, 0)
+        assert database.perform(dispatch.close([batch_id])) == 0
+    assert await rerouted == 1
+    assert database.value("SELECT announced_at IS NOT NULL FROM busload.dispatch")
 
 
 def test_a_mark_compares_a_piece_with_its_own_load_only(writer: SyncCommandBus, database: Database, dsn: str) -> None:

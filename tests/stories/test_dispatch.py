@@ -60,13 +60,16 @@ from busload import (
     store,
 )
 from busload.announcing import announce_page
+from busload.domain import message
 from busload.domain.dispatch import DispatchReport
+from busload.domain.message import Envelope
 from busload.errors import Refusal, RefusalReason
+from busload.store.claim import Rung
 from busload.store.dispatch import Outcome
 from busload.store.plan import perform_async
 from busload.testing.transport import receiving
 from busload.transport import Message
-from tests.brokers.refusing import AWAY, Crash, RefusingTransport
+from tests.brokers.faulty import AWAY, Crash, FaultyTransport
 from tests.given import DOMAIN, Database, Given
 
 REFUSED = Refusal(RefusalReason.REFUSED, "the queue is full")
@@ -74,12 +77,12 @@ STRATEGIES = ("two_phase", "checkpoint", "optimistic")
 
 
 @pytest.fixture
-def transport(dsn: str) -> RefusingTransport:
-    return RefusingTransport(dsn)
+def transport(dsn: str) -> FaultyTransport:
+    return FaultyTransport(dsn)
 
 
 @pytest.fixture
-async def bus(dsn: str, settings: Settings, transport: RefusingTransport) -> AsyncIterator[CommandBus]:
+async def bus(dsn: str, settings: Settings, transport: FaultyTransport) -> AsyncIterator[CommandBus]:
     async with CommandBus(dsn, transport=transport, settings=settings) as bus:
         yield bus
 
@@ -112,7 +115,7 @@ async def all_run_once(bus: CommandBus, database: Database, worker_settings: Wor
 
 
 async def test_all_commands_are_in_the_database_and_at_the_broker(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
     """S1-01, S1-02, S1-05, S1-13, S1-14, S1-D10: ids in input order, announced at a time with its zone"""
     batch_id = await bus.create_batch(DOMAIN, commands(10_000))
@@ -122,7 +125,7 @@ async def test_all_commands_are_in_the_database_and_at_the_broker(
     assert told.announced_at is not None and told.announced_at.tzinfo is not None
     assert transport.commands == database.count("command") == 10_000
     ranges = {each for envelope in transport.envelopes for each in envelope.ranges}
-    assert len(ranges) == len(transport.published) == 100
+    assert len(ranges) == len(transport.confirmed) == 100
     found = await bus.list_batch_commands(DOMAIN, batch_id, limit=10_000)
     assert [command.data["n"] for command in found] == list(range(10_000))
     assert {command.status for command in found} == {CommandStatus.PENDING}
@@ -131,7 +134,7 @@ async def test_all_commands_are_in_the_database_and_at_the_broker(
 
 @pytest.mark.parametrize("strategy", ["two_phase", "checkpoint"])
 async def test_nothing_is_published_before_it_is_committed(
-    bus: CommandBus, transport: RefusingTransport, database: Database, strategy: str
+    bus: CommandBus, transport: FaultyTransport, database: Database, strategy: str
 ) -> None:
     """S1-04, S1-41, S1-47, S1-D2: others see the rows, as PENDING_QUEUE, and no transaction is open"""
     seen: list[tuple[Any, ...]] = []
@@ -153,7 +156,7 @@ async def test_nothing_is_published_before_it_is_committed(
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "relay"])
 async def test_an_error_of_the_database_in_the_first_phase_leaves_nothing(
-    bus: CommandBus, transport: RefusingTransport, database: Database, strategy: str
+    bus: CommandBus, transport: FaultyTransport, database: Database, strategy: str
 ) -> None:
     """S1-06: it comes through as it is; the broker has heard nothing"""
     before = database.everything()
@@ -161,14 +164,14 @@ async def test_an_error_of_the_database_in_the_first_phase_leaves_nothing(
     with pytest.raises(psycopg.errors.CheckViolation):
         await bus.create_batch(DOMAIN, commands(30), dispatch=strategy)
     assert database.everything() == before
-    assert transport.offered == 0
+    assert not transport.tried
 
 
 async def test_what_the_broker_did_not_confirm_is_all_that_is_repeated(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-03, S1-11, S1-12, S1-D5"""
-    transport.refuses = lambda number: REFUSED if number in (3, 7) else None
+    transport.refuse(REFUSED, 3, 7)
     batch_id = await bus.create_batch(DOMAIN, commands(1000))
     told = await report(bus, batch_id)
     assert (told.status, told.database_tasks, told.queued_tasks) == ("partial_success", 1000, 800)
@@ -177,7 +180,7 @@ async def test_what_the_broker_did_not_confirm_is_all_that_is_repeated(
     statuses = dict(database.rows("SELECT status, count(*) FROM busload.command_status GROUP BY 1"))
     assert statuses == {"PENDING": 800, "PENDING_RETRY": 200}
 
-    transport.is_back()
+    transport.mend()
     await all_run_once(bus, database, worker_settings, 1000)
     assert transport.commands == 1000
     told = await report(bus, batch_id)
@@ -186,13 +189,13 @@ async def test_what_the_broker_did_not_confirm_is_all_that_is_repeated(
 
 async def test_a_broker_that_is_away_loses_nothing_and_fails_nothing(
     bus: CommandBus,
-    transport: RefusingTransport,
+    transport: FaultyTransport,
     database: Database,
     worker_settings: WorkerSettings,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """S1-11, S1-12: queued_tasks is 0; one line says so"""
-    transport.is_away()
+    transport.refuse(AWAY)
     with caplog.at_level(logging.WARNING):
         batch_id = await bus.create_batch(DOMAIN, commands(2500))
     told = await report(bus, batch_id)
@@ -200,12 +203,12 @@ async def test_a_broker_that_is_away_loses_nothing_and_fails_nothing(
     assert (told.retry_needed, told.error) == (True, "UNREACHABLE: nobody answers")
     [line] = [record.getMessage() for record in caplog.records]
     assert "did not confirm 2500 commands" in line and "UNREACHABLE" in line
-    transport.is_back()
+    transport.mend()
     await all_run_once(bus, database, worker_settings, 2500)
 
 
 async def test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-15, S1-D8, F48: what workers have taken meanwhile stays theirs; the rest is announced again"""
     database.rows("CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no space'; END$$")
@@ -220,12 +223,12 @@ async def test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards(
 
 
 async def test_a_relay_that_was_faster_than_its_creator_has_the_last_word(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
     """The creator writes down `partial_success` when the rest was announced already: it stays `recovered`"""
-    transport.is_away()
+    transport.refuse(AWAY)
     batch_id = await bus.create_batch(DOMAIN, commands(3))
-    transport.is_back()
+    transport.mend()
     await bus.recover()
     late = Outcome(DispatchStatus.PARTIAL_SUCCESS, True, "UNREACHABLE", None, 1.0, 2.0, 3.0, 6.0)
     database.perform(store.dispatch.finish(batch_id, late))
@@ -254,7 +257,7 @@ async def test_a_creation_that_is_closed_lacks_nothing_any_more(
 
 
 async def test_what_is_taken_back_after_it_was_closed_is_closed_again(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """Optimistic: nothing was in the outbox when a sweep came by, then the broker refused"""
 
@@ -262,12 +265,12 @@ async def test_what_is_taken_back_after_it_was_closed_is_closed_again(
         assert database.perform(store.dispatch.close()) == 1
 
     transport.before = sweep
-    transport.is_away()
+    transport.refuse(AWAY)
     batch_id = await bus.create_batch(DOMAIN, commands(300), dispatch="optimistic")
     told = await report(bus, batch_id)
     assert (told.status, told.announced_at, told.queued_tasks) == ("failed_needs_recovery", None, 0)
     transport.before = None
-    transport.is_back()
+    transport.mend()
     await all_run_once(bus, database, worker_settings, 300)
     told = await report(bus, batch_id)
     assert told.status == "recovered" and told.announced_at is not None
@@ -299,23 +302,23 @@ async def test_two_relays_that_mark_the_last_loads_at_once_close_the_creation(bu
     assert told.status == "success" and told.announced_at is not None
 
 
-async def test_one_batch_takes_as_many_messages_as_it_needs(dsn: str, transport: RefusingTransport) -> None:
+async def test_one_batch_takes_as_many_messages_as_it_needs(dsn: str, transport: FaultyTransport) -> None:
     """S1-08, S1-48: 250 commands in messages of up to 100, and in one statement of the database"""
     for size, expected in ((100, [100, 100, 50]), (1, [1] * 250)):
-        transport.published.clear()
+        transport.confirmed.clear()
         async with CommandBus(dsn, transport=transport, settings=Settings(envelope_size=size)) as bus:
             await bus.create_batch(DOMAIN, commands(250))
         assert [envelope.commands for envelope in transport.envelopes] == expected
 
 
-async def test_a_message_per_command_says_what_foreign_readers_need(dsn: str, transport: RefusingTransport) -> None:
+async def test_a_message_per_command_says_what_foreign_readers_need(dsn: str, transport: FaultyTransport) -> None:
     """S1-07, S1-36: task id, parent job, type, parameters, stage"""
     job_id = uuid4()
     async with CommandBus(dsn, transport=transport, settings=Settings(message_per_command=True)) as bus:
         sent = [BatchCommand("Debit", uuid4(), {"cents": 5}), BatchCommand("Credit", uuid4(), {"cents": 7})]
         await bus.create_batch(DOMAIN, sent, job_id=job_id, stage="import")
-    bodies = [json.loads(each.body) for each in transport.published]
-    assert [each.queue for each in transport.published] == ["busload.payments"] * 2
+    bodies = [json.loads(each.body) for each in transport.confirmed]
+    assert [each.queue for each in transport.confirmed] == ["busload.payments"] * 2
     assert [(b["task_id"], b["task_type"], b["parameters"]) for b in bodies] == [
         (str(command.command_id), command.command_type, command.data) for command in sent
     ]
@@ -345,7 +348,7 @@ async def test_each_phase_and_each_creation_is_logged(
 
 
 async def test_checkpoints_are_transactions_of_their_own(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-17, S1-18, S1-19, S1-23, S1-D3, S1-D4: the last one is short and counts as it is; names are text"""
     totals: list[tuple[int, bool]] = []
@@ -368,14 +371,14 @@ async def test_checkpoints_are_transactions_of_their_own(
 @pytest.mark.parametrize("given", [list, iter], ids=["list", "iterator"])
 async def test_the_first_checkpoint_that_fails_stops_and_the_same_call_goes_on(
     bus: CommandBus,
-    transport: RefusingTransport,
+    transport: FaultyTransport,
     database: Database,
     worker_settings: WorkerSettings,
     given: Callable[[list[BatchCommand]], Any],
 ) -> None:
     """S1-20, S1-21, S1-22, S1-24: same ids, nothing twice; the failed one waits in the outbox, earlier ones run"""
     sent = [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(50)]
-    transport.refuses = lambda number: AWAY if number == 2 else None
+    transport.refuse(AWAY, 2)
     with pytest.raises(DispatchIncomplete, match=r"30 commands of .* are written") as stopped:
         await bus.create_batch(DOMAIN, given(sent), dispatch="checkpoint", checkpoint_size=10)
     told, batch_id = stopped.value.report, stopped.value.batch_id
@@ -404,11 +407,11 @@ async def test_the_first_checkpoint_that_fails_stops_and_the_same_call_goes_on(
 
 
 async def test_what_is_not_the_same_input_is_not_resumed(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
     """S1-24, C12"""
     sent = [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(40)]
-    transport.refuses = lambda number: AWAY if number == 2 else None
+    transport.refuse(AWAY, 2)
     with pytest.raises(DispatchIncomplete) as stopped:
         await bus.create_batch(DOMAIN, iter(sent), dispatch="checkpoint", checkpoint_size=10)
     before, batch_id = database.everything(), stopped.value.batch_id
@@ -433,7 +436,7 @@ async def test_what_is_not_the_same_input_is_not_resumed(
         await bus.create_batch(DOMAIN, commands(3), batch_id=plain, dispatch="checkpoint")
     assert database.count("command") == 43
 
-    transport.offered = 0
+    transport.tried.clear()
     with pytest.raises(DispatchIncomplete) as stopped:
         await bus.create_batch(DOMAIN, commands(40), dispatch="checkpoint", checkpoint_size=10)
     for count in (35, 45):
@@ -457,7 +460,7 @@ async def test_two_that_resume_at_once_write_each_command_once(
 
 
 async def test_an_iterator_is_read_as_it_is_needed_and_may_fail_half_way(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-24: bounded memory; what it raises is the cause, and the batch can be gone on with"""
     read, most = 0, 0
@@ -512,9 +515,9 @@ async def test_a_database_that_fails_half_way_is_reported_as_far_as_is_known(
 
 
 async def test_a_batch_that_was_canceled_half_way_is_not_gone_on_with(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
-    transport.refuses = lambda number: AWAY if number == 1 else None
+    transport.refuse(AWAY, 1)
     with pytest.raises(DispatchIncomplete) as stopped:
         await bus.create_batch(DOMAIN, commands(30), dispatch="checkpoint", checkpoint_size=10)
     assert (await report(bus, stopped.value.batch_id)).recovery_possible
@@ -536,7 +539,7 @@ async def test_a_batch_that_was_canceled_half_way_is_not_gone_on_with(
 
 @pytest.mark.parametrize("given", [list, iter], ids=["list", "iterator"])
 async def test_a_batch_that_is_canceled_meanwhile_ends_its_creation(
-    bus: CommandBus, transport: RefusingTransport, database: Database, given: Callable[[list[BatchCommand]], Any]
+    bus: CommandBus, transport: FaultyTransport, database: Database, given: Callable[[list[BatchCommand]], Any]
 ) -> None:
     """It is closed, promises nothing, and the same call says why it is not gone on with"""
     batch_id = uuid4()
@@ -557,9 +560,9 @@ async def test_a_batch_that_is_canceled_meanwhile_ends_its_creation(
 
 
 async def test_a_creation_that_stopped_and_was_canceled_is_closed_by_a_recovery(
-    bus: CommandBus, transport: RefusingTransport
+    bus: CommandBus, transport: FaultyTransport
 ) -> None:
-    transport.refuses = lambda number: AWAY if number == 1 else None
+    transport.refuse(AWAY, 1)
     with pytest.raises(DispatchIncomplete) as stopped:
         await bus.create_batch(DOMAIN, commands(30), dispatch="checkpoint", checkpoint_size=10)
     await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no")
@@ -571,7 +574,7 @@ async def test_a_creation_that_stopped_and_was_canceled_is_closed_by_a_recovery(
 
 @pytest.mark.parametrize("lost", ["checkpoint", "batch"])
 async def test_a_database_that_fell_behind_is_told_and_not_written_to_for_ever(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings, lost: str
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings, lost: str
 ) -> None:
     """As after a failover to a standby that lacks a checkpoint, or all of it; the same call goes on from there"""
     batch_id, sent = uuid4(), [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(40)]
@@ -601,7 +604,7 @@ async def test_a_database_that_fell_behind_is_told_and_not_written_to_for_ever(
 
 
 async def test_optimistic_takes_back_only_what_was_refused(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-25, S1-26, S1-27: ready at once; the refused indexes become PENDING_RETRY"""
     seen: list[Any] = []
@@ -616,28 +619,29 @@ async def test_optimistic_takes_back_only_what_was_refused(
     assert (told.status, told.total_tasks, told.queued_tasks) == ("success", 500, 500)
     await bus.cancel_batch(DOMAIN, whole, reason="enough of it")
 
-    transport.before, transport.offered = None, 0
-    transport.refuses = lambda number: REFUSED if number in (0, 4, 9) else None
+    transport.before = None
+    transport.tried.clear()
+    transport.refuse(REFUSED, 0, 4, 9)
     batch_id = await bus.create_batch(DOMAIN, commands(1000), dispatch="optimistic")
     told = await report(bus, batch_id)
     assert (told.status, told.total_tasks, told.queued_tasks, told.retry_tasks) == ("partial_success", 1000, 700, 300)
     again = database.rows("SELECT lo & 1023, hi & 1023, error FROM busload.outbox ORDER BY lo")
     assert again == [(0, 99, "the queue is full"), (400, 499, "the queue is full"), (900, 999, "the queue is full")]
-    transport.is_back()
+    transport.mend()
     await all_run_once(bus, database, worker_settings, 1000)
     assert (await report(bus, batch_id)).status == "recovered"
 
 
 async def test_optimistic_with_no_broker_at_all_recovers(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-28: nothing needs to be scheduled for it, the relay finds it"""
-    transport.is_away()
+    transport.refuse(AWAY)
     batch_id = await bus.create_batch(DOMAIN, commands(1200), dispatch="optimistic")
     told = await report(bus, batch_id)
     assert (told.status, told.database_tasks, told.queued_tasks) == ("failed_needs_recovery", 1200, 0)
     assert told.recovery_scheduled
-    transport.is_back()
+    transport.mend()
     await all_run_once(bus, database, worker_settings, 1200)
     told = await report(bus, batch_id)
     assert (told.status, told.recovery_scheduled) == (DispatchStatus.RECOVERED, False)
@@ -676,8 +680,8 @@ async def test_a_crash_anywhere_is_healed(
     for step in range(STEPS[strategy]):
         batch_id, sent = uuid4(), [BatchCommand("Debit", uuid4(), {"n": n}) for n in range(25)]
         options: dict[str, Any] = {"batch_id": batch_id, "dispatch": strategy, "checkpoint_size": 10}
-        dying = Dying(dsn, transport=RefusingTransport(dsn), settings=settings)
-        assert isinstance(dying.transport, RefusingTransport)
+        dying = Dying(dsn, transport=FaultyTransport(dsn), settings=settings)
+        assert isinstance(dying.transport, FaultyTransport)
         dying.last, dying.transport.before = step, dying.step
         async with dying:
             with pytest.raises(Crash):
@@ -686,7 +690,7 @@ async def test_a_crash_anywhere_is_healed(
         checkpoints = min(25, 10 * ((max(step - 1, 1) + 2) // 3))
         assert written == (0 if step == 0 else checkpoints if strategy == "checkpoint" else 25)
 
-        async with CommandBus(dsn, transport=RefusingTransport(dsn), settings=settings) as bus:
+        async with CommandBus(dsn, transport=FaultyTransport(dsn), settings=settings) as bus:
             if strategy == "checkpoint" or not written:
                 await bus.create_batch(DOMAIN, sent, **options)
             await all_run_once(bus, database, worker_settings, 25)
@@ -698,12 +702,12 @@ async def test_what_a_crash_left_of_checkpoints_runs_without_being_resumed(
 ) -> None:
     """F47: but the batch, which is not whole, does not complete"""
     batch_id = uuid4()
-    dying = Dying(dsn, transport=RefusingTransport(dsn), settings=settings)
+    dying = Dying(dsn, transport=FaultyTransport(dsn), settings=settings)
     dying.last = 5
     async with dying:
         with pytest.raises(Crash):
             await dying.create_batch(DOMAIN, commands(25), batch_id=batch_id, dispatch="checkpoint", checkpoint_size=10)
-    async with CommandBus(dsn, transport=RefusingTransport(dsn), settings=settings) as bus:
+    async with CommandBus(dsn, transport=FaultyTransport(dsn), settings=settings) as bus:
         await all_run_once(bus, database, worker_settings, 20)
         batch = await bus.get_batch(DOMAIN, batch_id)
         assert batch is not None and (batch.completed_count, batch.status.final) == (20, False)
@@ -712,10 +716,10 @@ async def test_what_a_crash_left_of_checkpoints_runs_without_being_resumed(
 
 
 async def test_rounds_are_counted_and_nothing_expires(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-29, S1-30, S1-32, S1-37, S1-38, S1-D6, S1-D7, C8: after any time and any number of rounds it is announced"""
-    transport.is_away()
+    transport.refuse(AWAY)
     batch_id = await bus.create_batch(DOMAIN, commands(10))
     for rounds in range(1, 6):
         [entry] = await bus.outbox.list()
@@ -730,7 +734,7 @@ async def test_rounds_are_counted_and_nothing_expires(
         assert (await bus.recover()).relayed == 0
     [command] = await bus.list_batch_commands(DOMAIN, batch_id, limit=1)
     assert command.status == CommandStatus.PENDING_RETRY
-    transport.is_back()
+    transport.mend()
     assert (await bus.recover()).relayed == 10
     [command] = await bus.list_batch_commands(DOMAIN, batch_id, limit=1)
     assert command.status == CommandStatus.PENDING
@@ -745,10 +749,10 @@ def test_the_outbox_is_indexed_by_batch_and_by_failure(database: Database) -> No
 
 
 async def test_an_operator_lets_postgresql_deliver(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-39 as C8 has it: never given up by us, but a person can go without the broker"""
-    transport.is_away()
+    transport.refuse(AWAY)
     batch_id = await bus.create_batch(DOMAIN, commands(30))
     other = await bus.send("crm", "Push")
     assert await bus.outbox.reroute(batch_id=batch_id, dry_run=True) == 30
@@ -776,7 +780,7 @@ async def _nothing(command: Any, ctx: Any) -> None:
 async def test_who_joins_a_transaction_leaves_it_to_the_relay(
     dsn: str,
     bus: CommandBus,
-    transport: RefusingTransport,
+    transport: FaultyTransport,
     database: Database,
     worker_settings: WorkerSettings,
     how: str,
@@ -797,7 +801,7 @@ async def test_who_joins_a_transaction_leaves_it_to_the_relay(
             batch_id = sync_bus.create_batch(DOMAIN, commands(5))
             told = sync_bus.get_dispatch(DOMAIN, batch_id)
             assert told is not None and told.strategy == "relay"
-    assert transport.offered == 0
+    assert not transport.tried
     told = await report(bus, batch_id)
     assert (told.strategy, told.status, told.database_tasks, told.queued_tasks) == ("relay", "pending", 5, 0)
     await all_run_once(bus, database, worker_settings, 5)
@@ -806,9 +810,9 @@ async def test_who_joins_a_transaction_leaves_it_to_the_relay(
 
 
 async def test_the_sync_face_tells_relays_to_hurry(
-    dsn: str, bus: CommandBus, transport: RefusingTransport, database: Database
+    dsn: str, bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
-    transport.is_away()
+    transport.refuse(AWAY)
     await bus.create_batch(DOMAIN, commands(5))
     with SyncCommandBus(dsn, transport=transport) as sync_bus:
         [entry] = sync_bus.outbox.list(domain=DOMAIN)
@@ -821,7 +825,7 @@ async def test_the_sync_face_tells_relays_to_hurry(
 
 
 async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """F50: messages that are lost, answered by others, or about nothing at all"""
     await bus.create_batch(DOMAIN, commands(2500))
@@ -835,7 +839,7 @@ async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
 
     [(second,)] = database.rows("SELECT lo FROM busload.queue ORDER BY lo OFFSET 1 LIMIT 1")
     database.rows("DELETE FROM busload.message WHERE id LIKE %s", f"%-{str(second)[:-3]}%")
-    kept = transport.published[0]
+    kept = transport.confirmed[0]
     await transport.publish([type(kept)(kept.queue, "x", b"nonsense")])
     made_up = b'{"v":1,"domain":"payments","loads":[[1073741824,1073741830]]}'
     await transport.publish([type(kept)(kept.queue, "y", made_up)])
@@ -849,6 +853,63 @@ async def test_both_sides_are_compared_and_what_is_missing_is_rung_for(
     [after] = await bus.outbox.reconcile(domain=DOMAIN)
     assert (after.missing, after.answered, after.unknown, after.removed) == (0, 0, 0, 0)
     assert database.value("SELECT count(*) FROM busload.message WHERE visible_at > now()") == 0
+
+
+async def test_one_message_of_a_load_does_not_hide_that_its_others_are_lost(
+    bus: CommandBus, transport: FaultyTransport, database: Database
+) -> None:
+    """F50: as many commands as wait of a load must be rung for, also if it is in two parts"""
+    transport.refuse(REFUSED, 3)
+    await bus.create_batch(DOMAIN, commands(1000))
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    transport.mend()
+    kept = transport.confirmed[5]
+    database.rows("DELETE FROM busload.message WHERE id <> %s", kept.id)
+    foreign = kept.body.replace(b"payments", b"salaries")  # workers refuse it, so it rings for nothing
+    await transport.publish([Message(kept.queue, "foreign", foreign)])
+    [found] = await bus.outbox.reconcile(domain=DOMAIN)
+    assert (found.announced, found.messages, found.answered, found.unknown) == (900, 2, 0, 1)
+    assert (found.missing, found.rung_again) == (800, 0)
+    [repaired] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert (repaired.missing, repaired.rung_again, repaired.removed) == (800, 800, 1)
+    assert database.count("message") == 9
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    [after] = await bus.outbox.reconcile(domain=DOMAIN)
+    assert (after.messages, after.answered, after.unknown, after.missing) == (9, 0, 0, 0)
+
+
+async def test_a_message_stays_while_anything_of_its_load_waits(
+    bus: CommandBus, transport: FaultyTransport, given: Given, database: Database
+) -> None:
+    """F50: any command of a load answers any message about it"""
+    await bus.create_batch(DOMAIN, commands(1000))
+    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    [(load,)] = database.rows("SELECT hi >> 10 FROM busload.queue")
+    worker = given.registered_worker()
+
+    def claimed(wanted: int) -> Rung:
+        rung = store.claim.claim_rung(worker=worker, domains=[DOMAIN], wanted={load: wanted})
+        found: Rung = database.perform(rung)
+        return found
+
+    given.settled(claimed(100).leased)  # the first commands have answered the last message
+    database.rows("DELETE FROM busload.message WHERE id = %s", transport.confirmed[-1].id)
+    [ready] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert (ready.announced, ready.messages, ready.answered, ready.missing, ready.removed) == (900, 9, 0, 0, 0)
+    given.settled(claimed(800).leased)
+    leased = claimed(100).leased
+    [running] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert (running.announced, running.messages, running.answered, running.removed) == (0, 9, 0, 0)
+    given.settled(leased)
+    [ended] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert (ended.messages, ended.answered, ended.missing, ended.removed) == (9, 9, 0, 9)
+
+    await bus.create_batch(DOMAIN, commands(10), dispatch="relay")
+    [(lo, hi)] = database.rows("SELECT lo, hi FROM busload.outbox")
+    early = message.write(Envelope(DOMAIN, ((lo, hi),)))
+    await transport.publish([Message("busload.payments", "early", early)])
+    [written] = await bus.outbox.reconcile(domain=DOMAIN, repair=True)
+    assert (written.messages, written.answered, written.removed) == (1, 0, 0)
 
 
 async def test_a_broker_that_cannot_be_looked_into_is_repaired_in_both_directions(
@@ -882,10 +943,10 @@ async def test_a_broker_that_cannot_be_looked_into_is_repaired_in_both_direction
 
 
 async def test_what_needs_retry_is_counted_per_job(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
     """S1-44"""
-    transport.is_away()
+    transport.refuse(AWAY)
     job_id = uuid4()
     for count in (3, 4):
         await bus.create_batch(DOMAIN, commands(count), job_id=job_id)
@@ -897,16 +958,16 @@ async def test_what_needs_retry_is_counted_per_job(
 
 
 async def test_the_rate_of_a_day_does_not_fall_when_its_commands_end(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-45, S1-D9: yesterday's figures are history"""
     await bus.create_batch(DOMAIN, commands(3))
-    transport.is_away()
+    transport.refuse(AWAY)
     await bus.create_batch(DOMAIN, [BatchCommand("Debit", data={"n": n}) for n in range(3, 5)])
     database.rows("UPDATE busload.dispatch SET created_at = created_at - interval '1 day'")
     daily = "SELECT batches, announced, rounds FROM busload.dispatch_daily"
     assert database.rows(daily) == [(2, 1, 1.5)]
-    transport.is_back()
+    transport.mend()
     await bus.recover()
     assert database.rows(daily) == [(2, 2, 1.5)]
     await all_run_once(bus, database, worker_settings, 5)
@@ -914,7 +975,7 @@ async def test_the_rate_of_a_day_does_not_fall_when_its_commands_end(
 
 
 async def test_the_last_hour_is_told_per_job(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """S1-46"""
     given = Given(bus, database, worker_settings)
@@ -924,17 +985,17 @@ async def test_the_last_hour_is_told_per_job(
     database.rows("UPDATE busload.dispatch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
     leased = given.claimed(2)
     given.settled(leased[:1])
-    transport.is_away()
+    transport.refuse(AWAY)
     await bus.create_batch(DOMAIN, commands(4), job_id=job_id)
     columns = "job_id, pending, queued, processing, completed, failed"
     assert database.rows(f"SELECT {columns} FROM busload.dispatch_recent") == [(job_id, 4, 3, 1, 1, 0)]
 
 
 async def test_an_outbox_that_does_not_move_explains_itself(
-    bus: CommandBus, transport: RefusingTransport, database: Database, worker_settings: WorkerSettings
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:
     """C8: what the broker said, how often, and when it is tried again; or that nobody relays"""
-    transport.is_away()
+    transport.refuse(AWAY)
     failed = await bus.create_batch(DOMAIN, commands(3))
     [reason] = (await bus.explain_batch(DOMAIN, failed)).reasons
     assert (reason.code, reason.count, reason.details["rounds"]) == ("NOT_CONFIRMED", 3, 1)
@@ -960,7 +1021,7 @@ async def test_an_outbox_that_does_not_move_explains_itself(
     assert "no worker relays to postgresql" in reason.message
 
 
-async def test_what_other_queues_run_is_not_announced_by_us(dsn: str, transport: RefusingTransport) -> None:
+async def test_what_other_queues_run_is_not_announced_by_us(dsn: str, transport: FaultyTransport) -> None:
     async with CommandBus(dsn, transport=transport) as bus, TaskTracker(bus) as tracker:
         execution = await tracker.enqueue("reports:1", queue="reports")
         assert execution is not None and execution.execution_id is not None
@@ -969,7 +1030,7 @@ async def test_what_other_queues_run_is_not_announced_by_us(dsn: str, transport:
 
 
 async def test_recover_rings_again_for_what_nobody_came_for(
-    bus: CommandBus, transport: RefusingTransport, database: Database
+    bus: CommandBus, transport: FaultyTransport, database: Database
 ) -> None:
     """F50, S1-49"""
     await bus.create_batch(DOMAIN, commands(10))
@@ -978,4 +1039,4 @@ async def test_recover_rings_again_for_what_nobody_came_for(
     for minutes, expected in ((6, 15), (6, 0), (11, 15), (21, 15)):
         database.rows("UPDATE busload.queue SET announced_at = now() - make_interval(mins => %s)", minutes)
         assert (await bus.recover(ring_again_after=timedelta(minutes=5))).rung_again == expected
-    assert len({message.id for message in transport.published}) == len(transport.published)
+    assert len({message.id for message in transport.confirmed}) == len(transport.confirmed)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
 from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing import TransportContract
-from busload.testing.transport import SECRET, WITHIN, messages, receiving, refusals, said_by
+from busload.testing.transport import SECRET, WITHIN, connected, messages, receiving, refusals, said_by
 from busload.transport import Message, Transport, find_transport
 from busload.transport import nats as adapter
-from tests.brokers.certificates import make_certificate
 from tests.brokers.nats import PASSWORD, NatsServer, cluster_url, nats_cluster
 from tests.brokers.proxy import Proxy
+from tests.transport.own_server import OwnServerContract
 
 
-class TestNats(TransportContract):
+class TestNats(OwnServerContract):
     quiet = 0.15
 
     @pytest.fixture
@@ -37,11 +37,18 @@ class TestNats(TransportContract):
         return nats_url.replace(PASSWORD, SECRET)
 
     @pytest.fixture
-    def restartable(self, tmp_path: Path) -> Iterator[NatsServer]:
-        """It is killed, and starts with the files it had."""
+    def restartable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
+        """It is killed, and starts with the files it had. Nobody has to wait for its silence to notice."""
+        monkeypatch.setattr(adapter, "SILENCE", 120)
         with NatsServer(tmp_path) as server:
             server.url += "?ack_wait=1"
             yield server
+
+    @pytest.fixture
+    def secure_url(self, tmp_path: Path, certificate: tuple[Path, Path]) -> Iterator[str]:
+        file, key = certificate
+        with NatsServer(tmp_path, f'tls {{ cert_file: "{file}", key_file: "{key}" }}') as server:
+            yield server.url.replace("nats://", "natss://")
 
 
 # -- the URL ----------------------------------------------------------------------------------------------------------
@@ -91,22 +98,6 @@ async def test_a_token_and_odd_characters_open_the_door(tmp_path: Path, queue: s
     with NatsServer(tmp_path / "user", 'authorization { user: "a:b", password: "c@d" }') as server:
         async with connected(server.url.replace("//", "//a%3Ab:c%40d@")) as transport:
             await transport.declare([queue])
-
-
-async def test_tls_is_spoken_and_checked(tmp_path: Path, queue: str) -> None:
-    certificate, key = make_certificate(tmp_path)
-    with NatsServer(tmp_path, f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}') as server:
-        secure = server.url.replace("nats://", "natss://")
-        async with connected(f"{secure}?ca={certificate}") as transport:
-            await transport.declare([queue])
-            await transport.publish(messages(queue, [b"one"]))
-            assert await transport.peek(queue, limit=1) == [b"one"]
-        async with connected(secure) as stranger:
-            with pytest.raises(TransportMisconfigured, match="TLS"):
-                await stranger.declare([queue])
-        async with connected(f"{secure}?ca={tmp_path / 'missing.pem'}") as careless:
-            with pytest.raises(TransportMisconfigured, match=r"missing\.pem"):
-                await careless.declare([queue])
 
 
 async def test_a_password_for_tls_is_never_sent_in_the_clear(queue: str) -> None:
@@ -195,29 +186,6 @@ async def test_another_ack_wait_is_taken_over(nats_url: str, queue: str) -> None
         assert (config.ack_wait, config.max_deliver, config.max_ack_pending) == (7, -1, -1)
 
 
-async def test_names_that_differ_in_a_dot_are_different_queues(nats_url: str, queue: str) -> None:
-    names = [f"{queue}.a_b", f"{queue}.a.b", f"{queue}.a-b"]
-    async with connected(nats_url) as transport:
-        await transport.declare(names)
-        await transport.publish([Message(names[0], "1-1-1", b"one")])
-        assert [await transport.depth(name) for name in names] == [1, 0, 0]
-        assert await transport.depth(f"{queue}.never-made") == 0
-
-
-async def test_names_that_are_too_long_for_nats_are_cut_and_stay_apart(nats_url: str, queue: str) -> None:
-    """A domain has up to 255 bytes, a prefix up to 100."""
-    long = queue.ljust(355, "x")
-    names = [long, f"{long}y", long[:255], long[:256]]
-    async with connected(nats_url) as transport:
-        await transport.declare(names)
-        await transport.publish([message for name in names for message in messages(name, [name.encode()])])
-        for name in names:
-            async with receiving(transport, name) as receiver:
-                [delivery] = await receiver.take(1)
-                assert (delivery.queue, delivery.body) == (name, name.encode())
-                await delivery.ack()
-
-
 async def test_rights_that_are_missing_are_told(tmp_path: Path, queue: str) -> None:
     """Within moments: NATS tells them beside its answers."""
     rights = (
@@ -250,7 +218,7 @@ async def test_the_documented_rights_are_enough(tmp_path: Path) -> None:
             async with receiving(transport, "busload.orders", prefetch=2) as receiver:
                 await (await receiver.take(1))[0].ack()
                 await (await receiver.take(1))[0].reject("It is no JSON")
-                await (await receiver.take(1))[0].release()
+                await receiver.take(1)
             assert await transport.depth("busload.orders") == 1
             assert len(await transport.peek("busload.orders", limit=5) or []) == 1
 
@@ -348,6 +316,25 @@ async def test_a_message_of_a_stranger_is_a_message(nats_url: str, queue: str) -
         assert await transport.depth(queue) == 0
 
 
+async def test_silent_streams_are_asked_all_at_once(tmp_path: Path, queue: str) -> None:
+    """Many without a leader cost no more than one. A client of ours plays JetStream, and waits until all were asked."""
+    queues, asked = [f"{queue}-{n}" for n in range(5)], []
+
+    async def answer(request: Msg) -> None:
+        asked.append(request)
+        for each in asked if len(asked) == len(queues) else ():
+            await each.respond(json.dumps({"error": {"code": 404, "err_code": adapter.STREAM_MISSING}}).encode())
+
+    with NatsServer(tmp_path, jetstream=False) as server:
+        jetstream = await nats.connect(server.url)
+        await jetstream.subscribe("$JS.API.STREAM.INFO.*", cb=answer)
+        await jetstream.flush()
+        async with connected(server.url) as transport:
+            some = [message for each in queues for message in messages(each, [b"one"])]
+            assert await refusals(transport, some) == dict.fromkeys(range(5), RefusalReason.UNROUTABLE)
+        await jetstream.close()
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -362,34 +349,6 @@ async def test_a_consumer_that_was_removed_is_made_again(nats_url: str, queue: s
         await transport.publish(messages(queue, [b"one"]))
         async with receiving(transport, queue) as receiver:
             await receiver.take(1)
-
-
-async def test_closing_the_transport_ends_those_who_wait(nats_url: str, queue: str) -> None:
-    async with connected(nats_url) as transport, receiving(transport, queue) as receiver:
-        assert await receiver.nothing_for(0.1)
-        await transport.aclose()
-        with pytest.raises(TransportUnavailable):
-            await receiver.take(1)
-
-
-async def test_a_server_that_is_killed_is_noticed_and_found_again(
-    tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P12: those who wait and those who publish are told at once, and the next call after its return works."""
-    monkeypatch.setattr(adapter, "SILENCE", 120)
-    with NatsServer(tmp_path) as server:
-        async with connected(server.url) as transport:
-            await transport.declare([queue])
-            async with receiving(transport, queue) as receiver:
-                assert await receiver.nothing_for(0.1)
-                server.kill()
-                with pytest.raises(TransportUnavailable):
-                    await receiver.take(1)
-            refused = await refusals(transport, messages(queue, [b"one", b"two"]))
-            assert refused == dict.fromkeys([0, 1], RefusalReason.UNREACHABLE)
-            server.start()
-            await transport.publish(messages(queue, [b"three"]))
-            assert await transport.depth(queue) == 1
 
 
 async def test_a_confirmation_is_not_awaited_from_the_dead(tmp_path: Path, queue: str) -> None:
@@ -408,8 +367,7 @@ async def test_a_lost_confirmation_does_not_ring_twice(
 ) -> None:
     """F49: the server has it, and drops the repetition, which goes out through a new connection."""
     monkeypatch.setattr(adapter, "CLOSE_WITHIN", 1.0)
-    credentials, _, port = nats_url.rpartition(":")
-    async with Proxy(int(port)) as proxy, connected(f"{credentials}:{proxy.port}?timeout=1") as transport:
+    async with Proxy(nats_url) as proxy, connected(f"{proxy.url}?timeout=1") as transport:
         await transport.declare([queue])
         some = messages(queue, [b"one"])
         proxy.swallow()
@@ -470,20 +428,6 @@ async def test_three_servers_outlive_the_death_of_a_leader(tmp_path: Path, queue
                 except TransportUnavailable:
                     continue
             assert seen == {b"before", b"after"}
-
-
-@pytest.fixture
-def queue() -> str:
-    return f"busload.test-{uuid4().hex}"
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Transport]:
-    transport = find_transport(url)
-    try:
-        yield transport
-    finally:
-        await transport.aclose()
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer, TransportContract
-from busload.testing.transport import SECRET, Restartable, messages, receiving, refusals
+from busload.testing.transport import SECRET, Restartable, connected, messages, receiving, refusals
 from busload.transport import Message, Transport, find_transport
 from tests.conftest import server_home
 from tests.given import Database, eventually
@@ -60,15 +59,6 @@ class TestPostgresql(TransportContract):
 async def transport(dsn: str) -> AsyncIterator[Transport]:
     async with connected(dsn) as transport:
         yield transport
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Transport]:
-    transport = find_transport(url)
-    try:
-        yield transport
-    finally:
-        await transport.aclose()
 
 
 async def test_another_host_is_tried_when_the_first_says_nothing(dsn: str, pgmq_url: str) -> None:
@@ -131,6 +121,20 @@ async def test_what_a_dead_receiver_had_goes_to_another_and_cannot_be_acknowledg
             await late.ack()
             assert await transport.depth(QUEUE) == 1
             await delivery.ack()
+    assert is_empty(database)
+
+
+async def test_a_late_ack_leaves_the_next_loan_alone(transport: Transport, database: Database) -> None:
+    """Also when the receiver is the same."""
+    await transport.publish(messages(QUEUE, [b"one"]))
+    async with receiving(transport, QUEUE) as receiver:
+        [late] = await receiver.take(1)
+        database.rows("UPDATE busload.message SET visible_at = now()")
+        await transport.publish(messages(QUEUE, [b"two"]))  # wakes the receiver
+        again = await receiver.take(2)
+        assert {each.body for each in again} == {b"one", b"two"}
+        for each in (late, *again):
+            await each.ack()
     assert is_empty(database)
 
 

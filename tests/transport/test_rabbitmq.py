@@ -7,9 +7,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import aiormq
 import pytest
@@ -17,13 +15,12 @@ from aiormq.abc import AbstractChannel
 
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
 from busload.testing import TransportContract
-from busload.testing.transport import SECRET, messages, receiving, refusals
+from busload.testing.transport import SECRET, connected, messages, receiving, refusals
 from busload.transport import Transport, find_transport
 from busload.transport import rabbitmq as adapter
 from busload.transport.rabbitmq import LIMIT, RabbitmqTransport
 from tests.brokers.proxy import Proxy
 from tests.brokers.rabbitmq import RabbitmqServer
-from tests.brokers.tcp_proxy import TcpProxy
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +44,6 @@ class TestRabbitmq(TransportContract):
 
 
 @pytest.fixture
-def queue() -> str:
-    return f"busload.test-{uuid4().hex}"
-
-
-@pytest.fixture
 async def transport(rabbitmq_url: str) -> AsyncIterator[Transport]:
     async with connected(rabbitmq_url) as transport:
         yield transport
@@ -63,15 +55,6 @@ async def channel(rabbitmq_url: str) -> AsyncIterator[AbstractChannel]:
     connection = await aiormq.connect(rabbitmq_url)
     yield await connection.channel()
     await connection.close()
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Transport]:
-    transport = find_transport(url)
-    try:
-        yield transport
-    finally:
-        await transport.aclose()
 
 
 async def has(transport: Transport, queue: str, depth: int) -> bool:
@@ -144,10 +127,9 @@ async def test_a_message_is_not_dropped_for_coming_often(transport: Transport, q
     """Since release 4 a quorum queue drops what came 20 times, unless it is told not to."""
     await transport.declare([queue])
     await transport.publish(messages(queue, [b"one"]))
+    for _ in range(30):
+        await take(transport, queue)
     async with receiving(transport, queue) as receiver:
-        for _ in range(30):
-            [delivery] = await receiver.take(1)
-            await delivery.release()
         [delivery] = await receiver.take(1)
         await delivery.ack()
 
@@ -202,7 +184,7 @@ async def test_who_settles_twice_keeps_the_rest(transport: Transport, queue: str
         first, second = await receiver.take(2)
         for _ in range(2):
             await first.ack()
-        await first.release()
+        await first.reject("It is no JSON")
         await second.ack()
         assert await receiver.nothing_for(0.1)
     assert await has(transport, queue, 0)
@@ -216,7 +198,7 @@ async def test_all_are_written_before_the_first_is_confirmed(
 ) -> None:
     """A call costs one round trip, not one for each message."""
     await transport.declare([queue])
-    async with TcpProxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
         await far.publish(messages(queue, [b"first"]))
         proxy.hold_answers()
         publishing = asyncio.create_task(far.publish(messages(queue, [b"%d" % n for n in range(300)])))
@@ -233,7 +215,7 @@ async def test_no_more_than_a_window_is_under_way(
     monkeypatch.setattr(adapter, "IN_FLIGHT", 10)
     await transport.declare([queue])
     batch = messages(queue, [b"%d" % n for n in range(25)])
-    async with TcpProxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
         await far.publish(batch)
         assert await has(transport, queue, 25)
         proxy.hold_answers()
@@ -250,7 +232,7 @@ async def test_a_confirm_that_is_lost_is_told_as_unreachable(
     """F49: the broker has it, and gets it once more: two doorbells for one load."""
     await transport.declare([queue])
     batch = messages(queue, [b"one", b"two"])
-    async with TcpProxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
         await far.publish(messages(queue, [b"first"]))
         proxy.hold_answers()
         publishing = asyncio.create_task(refusals(far, batch))
@@ -267,7 +249,7 @@ async def test_a_broker_that_says_nothing_is_told_as_unreachable(
 ) -> None:
     """Within the time that the URL gives; afterwards all is well again."""
     await transport.declare([queue])
-    async with TcpProxy(rabbitmq_url) as proxy, connected(f"{proxy.url}?timeout=0.5") as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(f"{proxy.url}?timeout=0.5") as far:
         await far.publish(messages(queue, [b"first"]))
         proxy.hold_answers()
         assert await refusals(far, messages(queue, [b"one"])) == {0: RefusalReason.UNREACHABLE}
@@ -282,9 +264,7 @@ async def test_a_broker_that_says_nothing_is_told_as_unreachable(
 
 async def test_a_connection_on_which_nobody_answers_is_tried_once(rabbitmq_url: str, queue: str) -> None:
     """It is not broken, so nobody says so before the next heartbeats; the next call connects anew."""
-    port = int(rabbitmq_url.rpartition(":")[2].strip("/"))
-    far_url = f"{rabbitmq_url}?timeout=0.5"
-    async with Proxy(port) as proxy, connected(far_url.replace(str(port), str(proxy.port))) as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(f"{proxy.url}?timeout=0.5") as far:
         await far.declare([queue])
         proxy.swallow()
         with pytest.raises(TransportUnavailable, match="in time"):
@@ -297,7 +277,7 @@ async def test_who_waits_is_told_that_the_connection_broke(rabbitmq_url: str, tr
     """What it had on loan goes to others; the next call connects anew."""
     await transport.declare([queue])
     await transport.publish(messages(queue, [b"one"]))
-    async with TcpProxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
+    async with Proxy(rabbitmq_url) as proxy, connected(proxy.url) as far:
         async with receiving(far, queue) as receiver:
             [lost] = await receiver.take(1)
             await proxy.cut()
@@ -341,7 +321,7 @@ async def test_tls_checks_the_certificate(rabbitmq_url: str, queue: str, tmp_pat
     key, cert = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)
-    async with TcpProxy(rabbitmq_url, tls=tls) as proxy:
+    async with Proxy(rabbitmq_url, tls=tls) as proxy:
         url = proxy.url.replace("amqp://", "amqps://")
         async with connected(f"{url}?cafile={cert}") as transport:
             await transport.declare([queue])

@@ -6,22 +6,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from redis.asyncio import Redis
 
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing import TransportContract
-from busload.testing.transport import SECRET, messages, receiving, refusals, said_by
-from busload.transport import Transport, find_transport
+from busload.testing.transport import SECRET, connected, messages, receiving, refusals, said_by
+from busload.transport import find_transport
 from busload.transport import redis as adapter
-from tests.brokers.certificates import make_certificate
 from tests.brokers.proxy import Proxy
 from tests.brokers.redis import PASSWORD, RedisServer
+from tests.transport.own_server import OwnServerContract
 
 
-class TestRedis(TransportContract):
+class TestRedis(OwnServerContract):
     quiet = 0.15
 
     @pytest.fixture
@@ -39,6 +37,13 @@ class TestRedis(TransportContract):
         with RedisServer(tmp_path) as server:
             server.url += "?min_idle=1"
             yield server
+
+    @pytest.fixture
+    def secure_url(self, tmp_path: Path, certificate: tuple[Path, Path]) -> Iterator[str]:
+        file, key = map(str, certificate)
+        server = RedisServer(tmp_path, "--tls-cert-file", file, "--tls-key-file", key, "--tls-ca-cert-file", file)
+        with server.with_options("--port", "0", "--tls-port", str(server.port)):
+            yield f"rediss://127.0.0.1:{server.port}"
 
 
 # -- the URL ----------------------------------------------------------------------------------------------------------
@@ -77,25 +82,6 @@ async def test_a_database_that_is_not_there_is_told(redis_url: str, queue: str) 
     async with connected(f"{redis_url.removesuffix('/0')}/5000") as transport:
         with pytest.raises(TransportMisconfigured, match="DB index"):
             await transport.declare([queue])
-
-
-async def test_tls_is_spoken_and_checked(tmp_path: Path, queue: str) -> None:
-    certificate, key = make_certificate(tmp_path)
-    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
-    server = RedisServer(tmp_path, *files)
-    secure = f"rediss://127.0.0.1:{server.port}"
-    with server.with_options("--port", "0", "--tls-port", str(server.port)):
-        ours = f"ca={certificate}&cert={certificate}&key={key}"
-        async with connected(f"{secure}?{ours}") as transport:
-            await transport.declare([queue])
-            await transport.publish(messages(queue, [b"one"]))
-            assert await transport.peek(queue, limit=1) == [b"one"]
-        async with connected(secure) as stranger:
-            with pytest.raises(TransportMisconfigured, match="TLS"):
-                await stranger.declare([queue])
-        async with connected(f"{secure}?ca={tmp_path / 'missing.pem'}") as careless:
-            with pytest.raises(TransportMisconfigured, match=r"missing\.pem"):
-                await careless.declare([queue])
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -288,7 +274,6 @@ async def test_the_documented_rights_are_enough(tmp_path: Path) -> None:
             async with receiving(transport, "busload.orders", prefetch=1) as receiver:
                 await (await receiver.take(1))[0].ack()
                 await (await receiver.take(1))[0].reject("It is no JSON")
-                await (await receiver.take(1))[0].release()
                 await receiver.take(1)
                 assert await receiver.nothing_for(0.5)
             assert await transport.depth("busload.orders") == 1
@@ -308,49 +293,9 @@ async def test_a_stream_that_was_removed_is_made_again(redis_url: str, queue: st
             await receiver.take(1)
 
 
-async def test_closing_the_transport_ends_those_who_wait(redis_url: str, queue: str) -> None:
-    async with connected(redis_url) as transport, receiving(transport, queue) as receiver:
-        assert await receiver.nothing_for(0.1)
-        await transport.aclose()
-        with pytest.raises(TransportUnavailable):
-            await receiver.take(1)
-
-
-async def test_a_server_that_is_killed_is_noticed_and_found_again(tmp_path: Path, queue: str) -> None:
-    """P12: those who wait and those who publish are told at once, and the next call after its return works."""
-    with RedisServer(tmp_path) as server:
-        async with connected(server.url) as transport:
-            await transport.declare([queue])
-            async with receiving(transport, queue) as receiver:
-                assert await receiver.nothing_for(0.1)
-                server.kill()
-                with pytest.raises(TransportUnavailable):
-                    await receiver.take(1)
-            refused = await refusals(transport, messages(queue, [b"one", b"two"]))
-            assert refused == dict.fromkeys([0, 1], RefusalReason.UNREACHABLE)
-            server.start()
-            await transport.publish(messages(queue, [b"three"]))
-            assert await transport.depth(queue) == 1
-
-
-async def test_one_who_holds_all_it_may_notices_the_death_as_well(tmp_path: Path, queue: str) -> None:
-    with RedisServer(tmp_path) as server:
-        async with connected(server.url) as transport:
-            await transport.publish(messages(queue, [b"one"]))
-            async with receiving(transport, queue, prefetch=1) as receiver:
-                await receiver.take(1)
-                server.kill()
-                with pytest.raises(TransportUnavailable):
-                    await receiver.take(1)
-
-
 async def test_a_lost_confirmation_is_told(redis_url: str, queue: str) -> None:
     """F49: the server has it; the repetition rings twice."""
-    credentials, _, rest = redis_url.rpartition(":")
-    async with (
-        Proxy(int(rest.partition("/")[0])) as proxy,
-        connected(f"{credentials}:{proxy.port}?timeout=1") as transport,
-    ):
+    async with Proxy(redis_url) as proxy, connected(f"{proxy.url}?timeout=1") as transport:
         await transport.declare([queue])
         some = messages(queue, [b"one"])
         proxy.swallow()
@@ -372,20 +317,6 @@ async def test_a_frozen_server_is_unreachable_until_it_thaws(tmp_path: Path, que
             server.thaw()
             await transport.publish(some)
             assert set(await transport.peek(queue, limit=4000) or []) == {message.body for message in some}
-
-
-@pytest.fixture
-def queue() -> str:
-    return f"busload.test-{uuid4().hex}"
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Transport]:
-    transport = find_transport(url)
-    try:
-        yield transport
-    finally:
-        await transport.aclose()
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -11,10 +12,11 @@ import pytest
 
 from busload.errors import PublishFailed, Refusal, RefusalReason, TransportMisconfigured
 from busload.testing import TransportContract
-from busload.testing.transport import SECRET, messages, reasons, receiving
+from busload.testing.transport import SECRET, connected, messages, odd_names, reasons, receiving
 from busload.transport import Transport, find_transport
 from busload.transport.servicebus import LONGEST_NAME, MESSAGES_PER_BATCH, ServicebusTransport, spelled
-from tests.brokers.lookalike import ServiceBus
+from tests.brokers.lookalike import PEEKED_AT_ONCE, ServiceBus
+from tests.brokers.proxy import Proxy
 from tests.given import eventually
 
 
@@ -48,6 +50,14 @@ class TestServicebus(TransportContract):
         queue = servicebus.create(f"busload.test-{uuid4().hex}", lock_for=3.0)
         servicebus.create(f"{queue}-b")
         return queue
+
+    @pytest.fixture
+    def odd_queues(self, servicebus: ServiceBus, queue: str) -> list[str]:
+        """Those whose names the broker does not take as they are."""
+        odd = [name for name in odd_names(queue) if spelled(name) != name]
+        for name in odd:
+            servicebus.create(spelled(name))
+        return odd
 
     @pytest.fixture
     def unreachable_url(self) -> Iterator[str]:
@@ -187,6 +197,32 @@ async def test_a_broker_that_does_not_answer_is_given_up_in_time(servicebus: Ser
         await transport.aclose()
 
 
+async def test_who_gives_up_before_his_turn_leaves_the_others_alone(servicebus: ServiceBus, queue: str) -> None:
+    """One caller at a time writes to a queue. Who is cancelled, or late, before it is his turn has broken nothing."""
+    async with Proxy(servicebus.url) as proxy, connected(proxy.url) as transport:
+        await transport.publish(messages(queue, [b"one"]))
+        proxy.hold_answers()
+        writing = asyncio.create_task(transport.publish(messages(queue, [b"two"])))
+        assert await eventually(lambda: servicebus.look(queue)["messages"] == 2)
+        waiting = asyncio.create_task(transport.publish(messages(queue, [b"three"])))
+        for _ in range(10):  # to the line of those who wait
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        proxy.pass_answers()
+        await writing
+
+
+async def test_a_queue_is_looked_into_beyond_what_the_broker_shows_at_a_time(
+    servicebus: ServiceBus, transport: Transport, queue: str
+) -> None:
+    bodies = [b"%d" % n for n in range(2 * PEEKED_AT_ONCE + 10)]
+    await transport.publish(messages(queue, bodies))
+    assert await transport.peek(queue, limit=1000) == bodies
+    assert await transport.peek(queue, limit=PEEKED_AT_ONCE + 1) == bodies[: PEEKED_AT_ONCE + 1]
+
+
 # -- queues and locks -----------------------------------------------------------------------------------------------
 
 
@@ -206,6 +242,7 @@ async def test_a_queue_that_nobody_made_is_told_with_what_to_do(
     with pytest.raises(PublishFailed) as failed:
         await transport.publish(messages(missing, [b"one"]))
     assert failed.value.refused[0].reason == RefusalReason.UNROUTABLE
+    assert await transport.peek(missing, limit=1) == []
     assert "az servicebus queue create" in failed.value.refused[0].message
 
 
@@ -286,16 +323,16 @@ async def test_a_rejected_message_is_a_dead_letter_with_its_reason(
     assert (found["dead"], found["reasons"]) == ([b"unreadable"], ["It is no JSON"])
 
 
-async def test_the_broker_puts_aside_what_was_released_too_often(servicebus: ServiceBus, transport: Transport) -> None:
+async def test_the_broker_puts_aside_what_was_given_back_too_often(
+    servicebus: ServiceBus, transport: Transport
+) -> None:
     """So the docs ask for the highest number that it takes."""
     queue = servicebus.create(f"busload.test-{uuid4().hex}", max_deliveries=2)
     await transport.publish(messages(queue, [b"one"]))
-    async with receiving(transport, queue) as receiver:
-        for _ in range(2):
-            [delivery] = await receiver.take(1)
-            await delivery.release()
-        assert await receiver.nothing_for(0.1)
-    assert servicebus.look(queue)["reasons"] == ["MaxDeliveryCountExceeded"]
+    for _ in range(2):
+        async with receiving(transport, queue) as receiver:
+            await receiver.take(1)
+    assert await eventually(lambda: servicebus.look(queue)["reasons"] == ["MaxDeliveryCountExceeded"])
 
 
 # -- the URL ------------------------------------------------------------------------------------------------------
@@ -344,6 +381,10 @@ if "TEST_SERVICEBUS_URL" in os.environ:
         @pytest.fixture
         def queue(self) -> str:
             return os.environ["TEST_SERVICEBUS_QUEUE"]
+
+        @pytest.fixture
+        def odd_queues(self) -> list[str]:
+            return []
 
         @pytest.fixture
         def unreachable_url(self) -> str:

@@ -22,7 +22,7 @@ from busload.errors import Refusal, RefusalReason
 from busload.store.plan import Plan
 from busload.transport import Message
 from busload.worker.relay import Recovery, Relay
-from tests.brokers.faulty import FaultyTransport
+from tests.brokers.faulty import AWAY, FaultyTransport
 from tests.given import DOMAIN, Database, Given, eventually
 
 POLL = timedelta(milliseconds=50)
@@ -202,6 +202,81 @@ async def test_a_queue_that_is_too_busy_does_not_hold_up_the_others(
     await bus.send(DOMAIN, "Debit")
     assert await relay.announce_due() == 1
     assert len(told(transport.confirmed)) == 2
+
+
+async def test_a_queue_that_does_not_answer_does_not_hold_up_the_others(
+    bus: CommandBus,
+    relay: Relay,
+    transport: FaultyTransport,
+    database: Database,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """F53: the broker is not away, whatever the order in which the two are tried; the silent one's pauses hold."""
+    caplog.set_level(logging.INFO, "busload")
+    transport.refuses = lambda index, message: AWAY if message.queue.endswith("bad") else None
+    pauses = "SELECT rounds, due_at > now() + interval '0.5 s' FROM busload.outbox"
+    await bus.send("bad", "Debit")
+    assert await relay.once() > 0  # nobody has answered yet
+    relay._resume_at = 0.0
+    await bus.send(DOMAIN, "Debit")
+    assert await relay.once() == 0
+    for rounds in range(2, 6):
+        make_due(database)
+        assert await relay.once() == 0  # it alone
+        assert database.rows(pauses) == [(rounds, True)]
+        await bus.send(DOMAIN, "Debit")
+        assert await relay.announce_due() == 1
+        assert database.rows(pauses) == [(rounds, True)]
+    make_due(database)
+    await bus.send(DOMAIN, "Debit")
+    assert await relay.once() == 0  # both
+    said = [record.message for record in caplog.records]
+    assert len([line for line in said if "Could not reach the broker" in line]) == 1
+    assert len([line for line in said if "can be reached again" in line]) == 1
+    assert len([line for line in said if "does not confirm messages about 1 commands or more" in line]) == 1
+    assert relay.failed_rounds == 1
+
+
+async def test_a_broker_that_was_too_slow_for_all_of_a_page_is_not_away(
+    bus: CommandBus,
+    conn: psycopg.AsyncConnection,
+    relay: Relay,
+    transport: FaultyTransport,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It has confirmed some of it: the relay goes on."""
+    monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 1)
+    transport.refuses = lambda index, message: AWAY if len(transport.confirmed) == 2 else None
+    await written(bus, conn, 50)
+    assert await relay.once() == 0
+    assert (relay.relayed, relay.failed_rounds) == (20, 0)
+    assert "Could not reach the broker" not in caplog.text
+
+
+async def test_a_queue_that_answers_again_is_tried_as_soon_as_somebody_has_reached_the_broker(
+    bus: CommandBus, relay: Relay, transport: FaultyTransport, database: Database
+) -> None:
+    transport.refuses = lambda index, message: AWAY if message.queue.endswith("bad") else None
+    for domain in ("bad", DOMAIN):
+        await bus.send(domain, "Debit")
+    assert await relay.announce_due() == 1
+    database.rows("UPDATE busload.outbox SET due_at = now() + interval '1 h'")
+    transport.mend()
+    relay.broker_is_back()
+    assert await relay.once() == 0
+    assert waiting(database) == 0
+
+
+async def test_a_relay_that_publishes_each_command_takes_fewer_loads(
+    dsn: str, transport: FaultyTransport, database: Database
+) -> None:
+    """What is left when its time is over would count as a failed round; more are taken where they are small."""
+    async with CommandBus(dsn, transport=transport, settings=Settings(message_per_command=True)) as bus:
+        relay = Relay(bus._announcer(), bus._perform_alone, POLL)
+        for _ in range(230):
+            await bus.send(DOMAIN, "Debit")
+        assert [len((await relay.announce_page()).loads) for _ in range(3)] == [20, 200, 10]
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.UNROUTABLE, RefusalReason.TOO_LARGE, RefusalReason.REFUSED])
@@ -433,6 +508,21 @@ async def test_a_sweep_leaves_a_broker_that_is_away_alone(
     found = await recover(announcer, bus._perform_alone, ring_again_after=timedelta(minutes=5))
     assert (found.relayed, found.rung_again, waiting(database)) == (0, 0, 10)
     assert database.rows("SELECT announcements FROM busload.queue") == [(1,)]
+
+
+async def test_a_sweep_goes_on_though_one_queue_does_not_answer(
+    bus: CommandBus, conn: psycopg.AsyncConnection, announcer: Announcer, transport: FaultyTransport, database: Database
+) -> None:
+    """F53: what is written is announced, and what nobody came for is rung for."""
+    await written(bus, conn, 10)
+    await bus.send("bad", "Debit")
+    await recover(announcer, bus._perform_alone, ring_again_after=timedelta(minutes=5))
+    database.rows("UPDATE busload.queue SET announced_at = announced_at - interval '6 minutes'")
+    await written(bus, conn, 7)
+    await bus.send("bad", "Debit")
+    transport.refuses = lambda index, message: AWAY if message.queue.endswith("bad") else None
+    found = await recover(announcer, bus._perform_alone, ring_again_after=timedelta(minutes=5))
+    assert (found.relayed, found.rung_again, waiting(database)) == (7, 10, 1)
 
 
 async def test_the_first_sweep_is_at_a_random_point(

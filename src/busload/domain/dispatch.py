@@ -149,11 +149,11 @@ class Reconciliation:
     messages: int = 0
     """Messages that were looked at."""
     answered: int = 0
-    """Those of them whose commands do not wait any more: whoever gets one takes one look and drops it."""
+    """Those of them of whose loads nothing waits or runs any more: whoever gets one takes one look and drops it."""
     unknown: int = 0
     """Those about commands that do not exist here, or that nobody can read."""
     missing: int = 0
-    """Commands that are announced and that no message is about."""
+    """Commands that are announced beyond those that messages about their loads ring for."""
     rung_again: int = 0
     """Those of them that a new message was sent for."""
     removed: int = 0

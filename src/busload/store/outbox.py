@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -113,30 +113,20 @@ def commands(ranges: Sequence[tuple[int, int]]) -> Plan[list[tuple[Any, ...]]]:
 
 
 def reroute(
-    *,
-    transport: str | None,
-    domain: str | None,
-    batch_id: UUID | None,
-    failed: bool,
-    operator: str | None,
-    limit: int = 10_000,
-) -> Plan[tuple[int, int]]:
-    """Let PostgreSQL deliver these; returns how many commands and loads that were. At most `limit` loads at a time."""
-    [[moved, loads, _]] = yield from execute(
-        SQL.reroute,
-        transport=transport,
-        domain=domain,
-        batch_id=batch_id,
-        failed=failed,
-        operator=operator,
-        limit=limit,
+    *, domain: str | None, batch_id: UUID | None, failed: bool, operator: str | None, limit: int = 10_000
+) -> Plan[int]:
+    """Let PostgreSQL deliver these; returns how many commands that were. At most `limit` loads at a time.
+
+    To be followed by `dispatch.close` in a transaction of its own, like a mark.
+    """
+    [[moved, _]] = yield from execute(
+        SQL.reroute, domain=domain, batch_id=batch_id, failed=failed, operator=operator, limit=limit
     )
-    yield from dispatch.close()
-    return moved, loads
+    return int(moved)
 
 
-def retry(*, transport: str | None, domain: str | None, batch_id: UUID | None) -> Plan[int]:
-    [[commands, _]] = yield from execute(SQL.retry, transport=transport, domain=domain, batch_id=batch_id)
+def retry(*, domain: str | None, batch_id: UUID | None) -> Plan[int]:
+    [[commands, _]] = yield from execute(SQL.retry, domain=domain, batch_id=batch_id)
     return int(commands)
 
 
@@ -146,10 +136,8 @@ def retryable(*, domain: str | None, batch_id: UUID | None) -> Plan[int]:
     return int(commands)
 
 
-def waiting(
-    *, transport: str | None = None, domain: str | None = None, batch_id: UUID | None = None
-) -> Plan[list[OutboxEntry]]:
-    return many(OutboxEntry, SQL.waiting, transport=transport, domain=domain, batch_id=batch_id)
+def waiting(*, domain: str | None, batch_id: UUID | None) -> Plan[list[OutboxEntry]]:
+    return many(OutboxEntry, SQL.waiting, domain=domain, batch_id=batch_id)
 
 
 def announced(transport: str, domain: str, *, older_than: timedelta, limit: int) -> Plan[list[tuple[int, int]]]:
@@ -159,20 +147,22 @@ def announced(transport: str, domain: str, *, older_than: timedelta, limit: int)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is behind a range of ids in a message."""
+    """What is behind the number of a load in a message: whether a command exists, and whether one waits or runs."""
 
     exists: bool
     waits: bool
 
 
-def look_up(ranges: Sequence[tuple[int, int]]) -> Plan[list[Seen]]:
+def look_up(loads: Sequence[int]) -> Plan[list[Seen]]:
     """In the order of the input."""
-    return many(Seen, SQL.look_up, los=[lo for lo, _ in ranges], his=[hi for _, hi in ranges])
+    return many(Seen, SQL.look_up, loads=list(loads))
 
 
 def ring(transport: str, ranges: Sequence[tuple[int, int]]) -> Plan[list[Unannounced]]:
-    """Those of these loads that are still ready; they count as announced now."""
-    return many(Unannounced, SQL.ring, transport=transport, his=[hi for _, hi in ranges])
+    """Those of these ends of loads that are still ready; the loads count as announced now."""
+    loads = yield from many(Unannounced, SQL.ring, transport=transport, his=[hi for _, hi in ranges])
+    first = {hi: lo for lo, hi in ranges}
+    return [replace(load, lo=max(load.lo, first[load.hi])) for load in loads]
 
 
 def lag() -> Plan[list[Lag]]:

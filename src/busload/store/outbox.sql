@@ -122,8 +122,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data::text, c.batch_id, c
 WITH gone AS (
     DELETE FROM busload.outbox
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
-                            WHERE (%(transport)s::text IS NULL OR transport = %(transport)s::text)
-                              AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+                            WHERE (%(domain)s::text IS NULL OR domain = %(domain)s::text)
                               AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
                               AND (NOT %(failed)s::boolean OR rounds > 0)
                             ORDER BY hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
@@ -136,7 +135,7 @@ WITH gone AS (
     SELECT 'REROUTED', lo, hi, batch_id, attempt, %(operator)s::text, json_build_object('transport', transport, 'rounds', rounds, 'error', error)
       FROM gone
 )
-SELECT coalesce(sum(hi - lo + 1), 0)::integer, count(*)::integer,
+SELECT coalesce(sum(hi - lo + 1), 0)::integer,
        (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM ready) AS told)
   FROM gone;
 
@@ -145,7 +144,7 @@ SELECT coalesce(sum(hi - lo + 1), 0)::integer, count(*)::integer,
 WITH due AS (
     UPDATE busload.outbox SET due_at = now()
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
-                            WHERE rounds > 0 AND relay IS NULL AND (%(transport)s::text IS NULL OR transport = %(transport)s::text)
+                            WHERE rounds > 0 AND relay IS NULL
                               AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
                               AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
                             ORDER BY hi FOR UPDATE SKIP LOCKED))
@@ -167,7 +166,6 @@ SELECT transport, domain, reason, sum(hi - lo + 1)::bigint, count(*)::bigint, mi
        coalesce(sum(hi - lo + 1) FILTER (WHERE due_at > now() AND relay IS NOT NULL), 0)::bigint
   FROM busload.outbox
  WHERE (%(domain)s::text IS NULL OR domain = %(domain)s::text) AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
-   AND (%(transport)s::text IS NULL OR transport = %(transport)s::text)
  GROUP BY transport, domain, reason ORDER BY transport, domain, reason NULLS FIRST;
 
 -- name: announced
@@ -177,15 +175,15 @@ SELECT lo, hi FROM busload.queue
  ORDER BY announced_at, hi LIMIT %(limit)s::integer;
 
 -- name: look_up
--- What is behind messages: whether a command of a range exists, and whether one waits or runs.
-SELECT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.lo AND r.hi OFFSET 0),
-       EXISTS (SELECT FROM busload.queue WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
-       OR EXISTS (SELECT FROM busload.outbox WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
-       OR EXISTS (SELECT FROM busload.lease WHERE hi BETWEEN r.lo AND (r.lo | 1023) AND lo <= r.hi OFFSET 0)
-  FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) WITH ORDINALITY AS r (lo, hi, n) ORDER BY n;
+-- What is behind messages: whether a command of a load exists, and whether one waits or runs.
+SELECT EXISTS (SELECT FROM busload.command WHERE id BETWEEN first AND first | 1023 OFFSET 0),
+       EXISTS (SELECT FROM busload.queue WHERE hi BETWEEN first AND first | 1023 OFFSET 0)
+       OR EXISTS (SELECT FROM busload.outbox WHERE hi BETWEEN first AND first | 1023 OFFSET 0)
+       OR EXISTS (SELECT FROM busload.lease WHERE hi BETWEEN first AND first | 1023 OFFSET 0)
+  FROM (SELECT load << 10 AS first, n FROM unnest(%(loads)b::bigint[]) WITH ORDINALITY AS l (load, n)) AS l ORDER BY n;
 
 -- name: ring
--- Ready loads that are rung for again, because the broker has no message about them.
+-- Ready loads that are rung for again, because the broker has too few messages about them.
 UPDATE busload.queue SET announced_at = now(), announcements = least(coalesce(announcements, 1), 30) + 1
  WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
                         WHERE hi = ANY (%(his)b::bigint[]) AND transport = %(transport)s::text AND announced_at IS NOT NULL

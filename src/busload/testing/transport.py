@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import Protocol
 from uuid import uuid4
 
@@ -67,6 +67,11 @@ class TransportContract:
     def queue(self) -> str:
         """A queue that nobody else uses; override it where somebody has to make it first."""
         return f"busload.test-{uuid4().hex}"
+
+    @pytest.fixture
+    def odd_queues(self, queue: str) -> list[str]:
+        """Override it where somebody has to make queues first; none if that cannot be done."""
+        return odd_names(queue)
 
     @pytest.fixture
     def unreachable_url(self, transport: Transport) -> Iterator[str]:
@@ -152,6 +157,20 @@ class TransportContract:
         async with another(transport) as second:
             assert await self._emptied(second, queue, b"one", b"two") == {b"one": 1, b"two": 1}
 
+    async def test_whatever_a_domain_is_called_has_a_queue_of_its_own(
+        self, transport: Transport, odd_queues: list[str]
+    ) -> None:
+        await transport.declare(odd_queues)
+        await transport.publish([message for name in odd_queues for message in messages(name, [name.encode()])])
+
+        async def arrives(name: str) -> None:
+            async with receiving(transport, name) as receiver:
+                [delivery] = await receiver.take(1)
+                assert (delivery.queue, delivery.body) == (name, name.encode())
+                await delivery.ack()
+
+        await asyncio.gather(*map(arrives, odd_queues))
+
     # -- on loan --------------------------------------------------------------------------------------------------
 
     async def test_what_was_not_acknowledged_comes_again_after_closing(self, transport: Transport, queue: str) -> None:
@@ -168,18 +187,6 @@ class TransportContract:
             await receiver.take(1)
             await second.aclose()
             assert await self._emptied(transport, queue, b"one") == {b"one": 1}
-
-    async def test_a_released_one_comes_again(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one"]))
-        async with receiving(transport, queue) as receiver:
-            for _ in range(3):
-                [delivery] = await receiver.take(1)
-                assert delivery.body == b"one"
-                await delivery.release()
-            [delivery] = await receiver.take(1)
-            await delivery.ack()
-            assert await receiver.nothing_for(self.quiet)
 
     async def test_a_rejected_one_does_not_come_again(self, transport: Transport, queue: str) -> None:
         await transport.declare([queue])
@@ -219,9 +226,8 @@ class TransportContract:
                     await each.ack()
                 assert await receiver.nothing_for(self.quiet)
                 await first.ack()
-                await rest[3].release()
-                [last] = await first_of(receiver, other)
-                assert last.body == rest[3].body
+            [last] = await receiver.take(1)
+            assert last.body == rest[3].body
 
     async def test_an_acknowledged_one_makes_room_for_the_next(self, transport: Transport, queue: str) -> None:
         await transport.declare([queue])
@@ -265,7 +271,6 @@ class TransportContract:
         await late.ack()
         await transport.aclose()
         await later.ack()
-        await later.release()
         await later.reject("too late")
         await transport.publish(messages(queue, [b"three"]))
         assert b"three" in await self._emptied(transport, queue, b"three")
@@ -296,6 +301,27 @@ class TransportContract:
         await transport.aclose()
         await transport.aclose()
         assert await self._emptied(transport, queue, b"one") == {b"one": 1}
+
+    async def test_closing_the_transport_ends_those_who_wait(self, transport: Transport, queue: str) -> None:
+        await transport.declare([queue])
+        async with another(transport) as second, receiving(second, queue) as receiver:
+            assert await receiver.nothing_for(self.quiet)
+            await second.aclose()
+            with pytest.raises(TransportUnavailable):
+                await receiver.take(1)
+
+    async def test_one_event_loop_after_another_can_use_it(self, transport: Transport, queue: str) -> None:
+        """As a worker does that is run twice. Several calls at a time: only who waits for his turn knows his loop."""
+        await transport.declare([queue])
+        second = type(transport).from_url(url_of(transport))
+
+        async def use(bodies: Sequence[bytes]) -> Counter[bytes]:
+            async with aclosing(second):
+                await asyncio.gather(*(second.publish(messages(queue, [body])) for body in bodies))
+                return await self._emptied(second, queue, *bodies)
+
+        for bodies in ([b"one", b"two", b"three"], [b"four", b"five", b"six"]):
+            assert await asyncio.to_thread(asyncio.run, use(bodies)) == Counter(bodies)
 
     # -- what does not get through ----------------------------------------------------------------------------------
 
@@ -408,6 +434,11 @@ class TransportContract:
         if await transport.depth(queue) is not None:
             assert await until(lambda: transport.depth(queue), lambda depth: depth == 0)
 
+    async def test_a_queue_that_is_not_there_is_empty(self, transport: Transport) -> None:
+        missing = f"busload.test-{uuid4().hex}"
+        assert await transport.depth(missing) in (0, None)
+        assert await transport.peek(missing, limit=10) in ([], None)
+
     async def _emptied(self, transport: Transport, queue: str, *expected: bytes) -> Counter[bytes]:
         """How often each body is in the queue, once those expected have come: all are taken and acknowledged."""
         found: Counter[bytes] = Counter()
@@ -464,30 +495,26 @@ async def receiving(transport: Transport, queue: str, *, prefetch: int = 10) -> 
         await receiver.close()
 
 
-@asynccontextmanager
-async def another(transport: Transport) -> AsyncIterator[Transport]:
+def connected(url: str) -> AbstractAsyncContextManager[Transport]:
+    return aclosing(find_transport(url))
+
+
+def another(transport: Transport) -> AbstractAsyncContextManager[Transport]:
     """A second one like it, with connections of its own."""
-    second = type(transport).from_url(url_of(transport))
-    try:
-        yield second
-    finally:
-        await second.aclose()
-
-
-async def first_of(*receivers: Receiver) -> list[Delivery]:
-    """The next delivery of whichever gets it."""
-    deadline = time.monotonic() + WITHIN
-    while time.monotonic() < deadline:
-        for receiver in receivers:
-            if delivery := await receiver.next(0.05):
-                return [delivery]
-    return []
+    return aclosing(type(transport).from_url(url_of(transport)))
 
 
 def messages(queue: str, bodies: Sequence[bytes]) -> list[Message]:
     """Each with an id as the relay makes them."""
     number = uuid4().int % 2**48
     return [Message(queue, f"{number + n}-{number + n}-1", body) for n, body in enumerate(bodies)]
+
+
+def odd_names(queue: str) -> list[str]:
+    """Those of domains may be as odd; they have up to 255 bytes, and the prefix up to 100."""
+    ends = [".", "..", "..b", ".b", "_b", "-b", "-B"]
+    long = queue.ljust(355, "x")
+    return [*(f"{queue}{end}" for end in ends), *(long[:length] for length in (250, 251, 255, 256, 354, 355))]
 
 
 async def until(ask: Callable[[], Awaitable[object]], fits: Callable[[object], bool]) -> bool:

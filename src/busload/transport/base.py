@@ -7,6 +7,7 @@ broker's library, and is finished when it passes `busload.testing.TransportContr
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -33,10 +34,6 @@ class Delivery(ABC):
     @abstractmethod
     async def ack(self) -> None:
         """Let the broker forget it. If the broker has taken it back meanwhile, nothing happens: it comes again."""
-
-    @abstractmethod
-    async def release(self) -> None:
-        """Let it come again soon, here or elsewhere."""
 
     @abstractmethod
     async def reject(self, reason: str) -> None:
@@ -90,7 +87,10 @@ class Transport(ABC):
         """
 
     async def depth(self, queue: str) -> int | None:
-        """How many messages wait in the queue; most brokers count those on loan too. None if this one does not tell."""
+        """How many messages wait in the queue; most brokers count those on loan too. None if this one does not tell.
+
+        A queue that is not there is an empty one, here and for `peek`.
+        """
         return None
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
@@ -99,7 +99,23 @@ class Transport(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Give everything back; a later call connects again."""
+        """Give everything back; a later call connects again, perhaps in another event loop."""
+
+
+class Turn:
+    """One at a time, in whichever event loop: an `asyncio.Lock` serves only the first one in which somebody waited."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> None:
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._lock, self._loop = asyncio.Lock(), loop
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 HASH_DIGITS = 16
@@ -113,10 +129,10 @@ def short_name(queue: str, limit: int, mark: str) -> str:
     return queue if len(queue) <= limit else hashed_name(queue, limit, mark)
 
 
-def hashed_name(queue: str, limit: int, mark: str) -> str:
+def hashed_name(queue: str, limit: int, mark: str, *, digits: int = HASH_DIGITS) -> str:
     """Its beginning, for those who read it, and a hash of all of it."""
-    digest = hashlib.sha256(queue.encode()).hexdigest()[:HASH_DIGITS]
-    return f"{queue[: limit - HASH_DIGITS - len(mark)]}{mark}{digest}"
+    digest = hashlib.sha256(queue.encode()).hexdigest()[:digits]
+    return f"{queue[: limit - digits - len(mark)]}{mark}{digest}"
 
 
 def without_password(url: str) -> str:
@@ -129,3 +145,10 @@ def without_password(url: str) -> str:
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # a password with a character that should be escaped
         return f"{parts.scheme}://(hidden)"
     return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+async def give_back(deliveries: AsyncIterator[Delivery]) -> None:
+    """Close what `Transport.deliveries` returned: all that is on loan goes back."""
+    close = getattr(deliveries, "aclose", None)
+    if close is not None:
+        await close()

@@ -33,7 +33,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, short_name
+from busload.transport.base import Delivery, Message, Transport, Turn, short_name
 from busload.transport.options import TLS_FILES, read_options, seconds, tls_context
 
 CONSUMER = "workers"
@@ -79,7 +79,7 @@ class NatsTransport(Transport):
         super().__init__(url)
         self._address = _read(url)
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting = Turn()
         self._loans: set[_Loans] = set()
         self.max_bytes = 1024 * 1024 - ROOM_FOR_HEADERS
 
@@ -129,7 +129,7 @@ class NatsTransport(Transport):
         sequence = int(state["first_seq"]) if state else 0
         while state and len(bodies) < limit and sequence <= int(state["last_seq"]):
             answer = await self._request(
-                connection, f"STREAM.MSG.GET.{_stream(queue)}", {"seq": sequence, "next_by_subj": queue}
+                connection, f"STREAM.MSG.GET.{_stream(queue)}", {"seq": sequence, "next_by_subj": _subject(queue)}
             )
             if "error" in answer:  # the last one was taken meanwhile
                 break
@@ -184,7 +184,7 @@ class NatsTransport(Transport):
             async with asyncio.timeout(self._address.timeout):
                 for message in messages:
                     headers = {"Nats-Msg-Id": message.id}
-                    waiting.append(await connection.ask(message.queue, message.body, headers))
+                    waiting.append(await connection.ask(_subject(message.queue), message.body, headers))
                 await asyncio.wait(waiting)
         except TimeoutError:
             pass
@@ -199,12 +199,15 @@ class NatsTransport(Transport):
         self, connection: _Connection, messages: Sequence[Message], refused: dict[int, Refusal]
     ) -> dict[int, Refusal]:
         """No stream answers: either there is none, or its leader is being elected."""
-        silent = {messages[index].queue for index, refusal in refused.items() if refusal is NO_STREAM}
-        there = {queue: await self._is_there(connection, queue) for queue in silent}
+        silent = list({messages[index].queue for index, refusal in refused.items() if refusal is NO_STREAM})
+        there = dict(zip(silent, await self._are_there(connection, silent), strict=True))
         return {
             index: NO_LEADER if refusal is NO_STREAM and there[messages[index].queue] else refusal
             for index, refusal in refused.items()
         }
+
+    async def _are_there(self, connection: _Connection, queues: Sequence[str]) -> list[bool]:
+        return await asyncio.gather(*(self._is_there(connection, queue) for queue in queues))
 
     async def _is_there(self, connection: _Connection, queue: str) -> bool:
         try:
@@ -224,7 +227,7 @@ class NatsTransport(Transport):
                 f"STREAM.CREATE.{stream}",
                 {
                     "name": stream,
-                    "subjects": [queue],
+                    "subjects": [_subject(queue)],
                     "retention": "workqueue",
                     "storage": "file",
                     "discard": "new",
@@ -235,7 +238,7 @@ class NatsTransport(Transport):
         self._check_stream(queue, answer["config"])
 
     def _check_stream(self, queue: str, config: dict[str, Any]) -> None:
-        wanted = {"subjects": [queue], "retention": "workqueue", "storage": "file", "no_ack": False}
+        wanted = {"subjects": [_subject(queue)], "retention": "workqueue", "storage": "file", "no_ack": False}
         unfit = {key: config.get(key, False) for key, value in wanted.items() if config.get(key, False) != value}
         if config.get("num_replicas", 1) < (self._address.replicas or 1):
             unfit["num_replicas"] = config.get("num_replicas", 1)
@@ -311,9 +314,6 @@ class NatsDelivery(Delivery):
 
     async def ack(self) -> None:
         await self._loans.end(self, b"+ACK")
-
-    async def release(self) -> None:
-        await self._loans.end(self, b"-NAK")
 
     async def reject(self, reason: str) -> None:
         log.warning("Threw away a message of %s that nobody can read: %s", self.queue, reason)
@@ -658,6 +658,11 @@ async def _drained(subscription: Subscription) -> None:
 def _stream(queue: str) -> str:
     """A stream's name has no dots; queues have no tilde."""
     return short_name(queue, LONGEST_NAME, "~").replace(".", "~")
+
+
+def _subject(queue: str) -> str:
+    """No part of a subject is empty, as `payments.` and `a..b` have one."""
+    return ".".join(part or "~" for part in queue.split("."))
 
 
 def _status(message: Msg) -> str:

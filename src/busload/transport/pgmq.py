@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import logging
 import re
@@ -31,8 +30,8 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport
-from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
+from busload.transport.base import Delivery, Message, Transport, Turn, hashed_name
+from busload.transport.options import connect_timeout, is_turned_away, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload.transport")
 
@@ -51,11 +50,6 @@ DELETE = b"SELECT pgmq.delete(%(queue)s::text, %(id)s::bigint)"
 ARCHIVE = b"SELECT pgmq.archive(%(queue)s::text, %(id)s::bigint)"
 LENGTH = b"SELECT queue_length FROM pgmq.metrics(%(queue)s::text)"
 PEEK = "SELECT message FROM pgmq.{queue} ORDER BY msg_id LIMIT {limit}"
-
-NOT_LET_IN = re.compile(
-    "password authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
-)
-"""What libpq says when a person must change something; it has no code for an attempt to connect."""
 
 
 class PgmqTransport(Transport):
@@ -77,7 +71,7 @@ class PgmqTransport(Transport):
         self._conninfo = _conninfo(url)
         self._conn: _Line | None = None
         self._desks: set[_Desk] = set()
-        self._turn = asyncio.Lock()
+        self._turn = Turn()
 
     async def declare(self, queues: Sequence[str]) -> None:
         if not queues:
@@ -132,12 +126,16 @@ class PgmqTransport(Transport):
 
     async def depth(self, queue: str) -> int | None:
         async with self._translated():
+            if not await self._is_there(queue):
+                return 0
             [[length]] = await self._ask(LENGTH, queue=spelled(queue))
             return cast(int, length)
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
         table = sql.Identifier(f"q_{spelled(queue)}")
         async with self._translated():
+            if not await self._is_there(queue):
+                return []
             rows = await self._ask(sql.SQL(PEEK).format(queue=table, limit=sql.Literal(limit)))
             return [unwrapped(content) for [content] in rows]
 
@@ -162,6 +160,9 @@ class PgmqTransport(Transport):
             missing = isinstance(error.__cause__, errors.UndefinedTable)
             return Refusal(RefusalReason.UNROUTABLE if missing else RefusalReason.REFUSED, str(error))
         return None
+
+    async def _is_there(self, queue: str) -> bool:
+        return bool(await self._ask(EXISTING, queues=[spelled(queue)]))
 
     async def _ask(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
         """On the connection for everything but deliveries; on a new one, if it died while it rested."""
@@ -294,9 +295,6 @@ class _Loan(Delivery):
     async def ack(self) -> None:
         await self._desk.settle(self, DELETE, id=self.id)
 
-    async def release(self) -> None:
-        await self._desk.settle(self, SHOW_IN, ids=[self.id], seconds=0)
-
     async def reject(self, reason: str) -> None:
         log.warning("A message of %s was archived by PGMQ: %s", self.queue, reason)
         await self._desk.settle(self, ARCHIVE, id=self.id)
@@ -306,8 +304,7 @@ def spelled(queue: str) -> str:
     """A queue's name as PGMQ takes it: `busload.payments` is `busload_payments`, one that would not fit is hashed."""
     if re.fullmatch(r"busload\.[a-z0-9_]+", queue) and len(queue) <= LONGEST_NAME:
         return queue.replace(".", "_")
-    digest = hashlib.sha256(queue.encode()).hexdigest()[:12]
-    return f"{re.sub(r'[^a-z0-9_]', '_', queue.lower())[: LONGEST_NAME - 13]}_{digest}"
+    return re.sub(r"[^a-z0-9_]", "_", hashed_name(queue, LONGEST_NAME, "_", digits=12).lower())
 
 
 def wrapped(message: Message) -> str:
@@ -349,7 +346,7 @@ def _translation(error: Exception, timeout: float) -> TransportError:
             )
         case errors.InsufficientPrivilege():
             return TransportMisconfigured(f"PGMQ refuses us: {_said(error)}. Grant it, or use another user.")
-        case psycopg.OperationalError() if NOT_LET_IN.search(str(error)):
+        case psycopg.OperationalError() if is_turned_away(error):
             return TransportMisconfigured(f"PGMQ's PostgreSQL does not let us in: {_said(error)}")
         case _:
             return TransportUnavailable(f"PGMQ's PostgreSQL cannot be reached: {_said(error)}")

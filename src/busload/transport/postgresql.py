@@ -31,8 +31,8 @@ from busload.store import message as store
 from busload.store.connection import PARAMETERS, AsyncConnection, is_away
 from busload.store.listen import MESSAGE, AsyncListener
 from busload.store.plan import Plan, perform_async
-from busload.transport.base import Delivery, Message, Transport
-from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
+from busload.transport.base import Delivery, Message, Transport, Turn
+from busload.transport.options import connect_timeout, is_turned_away, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload")
 
@@ -42,9 +42,6 @@ OWN_OPTIONS = {"visibility": seconds, "timeout": seconds}
 VISIBILITY, TIMEOUT = 30.0, 10.0
 LOOK_EVERY = 1.0
 """Seconds after which a receiver looks though it has heard nothing: a notification is only a hint."""
-
-LASTING = ("authentication failed", "pg_hba.conf", "no password supplied", "does not exist", "permission denied")
-"""Words by which the server says that it will not let us in. When connecting, libpq gives words and no code."""
 
 
 class PostgresqlTransport(Transport):
@@ -57,7 +54,7 @@ class PostgresqlTransport(Transport):
         self._loan = timedelta(seconds=options.get("visibility", VISIBILITY))
         self._timeout: float = options.get("timeout", TIMEOUT)
         self._parameters = PARAMETERS | {"connect_timeout": connect_timeout(conninfo_to_dict(self._dsn), self._timeout)}
-        self._connecting = asyncio.Lock()
+        self._connecting = Turn()
         self._conn: AsyncConnection | None = None
         self._receivers: set[_Receiver] = set()
 
@@ -119,7 +116,8 @@ class PostgresqlTransport(Transport):
 
     async def settle(self, receiver: _Receiver, id: str, number: int, plan: Plan[None]) -> None:
         """Whatever is not settled comes again, which does no harm."""
-        if receiver.held.pop(id, None) == number:
+        if receiver.held.get(id) == number:
+            del receiver.held[id]
             receiver.changed.set()
             with suppress(TransportError):
                 await self._perform(plan)
@@ -192,9 +190,6 @@ class PostgresqlDelivery(Delivery):
     async def ack(self) -> None:
         await self._settle(store.forget(self.queue, self._id, self._number))
 
-    async def release(self) -> None:
-        await self._settle(store.release(self.queue, {self._id: self._number}))
-
     async def reject(self, reason: str) -> None:
         log.warning("Dropped the message %s of the queue %s: %s", self._id, self.queue, reason)
         await self._settle(store.forget(self.queue, self._id, self._number))
@@ -226,7 +221,7 @@ def _in_our_words() -> Iterator[None]:
         raise TransportUnavailable("PostgreSQL did not answer in time.") from None
     except psycopg.Error as error:
         words = str(error).strip()
-        if is_away(error) and not (error.sqlstate is None and any(word in words for word in LASTING)):
+        if is_away(error) and not is_turned_away(error):
             raise TransportUnavailable(f"PostgreSQL cannot be reached: {words}") from None
         raise TransportMisconfigured(f"PostgreSQL refuses us: {words}") from None
 

@@ -33,7 +33,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, short_name
+from busload.transport.base import Delivery, Message, Transport, Turn, short_name
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload")
@@ -201,9 +201,6 @@ class RabbitmqDelivery(Delivery):
     async def ack(self) -> None:
         await self._settle(self._channel.basic_ack)
 
-    async def release(self) -> None:
-        await self._settle(partial(self._channel.basic_nack, requeue=True))
-
     async def reject(self, reason: str) -> None:
         log.warning("Put a message of the queue %s into %s: %s", self.queue, _dead(self.queue), reason)
         await self._settle(partial(self._channel.basic_reject, requeue=False))
@@ -222,7 +219,7 @@ class _Line:
 
     def __init__(self, options: _Options) -> None:
         self._options = options
-        self._connecting = asyncio.Lock()
+        self._connecting = Turn()
         self._connection: AbstractConnection | None = None
         self._doubtful: AbstractConnection | None = None
         self._publisher: Channel | None = None

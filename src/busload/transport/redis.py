@@ -193,9 +193,6 @@ class RedisDelivery(Delivery):
     async def ack(self) -> None:
         self._loans.end(self)
 
-    async def release(self) -> None:
-        self._loans.end(self, self.queue)
-
     async def reject(self, reason: str) -> None:
         log.warning("Put a message of %s that nobody can read into %s: %s", self.queue, _dead(self.queue), reason)
         self._loans.end(self, _dead(self.queue), reason)

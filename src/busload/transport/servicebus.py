@@ -45,7 +45,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, hashed_name
+from busload.transport.base import Delivery, Message, Transport, Turn, hashed_name
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload.transport")
@@ -87,7 +87,7 @@ class ServicebusTransport(Transport):
         self._timeout: float = options.get("timeout", 10.0)
         self._connection_string = _connection_string(namespace, emulator=options.get("emulator", False))
         self._lines: dict[str, _Line] = {}
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: defaultdict[str, Turn] = defaultdict(Turn)
         self._singly: set[str] = set()
         self._desks: set[_Desk] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -130,8 +130,17 @@ class ServicebusTransport(Transport):
             self._close_later(receiver)
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
-        async with self._translated(queue), asyncio.timeout(self._timeout), self._receiver(queue) as receiver:
-            return [_body(each) for each in await receiver.peek_messages(limit)]
+        bodies: list[bytes] = []
+        try:
+            async with self._translated(queue), self._receiver(queue) as receiver:
+                after = 0
+                while page := await self._page(receiver, after, limit - len(bodies)):
+                    bodies += [_body(each) for each in page]
+                    after = page[-1].sequence_number or 0
+        except TransportMisconfigured as error:
+            if not _is_absent(error.__cause__):
+                raise
+        return bodies
 
     async def aclose(self) -> None:
         desks, self._desks = self._desks, set()
@@ -149,20 +158,21 @@ class ServicebusTransport(Transport):
     async def _publish_to(self, queue: str, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         """What one queue did not confirm."""
         tally = _Tally(messages)
+        line: _Line | None = None  # until it is our turn
         try:
             async with asyncio.timeout(self._timeout), self._turns[queue]:
                 line = self._line(queue)
                 await self._send_all(queue, line, tally)
                 line.rested = True
         except asyncio.CancelledError:
-            self._drop_line(queue)  # in the midst of a frame, perhaps
+            self._drop_line(queue, line)  # in the midst of a frame, perhaps
             raise
         except TimeoutError:
-            self._drop_line(queue)
+            self._drop_line(queue, line)
             late = Refusal(RefusalReason.UNREACHABLE, f"not confirmed within {self._timeout:g} s")
             tally.note(list(tally.open), late)
         except Exception as error:
-            self._drop_line(queue)
+            self._drop_line(queue, line)
             tally.note(list(tally.open), await self._refusal(queue, error))
         return tally.refused
 
@@ -226,9 +236,16 @@ class ServicebusTransport(Transport):
 
     async def _check(self, queue: str) -> None:
         """Raise if a queue is not there or not ours; nothing is taken from one that is."""
-        async with self._translated(queue), asyncio.timeout(self._timeout), self._receiver(queue) as receiver:
+        async with self._translated(queue), self._receiver(queue) as receiver:
+            await self._page(receiver, 0, 1)
+
+    async def _page(self, receiver: ServiceBusReceiver, after: int, limit: int) -> list[ServiceBusReceivedMessage]:
+        """What comes after a number, `limit` at most; the broker may show fewer, but none only if there are none."""
+        if limit <= 0:
+            return []
+        async with asyncio.timeout(self._timeout):
             try:
-                await receiver.peek_messages(1)
+                return await receiver.peek_messages(limit, sequence_number=after + 1)
             except ServiceBusError as error:
                 if isinstance(error, (*UNREACHABLE, *REFUSED_US)):
                     raise
@@ -264,8 +281,9 @@ class ServicebusTransport(Transport):
             self._lines[queue] = _Line(self._client().get_queue_sender(spelled(queue)))
         return self._lines[queue]
 
-    def _drop_line(self, queue: str) -> None:
-        if line := self._lines.pop(queue, None):
+    def _drop_line(self, queue: str, line: _Line | None) -> None:
+        if line is not None and self._lines.get(queue) is line:
+            del self._lines[queue]
             self._close_later(line.sender)
 
     def _close_later(self, link: ServiceBusSender | ServiceBusReceiver) -> None:
@@ -374,7 +392,7 @@ class _Desk:
         self._end(loan)
 
     async def give_back(self) -> None:
-        await asyncio.gather(*(loan.release() for loan in list(self._loans)))
+        await asyncio.gather(*(loan.abandon() for loan in list(self._loans)))
         self._broken = ServiceBusConnectionError(message="closed")
         self._changed.set()
 
@@ -425,7 +443,7 @@ class _Loan(Delivery):
     async def ack(self) -> None:
         await self._desk.settle(self, self._desk.receiver.complete_message(self.message))
 
-    async def release(self) -> None:
+    async def abandon(self) -> None:
         await self._desk.settle(self, self._desk.receiver.abandon_message(self.message))
 
     async def reject(self, reason: str) -> None:
@@ -487,9 +505,14 @@ def _lost_its_link(error: Exception) -> bool:
 
 
 def _is_missing(error: Exception) -> bool:
-    """The broker may say so already when it is shown a token for the queue, or when the queue is switched off."""
+    """Not there, or switched off."""
+    return _is_absent(error) or isinstance(error, MessagingEntityDisabledError)
+
+
+def _is_absent(error: BaseException | None) -> bool:
+    """The broker may say so already when it is shown a token for the queue."""
     status = getattr(getattr(error, "inner_exception", None), "status_code", None)
-    return status == 404 or isinstance(error, (MessagingEntityNotFoundError, MessagingEntityDisabledError))
+    return status == 404 or isinstance(error, MessagingEntityNotFoundError)
 
 
 def _refuses_batches(error: ServiceBusError) -> bool:

@@ -24,8 +24,8 @@ ROUNDS_TO_REPORT = 3
 PASSING = (RefusalReason.UNREACHABLE, RefusalReason.THROTTLED)
 """What goes away by itself; other reasons need a person, and are reported at once."""
 
-LARGER_PAGE = 1000
-"""Loads that a relay takes at a time where they are small: commands that were sent one by one."""
+LARGER = 10
+"""How many times as many loads a relay takes at a time where they are small: commands that were sent one by one."""
 
 SAY_AGAIN = 60.0
 """Seconds for which a reason must be gone, and with it all that waits for another round, before it is news again."""
@@ -44,7 +44,7 @@ class Relay:
     """Announces what is due; any number of them share an outbox, since a load is held by one at a time.
 
     While the broker is away, a round takes one page, and the next one waits for up to ten seconds. As soon as it is
-    back, all that waited for it alone is due.
+    back, all that waited for it alone is due. A queue that is silent while others answer is no reason to wait.
     """
 
     def __init__(self, announcer: Announcer, perform: Perform, poll_every: timedelta) -> None:
@@ -54,7 +54,7 @@ class Relay:
         self._failures = 0
         self._resume_at = self._lag_at = 0.0
         self._hurries = False
-        self._page = outbox.MOST
+        self._page = announcer.page
         self._said: dict[str, float] = {}
         self._stranded: set[str] = set()
         self.rounds = self.failed_rounds = self.relayed = 0
@@ -99,7 +99,7 @@ class Relay:
         if not done.loads:
             return done
         small = len(done.loads) == self._page and done.ready <= 10 * self._page and not done.again
-        self._page = LARGER_PAGE if small else outbox.MOST
+        self._page = LARGER * self._announcer.page if small else self._announcer.page
         self.rounds += 1
         self.relayed += done.ready
         self._report(done)
@@ -124,6 +124,7 @@ class Relay:
         self._resume_at = time.monotonic() + pause
 
     async def _hurry(self) -> None:
+        self._announcer.leave_none_alone()
         await self._perform(outbox.hurry(self._announcer.transport.name))
         self._hurries = False
 
