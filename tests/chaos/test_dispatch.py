@@ -414,7 +414,7 @@ async def emptied(broker: Transport, queue: str, within: float = 60) -> None:
     ("kind", "kills"),
     [
         ("nats", 3),
-        pytest.param("rabbitmq", 2, marks=pytest.mark.chaos),  # half a minute; in CI a node of its cluster is killed
+        ("rabbitmq", 2),
         pytest.param("nats", 200, marks=pytest.mark.chaos),
         pytest.param("rabbitmq", 50, marks=pytest.mark.chaos),
     ],
