@@ -17,7 +17,8 @@ from tests.servers import shared_server
 
 UNCONFIRMED = """
     SELECT count(*) FROM pg_stat_activity
-     WHERE query LIKE 'WITH sent AS ( INSERT INTO busload.command %' AND (wait_event = 'SyncRep' OR wait_event_type = 'Lock')"""
+     WHERE query LIKE 'WITH sent AS ( INSERT INTO busload.command %'
+       AND (wait_event = 'SyncRep' OR wait_event_type = 'Lock')"""
 """Single sends that wait for the standby, or for one that notifies and waits for it."""
 
 

@@ -1146,7 +1146,7 @@ def waiting(request: pytest.FixtureRequest, dsn: str, database: Database) -> Any
 
 
 def vacuumed(database: Database, table: str) -> bool:
-    """Nothing dead is left; there is while autovacuum analyzes another table of the database, and so sees an older state."""
+    """Whether nothing dead is left; some is if autovacuum just analyzes another table, and sees an older state."""
     database.rows(f"VACUUM {table}")
     return bool(database.value("SELECT n_dead_tup = 0 FROM pg_stat_all_tables WHERE relid = %s::regclass", table))
 
