@@ -22,7 +22,7 @@ from busload.store.claim import Rung
 from busload.store.message import publish
 from busload.transport.base import Delivery
 from busload.worker import receive
-from busload.worker.receive import Loan, Rings, prefetch_of
+from busload.worker.receive import Rings, prefetch_of
 from busload.worker.stats import BrokerStats
 from tests.brokers.faulty import FaultyTransport
 from tests.given import DOMAIN, Database, Given, counts, eventually
@@ -467,7 +467,6 @@ async def test_bulk_handlers_are_rung_for_as_well(
 
     async with given.running(settings=by_message) as worker:
         await connected(worker)
-        assert inside(worker)._broker.receiver._loans[DOMAIN]._slots_take == 50 * worker.concurrency
         await given.batch(120, "Many")
         await eventually(lambda: sum(sizes) == 120)
         await eventually(lambda: all_acked(database))
@@ -494,59 +493,6 @@ async def test_a_message_per_command_runs_each_once(
 @pytest.mark.parametrize(("concurrency", "expected"), [(1, 2), (100, 100), (10_000, 200)])
 def test_enough_messages_are_on_loan_for_what_runs(concurrency: int, expected: int) -> None:
     assert prefetch_of(concurrency) == expected
-
-
-def test_how_many_messages_are_on_loan_follows_what_they_are_about() -> None:
-    """Enough for what runs and for a flush of results, and one for each slot if they are about one each."""
-    loan = Loan(concurrency=100, flush_size=1000)
-    assert loan.messages == 100
-    assert not any(loan.changes(n, n) for n in range(1, 101))
-    assert [n for n in range(1, 101) if loan.changes(n, 100 * n)] == [23]
-    assert loan.messages == 11
-    assert not any(loan.changes(n, 100 * n) for n in range(1, 12))
-    assert [n for n in range(1, 12) if loan.changes(n, n)] == [11]
-    assert loan.messages == 100
-    assert not loan.changes(0, 0)
-    for many in (Loan(concurrency=10_000, flush_size=1000), Loan(concurrency=100, flush_size=1000, chunk=500)):
-        assert not any(many.changes(n, 100 * n) or many.changes(n, n) for n in range(1, 201))
-
-
-async def test_a_worker_does_not_keep_messages_that_it_has_no_slots_for(
-    bus: CommandBus, given: Given, database: Database, by_message: WorkerSettings, conn: psycopg.AsyncConnection
-) -> None:
-    """They go to another; and those about single commands fill all slots afterwards."""
-    leave = asyncio.Event()
-
-    async def wait(command: Command, ctx: HandlerContext) -> None:
-        await leave.wait()
-
-    seen = given.handler(function=wait)
-    on_loan = "SELECT count(*) FROM busload.message WHERE visible_at > now()"
-    settings = replace(by_message, flush_size=10)
-    async with given.running(settings=settings, concurrency=8) as first:
-        await connected(first)
-        await given.batch(80)
-        await eventually(lambda: len(seen) == 8)
-        await eventually(lambda: broker(first).rings >= 6 and database.value(on_loan) == 2)
-        await eventually(lambda: inside(first)._broker.receiver.rings.on_loan(DOMAIN) == (2, 20))
-        assert database.count("message") == 8
-        async with given.running(settings=settings, concurrency=8) as second:
-            await eventually(lambda: len(seen) == 16)
-            await eventually(lambda: broker(second).rings >= 2 and database.value(on_loan) == 4)
-            leave.set()
-            await eventually(lambda: first.stats.completed + second.stats.completed == 80)
-            await eventually(lambda: all_acked(database))
-        leave.clear()
-        async with conn.transaction():
-            await bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(8)], conn=conn)
-            await conn.execute("UPDATE busload.outbox SET due_at = now() + interval '1 h', relay = gen_random_uuid()")
-        [(lo, hi)] = database.rows("SELECT lo, hi FROM busload.outbox")
-        await ring(bus, *(signed((id, id)) for id in range(lo, hi + 1)))
-        await eventually(lambda: len(seen) == 88)
-        leave.set()
-        await eventually(lambda: all_acked(database))
-    assert database.is_at_rest()
-    database.check_invariants()
 
 
 async def test_messages_about_single_commands_fill_all_slots(

@@ -16,7 +16,6 @@ from busload.domain.execution import Lease
 from busload.domain.ids import POSITIONS
 from busload.domain.message import Envelope, UnreadableMessage
 from busload.errors import TransportError, TransportMisconfigured
-from busload.handlers import Handlers
 from busload.settings import WorkerSettings
 from busload.store.claim import Rung
 from busload.transport import Delivery
@@ -46,22 +45,10 @@ SETTLED_CONNECTION = 5.0
 class Ring:
     """A message on loan: how many commands of which loads are still to be claimed for it, and what was."""
 
-    __slots__ = (
-        "commands",
-        "delivery",
-        "domain",
-        "found",
-        "looked",
-        "not_before",
-        "since",
-        "tries",
-        "unsettled",
-        "wanted",
-    )
+    __slots__ = ("delivery", "domain", "found", "looked", "not_before", "since", "tries", "unsettled", "wanted")
 
     def __init__(self, delivery: Delivery, domain: str, wanted: dict[int, int]) -> None:
         self.delivery, self.domain, self.wanted = delivery, domain, wanted
-        self.commands = sum(wanted.values())
         self.since = time.monotonic()
         self.not_before = 0.0
         self.looked: set[int] = set()
@@ -81,7 +68,6 @@ class Rings:
         self._waiting: dict[str, dict[Ring, None]] = defaultdict(dict)
         self._by_load: dict[int, dict[Ring, None]] = defaultdict(dict)
         self._of_lease: dict[UUID, list[Ring]] = {}
-        self._on_loan: dict[str, dict[Ring, None]] = defaultdict(dict)
         self._turn = 0
         self._asked_at = 0.0
         self.rings = self.claimed = self.duplicates = self.unknown = 0
@@ -93,14 +79,9 @@ class Rings:
             wanted[load] = wanted.get(load, 0) + hi - lo + 1
         ring = Ring(delivery, envelope.domain, wanted)
         self.rings += 1
-        self._waiting[ring.domain][ring] = self._on_loan[ring.domain][ring] = None
+        self._waiting[ring.domain][ring] = None
         for load in wanted:
             self._by_load[load][ring] = None
-
-    def on_loan(self, domain: str) -> tuple[int, int]:
-        """How many messages are, and how many commands they are about."""
-        rings = self._on_loan[domain]
-        return len(rings), sum(ring.commands for ring in rings)
 
     def wanted(self, domains: Sequence[str], limit: int) -> dict[int, int]:
         """How many commands of which loads to claim, `limit` at most; the domains take turns in coming first."""
@@ -149,7 +130,6 @@ class Rings:
 
     def forget(self, domain: str) -> None:
         """The broker has taken its messages back; it delivers them again."""
-        self._on_loan.pop(domain, None)
         for ring in self._waiting.pop(domain, ()):
             for load in ring.wanted:
                 self._leave(load, ring)
@@ -205,7 +185,6 @@ class Rings:
     def _end_if_done(self, ring: Ring) -> None:
         if not ring.wanted and not ring.unsettled:
             self.duplicates += not ring.found
-            self._on_loan[ring.domain].pop(ring, None)
             self._acknowledge(ring.delivery)
 
 
@@ -220,17 +199,13 @@ class Receiver:
         self,
         announcer: Announcer,
         domains: Sequence[str],
-        concurrency: int,
-        handlers: Handlers,
+        prefetch: int,
         settings: WorkerSettings,
         on_ring: Callable[[], None],
         on_connect: Callable[[], None],
     ) -> None:
-        self._transport, self._key = announcer.transport, announcer.key
+        self._transport, self._key, self._prefetch = announcer.transport, announcer.key, prefetch
         self._queues = {domain: announcer.queue(domain) for domain in domains}
-        self._loans = {
-            domain: Loan(concurrency, settings.flush_size, _largest_chunk(handlers, domain)) for domain in domains
-        }
         self._poll_every = settings.poll_every.total_seconds()
         self._broker_poll_every = settings.broker_poll_every.total_seconds()
         self._on_ring, self._on_connect = on_ring, on_connect
@@ -286,22 +261,15 @@ class Receiver:
             await asyncio.sleep(min(longest, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1))  # noqa: S311
 
     async def _consume(self, domain: str) -> None:
-        """Until it fails. If another number of messages would do better, all go back, and so many are taken."""
-        queue, loan = self._queues[domain], self._loans[domain]
+        queue = self._queues[domain]
         await self._transport.declare([queue])
-        self._connect(domain)
-        while True:
-            deliveries = self._transport.deliveries(queue, prefetch=loan.messages)
-            try:
-                async for delivery in deliveries:
-                    await self._ring(domain, delivery)
-                    if loan.changes(*self.rings.on_loan(domain)):
-                        break
-                else:
-                    return
-            finally:
-                await give_back(deliveries)
-            self.rings.forget(domain)
+        deliveries = self._transport.deliveries(queue, prefetch=self._prefetch)
+        try:
+            self._connect(domain)
+            async for delivery in deliveries:
+                await self._ring(domain, delivery)
+        finally:
+            await give_back(deliveries)
 
     def _connect(self, domain: str) -> None:
         self._connected.add(domain)
@@ -347,36 +315,10 @@ class Receiver:
                 log.debug("Could not acknowledge %d messages: %r", len(failed), failed[0])
 
 
-class Loan:
-    """How many messages of a domain to have on loan.
-
-    A message stays until its commands are settled, and says only when it is here how many they are. So there is one for
-    each slot, unless they turn out to be about far more commands than the slots can take and are settled together:
-    others would wait for those until they poll. When they are about fewer than the slots can take, there are more.
-    """
-
-    def __init__(self, concurrency: int, flush_size: int, chunk: int = 1) -> None:
-        self.messages = self._most = prefetch_of(concurrency)
-        self._slots_take = concurrency * chunk
-        self._enough = self._slots_take + flush_size
-
-    def changes(self, messages: int, commands: int) -> bool:
-        """Whether there should be another number, now that so many are on loan, about so many commands."""
-        if not commands:
-            return False
-        better = max(FEWEST, min(self._most, -(-self._enough * messages // commands)))
-        too_many = commands > 2 * self._enough and 2 * better <= self.messages
-        too_few = messages >= self.messages and commands < self._slots_take and better > self.messages
-        if too_many or too_few:
-            self.messages = better
-        return too_many or too_few
-
-
 def prefetch_of(concurrency: int) -> int:
-    """Messages to have on loan at most: one for each slot, as it may be about a single command."""
+    """Messages to have on loan: one for each slot, as it may be about a single command and stays until it is settled.
+
+    If they are about more, others come to what is on loan here by their next poll, and then without a pause while there
+    is more. Fewer on loan would share sooner, and cost a broker whose answers take long most of its speed.
+    """
     return max(FEWEST, min(MOST, concurrency))
-
-
-def _largest_chunk(handlers: Handlers, domain: str) -> int:
-    """How many commands of a domain one slot can take: that is more than one where there are bulk handlers."""
-    return max([each.gathering.size for each in handlers.of_domain(domain) if each.gathering is not None], default=1)

@@ -40,7 +40,7 @@ from busload.worker.loop import Loop
 from busload.worker.metrics import metrics_text
 from busload.worker.pauses import Pauses
 from busload.worker.prune import Prune
-from busload.worker.receive import Receiver
+from busload.worker.receive import Receiver, prefetch_of
 from busload.worker.relay import Recovery, Relay
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement, capacity
@@ -528,8 +528,7 @@ class _Broker:
         self.receiver = Receiver(
             self._announcer,
             worker.domains,
-            worker.concurrency,
-            bus.handlers,
+            prefetch_of(worker.concurrency),
             settings,
             on_ring,
             self._on_connect,
