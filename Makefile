@@ -36,13 +36,13 @@ servers: setup .venv/brokers  # PostgreSQL 15, the oldest we support: the suite 
 	$(BIN)/python -m pip install --quiet --editable '.[brokers]'
 	touch .venv/brokers
 
-chaos: setup  ## Long fault runs: kill workers, restart PostgreSQL, freeze processes
+chaos: servers  ## Long fault runs: kill workers and brokers, restart PostgreSQL, freeze processes
 	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
 
 mutants: setup  ## Plant faults in copies of the package; each must make its test fail; some by name in MUTANTS="..."
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
-bench: setup  ## Measure busload beside its peers and the machine's limits (about 25 minutes); options in BENCH="..."
+bench: setup  ## Measure busload beside its peers and the machine's limits (about 40 minutes); options in BENCH="..."
 	-@$(MAKE) --no-print-directory servers  # a broker that cannot be installed is named as not measured
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m bench.install
