@@ -50,6 +50,10 @@ async def eventually(condition: Callable[[], Any], within: float = 20.0) -> Any:
     return found
 
 
+LOCKED_OUT = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+"""Connections that wait for a lock. Not by `pg_locks`, which knows those of other tests' databases, too."""
+
+
 class Database:
     """A second pair of eyes: plain SQL on the test's database, and plans performed at will."""
 

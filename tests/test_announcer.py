@@ -18,7 +18,7 @@ from busload.errors import Refusal, RefusalReason, TransportMisconfigured, Trans
 from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Plan
 from busload.transport import Message
-from tests.brokers.faulty import AWAY, FaultyTransport
+from tests.brokers.faulty import AWAY, FaultyTransport, end_silence
 from tests.given import DOMAIN, Database
 
 LOADS = [Unannounced(1024, 1024 + 249, DOMAIN, None, 0), Unannounced(4096, 4096 + 9, DOMAIN, None, 2)]
@@ -259,12 +259,14 @@ async def test_a_queue_that_is_silent_while_others_answer_is_left_alone_for_a_wh
     assert not one.is_stuck("bad")
     await one.announce([bad, good])
     assert (one.is_stuck("bad"), one.is_stuck("good"), await tries()) == (True, False, 0)
-    one.leave_none_alone()
+    assert one.left_alone == ["bad"]
+    end_silence(one)
     assert [await tries(), await tries()] == [1, 0]
     transport.mend()
-    one.leave_none_alone()
+    end_silence(one)
+    assert (one.left_alone, one.heard_again()) == ([], False)
     assert await one.announce([bad]) == [Piece(1024, 1024)]
-    assert not one.is_stuck("bad")
+    assert (one.is_stuck("bad"), one.heard_again(), one.heard_again()) == (False, True, False)
 
 
 def test_how_long_a_silent_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,18 +275,18 @@ def test_how_long_a_silent_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("busload.announcer.time.monotonic", lambda: now)
     silence = Silence()
     silence.learn([], {"bad": AWAY}, began=now)
-    assert not silence.left_alone({"bad"})
-    silence.learn(["good"], {}, began=now)
+    assert not silence.left_alone()
+    assert not silence.learn(["good"], {}, began=now)
     for longest in (1, 2, 4, 8, 16, 32, 60, 60, 60):
         silence.learn([], {"bad": AWAY}, began=now)
-        assert silence.left_alone({"good", "bad"}) == {"bad": AWAY}
+        assert silence.left_alone() == {"bad": AWAY}
         now += 0.7 * longest
-        assert silence.left_alone({"bad"})
+        assert silence.left_alone()
         now += 0.6 * longest
-        assert not silence.left_alone({"bad"})
-    now += 601
+        assert not silence.left_alone()
+    now += 121
     silence.learn([], {"bad": AWAY}, began=now)
-    assert (silence.left_alone({"bad"}), silence.is_stuck("bad")) == ({}, False)
+    assert (silence.left_alone(), silence.is_stuck("bad")) == ({}, False)
 
 
 @pytest.mark.parametrize(

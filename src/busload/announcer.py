@@ -50,8 +50,11 @@ MOST_OF_A_PAGE = 20_000
 MOST_BYTES = 4 * 1024 * 1024
 """Bytes of payloads that are read and published at a time, unless one command has more."""
 
-LONGEST_SILENCE, FORGOTTEN = 60.0, 600.0
+LONGEST_SILENCE, FORGOTTEN = 60.0, 120.0
 """Seconds for which a silent queue is left alone at most, and after which it does not matter that it was silent."""
+
+DECLARED_WITHIN = 10.0
+"""Seconds for a queue to be made or found, also if others are before it."""
 
 DIGEST = 12
 """Hex digits that tell messages about the same first and last command apart."""
@@ -80,6 +83,7 @@ class Announcer:
             message.keys(key)  # says so now if it is unusable
         self._declared: set[str] = set()
         self._silence = Silence()
+        self._heard_again = False
         self._database: str | None = None
         self.messages = self.confirmed = 0
         """Messages that were handed to the broker, and those it has confirmed."""
@@ -98,9 +102,15 @@ class Announcer:
         """Whether its queue is silent while others answer, so that the broker is not away."""
         return self._silence.is_stuck(self.queue(domain))
 
-    def leave_none_alone(self) -> None:
-        """Try queues that were silent, though their time is not over."""
-        self._silence.leave_none_alone()
+    @property
+    def left_alone(self) -> list[str]:
+        """Domains whose queues are stuck, and not to be tried for now."""
+        return [queue.removeprefix(f"{self._prefix}.") for queue in self._silence.left_alone()]
+
+    def heard_again(self) -> bool:
+        """Whether a queue that was stuck has answered since this was asked last: then nothing needs to wait for it."""
+        heard, self._heard_again = self._heard_again, False
+        return heard
 
     async def announce(self, loads: Sequence[Unannounced], *, again: bool = False) -> list[Piece]:
         """What became of the messages about these loads. Never fails: what nobody confirmed is told as refused.
@@ -109,7 +119,9 @@ class Announcer:
         """
         page = _Page(loads, again=again)
         queues = {self.queue(load.domain) for load in loads}
-        page.unusable |= self._silence.left_alone(queues)
+        page.unusable |= {queue: why for queue, why in self._silence.left_alone().items() if queue in queues}
+        if (away := page.away(queues)) is not None:
+            return page.told(away)
         left = VANISHED
         try:
             if self._database is None:
@@ -118,8 +130,7 @@ class Announcer:
             async with aclosing(self._slices(page)) as slices:
                 async for envelopes in slices:
                     await self._announce(page, envelopes)
-                    away = page.away(queues)
-                    if away is not None:
+                    if (away := page.away(queues)) is not None:
                         left = away
                         break
         except TimeoutError:
@@ -178,7 +189,7 @@ class Announcer:
             and each.queue not in page.unusable
             and refused[n].reason is RefusalReason.UNREACHABLE
         }
-        self._silence.learn(heard, silent, began)
+        self._heard_again |= self._silence.learn(heard, silent, began)
         page.unusable |= silent
 
     def _message(self, envelope: Envelope, rounds: dict[int, int]) -> Message:
@@ -211,7 +222,7 @@ class Announcer:
     async def _declare(self, queues: set[str], unusable: dict[str, Refusal]) -> dict[str, Refusal]:
         """Each by itself, so that none has to wait for another; returns those that could not be reached."""
         missing = sorted(queues - self._declared - unusable.keys())
-        found = await asyncio.gather(*(self.transport.declare([each]) for each in missing), return_exceptions=True)
+        found = await asyncio.gather(*map(self._declare_one, missing), return_exceptions=True)
         silent: dict[str, Refusal] = {}
         for queue, error in zip(missing, found, strict=True):
             if error is None:
@@ -223,6 +234,10 @@ class Announcer:
             else:
                 raise error
         return silent
+
+    async def _declare_one(self, queue: str) -> None:
+        async with asyncio.timeout(DECLARED_WITHIN):
+            await self.transport.declare([queue])
 
     async def _hand_over(self, messages: Sequence[Message]) -> dict[int, Refusal]:
         try:
@@ -260,20 +275,17 @@ class Silence:
     def is_stuck(self, queue: str) -> bool:
         return queue in self._silent and self._silent[queue].tries > 0
 
-    def left_alone(self, queues: set[str]) -> dict[str, Refusal]:
+    def left_alone(self) -> dict[str, Refusal]:
+        """The queues that are not to be tried now, and what was said when they were."""
         now = time.monotonic()
-        silent = {queue: self._silent[queue] for queue in queues & self._silent.keys()}
-        return {queue: one.why for queue, one in silent.items() if now < one.until}
+        return {queue: one.why for queue, one in self._silent.items() if now < one.until}
 
-    def leave_none_alone(self) -> None:
-        for one in self._silent.values():
-            one.until = 0.0
-
-    def learn(self, heard: Iterable[str], silent: Mapping[str, Refusal], began: float) -> None:
-        """Which queues have answered, and which have not, since `began`."""
-        now = time.monotonic()
+    def learn(self, heard: Iterable[str], silent: Mapping[str, Refusal], began: float) -> bool:
+        """Which queues have answered, and which have not, since `began`; whether one that was stuck has."""
+        now, stuck = time.monotonic(), False
         for queue in heard:
             self._answered_at = now
+            stuck |= self.is_stuck(queue)
             self._silent.pop(queue, None)
         for queue, why in silent.items():
             one = self._silent.get(queue)
@@ -283,6 +295,7 @@ class Silence:
             if self._answered_at >= one.since:
                 one.until = now + min(pause(one.tries), LONGEST_SILENCE)
                 one.tries += 1
+        return stuck
 
 
 class _Page:

@@ -92,7 +92,7 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
 
 async def announce_page(announcer: Announcer, perform: Perform, relay: UUID, page: int) -> Round:
     """If it ends half way, its loads are held for a minute; then another round announces them again."""
-    loads = await perform(outbox.take(announcer.transport.name, relay, page))
+    loads = await perform(outbox.take(announcer.transport.name, relay, page, announcer.left_alone))
     if not loads:
         return Round()
     pieces = await announcer.announce(loads)

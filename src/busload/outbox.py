@@ -87,7 +87,7 @@ class Outbox:
             if not moved:
                 break
             rerouted += moved
-            await self._bus._write(Write(dispatch.close(), one_statement=True))
+        await self._bus._write(Write(dispatch.close(), one_statement=True))
         _tell(rerouted, operator)
         return rerouted
 
@@ -260,7 +260,7 @@ class SyncOutbox:
             if not moved:
                 break
             rerouted += moved
-            self._bus._write(Write(dispatch.close(), one_statement=True))
+        self._bus._write(Write(dispatch.close(), one_statement=True))
         _tell(rerouted, operator)
         return rerouted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from busload.announcer import Announcer
 from busload.domain import message
 from busload.domain.message import Envelope
 from busload.errors import PublishFailed, Refusal, RefusalReason, TransportUnavailable
@@ -12,6 +13,12 @@ from busload.transport.base import Delivery, Message
 from busload.transport.postgresql import PostgresqlTransport
 
 AWAY = Refusal(RefusalReason.UNREACHABLE, "nobody answers")
+
+
+def end_silence(announcer: Announcer) -> None:
+    """The time is over for which queues that do not answer are left alone."""
+    for one in announcer._silence._silent.values():
+        one.until = 0.0
 
 
 class Crash(BaseException):

@@ -16,7 +16,7 @@ from busload.store import cancel, claim, dispatch, outbox, rescue
 from busload.store.claim import Rung
 from busload.store.outbox import Piece, Unannounced
 from busload.store.plan import Statement, perform
-from tests.given import DOMAIN, Database, Given, counts, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
 VIA = "postgresql"
 ONE, OTHER = UUID(int=1), UUID(int=2)
@@ -310,12 +310,11 @@ async def test_who_reroutes_beside_a_mark_closes_the_report(
         "CREATE CONSTRAINT TRIGGER pause AFTER INSERT ON busload.queue DEFERRABLE INITIALLY DEFERRED"
         " FOR EACH ROW WHEN (NEW.transport IS NULL) EXECUTE FUNCTION busload.pause()"
     )
-    blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 79 AND NOT granted"
     with psycopg.connect(dsn) as brake:
         brake.execute("SELECT pg_advisory_xact_lock(79)")
         rerouting = bus.outbox.reroute() if face == "async" else asyncio.to_thread(writer.outbox.reroute)
         rerouted = asyncio.ensure_future(rerouting)
-        await eventually(lambda: database.value(blocked))
+        await eventually(lambda: database.rows(LOCKED_OUT))
         assert database.perform(outbox.mark(ONE, whole([other]))) == (1, 0)
         assert database.perform(dispatch.close([batch_id])) == 0
     assert await rerouted == 1

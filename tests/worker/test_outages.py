@@ -16,7 +16,7 @@ from busload import BatchCommand, Command, CommandBus, HandlerContext, InvalidOp
 from busload.store import rescue
 from busload.store.plan import perform
 from tests.chaos.harness import Server, folder
-from tests.given import DOMAIN, Database, Given, eventually, until
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, until
 
 SHORT = timedelta(milliseconds=900)
 CONNECTIONS = "SELECT pid FROM pg_stat_activity WHERE application_name = 'busload' AND datname = current_database()"
@@ -61,13 +61,12 @@ async def test_a_claim_whose_answer_waits_behind_a_blocked_loop_is_not_handed_ba
     slow = "BEGIN PERFORM pg_advisory_xact_lock_shared(78); RETURN NULL; END"
     database.rows(f"CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS '{slow}'")
     database.rows("CREATE TRIGGER slow AFTER INSERT ON busload.lease FOR EACH ROW EXECUTE FUNCTION slow()")
-    blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 78 AND NOT granted"
     brake = psycopg.connect(dsn, autocommit=True)
 
     async def block(command: Command, ctx: HandlerContext) -> None:
         brake.execute("SELECT pg_advisory_lock(78)")
         await hasty.sent("Second")
-        await eventually(lambda: database.value(blocked))  # the claim is in the server
+        await eventually(lambda: database.rows(LOCKED_OUT))  # the claim is in the server
         brake.execute("SELECT pg_advisory_unlock(78)")
         until(lambda: database.value("SELECT count(*) FROM busload.lease") == 2)  # and done, but not heard of
         seen = "SELECT min(seen_at) > (SELECT max(since) FROM busload.lease) + interval '0.9 s' FROM busload.worker"
@@ -246,10 +245,9 @@ async def test_a_worker_that_cannot_settle_before_it_stops_says_so(hasty: Given,
     hasty.handler()
     brake = psycopg.connect(dsn)
     brake.execute("SELECT FROM busload.batch FOR UPDATE")
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
     worker = hasty.worker(settings=replace(hasty.settings, lease_for=timedelta(seconds=2)))
     task = asyncio.create_task(worker.run())
-    await eventually(lambda: database.value(waiting))
+    await eventually(lambda: database.rows(LOCKED_OUT))
     worker.stop()
     async with asyncio.timeout(15):
         with pytest.raises(InvalidOperationError, match="could not be settled"):

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from busload import Command, CommandBus, HandlerContext, Worker, WorkerSettings
 from busload.worker.claim import SHORTEST_SAMPLE, SMALLEST_GAP, Claimer, Pace
 from busload.worker.worker import _Running
-from tests.given import DOMAIN, Database, Given, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
 HELD = "SELECT coalesce(sum(open), 0) FROM busload.lease"
 LARGEST = "SELECT max(n) FROM (SELECT count(*) AS n FROM busload.execution GROUP BY lease_id) AS lease"
-WAITING = "SELECT pid FROM pg_locks WHERE NOT granted"
 
 # -- the pace as a function of what was measured --------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ async def test_claims_stop_while_there_is_no_room_for_results_and_go_on_when_the
     with psycopg.connect(dsn) as brake:
         brake.execute("SELECT FROM busload.batch FOR UPDATE")
         async with given.running(concurrency=10, settings=settings):
-            await eventually(lambda: database.rows(WAITING))
+            await eventually(lambda: database.rows(LOCKED_OUT))
             await eventually(lambda: len(seen) == 50)
             over = time.monotonic() + 0.2
             await eventually(lambda: time.monotonic() > over)

@@ -22,7 +22,7 @@ from busload.errors import Refusal, RefusalReason
 from busload.store.plan import Plan
 from busload.transport import Message
 from busload.worker.relay import Recovery, Relay
-from tests.brokers.faulty import AWAY, FaultyTransport
+from tests.brokers.faulty import AWAY, FaultyTransport, end_silence
 from tests.given import DOMAIN, Database, Given, eventually
 
 POLL = timedelta(milliseconds=50)
@@ -207,6 +207,7 @@ async def test_a_queue_that_is_too_busy_does_not_hold_up_the_others(
 async def test_a_queue_that_does_not_answer_does_not_hold_up_the_others(
     bus: CommandBus,
     relay: Relay,
+    announcer: Announcer,
     transport: FaultyTransport,
     database: Database,
     caplog: pytest.LogCaptureFixture,
@@ -222,6 +223,7 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_the_others(
     assert await relay.once() == 0
     for rounds in range(2, 6):
         make_due(database)
+        end_silence(announcer)
         assert await relay.once() == 0  # it alone
         assert database.rows(pauses) == [(rounds, True)]
         await bus.send(DOMAIN, "Debit")
@@ -229,12 +231,38 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_the_others(
         assert database.rows(pauses) == [(rounds, True)]
     make_due(database)
     await bus.send(DOMAIN, "Debit")
-    assert await relay.once() == 0  # both
+    assert await relay.once() == 0  # the other one
+    assert database.value("SELECT rounds FROM busload.outbox") == 5
     said = [record.message for record in caplog.records]
     assert len([line for line in said if "Could not reach the broker" in line]) == 1
     assert len([line for line in said if "can be reached again" in line]) == 1
     assert len([line for line in said if "does not confirm messages about 1 commands or more" in line]) == 1
     assert relay.failed_rounds == 1
+
+
+async def test_what_waits_for_a_queue_that_is_left_alone_is_not_touched_and_is_due_when_it_answers(
+    bus: CommandBus, relay: Relay, announcer: Announcer, transport: FaultyTransport, database: Database
+) -> None:
+    """F53: nobody takes it to find that it is not to be tried, not even after another consumer has connected."""
+    transport.refuses = lambda index, message: AWAY if message.queue.endswith("bad") else None
+    for domain in ("bad", DOMAIN, "bad"):
+        await bus.send(domain, "Debit")
+    assert await relay.once() == 0
+    await bus.send("bad", "Debit")
+    relay.broker_is_back()
+    before = database.rows("SELECT hi, rounds FROM busload.outbox ORDER BY hi")
+    tried = len(transport.tried)
+    assert await relay.once() > 0
+    assert len(before) == 3 and len(transport.tried) == tried
+    assert database.rows("SELECT hi, rounds FROM busload.outbox ORDER BY hi") == before
+
+    transport.mend()
+    end_silence(announcer)
+    database.rows("UPDATE busload.outbox SET due_at = now() + interval '5 minutes' WHERE rounds > 0")
+    assert await relay.once() == 0  # the one that was not tried yet
+    assert database.count("outbox") == 2
+    assert await relay.once() == 0
+    assert database.count("outbox") == 0
 
 
 async def test_a_broker_that_was_too_slow_for_all_of_a_page_is_not_away(
@@ -252,20 +280,6 @@ async def test_a_broker_that_was_too_slow_for_all_of_a_page_is_not_away(
     assert await relay.once() == 0
     assert (relay.relayed, relay.failed_rounds) == (20, 0)
     assert "Could not reach the broker" not in caplog.text
-
-
-async def test_a_queue_that_answers_again_is_tried_as_soon_as_somebody_has_reached_the_broker(
-    bus: CommandBus, relay: Relay, transport: FaultyTransport, database: Database
-) -> None:
-    transport.refuses = lambda index, message: AWAY if message.queue.endswith("bad") else None
-    for domain in ("bad", DOMAIN):
-        await bus.send(domain, "Debit")
-    assert await relay.announce_due() == 1
-    database.rows("UPDATE busload.outbox SET due_at = now() + interval '1 h'")
-    transport.mend()
-    relay.broker_is_back()
-    assert await relay.once() == 0
-    assert waiting(database) == 0
 
 
 async def test_a_relay_that_publishes_each_command_takes_fewer_loads(

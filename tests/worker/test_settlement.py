@@ -22,11 +22,9 @@ from busload.domain.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLES
 from busload.store.connection import engine_pool
 from busload.worker.held import Held
 from busload.worker.settle import Settlement, fold
-from tests.given import DOMAIN, Database, Given, counts, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
 NEVER = timedelta(hours=1)
-WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-
 Settling: TypeAlias = Callable[..., Awaitable[Settlement]]
 
 
@@ -282,8 +280,8 @@ async def test_a_connection_that_is_lost_in_a_flush_costs_no_result(
     with psycopg.connect(dsn) as brake:
         brake.execute("SELECT FROM busload.lease FOR UPDATE")
         await put(settlement, leased)
-        await eventually(lambda: database.value(WAITING))
-        database.rows("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE NOT granted")
+        await eventually(lambda: database.rows(LOCKED_OUT))
+        database.rows(f"SELECT pg_terminate_backend(pid) FROM ({LOCKED_OUT}) AS ours")
         await eventually(lambda: settlement.stats.failures == 1)
         assert (settlement.settled, settlement.stats.waiting) == (0, 3)
     await eventually(lambda: settlement.settled == 3)

@@ -57,13 +57,16 @@ class Lag:
     rounds: int
 
 
-def take(transport: str, relay: UUID, limit: int = MOST) -> Plan[list[Unannounced]]:
-    """Hold loads to announce them; who does not say how it went within a minute is thought dead."""
-    return many(Unannounced, SQL.take, transport=transport, relay=relay, limit=limit, hold=HOLD)
+def take(transport: str, relay: UUID, limit: int = MOST, later: Sequence[str] = ()) -> Plan[list[Unannounced]]:
+    """Hold loads to announce them; who does not say how it went within a minute is thought dead.
+
+    Not those of domains that are to come `later`.
+    """
+    return many(Unannounced, SQL.take, transport=transport, relay=relay, limit=limit, hold=HOLD, later=list(later))
 
 
-def next_due(transport: str) -> Plan[float | None]:
-    [[seconds]] = yield from execute(SQL.next_due, transport=transport)
+def next_due(transport: str, later: Sequence[str] = ()) -> Plan[float | None]:
+    [[seconds]] = yield from execute(SQL.next_due, transport=transport, later=list(later))
     return None if seconds is None else float(seconds)
 
 

@@ -1,13 +1,16 @@
 -- name: take
--- Loads that are to be announced, and that nobody announces right now: never so, due again, or held by one that died.
+-- Loads that are to be announced, and that nobody announces right now: never so, due again, or held by one that died. Those
+-- of some domains are left to a later time.
 UPDATE busload.outbox AS o SET relay = %(relay)s::uuid, due_at = now() + %(hold)s::interval
  WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE transport = %(transport)s::text AND due_at <= now()
+                          AND domain <> ALL (%(later)b::text[])
                         ORDER BY due_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
 RETURNING lo, hi, domain, batch_id, rounds;
 
 -- name: next_due
 -- Seconds until something is due again for this transport; none if nothing waits.
-SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.outbox WHERE transport = %(transport)s::text;
+SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.outbox
+ WHERE transport = %(transport)s::text AND domain <> ALL (%(later)b::text[]);
 
 -- name: mark
 -- Whoever announced loads says how that went, piece by piece: confirmed ones are ready, the others wait for another round. Only

@@ -512,7 +512,7 @@ def messages(queue: str, bodies: Sequence[bytes]) -> list[Message]:
 
 def odd_names(queue: str) -> list[str]:
     """Those of domains may be as odd; they have up to 255 bytes, and the prefix up to 100."""
-    ends = [".", "..", "..b", ".b", "_b", "-b", "-B"]
+    ends = [".", "..", "..b", ".b", "_b", "-b", "-B", ".a.b", ".a_b", ".a-b"]
     long = queue.ljust(355, "x")
     return [*(f"{queue}{end}" for end in ends), *(long[:length] for length in (250, 251, 255, 256, 354, 355))]
 

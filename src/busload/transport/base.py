@@ -103,19 +103,19 @@ class Transport(ABC):
 
 
 class Turn:
-    """One at a time, in whichever event loop: an `asyncio.Lock` serves only the first one in which somebody waited."""
+    """One at a time in an event loop, and free again in the next one: an `asyncio.Lock` serves only its first.
+
+    async with self._turn():
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def __aenter__(self) -> None:
+    def __call__(self) -> asyncio.Lock:
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._lock, self._loop = asyncio.Lock(), loop
-        await self._lock.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock
 
 
 HASH_DIGITS = 16

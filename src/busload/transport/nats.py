@@ -147,7 +147,7 @@ class NatsTransport(Transport):
     # -- connecting -----------------------------------------------------------------------------------------------
 
     async def _connected(self) -> _Connection:
-        async with self._connecting:
+        async with self._connecting():
             if self._connection is None or not self._connection.is_open:
                 self._connection = await _connect(self._address)
                 self.max_bytes = self._connection.max_payload - ROOM_FOR_HEADERS

@@ -166,7 +166,7 @@ class PgmqTransport(Transport):
 
     async def _ask(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
         """On the connection for everything but deliveries; on a new one, if it died while it rested."""
-        async with self._turn:
+        async with self._turn():
             if self._conn and not self._conn.broken:
                 try:
                     return await self._conn.run(statement, **parameters)

@@ -169,7 +169,7 @@ class PostgresqlTransport(Transport):
                 raise
 
     async def _connected(self) -> AsyncConnection:
-        async with self._connecting:
+        async with self._connecting():
             if self._conn is None or self._conn.closed:
                 self._conn = await psycopg.AsyncConnection.connect(
                     self._dsn, autocommit=True, prepare_threshold=None, **self._parameters

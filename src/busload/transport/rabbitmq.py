@@ -227,7 +227,7 @@ class _Line:
 
     @asynccontextmanager
     async def channel(self, *, confirms: bool = True) -> AsyncIterator[Channel]:
-        async with self._connecting, asyncio.timeout(self._options.timeout):
+        async with self._connecting(), asyncio.timeout(self._options.timeout):
             connection = await self._connected()
         async with asyncio.timeout(self._options.timeout):
             channel = await self._open(connection, publisher_confirms=confirms)
@@ -240,7 +240,7 @@ class _Line:
 
     async def publisher(self) -> Channel:
         """The channel that all who publish share."""
-        async with self._connecting:
+        async with self._connecting():
             if self._publisher is None or self._publisher.is_closed:
                 connection = await self._connected()
                 self._publisher = await self._open(connection, publisher_confirms=True, on_return_raises=True)

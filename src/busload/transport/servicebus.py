@@ -160,7 +160,7 @@ class ServicebusTransport(Transport):
         tally = _Tally(messages)
         line: _Line | None = None  # until it is our turn
         try:
-            async with asyncio.timeout(self._timeout), self._turns[queue]:
+            async with asyncio.timeout(self._timeout), self._turns[queue]():
                 line = self._line(queue)
                 await self._send_all(queue, line, tally)
                 line.rested = True

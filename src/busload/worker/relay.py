@@ -71,14 +71,14 @@ class Relay:
         if wait > 0:  # commands that were sent meanwhile need not try for themselves
             return wait
         await self._look_at_lag()
-        if self._hurries:
+        if self._hurries or self._announcer.heard_again():
             await self._hurry()
         done = await self.announce_page()
         if done.unreachable is not None or done.throttled:
             return max(0.0, self._resume_at - time.monotonic())
         if done.loads:
             return 0
-        due = await self._perform(outbox.next_due(self._announcer.transport.name))
+        due = await self._perform(outbox.next_due(self._announcer.transport.name, self._announcer.left_alone))
         if due is None:
             return self._poll_every
         # Due, and yet not taken: somebody has locked it.
@@ -124,7 +124,6 @@ class Relay:
         self._resume_at = time.monotonic() + pause
 
     async def _hurry(self) -> None:
-        self._announcer.leave_none_alone()
         await self._perform(outbox.hurry(self._announcer.transport.name))
         self._hurries = False
 
