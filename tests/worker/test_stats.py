@@ -440,6 +440,7 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back_counted_and_does_no
     await given.batch(commands=400, command_type="Wait")
     async with given.running(concurrency=5, settings=replace(given.settings, lease_for=timedelta(seconds=4))) as worker:
         await eventually(lambda: worker.stats.handed_back and not worker.stats.prefetch)
+        await eventually(lambda: worker.stats.claimed == 300 + 5 + worker.stats.handed_back)  # load by load
         stats = worker.stats
         assert caplog.text.count("Handing back") == 1
         assert (stats.in_hand, stats.in_line, stats.claimed) == (5, 0, 300 + 5 + stats.handed_back)
