@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the run a folder for its servers; the processes it is spread over inherit its name."""
     os.environ.setdefault(FOLDER, str(scratch() / f"busload-tests-{secrets.token_hex(4)}"))
     name_leader()
+    # A run that was started in the background ignores it, and so would all the processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def server_home(name: str = "server") -> Path:
