@@ -389,7 +389,8 @@ async def test_a_hand_back_that_failed_is_repeated(given: Given, database: Datab
     """P11: its connection is lost, and with it the answer; nothing stays in a line that nobody stands in."""
     story = Story(given)
     await given.batch(commands=3000)
-    async with given.running(concurrency=5):
+    patient = replace(given.settings, prefetch=timedelta(seconds=0.2))  # four seconds pass before it hands back
+    async with given.running(concurrency=5, settings=patient):
         await eventually(lambda: len(story.first) == 505)
         settled = "SELECT count(*) FROM busload.execution"
         await eventually(lambda: database.value(settled) == 500)
