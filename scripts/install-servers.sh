@@ -8,6 +8,8 @@ ls /usr/lib/rabbitmq/bin/rabbitmq-server >/dev/null 2>&1 || missing="$missing ra
 command -v gcc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 ls /usr/include/openssl/ssl.h >/dev/null 2>&1 || missing="$missing libssl-dev"
 command -v redis-server >/dev/null 2>&1 || missing="$missing redis-server"
+# Debian installs the pooler in a folder that not every user has on the path.
+ls /usr/sbin/pgbouncer >/dev/null 2>&1 || command -v pgbouncer >/dev/null 2>&1 || missing="$missing pgbouncer"
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "Installing$missing"
@@ -17,7 +19,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     mkdir -p /etc/postgresql-common
     grep -qs '^create_main_cluster' /etc/postgresql-common/createcluster.conf ||
         echo 'create_main_cluster = false' >> /etc/postgresql-common/createcluster.conf
-    # Nor does a broker need to run but those that the tests start: while this says so, no service is started.
+    # The packages would also start their services; the tests start theirs. While this file exists, no service starts.
     policy=/usr/sbin/policy-rc.d
     if [ ! -e "$policy" ]; then
         printf '#!/bin/sh\nexit 101\n' > "$policy"
