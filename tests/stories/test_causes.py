@@ -860,6 +860,11 @@ PATCHES: list[Any] = [
     [{"op": "add", "path": "/a", "value": {1}}],
     [{"op": "add", "path": "/a", "value": "\0"}],
     [{"op": "add", "path": "/a", "value": float("nan")}],
+    [{"op": "copy", "from": "a", "path": "/a"}],
+    [{"op": "move", "from": 7, "path": "/a"}],
+    [{"op": "remove", "path": "/a" * 65}],
+    [{"op": "copy", "from": "/a" * 65, "path": "/b"}],
+    [{"op": "test", "path": "", "value": {}}] * 1001,
 ]
 
 

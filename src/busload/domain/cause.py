@@ -40,6 +40,9 @@ RATES = 0.001, 1_000_000.0
 WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
 """For what was checked already and is only wrapped once more."""
 
+MOST_OPERATIONS = 1000
+"""Of one patch: each may move half a million items of a list by one place."""
+
 Action = Literal["retry", "complete", "cancel"]
 
 
@@ -107,22 +110,33 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Patch:
-    """A JSON patch (RFC 6902) that was checked."""
+    """A JSON patch (RFC 6902) that was checked.
+
+    Its work is bounded by the limits of data. What operations add is part of the patch, which is no larger than data
+    may be. What they copy is measured before it is copied, and all copies together may be as large as data may be.
+    """
 
     def __init__(self, operations: Sequence[Any], limits: PayloadLimits) -> None:
         self.operations: list[dict[str, Any]] = decode(encode(operations, WIDEST, path="/patch"))
         self._limits = limits
-        flaw = _flaw(self.operations)
+        flaw = _flaw(self.operations, limits)
         if flaw:
             raise PayloadRefused(Problem("INVALID_PATCH", "/patch", f"{flaw}; wanted operations as RFC 6902 has them"))
-        self._patch = jsonpatch.JsonPatch(self.operations)
+        kinds = jsonpatch.JsonPatch.operations
+        self._steps = [kinds[operation["op"]](operation) for operation in self.operations]
 
     def apply(self, data: str) -> str:
         """The JSON text of a command's data after the patch; raises `ValueError` if that cannot be."""
-        try:
-            patched = self._patch.apply(decode(data), in_place=True)
-        except Exception as error:  # the library raises what Python does on data of another shape
-            raise ValueError(f"{error!s:.200}") from None
+        patched, room = decode(data), self._limits.data_bytes
+        for index, (operation, step) in enumerate(zip(self.operations, self._steps, strict=True)):
+            try:
+                if operation["op"] == "copy":
+                    room -= _size(patched, operation["from"], self._limits)
+                    if room < 0:
+                        raise ValueError(f"the copies take more than {self._limits.data_bytes:,} bytes together")
+                patched = step.apply(patched)
+            except Exception as error:  # the library raises what Python does on data of another shape
+                raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}") from None
         return encode(patched, self._limits, path="/data")
 
 
@@ -186,16 +200,30 @@ def _cuts(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         yield start, len(sizes)
 
 
-def _flaw(operations: Any) -> str | None:
+def _size(data: Any, pointer: str, limits: PayloadLimits) -> int:
+    """How many bytes of JSON a part of the data is; refuses what is larger or deeper than data may be."""
+    return len(encode(jsonpatch.JsonPointer(pointer).resolve(data), limits).encode())
+
+
+def _flaw(operations: Any, limits: PayloadLimits) -> str | None:
     """What is wrong with a patch before it meets any data."""
     if not isinstance(operations, list) or not operations:
         return f"found {operations!r:.80}, which is no list of operations"
+    if len(operations) > MOST_OPERATIONS:
+        return f"found {len(operations):,} operations, at most {MOST_OPERATIONS:,}"
     try:
         jsonpatch.JsonPatch(operations)
     except Exception as error:
         return f"{error!s:.200}"
-    for operation in operations:
+    for index, operation in enumerate(operations):
         needed = "from" if operation["op"] in ("move", "copy") else "value"
         if operation["op"] != "remove" and needed not in operation:
             return f"the operation {operation!r:.80} has no {needed!r}"
+        for pointer in (operation["path"], operation["from"] if needed == "from" else ""):
+            try:
+                depth = len(jsonpatch.JsonPointer(pointer).parts)
+            except Exception as error:
+                return f"operation {index}: {error!s:.200}"
+            if depth > limits.depth:
+                return f"operation {index} points {depth:,} levels deep, and data may have {limits.depth}"
     return None
