@@ -1,175 +1,25 @@
-"""A batch-native command bus for PostgreSQL."""
+"""A batch-native command bus for PostgreSQL. `busload.public` lists the names that `from busload import …` finds."""
 
-from busload.buffer import Buffer, SyncBuffer
-from busload.bus import CommandBus, SyncCommandBus
-from busload.domain.batch import BatchCompletionCallback, BatchMetadata, BatchStatus, SyncBatchCompletionCallback
-from busload.domain.buffer import BufferStatus, BufferTable
-from busload.domain.bulk import Chunk, Group, Item
-from busload.domain.cause import CauseGroup, GroupAction, GroupItem
-from busload.domain.command import (
-    AuditEvent,
-    BatchCommand,
-    Command,
-    CommandMetadata,
-    CommandStatus,
-    InputLimits,
-    SendResult,
-    TroubleshootingItem,
-)
-from busload.domain.dedup import Dedup, task_key
-from busload.domain.dispatch import DispatchReport, DispatchStatus, OutboxEntry, Reconciliation, Recovered, Strategy
-from busload.domain.execution import Execution, ExecutionStatus, OperatorAction
-from busload.domain.explanation import Blocker, Explanation, Reason
-from busload.domain.job import JobMetadata, JobStatus, Stage, StageMetadata, StageStatus
-from busload.domain.pause import Pause
-from busload.domain.payload import PayloadLimits
-from busload.domain.rate import LimitStatus, RateLimit
-from busload.domain.retention import Pruned
-from busload.domain.retry import RetryPolicy
-from busload.errors import (
-    BatchNotFoundError,
-    BatchSealedError,
-    BusinessRuleError,
-    BusloadError,
-    CommandNotFoundError,
-    DatabaseUnusable,
-    DispatchIncomplete,
-    DuplicateCommandError,
-    DuplicateTaskError,
-    HandlerAlreadyRegisteredError,
-    InvalidCommandError,
-    InvalidOperationError,
-    JobNotFoundError,
-    OutcomeUnknown,
-    PermanentCommandError,
-    Problem,
-    PublishFailed,
-    RateLimited,
-    Refusal,
-    RefusalReason,
-    SchemaOutdated,
-    Superseded,
-    TransientCommandError,
-    TransportError,
-    TransportMisconfigured,
-    TransportUnavailable,
-)
-from busload.job import FinishedStage, SyncFinishedStage
-from busload.open_batch import OpenBatch, SyncOpenBatch
-from busload.outbox import Outbox, SyncOutbox
-from busload.settings import Settings, WorkerSettings
-from busload.tracker import SyncTaskTracker, TaskTracker
-from busload.transport import Delivery, Message, Transport
-from busload.worker import (
-    BrokerStats,
-    ChunkContext,
-    Coalescer,
-    CoalescerStats,
-    HandlerContext,
-    OutboxStats,
-    SyncChunkContext,
-    SyncHandlerContext,
-    Worker,
-    WorkerStats,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AuditEvent",
-    "BatchCommand",
-    "BatchCompletionCallback",
-    "BatchMetadata",
-    "BatchNotFoundError",
-    "BatchSealedError",
-    "BatchStatus",
-    "Blocker",
-    "BrokerStats",
-    "Buffer",
-    "BufferStatus",
-    "BufferTable",
-    "BusinessRuleError",
-    "BusloadError",
-    "CauseGroup",
-    "Chunk",
-    "ChunkContext",
-    "Coalescer",
-    "CoalescerStats",
-    "Command",
-    "CommandBus",
-    "CommandMetadata",
-    "CommandNotFoundError",
-    "CommandStatus",
-    "DatabaseUnusable",
-    "Dedup",
-    "Delivery",
-    "DispatchIncomplete",
-    "DispatchReport",
-    "DispatchStatus",
-    "DuplicateCommandError",
-    "DuplicateTaskError",
-    "Execution",
-    "ExecutionStatus",
-    "Explanation",
-    "FinishedStage",
-    "Group",
-    "GroupAction",
-    "GroupItem",
-    "HandlerAlreadyRegisteredError",
-    "HandlerContext",
-    "InputLimits",
-    "InvalidCommandError",
-    "InvalidOperationError",
-    "Item",
-    "JobMetadata",
-    "JobNotFoundError",
-    "JobStatus",
-    "LimitStatus",
-    "Message",
-    "OpenBatch",
-    "OperatorAction",
-    "Outbox",
-    "OutboxEntry",
-    "OutboxStats",
-    "OutcomeUnknown",
-    "Pause",
-    "PayloadLimits",
-    "PermanentCommandError",
-    "Problem",
-    "Pruned",
-    "PublishFailed",
-    "RateLimit",
-    "RateLimited",
-    "Reason",
-    "Reconciliation",
-    "Recovered",
-    "Refusal",
-    "RefusalReason",
-    "RetryPolicy",
-    "SchemaOutdated",
-    "SendResult",
-    "Settings",
-    "Stage",
-    "StageMetadata",
-    "StageStatus",
-    "Strategy",
-    "Superseded",
-    "SyncBatchCompletionCallback",
-    "SyncBuffer",
-    "SyncChunkContext",
-    "SyncCommandBus",
-    "SyncFinishedStage",
-    "SyncHandlerContext",
-    "SyncOpenBatch",
-    "SyncOutbox",
-    "SyncTaskTracker",
-    "TaskTracker",
-    "TransientCommandError",
-    "Transport",
-    "TransportError",
-    "TransportMisconfigured",
-    "TransportUnavailable",
-    "TroubleshootingItem",
-    "Worker",
-    "WorkerSettings",
-    "WorkerStats",
-    "task_key",
-]
+if TYPE_CHECKING:
+    from busload.public import *  # noqa: F403
+    from busload.public import __all__ as __all__
+else:
+    # `busload --help` and tab completion need none of the public names, and importing them takes half a second.
+
+    def __getattr__(name: str) -> object:
+        """Import the public names when one of them is asked for the first time."""
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
+        public = import_module(f"{__name__}.public")
+        if name != "__all__" and name not in public.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals().update({each: getattr(public, each) for each in [*public.__all__, "__all__"]})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -18,7 +18,7 @@ from busload import BatchCommand, BatchNotFoundError, SyncCommandBus
 from busload.cli import NOUNS, main
 from busload.cli.output import shown
 from busload.testing import TestServer
-from tests.cli.conftest import Busload, Spawn
+from tests.cli.conftest import NOWHERE, Busload, Spawn
 
 
 def verbs() -> Iterator[tuple[str, click.Command]]:
@@ -54,13 +54,49 @@ def test_every_noun_says_in_its_help_what_the_overview_says_of_it(offline: Buslo
         assert f"\n\n  {summary.removesuffix('.')}" in offline(noun, "--help").stdout
 
 
-def test_the_overview_needs_nothing_that_only_a_command_needs() -> None:
+@pytest.mark.parametrize("asked", ["--help", "--version", "completion"])
+def test_the_overview_imports_nothing_that_only_a_command_needs(asked: str) -> None:
+    """What makes it quick; a time would depend on the machine."""
+    completing = {"_BUSLOAD_COMPLETE": "bash_complete", "COMP_WORDS": "busload ba", "COMP_CWORD": "1"}
+    arguments = [] if asked == "completion" else [asked]
     program = (
-        "import sys; from click.testing import CliRunner; from busload.cli import main;"
-        "assert CliRunner().invoke(main, ['--help']).exit_code == 0;"
-        "sys.exit('rich' in sys.modules or 'busload.cli.worker' in sys.modules)"
+        f"import sys, atexit; sys.argv = ['busload', *{arguments!r}]; from busload.cli import main;"
+        "atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); main(prog_name='busload')"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    environment = {**os.environ, **(completing if asked == "completion" else {})}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout
+    modules = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not modules & {"psycopg", "psycopg_pool", "msgspec", "jsonpatch", "rich", "asyncio", "ssl"}
+    ours = {name for name in done.stderr.split() if name.startswith("busload")}
+    assert ours == {"busload", "busload.cli"}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+def test_the_database_may_be_named_before_and_after_the_verb(offline: Busload, dsn: str, place: int) -> None:
+    words = ["batch", "ls", "--json", "--limit=1"]
+    result = offline(*words[:place], "--dsn", dsn, *words[place:])
+    assert (result.exit_code, result.stdout) == (0, "[]\n")
+    assert os.environ.get("BUSLOAD_DATABASE_URL") != dsn
+
+
+def test_the_last_database_that_is_named_counts(offline: Busload, dsn: str) -> None:
+    assert offline("--dsn", NOWHERE, "batch", "ls", "--dsn", dsn).exit_code == 0
+    assert offline("--dsn", dsn, "batch", "ls", "--dsn", NOWHERE).exit_code == 1
+
+
+def test_every_command_takes_the_common_options(offline: Busload) -> None:
+    for name, command in verbs():
+        assert [p.name for p in command.params if p.name in ("dsn", "debug")] == ["dsn", "debug"], name
+
+
+def test_a_mistyped_name_is_answered_with_one_that_looks_like_it(offline: Busload) -> None:
+    assert "No such command 'btch'. Did you mean 'batch'?" in offline("btch", "ls").stderr
+    assert "Did you mean 'ls'?" in offline("batch", "lst").stderr
+    assert "'--domain'" in offline("batch", "ls", "--dmain", "x").stderr
+    unlike = offline("xyzzy")
+    assert "No such command 'xyzzy'.\n" in unlike.stderr
+    assert unlike.exit_code == 2
 
 
 def test_a_password_on_the_command_line_is_warned_about_and_not_repeated(offline: Busload) -> None:
@@ -130,8 +166,11 @@ def test_an_id_that_is_unknown_is_one_and_one_that_is_none_is_two(busload: Buslo
 
 
 def test_debug_lets_the_error_itself_through(busload: Busload) -> None:
-    result = busload("--debug", "batch", "show", uuid4(), "--domain", "payments")
-    assert isinstance(result.exception, BatchNotFoundError)
+    for result in (
+        busload("--debug", "batch", "show", uuid4(), "--domain", "payments"),
+        busload("batch", "show", uuid4(), "--domain", "payments", "--debug"),
+    ):
+        assert isinstance(result.exception, BatchNotFoundError)
 
 
 def test_what_would_steer_a_terminal_is_shown_and_not_obeyed() -> None:

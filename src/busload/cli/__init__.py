@@ -13,16 +13,15 @@ Exit codes, for all commands alike:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
-import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
-from busload.domain.payload import PayloadRefused
-from busload.errors import BusloadError, DatabaseUnusable, InvalidCommandError
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 NOUNS = {
     "batch": "Follow batches, learn why they are not finished, and cancel them.",
@@ -42,6 +41,9 @@ NOUNS = {
     "worker": "Run the commands of an application.",
 }
 
+DSN, DEBUG = "busload.dsn", "busload.debug"
+"""Where the context keeps what was given for the options that every command takes."""
+
 
 class _Nouns(click.Group):
     """Imports a noun when it is asked for, and turns every error into one line."""
@@ -53,11 +55,26 @@ class _Nouns(click.Group):
         if name not in NOUNS:
             return None
         command: click.Command = getattr(import_module(f"busload.cli.{name}"), name)
+        _give_common_options(command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in NOUNS and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r:.80}.{did_you_mean(args[0], NOUNS)}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(NOUNS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        # Without this, every noun would be imported for its help whenever Tab is pressed.
+        nouns = [CompletionItem(noun, help=help) for noun, help in NOUNS.items() if noun.startswith(incomplete)]
+        return nouns + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -67,22 +84,20 @@ class _Nouns(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            if ctx.params.get("debug"):
+            if ctx.meta.get(DEBUG):
                 raise
-            wrong_input = isinstance(error, InvalidCommandError | PayloadRefused)
-            raise (_WrongInput if wrong_input else click.ClickException)(_explain(error)) from error
+            raise _explained(error) from error
 
 
-class _WrongInput(click.ClickException):
+class WrongInput(click.ClickException):
+    """What was given at the shell cannot be; nothing was done."""
+
     exit_code = 2
 
 
 @click.group(cls=_Nouns, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--dsn", metavar="URL", help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(package_name="busload", prog_name="busload")
-@click.pass_context
-def main(ctx: click.Context, dsn: str | None, debug: bool) -> None:
+def main() -> None:
     """A batch-native command bus for PostgreSQL.
 
     \b
@@ -90,15 +105,50 @@ def main(ctx: click.Context, dsn: str | None, debug: bool) -> None:
         busload batch ls
         busload worker app:bus --domains payments --processes 2
 
-    Exit codes: 0 done; 1 not found, refused, or a watched batch completed with failures; 2 wrong input.
+    Exit codes: 0 done; 1 not found, refused, or a watched batch completed with failures; 2 wrong input;
+    130 interrupted.
     """
-    if dsn is not None:
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the known one that looks most like it, if one does."""
+    from difflib import get_close_matches
+
+    likely = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {likely[0]!r}?" if likely else ""
+
+
+def _give_common_options(command: click.Command) -> None:
+    """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
+    if any(option.name == "dsn" for option in command.params):
+        return
+    dsn = "The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one."
+    debug = "Show the traceback of an error."
+    command.params += [
+        click.Option(["--dsn"], metavar="URL", callback=_pass_dsn_on, expose_value=False, help=dsn),
+        click.Option(["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help=debug),
+    ]
+    if isinstance(command, click.Group):
+        for verb in command.commands.values():
+            _give_common_options(verb)
+
+
+def _keep_debug(ctx: click.Context, param: click.Parameter, debug: bool) -> None:
+    ctx.meta[DEBUG] = debug or ctx.meta.get(DEBUG, False)
+
+
+def _pass_dsn_on(ctx: click.Context, param: click.Parameter, dsn: str | None) -> None:
+    if dsn is not None and not ctx.resilient_parsing:
+        ctx.meta[DSN] = dsn
         ctx.with_resource(_database_url(dsn))
 
 
 @contextmanager
 def _database_url(dsn: str) -> Iterator[None]:
     """Pass it on where every bus looks for it: in this process and, out of sight of other users, in its children."""
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
     try:
         parts = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
@@ -121,12 +171,23 @@ def _database_url(dsn: str) -> Iterator[None]:
             os.environ["BUSLOAD_DATABASE_URL"] = before
 
 
-def _explain(error: Exception) -> str:
-    if isinstance(error, DatabaseUnusable):
-        return str(error)  # may end with the server's last words, which are lines
+def _explained(error: Exception) -> click.ClickException:
+    """An error as one line for people, with the exit code that it means."""
+    import psycopg
+
+    from busload.domain.payload import PayloadRefused
+    from busload.errors import BusloadError, DatabaseUnusable, InvalidCommandError
+
     line = " ".join(str(error).split())
-    if isinstance(error, BusloadError | PayloadRefused):
-        return line
+    if isinstance(error, InvalidCommandError | PayloadRefused):
+        return WrongInput(line)
+    if isinstance(error, DatabaseUnusable):
+        return click.ClickException(str(error))  # may end with the server's last words, which are lines
+    if isinstance(error, BusloadError):
+        return click.ClickException(line)
     if isinstance(error, psycopg.OperationalError):
-        return f"The database cannot be reached: {line}"
-    return f"{type(error).__name__}: {line} (--debug shows where)"
+        return click.ClickException(f"The database cannot be reached: {line}")
+    return click.ClickException(f"{type(error).__name__}: {line} (--debug shows where)")
+
+
+_give_common_options(main)

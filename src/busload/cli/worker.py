@@ -22,6 +22,7 @@ import msgspec
 from click.core import ParameterSource
 
 from busload.bus import CommandBus, SyncCommandBus
+from busload.cli import DSN
 from busload.cli.database import reach, transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
@@ -213,8 +214,7 @@ def load(application: str) -> CommandBus | SyncCommandBus:
         raise click.BadParameter(message, param_hint="MODULE:BUS")
     given = os.environ.get("BUSLOAD_DATABASE_URL")
     context = click.get_current_context()
-    root = context.find_root()
-    if root.params.get("dsn") is not None and found._dsn != given:
+    if DSN in context.meta and found._dsn != given:
         message = f"{application!r} names a database of its own, which --dsn does not change"
         raise click.BadParameter(message, param_hint="MODULE:BUS")
     by_option = context.get_parameter_source("transport") is ParameterSource.COMMANDLINE
