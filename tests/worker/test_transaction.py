@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from busload import (
+    BatchCommand,
     BusinessRuleError,
     Command,
     CommandBus,
@@ -295,6 +296,29 @@ async def test_a_connection_that_is_lost_in_a_transaction_is_given_back(
         ("FAILED_ATTEMPT", 2),
     ]
     assert effects.rows("SELECT attempt, count(*) FROM effect GROUP BY attempt") == [(2, 2)]
+    effects.check_invariants()
+
+
+@BOTH
+async def test_handlers_wait_for_the_connection_of_their_transaction_and_none_fails(
+    narrow_bus: CommandBus, effects: Database, given: Given, kind: str
+) -> None:
+    """Eight run at once and share one connection."""
+    backends = []
+
+    def note(command: Command, ctx: Any) -> None:
+        backends.append(ctx._transaction.conn.info.backend_pid)
+
+    register(narrow_bus, kind, during=note, retry=ONCE)
+    await narrow_bus.send_many(DOMAIN, [BatchCommand("Debit") for _ in range(8)])
+    worker = given.worker(concurrency=8)
+    worker._bus = narrow_bus
+    async with asyncio.timeout(60):
+        await worker.drain()
+    assert (len(backends), len(set(backends))) == (8, 1)
+    assert effects.rows("SELECT outcome, attempt, count(*) FROM busload.execution GROUP BY 1, 2") == [
+        ("COMPLETED", 1, 8)
+    ]
     effects.check_invariants()
 
 
