@@ -56,6 +56,49 @@ async def test_all_workers_together_call_no_more_often_than_the_limit_says(given
     database.check_invariants()
 
 
+@pytest.mark.parametrize("thread", [False, True], ids=["async", "thread"])
+async def test_calls_whose_turn_passed_while_the_event_loop_was_blocked_ask_again(
+    bus: CommandBus, given: Given, thread: bool
+) -> None:
+    """Up to half a second of them is let go ahead; they would all begin when the loop goes on"""
+    began: list[float] = []
+    blocked = False
+
+    async def call(command: Command, ctx: HandlerContext) -> None:
+        began.append(time.monotonic())
+
+    def call_in_thread(command: Command, ctx: HandlerContext) -> None:
+        began.append(time.monotonic())
+
+    async def block(command: Command, ctx: HandlerContext) -> None:
+        nonlocal blocked
+        time.sleep(0.8)
+        blocked = True
+
+    bus.handler(DOMAIN, "Debit", rate_limit=RateLimit(100))(call_in_thread if thread else call)
+    given.handler("Block", block)
+    await given.batch(commands=300)
+    async with given.running(concurrency=100):
+        await eventually(lambda: len(began) > 30)
+        await given.sent("Block", priority=10)
+        await eventually(lambda: blocked)
+        after = len(began)
+        await eventually(lambda: len(began) > after + 60)
+    busiest = max(sum(start <= at < start + 0.25 for at in began) for start in began)
+    assert busiest <= 25 + 12
+
+
+def test_the_databases_clock_is_read_by_the_quickest_answer() -> None:
+    """So that an answer for which the process was frozen tells when it was given, not when it was read"""
+    clock = limiting._Clock()
+    assert clock.here(1000.0, 10.0, 10.5) == 10.5
+    assert clock.here(1010.0, 20.1, 20.2) == pytest.approx(20.2)
+    assert clock.here(1020.0, 30.1, 90.0) == pytest.approx(30.2), "read a minute later"
+    assert clock.here(1025.0, 95.0, 95.1) == pytest.approx(95.1), "their clock was set back"
+    assert clock.here(1035.0, 105.0, 105.3) == pytest.approx(105.1)
+    assert clock.here(5000.0, 110.0, 110.1) == pytest.approx(110.1), "their clock was set on"
+
+
 async def test_what_a_limit_holds_up_runs_later_as_its_first_attempt(
     bus: CommandBus, given: Given, database: Database
 ) -> None:

@@ -42,6 +42,8 @@ class Grant:
     """Seconds until the next one could go that was not granted."""
     round: int
     adapted: Adapted
+    at: float
+    """From when these seconds count, in seconds of the database's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,8 @@ def _ask(asks: Mapping[Key, Ask], statement: bytes) -> Plan[dict[Key, Grant]]:
         ahead=AHEAD,
     )
     return {
-        (name, subject): Grant(calls, first, every, next, round, Adapted(ceiling, progress, back, soon))
-        for name, subject, calls, first, every, next, round, ceiling, progress, back, soon in rows
+        (name, subject): Grant(calls, first, every, next, round, Adapted(ceiling, progress, back, soon), at)
+        for name, subject, calls, first, every, next, round, ceiling, progress, back, soon, at in rows
     }
 
 

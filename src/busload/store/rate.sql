@@ -1,6 +1,7 @@
 -- name: ask
 -- Let as many calls go as each limit allows within `ahead` seconds. The first may begin `base - slack` seconds from now, each
--- further one `every` seconds later; the column after it says when the next one could that was not granted. While a limit is blocked
+-- further one `every` seconds later; the column after it says when the next one could that was not granted, and the last one what time
+-- it is here now. While a limit is blocked
 -- nobody gets anything. Of an adaptive limit the rate only grows here, by what calls of this round have shown (`steps`).
 -- No call is due later than the present rate and burst can explain: a limit that was raised, or a clock that was set back, counts at once.
 -- Does not wait for the disk: a crash gives back the calls of some milliseconds. Nor for long for a lock.
@@ -32,7 +33,7 @@ WITH hasty AS MATERIALIZED (
 )
 SELECT g.name, g.subject, g.calls, g.base - g.slack, g.every,
        CASE WHEN blocked > 0 THEN blocked ELSE g.base + g.calls * g.every - g.slack END,
-       g.round, g.ceiling, g.progress, g.back, g.soon
+       g.round, g.ceiling, g.progress, g.back, g.soon, extract(epoch FROM now())::float8
   FROM granted AS g;
 
 -- name: begin

@@ -210,7 +210,7 @@ class Executor:
                     entered = await self._enter(leased, handler)
                     if leased.lease.lost:
                         return None
-                transition = await self._execute(leased, handler)
+                transition = await self._execute(leased, handler, entered)
         except Postponed as postponed:
             return await self._postpone([leased], postponed)
         except Superseded as superseded:
@@ -234,13 +234,13 @@ class Executor:
             await self._settlement.put(transition)
         return None
 
-    async def _execute(self, leased: Leased, handler: Handler) -> Transition | None:
+    async def _execute(self, leased: Leased, handler: Handler, entered: Entered | None) -> Transition | None:
         """Run the handler; None if its own transaction has settled it already."""
         command: Command | Group = command_of(leased)
         if leased.command_type == EXHAUSTED and isinstance(command, Command):
             command = exhausted_group(command)
         if not handler.is_async:
-            return await self._execute_in_thread(leased, handler, command)
+            return await self._execute_in_thread(leased, handler, command, entered)
         context = HandlerContext(leased, self._bus, self._transactions)
         try:
             if handler.timeout is None:  # a timer per command costs more than the rest of the loop
@@ -260,11 +260,15 @@ class Executor:
             if context._transaction is not None:
                 await context._transaction.rollback()
 
-    async def _execute_in_thread(self, leased: Leased, handler: Handler, command: Command | Group) -> Transition | None:
+    async def _execute_in_thread(
+        self, leased: Leased, handler: Handler, command: Command | Group, entered: Entered | None
+    ) -> Transition | None:
         context = self._threads.context(leased, SyncHandlerContext)
 
         def call() -> Transition | None:
             try:
+                if entered is not None:
+                    entered.refuse_late()
                 transition = complete(leased, handler.function(command, context), self._limits)
                 transaction = context._transaction
                 if transaction is None or transaction.conn is None or transition.outcome != COMPLETED:

@@ -53,6 +53,10 @@ POSTPONED_PER_SECOND, SHORTEST_REST = 100, 0.25
 LOCKED_AGAIN = 1.0
 """Seconds after which a limit is asked again whose row somebody has locked."""
 
+LATE, MOST_LATE = 0.05, 0.05
+"""A call may begin so much of its period after its turn, or so many seconds if that is less: a loop has other work.
+Where turns are rare, it is that part of the time between two of them."""
+
 FORGET_EVERY = 3600.0
 
 
@@ -66,10 +70,16 @@ class Postponed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """Under which limit a call was let go, and when."""
+    """Under which limit a call was let go, when, and until when it may begin."""
 
     key: Key
     at: float
+    until: float
+
+    def refuse_late(self) -> None:
+        """For whoever begins the call after another wait, such as one for a thread."""
+        if time.monotonic() > self.until:
+            raise Postponed(self.key[0], SHORTEST)
 
 
 class Limiter:
@@ -82,6 +92,7 @@ class Limiter:
         self._pool = pool
         self._postponement = Postponement(pool, held, deadline)
         self._lines: dict[Key, _Line] = {}
+        self._clock = _Clock()
         self._sitting: set[_Caller] = set()
         self._expelled: Collection[str] = ()
         self._forgot = time.monotonic()
@@ -104,18 +115,26 @@ class Limiter:
         if patient:
             self._refuse_expelled(domain)
         key = _key(limit, domain, command_type, subject)
+        while True:
+            line = self._line(key, limit)
+            caller = line.join(domain, patient=patient)
+            self.loop.wake()
+            try:
+                await caller.go
+            except asyncio.CancelledError:
+                line.leave(caller)
+                raise
+            now = time.monotonic()
+            if now <= caller.begin_until:
+                return Entered(key, now, caller.begin_until)
+            # The process stood still or its loop was blocked: others have had their turns since, so this one is over.
+
+    def _line(self, key: Key, limit: RateLimit) -> _Line:
         line = self._lines.get(key)
         if line is None:
             self._forget_idle_lines()
             line = self._lines[key] = _Line(key[0], limit, self.rests)
-        caller = line.join(domain, patient=patient)
-        self.loop.wake()
-        try:
-            await caller.go
-        except asyncio.CancelledError:
-            line.leave(caller)
-            raise
-        return Entered(key, time.monotonic())
+        return line
 
     async def refused(
         self,
@@ -202,10 +221,12 @@ class Limiter:
         if due:
             self.asks += 1
             async with self._pool.connection() as conn:
+                asked = time.monotonic()
                 grants = await _ask(conn, due)
+                answered = time.monotonic()
                 for key, line in due.items():
                     if (grant := grants.get(key)) is not None:
-                        line.let_go(grant)
+                        line.let_go(grant, self._clock.here(grant.at, asked, answered))
                     else:
                         line.lock_out()
                 if now - self._forgot > FORGET_EVERY:
@@ -234,8 +255,23 @@ class _Caller:
     domain: str
     patient_until: float
     go: asyncio.Future[None]
+    begin_until: float = math.inf
     timer: asyncio.TimerHandle | None = None
     held_up: bool = False
+
+
+class _Clock:
+    """The database's clock, read on ours: by the quickest answer so far, so that a slow one moves nothing."""
+
+    def __init__(self) -> None:
+        self._apart = math.inf
+
+    def here(self, at: float, asked: float, answered: float) -> float:
+        """When it was that time there: after we asked, and before we had the answer."""
+        self._apart = min(self._apart, answered - at)
+        if at + self._apart < asked:  # their clock was set back, or runs slower than ours
+            self._apart = answered - at
+        return at + self._apart
 
 
 class _Line:
@@ -284,24 +320,32 @@ class _Line:
         self._pressed = 0
         return Ask(self._limit, min(len(self.waiting), MOST_ASKED), self._round, self._adapted, grown)
 
-    def let_go(self, grant: Grant) -> None:
-        """The first ones have their time; of the others, those go whose time would come too late."""
+    def let_go(self, grant: Grant, since: float) -> None:
+        """The first ones have their time; of the others, those go whose time would come too late.
+
+        `since` is when it was granted: turns that have passed by now are lost, and whoever waited for one asks again.
+        """
         self.locked = False
         if self._asked_before_refusal:
             return  # who knows whether this is from before or after; the next answer is not
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        self._every, self._next_at = grant.every, now + grant.next
+        self._every, self._next_at = grant.every, since + grant.next
         self._round, self._adapted = grant.round, grant.adapted if self._limit.adaptive else None
+        late = max(LATE * grant.every, min(LATE * self._limit.per.total_seconds(), MOST_LATE))
         for position in range(min(grant.calls, len(self.waiting))):
-            caller, delay = self.waiting.popleft(), grant.first + position * grant.every
-            if delay > 0:
+            turn = since + max(grant.first + position * grant.every, 0.0)
+            if turn + late < now:
+                continue
+            caller = self.waiting.popleft()
+            caller.begin_until = turn + late
+            if turn > now:
                 self._pressed += 1
-                caller.timer = loop.call_later(delay, self._go, caller)
+                caller.timer = loop.call_later(turn - now, self._go, caller)
                 self._let_go.append(caller)
             else:
                 _let(caller)
         # Half of what was let go ahead may be used up before more is asked for, so that asking is worth its round trip.
-        self.ask_at = now + max(0.0, grant.next - AHEAD / 2) if self.waiting or grant.next > AHEAD else 0.0
+        self.ask_at = self._next_at - AHEAD / 2 if self.waiting or grant.next > AHEAD else 0.0
         for position, caller in enumerate(self.waiting):
             self._tell(caller, position, now)
         self.waiting = deque(caller for caller in self.waiting if not caller.go.done())
