@@ -10,7 +10,7 @@ import click
 from busload.bus import SyncCommandBus
 from busload.cli.command import print_explanation
 from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
-from busload.cli.output import as_json, counters, echo_json, facts, progress, table
+from busload.cli.output import as_json, counters, echo_json, facts, many, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
 from busload.errors import BatchNotFoundError, InvalidOperationError
 
@@ -138,7 +138,7 @@ def cancel(batch_id: UUID, reason: str, operator: str, domain: str | None, as_js
     if as_json:
         echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
     else:
-        click.echo(f"Canceled {canceled:,} commands.")
+        click.echo(f"Canceled {many(canceled, 'command')}.")
 
 
 @batch.command()

@@ -11,7 +11,7 @@ import click
 
 from busload.bus import SyncCommandBus
 from busload.cli.database import open_bus
-from busload.cli.output import as_json, echo_json, facts, shown, table
+from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferStatus, BufferTable
 from busload.domain.command import TroubleshootingItem
 from busload.domain.explanation import _span
@@ -80,7 +80,8 @@ def show(name: str, as_json: bool) -> None:
     for hook in hooks:
         _print_hook(hook)
     if more := status.groups_in_troubleshooting - len(parked):
-        click.echo(f"\nAnd {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
+        click.echo()
+        paragraph(f"And {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
 
 
 @buffer.command()
@@ -207,21 +208,24 @@ def _print_parked(group: TroubleshootingItem) -> None:
     """Why a group waits for a person, event by event, and what that person can do."""
     items = _items(group)
     attempts = "1 attempt" if group.attempts == 1 else f"{group.attempts:,} attempts"
-    click.echo(f"\n{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
+    click.echo()
+    paragraph(f"{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
     for item in items[:MOST_ITEMS]:
         about = "" if item.get("key") is None else f" about {item['key']}"
         why = ": ".join(str(part) for part in (item.get("code") or item.get("type"), item.get("message")) if part)
-        click.echo(f"  event {shown(item.get('id'))}{shown(about)}: {shown(why)}")
+        paragraph(f"event {shown(item.get('id'))}{shown(about)}: {shown(why)}", first="  ", then="    ")
     if (more := len(items) - MOST_ITEMS + _untold(group)) > 0:
         click.echo(f"  and {more:,} more")
-    click.echo(f"  → Decide: `busload troubleshooting retry {group.command_id}` once the cause is gone;")
-    click.echo("    `complete` or `cancel` instead of `retry` removes its events.")
+    retry = f"Decide: `busload troubleshooting retry {group.command_id}` once the cause is gone; "
+    paragraph(retry + "`complete` or `cancel` instead of `retry` removes its events.", first="  → ", then="    ")
 
 
 def _print_hook(hook: TroubleshootingItem) -> None:
     """The function for groups whose attempts are used up has failed itself."""
-    click.echo(f"\nThe function registered with exhausted() failed, since {shown(hook.since)}: {shown(_error(hook))}")
-    click.echo(f"  → Decide: `busload troubleshooting retry {hook.command_id}` once the cause is gone.")
+    click.echo()
+    paragraph(f"The function registered with exhausted() failed, since {shown(hook.since)}: {shown(_error(hook))}")
+    retry = f"Decide: `busload troubleshooting retry {hook.command_id}` once the cause is gone."
+    paragraph(retry, first="  → ", then="    ")
 
 
 def _error(item: TroubleshootingItem) -> str:

@@ -8,7 +8,7 @@ from uuid import UUID
 import click
 
 from busload.cli.database import domain_of_command, domain_option, open_bus
-from busload.cli.output import as_json, echo_json, facts, shown, table
+from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
 from busload.domain.command import AuditEvent, CommandMetadata
 from busload.domain.explanation import Explanation
 from busload.errors import CommandNotFoundError
@@ -68,10 +68,12 @@ def print_explanation(found: Explanation, as_json: bool) -> None:
     if as_json:
         echo_json(found)
         return
-    click.echo(found.summary)
+    paragraph(shown(found.summary))
     for reason in found.reasons:
         since = f", since {shown(reason.since)}" if reason.since else ""
-        click.echo(f"\n{reason.code}{since}\n  {shown(reason.message)}\n  → {shown(reason.advice)}")
+        click.echo(f"\n{reason.code}{since}")
+        paragraph(shown(reason.message), first="  ", then="  ")
+        paragraph(shown(reason.advice), first="  → ", then="    ")
 
 
 def print_trail(trail: Sequence[AuditEvent]) -> None:

@@ -8,7 +8,7 @@ import click
 
 from busload.cli.database import domain_of_job, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, facts, table
+from busload.cli.output import as_json, echo_json, facts, many, paragraph, table
 from busload.domain.job import JobMetadata, JobStatus, StageMetadata
 from busload.errors import JobNotFoundError
 
@@ -114,7 +114,7 @@ def resume(job_id: UUID, domain: str | None, operator: str, as_json: bool) -> No
     if as_json:
         echo_json(found)
     elif found is not None:
-        click.echo(f"Job {job_id} is {found.status}, {_where(found)}.")
+        paragraph(f"Job {job_id} is {found.status}, {_where(found)}.")
 
 
 @job.command()
@@ -136,7 +136,8 @@ def cancel(job_id: UUID, reason: str, domain: str | None, operator: str, as_json
     if as_json:
         echo_json({"job_id": job_id, "canceled": canceled, "status": None if found is None else found.status})
     elif found is not None:
-        click.echo(f"Job {job_id} is {found.status}; {canceled:,} commands were canceled.")
+        were = "was" if canceled == 1 else "were"
+        paragraph(f"Job {job_id} is {found.status}; {many(canceled, 'command')} {were} canceled.")
 
 
 def _where(job: JobMetadata) -> str:

@@ -10,7 +10,7 @@ import click
 from busload.bus import CommandBus
 from busload.cli.database import domain_option, open_bus, queue_prefix_option, transport_option
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, table
+from busload.cli.output import as_json, echo_json, many, table
 from busload.domain.dispatch import Reconciliation
 from busload.store import report
 
@@ -71,7 +71,8 @@ def retry(domain: str | None, batch_id: UUID | None, dry_run: bool, as_json: boo
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
-        click.echo(f"{count:,} commands would be tried again." if dry_run else f"{count:,} commands are due now.")
+        are = "is" if count == 1 else "are"
+        click.echo(f"{many(count, 'command')} {'would be tried again' if dry_run else f'{are} due now'}.")
 
 
 @outbox.command()
@@ -99,7 +100,8 @@ def reroute(
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
-        click.echo(f"{count:,} commands would be rerouted." if dry_run else f"Rerouted {count:,} commands.")
+        commands = many(count, "command")
+        click.echo(f"{commands} would be rerouted." if dry_run else f"Rerouted {commands}.")
 
 
 @outbox.command()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import msgspec
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from busload.domain.batch import BatchMetadata
 
@@ -23,8 +26,14 @@ STYLES = {"completed": "green", "failed": "red", "canceled": "magenta", "in trou
 PLAIN_EVERY = 0.5
 """Seconds between two lines about a progress that nobody sees as a bar."""
 
-GAP, NARROWEST = 2, 16
-"""Characters between two columns of a table, and those that an elastic one keeps."""
+GAP, NARROWEST, INDENT = 2, 24, 4
+"""Characters between two columns of a table, of an elastic one at least, and before the second line of a row."""
+
+WIDE = 100
+"""Columns of a terminal that has room for a long bar."""
+
+NOTHING = "-"
+"""What stands for a value that is not there."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -47,24 +56,72 @@ def table(
 ) -> None:
     """Rows below their columns; `nothing` is what to say instead if there are none.
 
-    Where a terminal is too narrow, the `elastic` column is cut and the `spare` ones are left out; ids stay whole.
+    Where a terminal is too narrow, the `elastic` column is cut. If that is not enough, `spare` columns are left out and
+    the rest of a row goes to further lines, whichever takes fewer lines. Ids, numbers and times are never cut.
     """
     texts = [[shown(cell) for cell in row] for row in rows]
     if not texts:
         click.echo(nothing, err=not at_terminal())
     elif at_terminal():
-        numbers = [all(isinstance(row[position], int) for row in rows) for position in range(len(columns))]
-        _print_table(_fitted(columns, texts, numbers, elastic, spare))
+        cells = zip(*rows, strict=True)
+        whole = [
+            _Column(name, list(column), number=all(isinstance(cell, int) for cell in given), rigid=_is_rigid(given))
+            for name, column, given in zip(columns, zip(*texts, strict=True), cells, strict=True)
+        ]
+        _print_lines(_fitted(whole, width(), elastic, spare))
     else:
         for line in aligned([columns, *texts]):
             click.echo(line)
 
 
 def facts(pairs: Sequence[tuple[str, Cell]]) -> None:
-    """Names and values, one pair a line; what is not there is left out."""
+    """Names and values, one pair a line; what is not there is left out. At a terminal, long values are wrapped."""
     known = [(name, shown(value)) for name, value in pairs if value is not None]
-    for line in aligned(known):
-        click.echo(line)
+    if not at_terminal():
+        for line in aligned(known):
+            click.echo(line)
+        return
+    start = max(len(name) for name, _ in known) + GAP
+    for name, value in known:
+        paragraph(value, first=name.ljust(start), then=" " * start)
+
+
+def paragraph(text: str, *, first: str = "", then: str = "") -> None:
+    """A text that is wrapped at a terminal; `first` and `then` are what its first and its other lines begin with."""
+    if at_terminal():
+        for number, line in enumerate(wrapped(text, width() - cell_len(then))):
+            click.echo((then if number else first) + line)
+    else:
+        click.echo(first + text)
+
+
+def wrapped(text: str, room: int) -> list[str]:
+    """The lines of a text. What stands in backticks is for people to copy and stays on one line, as do ids."""
+    if cell_len(text) <= room:
+        return [text]
+    lines = [""]
+    for word in re.findall(r"(?:`[^`]*`|\S)+", text):
+        begin, *others = _parts(word, room)
+        joined = f"{lines[-1]} {begin}" if lines[-1] else begin
+        if cell_len(joined) <= room or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(begin)
+        lines += others
+    return lines
+
+
+def _parts(word: str, room: int) -> list[str]:
+    """A word cut into parts that fit: JSON has long ones. Names, ids and numbers are cut only if they do not fit."""
+    if "`" in word or cell_len(word) <= room:
+        return [word]
+    parts = [""]
+    for piece in re.findall(r"[\w.+-]+|[^\w.+-]", word):
+        for some in chop_cells(piece, room):
+            if cell_len(parts[-1] + some) > room:
+                parts.append("")
+            parts[-1] += some
+    return parts
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -77,7 +134,7 @@ def shown(cell: Cell) -> str:
     """A value as text on one line. Data may hold anything, so what would steer the terminal is escaped."""
     match cell:
         case None:
-            return "-"
+            return NOTHING
         case bool():
             return "yes" if cell else "no"
         case int():
@@ -89,18 +146,34 @@ def shown(cell: Cell) -> str:
         case str():
             text = str(cell)
         case _:
-            text = msgspec.json.encode(cell, enc_hook=str).decode() if isinstance(cell, dict | list) else str(cell)
+            text = _json(cell) if isinstance(cell, dict | list) else str(cell)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _json(value: Any) -> str:
+    """Compact in a pipe; at a terminal with spaces, where a long line can be wrapped."""
+    text = msgspec.json.encode(value, enc_hook=str)
+    return (msgspec.json.format(text, indent=0) if at_terminal() else text).decode()
 
 
 def at_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def width() -> int:
+    """Of the terminal; COLUMNS wins, as everywhere."""
+    return console().width
+
+
 def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def many(count: int, noun: str) -> str:
+    """`1 command`, `1,000 commands`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def counters(batch: BatchMetadata) -> dict[str, int]:
@@ -119,18 +192,26 @@ def progress(indent: str = "") -> Iterator[Show]:
 @contextmanager
 def _bar(indent: str) -> Iterator[Show]:
     from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
     from rich.text import Text
+
+    length = 20 if width() >= WIDE else 8
 
     class Counters(TextColumn):
         def render(self, task: Any) -> Text:
-            counts: dict[str, int] = task.fields["counters"]
+            room = width() - len(f"{indent}{' ' * length} {task.completed:,}/{task.total:,} ")
             return Text("  ").join(
                 Text.assemble((f"{name} ", "dim"), (f"{count:,}", STYLES[name] if count else "dim"))
-                for name, count in counts.items()
+                for name, count in counters_that_fit(task.fields["counters"], room).items()
             )
 
     start = [TextColumn(indent[:-1])] if indent else []  # a column ends with a space of its own
-    columns = (*start, BarColumn(20), TextColumn("{task.completed:,}/{task.total:,}"), Counters(""))
+    columns = (
+        *start,
+        BarColumn(length),
+        TextColumn("{task.completed:,}/{task.total:,}", table_column=Column(no_wrap=True)),
+        Counters("", table_column=Column(no_wrap=True)),
+    )
     with Progress(*columns, console=console(), refresh_per_second=12) as bar:
         task = None
 
@@ -141,6 +222,15 @@ def _bar(indent: str) -> Iterator[Show]:
             bar.update(task, total=batch.total_count, completed=batch.finished_count, counters=counters(batch))
 
         yield show
+
+
+def counters_that_fit(counts: dict[str, int], room: int) -> dict[str, int]:
+    """The counters that there is room for: first those of nothing go, then the completed ones, which the bar shows."""
+    happened = {name: count for name, count in counts.items() if count}
+    for tried in (counts, happened):
+        if len("  ".join(f"{name} {count:,}" for name, count in tried.items())) <= room:
+            return tried
+    return {name: count for name, count in happened.items() if name != "completed"}
 
 
 @contextmanager
@@ -168,52 +258,89 @@ def progress_line(batch: BatchMetadata) -> str:
 @dataclass(frozen=True, slots=True)
 class _Column:
     name: str
-    texts: list[str]
+    texts: Sequence[str]
     number: bool
-    width: int
+    rigid: bool
+
+    @property
+    def width(self) -> int:
+        return max(cell_len(text) for text in (self.name, *self.texts))
 
 
-def _fitted(
-    columns: Sequence[str],
-    texts: Sequence[Sequence[str]],
-    numbers: Sequence[bool],
-    elastic: str | None,
-    spare: Sequence[str],
-) -> list[_Column]:
-    """The columns that fit this terminal, each with its width."""
-    whole = [
-        _Column(name, list(cells), number, max(map(len, (name, *cells))))
-        for name, number, cells in zip(columns, numbers, zip(*texts, strict=True), strict=True)
-    ]
-    fitted = whole
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Some columns of a table side by side, with their widths: a row takes one line, or several."""
+
+    columns: Sequence[_Column]
+    widths: Sequence[int]
+    indent: int
+
+    def row(self, texts: Sequence[str]) -> str:
+        cells = []
+        for column, width, text in zip(self.columns, self.widths, texts, strict=True):
+            cut = text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
+            space = " " * (width - cell_len(cut))
+            cells.append(space + cut if column.number else cut + space)
+        return (" " * self.indent + (" " * GAP).join(cells)).rstrip()
+
+
+def _is_rigid(cells: Sequence[Cell]) -> bool:
+    """Whether a column holds ids, numbers or times, which nobody could use half of."""
+    return not any(isinstance(cell, str | dict | list) and not isinstance(cell, Enum) for cell in cells)
+
+
+def _fitted(columns: Sequence[_Column], room: int, elastic: str | None, spare: Sequence[str]) -> list[_Line]:
+    """The lines of a row that fit a terminal: as few as can be, and of those the ones with most columns."""
+    choices = []
     for left_out in range(len(spare) + 1):
-        kept = [column for column in whole if column.name not in spare[:left_out]]
-        excess = max(0, _width(kept) - console().width)
-        fitted = [_cut(column, excess) if column.name == elastic else column for column in kept]
-        if _width(fitted) <= console().width:
-            break
-    return fitted
+        kept = [column for column in columns if column.name not in spare[:left_out]]
+        choices.append(_folded(kept, room, elastic))
+    return min(choices, key=len)
 
 
-def _cut(column: _Column, excess: int) -> _Column:
-    return replace(column, width=max(min(NARROWEST, column.width), column.width - excess))
+def _folded(columns: Sequence[_Column], room: int, elastic: str | None) -> list[_Line]:
+    """Side by side as long as there is room, then on the next line; the elastic column gets the rest of its line."""
+    lines: list[list[_Column]] = [[]]
+    for column in columns:
+        tried = [*lines[-1], column]
+        if lines[-1] and _width(tried, elastic) > room - _indent(len(lines) - 1):
+            lines.append([])
+        lines[-1].append(column)
+    return [_spread(line, room - _indent(number), elastic, _indent(number)) for number, line in enumerate(lines)]
 
 
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width + GAP for column in columns) - GAP
+def _indent(line: int) -> int:
+    return INDENT if line else 0
 
 
-def _print_table(columns: Sequence[_Column]) -> None:
-    from rich.table import Table
+def _least(column: _Column, elastic: str | None) -> int:
+    return min(column.width, max(NARROWEST, cell_len(column.name))) if column.name == elastic else column.width
+
+
+def _width(columns: Sequence[_Column], elastic: str | None) -> int:
+    return sum(_least(column, elastic) + GAP for column in columns) - GAP
+
+
+def _spread(columns: Sequence[_Column], room: int, elastic: str | None, indent: int) -> _Line:
+    left = max(0, room - _width(columns, elastic))
+    widths = []
+    for column in columns:
+        width = _least(column, elastic)
+        if column.name == elastic:
+            width = min(column.width, width + left)
+        # Only a name or a text can be wider than a whole line.
+        widths.append(width if column.rigid else min(width, room))
+    return _Line(columns, widths, indent)
+
+
+def _print_lines(lines: Sequence[_Line]) -> None:
     from rich.text import Text
 
-    made = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.number else "left"
-        made.add_column(column.name, justify=justify, width=column.width, no_wrap=True, overflow="ellipsis")
-    for row in zip(*(column.texts for column in columns), strict=True):
-        made.add_row(*map(Text, row))
-    # A table that is still too wide runs over the edge: better than a cut id.
-    wide = console()
-    wide.width = max(wide.width, _width(columns) + GAP)
-    wide.print(made, crop=False)
+    out = console()
+    for line in lines:
+        out.print(Text(line.row([column.name for column in line.columns]), style="dim"), soft_wrap=True)
+    for number in range(len(lines[0].columns[0].texts)):
+        for position, line in enumerate(lines):
+            texts = [column.texts[number] for column in line.columns]
+            if position == 0 or any(text not in ("", NOTHING) for text in texts):
+                click.echo(line.row(texts))

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from itertools import groupby
 
 import click
+from rich.cells import cell_len
 
 from busload.cli.database import domain_option, open_bus
-from busload.cli.output import aligned, as_json, echo_json, shown
+from busload.cli.output import NOTHING, aligned, as_json, at_terminal, echo_json, many, shown, width, wrapped
 from busload.domain.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
 
@@ -50,16 +51,19 @@ def trace(task_key: str, domain: str | None, as_json: bool) -> None:
         raise InvalidOperationError(
             f"No command was sent for the task {task_key!r} in {where}. Check the key; `busload command show` tells it."
         )
-    for line in timeline(found, now=datetime.now(UTC)):
+    for line in timeline(found, now=datetime.now(UTC), room=width() if at_terminal() else None):
         click.echo(line)
 
 
-def timeline(found: Sequence[Execution], now: datetime) -> list[str]:
-    """A line for the task, one for each command, and below it one for each attempt and each thing an operator did."""
+def timeline(found: Sequence[Execution], now: datetime, room: int | None = None) -> list[str]:
+    """A line for the task, one for each command, and below it one for each attempt and each thing an operator did.
+
+    Where that is wider than the `room` of a terminal, who did it and what was said follow on lines of their own.
+    """
     begin = min(one.enqueued_at for one in found)
     end = max(one.finished_at or now for one in found)
     commands = [list(attempts) for _, attempts in groupby(found, key=lambda one: (one.queue, one.command_id))]
-    lines = [f"{shown(found[0].task_key)}: {_many(len(commands), 'command')}, {_many(len(found), 'attempt')}"]
+    lines = [f"{shown(found[0].task_key)}: {many(len(commands), 'command')}, {many(len(found), 'attempt')}"]
     for attempts in commands:
         first = attempts[0]
         lines += ["", f"{first.command_id} in {first.queue}, sent {shown(first.enqueued_at)}"]
@@ -73,7 +77,17 @@ def timeline(found: Sequence[Execution], now: datetime) -> list[str]:
                     [f"    {action.type}", "", "", shown(action.at), f"by {shown(action.operator or 'unknown')}"]
                 )
                 waiting_since = action.at
-        lines += aligned(rows)
+        lines += aligned(rows) if room is None else _fitted(rows, room)
+    return lines
+
+
+def _fitted(rows: Sequence[Sequence[str]], room: int) -> list[str]:
+    whole = aligned(rows)
+    if all(cell_len(line) <= room for line in whole):
+        return whole
+    lines = list[str]()
+    for line, (*_, said) in zip(aligned([row[:-1] for row in rows]), rows, strict=True):
+        lines += [line, *(f"      {part}" for part in wrapped(said, room - 6) if part != NOTHING)]
     return lines
 
 
@@ -98,7 +112,3 @@ def _took(one: Execution, now: datetime) -> str:
 
 def _by(one: Execution) -> str:
     return shown(": ".join(part for part in (one.worker, one.error) if part) or None)
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

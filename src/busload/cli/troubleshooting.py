@@ -14,7 +14,7 @@ from busload.bus import SyncCommandBus
 from busload.cli.batch import follow
 from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, shown, table
+from busload.cli.output import as_json, echo_json, many, paragraph, shown, table
 from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
 from busload.domain.command import TroubleshootingItem
 from busload.domain.payload import decode_strict
@@ -210,8 +210,7 @@ def print_groups(found: Sequence[tuple[str, CauseGroup]]) -> None:
         error = ": ".join(part for part in (group.error_code or group.error_type, group.message) if part) or None
         rows.append((group.fingerprint, group.count, domain, types, reasons, error, group.oldest, group.newest))
         rows += [("", "", "", "", "", f"also: {message}", "", "") for message in group.messages[1:]]
-    spare = ("NEWEST", "OLDEST", "REASONS")
-    table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR", spare=spare)
+    table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR")
 
 
 def _decide(
@@ -271,13 +270,13 @@ def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
 
 def _print_action(do: str, domain: str, action: GroupAction, *, dry_run: bool) -> None:
     if action.count == 0:
-        click.echo(f"Nothing waits for the cause {action.fingerprint} in {domain} any more.")
+        paragraph(f"Nothing waits for the cause {action.fingerprint} in {domain} any more.")
     elif dry_run:
-        click.echo(f"Would {do} {action.count:,} commands in {domain}; nothing was done.")
+        paragraph(f"Would {do} {many(action.count, 'command')} in {domain}; nothing was done.")
         rows = [(item.command_id, item.before, item.after) for item in action.sample]
         table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
     else:
-        click.echo(f"Batch {action.batch_id} will {do} {action.count:,} commands in {domain}.")
+        paragraph(f"Batch {action.batch_id} will {do} {many(action.count, 'command')} in {domain}.")
 
 
 def _text(argument: str) -> str | bytes:
