@@ -690,6 +690,10 @@ class Requests:
         refuse(self._name(domain) + self._type(command_type) + _page(limit, offset, None))
         return store.report.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
 
+    def troubleshooting_item(self, domain: str, command_id: UUID) -> Plan[TroubleshootingItem | None]:
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        return store.report.troubleshooting_item(domain, command_id)
+
     def _check(self, domain: str, commands: Iterable[BatchCommand]) -> list[NewCommand]:
         return check_all(domain, commands, self._limits)
 

@@ -32,6 +32,10 @@ class Troubleshooting:
             self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
         )
 
+    async def get(self, domain: str, command_id: UUID) -> TroubleshootingItem | None:
+        """One command that waits for a person; None if it does not."""
+        return await self._bus._read(self._bus._requests.troubleshooting_item(domain, command_id))
+
     async def retry(
         self,
         domain: str,
@@ -165,6 +169,10 @@ class SyncTroubleshooting:
         return self._bus._read(
             self._bus._requests.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
         )
+
+    def get(self, domain: str, command_id: UUID) -> TroubleshootingItem | None:
+        """One command that waits for a person; None if it does not."""
+        return self._bus._read(self._bus._requests.troubleshooting_item(domain, command_id))
 
     def retry(
         self, domain: str, command_id: UUID, *, operator: str | None = None, conn: Connection | None = None

@@ -85,12 +85,14 @@ def test_an_error_is_described_for_programs_and_people() -> None:
             "message": "text",
             "kind": kind,
             "details": {"a": [1]},
+            "traceback": f"busload.errors.{error.__name__}: text\n",
         }
     assert json.loads(describe(KeyError("x"))) == {
         "type": "KeyError",
         "code": None,
         "message": "'x'",
         "kind": "TRANSIENT",
+        "traceback": "KeyError: 'x'\n",
     }
 
 

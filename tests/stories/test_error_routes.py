@@ -189,7 +189,7 @@ ODD_ERRORS: list[tuple[BaseException, str]] = [
     (SystemExit(3), "3"),
     (GeneratorExit(), ""),
     (asyncio.CancelledError("mine"), "mine"),
-    (ExceptionGroup("several", [ValueError("one")]), "several (1 sub-exception)"),
+    (ExceptionGroup("several", [ValueError("one")]), "several (1 sub-exception); ValueError: one"),
 ]
 
 

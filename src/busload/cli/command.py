@@ -8,7 +8,7 @@ from uuid import UUID
 import click
 
 from busload.cli.database import domain_of_command, domain_option, open_bus
-from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
+from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table, tracebacks
 from busload.domain.command import AuditEvent, CommandMetadata
 from busload.domain.explanation import Explanation
 from busload.errors import CommandNotFoundError
@@ -28,7 +28,7 @@ def command() -> None:
 @domain_option
 @as_json
 def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
-    """Show a command and its audit trail: every attempt, every operator, oldest first.
+    """Show a command and its audit trail: every attempt, every operator, oldest first; then where attempts failed.
 
     \b
         busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
@@ -45,6 +45,8 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
     _print_command(found)
     click.echo()
     print_trail(trail)
+    for line in tracebacks([(event.attempt, _traceback(event.details)) for event in trail]):
+        click.echo(line)
 
 
 @command.command()
@@ -113,6 +115,11 @@ def _print_command(found: CommandMetadata) -> None:
             ("worker", found.worker),
         ]
     )
+
+
+def _traceback(details: object) -> str | None:
+    found = details.get("traceback") if isinstance(details, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _said(details: object) -> object:

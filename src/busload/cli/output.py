@@ -156,6 +156,19 @@ def _json(value: Any) -> str:
     return (msgspec.json.format(text, indent=0) if at_terminal() else text).decode()
 
 
+def tracebacks(found: Sequence[tuple[int | None, str | None]]) -> list[str]:
+    """The tracebacks of attempts, each below a line that says whose it is; attempts that failed alike share one."""
+    attempts: dict[str, list[str]] = {}
+    for attempt, text in found:
+        if text is not None:
+            attempts.setdefault(text, []).append(f"{attempt}")
+    lines: list[str] = []
+    for text, numbers in attempts.items():
+        lines += ["", f"Traceback of attempt{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}:"]
+        lines += [f"  {shown(line)}" for line in text.splitlines()]
+    return lines
+
+
 def at_terminal() -> bool:
     return sys.stdout.isatty()
 

@@ -10,7 +10,18 @@ import click
 from rich.cells import cell_len
 
 from busload.cli.database import domain_option, open_bus
-from busload.cli.output import NOTHING, aligned, as_json, at_terminal, echo_json, many, shown, width, wrapped
+from busload.cli.output import (
+    NOTHING,
+    aligned,
+    as_json,
+    at_terminal,
+    echo_json,
+    many,
+    shown,
+    tracebacks,
+    width,
+    wrapped,
+)
 from busload.domain.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
 
@@ -59,6 +70,7 @@ def timeline(found: Sequence[Execution], now: datetime, room: int | None = None)
     """A line for the task, one for each command, and below it one for each attempt and each thing an operator did.
 
     Where that is wider than the `room` of a terminal, who did it and what was said follow on lines of their own.
+    Below these is where attempts failed.
     """
     begin = min(one.enqueued_at for one in found)
     end = max(one.finished_at or now for one in found)
@@ -78,6 +90,7 @@ def timeline(found: Sequence[Execution], now: datetime, room: int | None = None)
                 )
                 waiting_since = action.at
         lines += aligned(rows) if room is None else _fitted(rows, room)
+        lines += tracebacks([(one.attempt, one.traceback) for one in attempts])
     return lines
 
 

@@ -14,7 +14,7 @@ from busload.bus import SyncCommandBus
 from busload.cli.batch import follow
 from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, many, paragraph, shown, table
+from busload.cli.output import as_json, echo_json, facts, many, paragraph, shown, table, tracebacks
 from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
 from busload.domain.command import TroubleshootingItem
 from busload.domain.payload import decode_strict
@@ -105,6 +105,50 @@ def ls(domain: str | None, command_type: str | None, limit: int, offset: int, as
         echo_json(found)
     else:
         print_queue(found)
+
+
+@troubleshooting.command()
+@click.argument("command_id", type=click.UUID)
+@domain_option
+@as_json
+def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
+    """Show one command that waits for a person: its data, why it waits, and where its last attempt failed.
+
+    \b
+        busload troubleshooting show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload troubleshooting show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.last_traceback'
+    """
+    with open_bus() as bus:
+        domain = domain_of_command(bus, command_id, domain)
+        item = bus.troubleshooting.get(domain, command_id)
+    if item is None:
+        raise InvalidOperationError(
+            f"Command {command_id} in domain {domain!r} does not wait for a person. "
+            f"`busload command show {command_id}` says where it is."
+        )
+    if as_json:
+        echo_json(item)
+        return
+    facts(
+        [
+            ("command", item.command_id),
+            ("domain", item.domain),
+            ("type", item.command_type),
+            ("data", item.data),
+            ("reason", item.reason),
+            ("since", item.since),
+            ("attempts", item.attempts),
+            ("error", ": ".join(filter(None, (item.last_error_type, item.last_error_code, item.last_error_message)))),
+            ("details", item.details),
+            ("cause", item.fingerprint),
+            ("batch", item.batch_id),
+            ("task key", item.task_key),
+            ("correlation", item.correlation_id),
+            ("reply to", item.reply_to),
+        ]
+    )
+    for line in tracebacks([(item.attempts, item.last_traceback)]):
+        click.echo(line)
 
 
 @troubleshooting.command()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -312,16 +312,21 @@ def end_with(parent: int) -> None:
 def set_up_logging(level: str, *, as_json: bool) -> None:
     """The library logs and leaves it to programs where that goes; this program writes it to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if as_json else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 _TEXT = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
 
 
-class _JsonLines(logging.Formatter):
+class JsonLines(logging.Formatter):
+    """One object a line: the usual fields, whatever was given as `extra`, and the traceback as `exception`."""
+
+    _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, Any] = {name: value for name, value in vars(record).items() if name not in self._USUAL}
+        line |= {
             "at": datetime.fromtimestamp(record.created, UTC),
             "level": record.levelname,
             "logger": record.name,
@@ -330,7 +335,14 @@ class _JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode(errors="replace")
+        elif record.exc_text:
+            line["exception"] = record.exc_text
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except Exception:  # a lone surrogate, or an `extra` that is no JSON at all: better as text than not at all
+            return msgspec.json.encode({name: ascii(value) for name, value in line.items()}).decode()
 
 
 def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: str) -> list[str]:

@@ -107,6 +107,8 @@ class CommandMetadata:
     last_error_code: str | None
     last_error_message: str | None
     result: Any
+    last_traceback: str | None = None
+    """Where the last error was raised, as Python prints it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class TroubleshootingItem:
     details: Any
     fingerprint: str
     """The same for all that failed for the same cause."""
+    last_traceback: str | None = None
+    """Where the last error was raised, as Python prints it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -13,7 +14,8 @@ import msgspec
 from busload.domain import ids
 from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode, safe_str, storable
 from busload.domain.retry import RetryPolicy
-from busload.errors import BusinessRuleError, PermanentCommandError, TransientCommandError
+from busload.domain.traceback_text import traceback_text
+from busload.errors import BusinessRuleError, PermanentCommandError, RateLimited, TransientCommandError
 
 COMPLETED = "COMPLETED"
 FAILED = "FAILED"
@@ -66,6 +68,8 @@ class Execution:
     metadata: Any
     """The data of the command."""
     actions: tuple[OperatorAction, ...] = ()
+    traceback: str | None = None
+    """Where the error was raised, as Python prints it."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -175,40 +179,98 @@ def complete(leased: Leased, result: Any, limits: PayloadLimits) -> Transition:
         return Transition(leased, TROUBLESHOOTING, describe(refused), reason="RESULT_INVALID")
 
 
-def decide(leased: Leased, outcome: Outcome, retry: RetryPolicy, limits: PayloadLimits) -> Transition:
-    """Say where a command goes once its handler has returned or raised."""
-    match outcome:
-        case Succeeded(result):
-            return complete(leased, result, limits)
-        case Unreadable(error):
-            return Transition(leased, TROUBLESHOOTING, describe(error), reason="UNDECODABLE")
-        case Stopped(error):
-            return Transition(leased, CANCELED, describe(error) if error else None)
-        case Failed(BusinessRuleError() as error):
-            return Transition(leased, FAILED, describe(error))
-        case Failed(PermanentCommandError() as error):
-            return Transition(leased, TROUBLESHOOTING, describe(error), reason="PERMANENT")
-        case Failed(error) if retry.exhausted(leased.lease.round_attempt, leased.max_attempts):
-            return Transition(leased, TROUBLESHOOTING, describe(error), reason="EXHAUSTED")
-        case Failed(error):
-            return Transition(leased, FAILED_ATTEMPT, describe(error), delay=retry.delay(leased.lease.round_attempt))
+def decide(
+    leased: Leased, outcome: Outcome, retry: RetryPolicy, limits: PayloadLimits, described: str | None = None
+) -> Transition:
+    """Say where a command goes once its handler has returned or raised.
+
+    `described` is what `describe` says about the outcome's error: many commands may share one.
+    """
+    if isinstance(outcome, Succeeded):
+        return complete(leased, outcome.result, limits)
+    if described is None and outcome.error is not None:
+        described = describe(outcome.error)
+    if isinstance(outcome, Unreadable):
+        return Transition(leased, TROUBLESHOOTING, described, reason="UNDECODABLE")
+    if isinstance(outcome, Stopped):
+        return Transition(leased, CANCELED, described)
+    match deciding(outcome.error):
+        case BusinessRuleError():
+            return Transition(leased, FAILED, described)
+        case PermanentCommandError():
+            return Transition(leased, TROUBLESHOOTING, described, reason="PERMANENT")
+    if retry.exhausted(leased.lease.round_attempt, leased.max_attempts):
+        return Transition(leased, TROUBLESHOOTING, described, reason="EXHAUSTED")
+    return Transition(leased, FAILED_ATTEMPT, described, delay=retry.delay(leased.lease.round_attempt))
+
+
+def deciding(error: BaseException) -> BaseException:
+    """The exception that decides where a command goes: of a group, as a `TaskGroup` raises it, one of its members.
+
+    A permanent error goes before a business rule: if one part says that a person must look, a person looks. Either goes
+    before all others, which may pass: to try again would be in vain. A refusal by rate decides only where there is
+    nothing else, as no attempt is burnt then. A group without any of these decides itself, as a passing failure.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    members = _members(error)
+    for kind in (PermanentCommandError, BusinessRuleError):
+        for member in members:
+            if isinstance(member, kind):
+                return member
+    refusals = [member for member in members if isinstance(member, RateLimited)]
+    if refusals and len(refusals) == len(members):
+        return max(refusals, key=lambda refusal: refusal.after or 0.0)
+    return error
 
 
 def describe(error: BaseException, max_bytes: int = 16 * 1024) -> str:
-    """An error as JSON text that can always be stored: type, kind, code, message and, if they are JSON, details."""
-    described: dict[str, Any] = {
-        "type": storable(type(error).__name__, 255),
-        "kind": _kind(error),
-        "code": _code(error),
-        "message": safe_str(error, max_bytes),
+    """An error as JSON text that can always be stored: what `summarise` says, and the traceback."""
+    return encode(summarise(error, max_bytes) | {"traceback": traceback_text(error)}, _ROOMY)
+
+
+def summarise(error: BaseException, max_bytes: int = 16 * 1024) -> dict[str, Any]:
+    """Type, kind, code, message and, if they are JSON, details: of a group those of the member that decides."""
+    told = deciding(error)
+    summary: dict[str, Any] = {
+        "type": storable(type(told).__name__, 255),
+        "kind": _kind(told),
+        "code": _code(told),
+        "message": _message(told, max_bytes),
     }
-    details = _attribute(error, "details")
+    details = _attribute(told, "details")
     if details is not None:
         try:
-            described["details"] = decode(encode(details, PayloadLimits(data_bytes=max_bytes)))
+            summary["details"] = decode(encode(details, PayloadLimits(data_bytes=max_bytes)))
         except PayloadRefused as refused:
-            described["details"] = str(refused.problem)
-    return encode(described, PayloadLimits(data_bytes=8 * max_bytes))
+            summary["details"] = str(refused.problem)
+    if told is not error:
+        summary["group"] = safe_str(error, 1024)
+    return summary
+
+
+def _members(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """What failed in a group and in the groups within it. A cancellation is the echo of a failure, and not one."""
+    found: list[BaseException] = []
+    groups, seen = [group], {id(group)}
+    for one in groups:  # grows meanwhile, so that depth needs no recursion
+        for member in one.exceptions:
+            if isinstance(member, BaseExceptionGroup):
+                if id(member) not in seen:
+                    seen.add(id(member))
+                    groups.append(member)
+            elif not isinstance(member, CancelledError):
+                found.append(member)
+    return found
+
+
+def _message(error: BaseException, max_bytes: int) -> str:
+    """Of a group that decides itself, the headline says nothing: the first of its members are told with it."""
+    message = safe_str(error, max_bytes)
+    if not isinstance(error, BaseExceptionGroup):
+        return message
+    members = [f"{type(member).__name__}: {safe_str(member, 1024)}" for member in _members(error)[:MOST_MEMBERS]]
+    return storable("; ".join([message, *members]), max_bytes)
 
 
 def _kind(error: BaseException) -> str:
@@ -232,4 +294,8 @@ def _attribute(error: BaseException, name: str) -> Any:
         return None
 
 
+MOST_MEMBERS = 3
+"""Members of a group that its message names; its traceback has more of them."""
+
 _CODED = (BusinessRuleError, PermanentCommandError, TransientCommandError)
+_ROOMY = PayloadLimits(data_bytes=1024 * 1024)

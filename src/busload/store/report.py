@@ -66,6 +66,10 @@ def troubleshooting(
     )
 
 
+def troubleshooting_item(domain: str, command_id: UUID) -> Plan[TroubleshootingItem | None]:
+    return one(_troubleshooting_item, SQL.troubleshooting_item, domain=domain, command_id=command_id)
+
+
 def audit_trail(domain: str, command_id: UUID) -> Plan[list[AuditEvent]]:
     return many(_audit_event, SQL.audit_trail, domain=domain, command_id=command_id)
 
@@ -127,7 +131,7 @@ def _audit_event(*row: Any) -> AuditEvent:
 
 
 def _execution(*row: Any) -> Execution:
-    values = dict(zip(_EXECUTION, row, strict=True))
+    values = dict(zip(_EXECUTION, row, strict=False))  # what cannot have failed yet comes without a traceback
     actions = [
         OperatorAction(type, datetime.fromisoformat(at), operator, details)
         for type, at, operator, details in _value(values["actions"]) or []

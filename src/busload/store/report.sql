@@ -38,15 +38,19 @@ SELECT batch_id, domain, name, custom_data::text, status, total_count, completed
 -- name: command
 SELECT command_id, domain, command_type, data::text, batch_id, task_key, correlation_id, reply_to, priority, created_at, status,
        attempts, max_attempts, run_at, started_at, finished_at, worker, execution_id,
-       error ->> 'type', error ->> 'code', error ->> 'message', result::text
-  FROM busload.command_status
+       error ->> 'type', error ->> 'code', error ->> 'message', result::text,
+       (SELECT x.details ->> 'traceback' FROM busload.execution AS x
+         WHERE x.command = s.id AND x.outcome <> 'COMPLETED' ORDER BY x.attempt DESC LIMIT 1)
+  FROM busload.command_status AS s
  WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
 
 -- name: commands
 -- Of these commands, those that exist.
 SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
        s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
-       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text,
+       (SELECT x.details ->> 'traceback' FROM busload.execution AS x
+         WHERE x.command = s.id AND x.outcome <> 'COMPLETED' ORDER BY x.attempt DESC LIMIT 1)
   FROM unnest(%(command_ids)b::uuid[]) AS wanted (command_id)
  CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s
                       WHERE s.domain = %(domain)s::text AND s.command_id = wanted.command_id OFFSET 0) AS s;
@@ -67,7 +71,9 @@ WITH last AS (
 )
 SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
        s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
-       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text,
+       (SELECT x.details ->> 'traceback' FROM busload.execution AS x
+         WHERE x.command = s.id AND x.outcome <> 'COMPLETED' ORDER BY x.attempt DESC LIMIT 1)
   FROM page CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = page.id OFFSET 0) AS s
  ORDER BY s.id;
 
@@ -78,7 +84,9 @@ WITH last AS (
 )
 SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id, s.reply_to, s.priority,
        s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at, s.finished_at, s.worker, s.execution_id,
-       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text,
+       (SELECT x.details ->> 'traceback' FROM busload.execution AS x
+         WHERE x.command = s.id AND x.outcome <> 'COMPLETED' ORDER BY x.attempt DESC LIMIT 1)
   FROM busload.command AS first
   JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
  CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s
@@ -90,14 +98,26 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
 
 -- name: troubleshooting
--- Newest first.
+-- Newest first. The traceback is that of the attempt; what has none here was parted from a group, and brings its own.
 SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_key, coalesce(c.correlation_id, c.command_id), c.reply_to,
        t.reason, t.attempt - t.forgiven, t.since, t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text,
-       t.fingerprint
+       t.fingerprint,
+       coalesce((SELECT e.details ->> 'traceback' FROM busload.execution AS e WHERE e.command = t.command AND e.attempt = t.attempt),
+                t.error ->> 'traceback')
   FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
  WHERE t.domain = %(domain)s::text AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
  ORDER BY t.since DESC, t.command DESC
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
+
+-- name: troubleshooting_item
+-- One of them.
+SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_key, coalesce(c.correlation_id, c.command_id), c.reply_to,
+       t.reason, t.attempt - t.forgiven, t.since, t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text,
+       t.fingerprint,
+       coalesce((SELECT e.details ->> 'traceback' FROM busload.execution AS e WHERE e.command = t.command AND e.attempt = t.attempt),
+                t.error ->> 'traceback')
+  FROM busload.command AS c JOIN busload.troubleshooting AS t ON t.command = c.id
+ WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid;
 
 -- name: audit_trail
 SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, a.details::text
@@ -118,30 +138,31 @@ WITH task AS MATERIALIZED (
 ), attempt AS (
     SELECT e.command AS id, e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
            CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
-           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status
+           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status,
+           CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback
       FROM task AS c CROSS JOIN LATERAL (SELECT * FROM busload.execution WHERE command = c.id OFFSET 0) AS e
     UNION ALL
     SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at,
            CASE v.type WHEN 'RELEASED' THEN 'The worker handed it back.' ELSE 'The worker died, or lost its lease.' END,
            CASE WHEN EXISTS (SELECT FROM event AS p WHERE p.id = v.id AND p.type = 'PARKED' AND p.lease_id = v.lease_id)
-                THEN 'dlq' ELSE 'lost' END
+                THEN 'dlq' ELSE 'lost' END, NULL
       FROM event AS v WHERE v.type IN ('LEASE_LOST', 'RELEASED')
     UNION ALL
-    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled' FROM event AS v WHERE v.type = 'CANCELED'
+    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled', NULL FROM event AS v WHERE v.type = 'CANCELED'
     UNION ALL
-    SELECT c.id, q.attempt, NULL, NULL, NULL, NULL, NULL, 'queued' FROM task AS c
+    SELECT c.id, q.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.queue WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
                           ORDER BY hi LIMIT 1) AS q
     UNION ALL
-    SELECT c.id, s.attempt, NULL, NULL, NULL, NULL, NULL, 'queued' FROM task AS c
+    SELECT c.id, s.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.scheduled WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
                           ORDER BY hi LIMIT 1) AS s
     UNION ALL
-    SELECT c.id, o.attempt, NULL, NULL, NULL, NULL, o.error, 'queued' FROM task AS c
+    SELECT c.id, o.attempt, NULL, NULL, NULL, NULL, o.error, 'queued', NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.outbox WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
                           ORDER BY hi LIMIT 1) AS o
     UNION ALL
-    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing' FROM task AS c
+    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l
                           WHERE hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id AND c.id <> ALL (returned)
                             AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt OFFSET 0)
@@ -154,7 +175,8 @@ SELECT busload.execution_id(a.lease_id, c.id), c.task_key, c.command_id, c.domai
             SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event) FROM event AS v
              WHERE v.id = c.id AND v.attempt = a.attempt
                AND v.type = ANY (CASE a.status WHEN 'dlq' THEN ARRAY['OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED']
-                                               ELSE ARRAY['CANCELED'] END)) END::text
+                                               ELSE ARRAY['CANCELED'] END)) END::text,
+       a.traceback
   FROM attempt AS a JOIN task AS c USING (id)
  ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
 

@@ -35,7 +35,8 @@ WITH held AS MATERIALIZED (
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'FAILED_ATTEMPT'
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason, error)
-    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, o.details
+    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason,   -- the traceback is in the execution
+           (SELECT json_object_agg(key, value) FROM json_each(o.details) WHERE key <> 'traceback')
       FROM outcome AS o JOIN settled AS s ON s.command = o.id WHERE o.outcome = 'TROUBLESHOOTING'
 ), progress AS (   -- from the row as it was locked: this statement's snapshot may be older than that
     SELECT h.lease_id, h.open - s.commands AS open
@@ -46,7 +47,9 @@ WITH held AS MATERIALIZED (
     UPDATE busload.lease AS l SET open = p.open FROM progress AS p
      WHERE l.lease_id = p.lease_id AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
 ), replied AS (
-    SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END, o.details) AS domain
+    SELECT busload.reply(o.id, CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END,   -- no traceback for strangers
+                         CASE o.outcome WHEN 'COMPLETED' THEN o.details
+                              ELSE (SELECT json_object_agg(key, value) FROM json_each(o.details) WHERE key <> 'traceback') END) AS domain
       FROM outcome AS o JOIN settled AS s ON s.command = o.id
      WHERE o.replies AND o.outcome IN ('COMPLETED', 'FAILED', 'CANCELED')
 )

@@ -85,7 +85,8 @@ SELECT l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.fo
 SELECT e.lease_id, c.task_key, c.command_id, c.domain, e.attempt,
        CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END,
        (SELECT w.name FROM busload.worker AS w WHERE w.worker = e.worker), c.created_at, e.started_at, e.finished_at,
-       CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END, c.data::text, NULL::text
+       CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END, c.data::text, NULL::text,
+       CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END
   FROM busload.command AS c JOIN busload.execution AS e ON e.command = c.id
  WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid AND e.lease_id = %(execution_id)s::uuid;
 
@@ -145,19 +146,20 @@ WITH task AS MATERIALIZED (
 ), attempt AS (
     SELECT e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
            CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
-           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status
+           CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END AS status,
+           CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback
       FROM task AS c JOIN busload.execution AS e ON e.command = c.id
     UNION ALL
-    SELECT attempt, lease_id, worker, (details ->> 'since')::timestamptz, at, 'The worker died, or lost its lease.', 'dlq'
+    SELECT attempt, lease_id, worker, (details ->> 'since')::timestamptz, at, 'The worker died, or lost its lease.', 'dlq', NULL
       FROM event WHERE type = 'LEASE_LOST' AND lease_id IN (SELECT lease_id FROM event WHERE type = 'PARKED')
     UNION ALL
     SELECT attempt, (SELECT lease_id FROM event WHERE type = 'OPERATOR_RETRIED' AND lease_id IS NOT NULL ORDER BY event DESC LIMIT 1),
-           NULL, NULL, NULL, NULL, 'queued'
+           NULL, NULL, NULL, NULL, 'queued', NULL
       FROM (SELECT q.attempt FROM task AS c JOIN busload.queue AS q ON q.hi = c.id
             UNION ALL
             SELECT s.attempt FROM task AS c JOIN busload.scheduled AS s ON s.hi = c.id) AS place
     UNION ALL
-    SELECT l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing'
+    SELECT l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL
       FROM task AS c JOIN busload.lease AS l ON l.hi = c.id AND c.id <> ALL (l.returned)
 )
 SELECT c.command_type, coalesce(a.lease_id, c.command_id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
@@ -165,7 +167,8 @@ SELECT c.command_type, coalesce(a.lease_id, c.command_id), c.task_key, c.command
        c.data::text,
        CASE WHEN a.status = 'dlq' THEN (
             SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event) FROM event AS v
-             WHERE v.attempt = a.attempt AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text
+             WHERE v.attempt = a.attempt AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text,
+       a.traceback
   FROM task AS c LEFT JOIN attempt AS a ON c.command_type = 'TrackedTask'
  ORDER BY a.attempt DESC, a.finished_at DESC NULLS FIRST
  LIMIT 1;

@@ -9,7 +9,7 @@ from typing import Any
 
 from busload.domain.bulk import Chunk, Group, Item, Judgement, isolate
 from busload.domain.command import Command
-from busload.domain.execution import Failed, Leased, Outcome, Stopped
+from busload.domain.execution import Failed, Leased, Stopped, deciding
 from busload.domain.payload import decode
 from busload.errors import BusinessRuleError, PermanentCommandError, RateLimited, Superseded, TransientCommandError
 from busload.handlers import Handler
@@ -39,7 +39,8 @@ class Call:
     @property
     def refusal(self) -> RateLimited | None:
         """What the receiver said if it wants fewer calls."""
-        return next((error for _, error in self.judgement.failed if isinstance(error, RateLimited)), None)
+        told = (deciding(error) for _, error in self.judgement.failed)
+        return next((error for error in told if isinstance(error, RateLimited)), None)
 
 
 class Calls:
@@ -121,7 +122,7 @@ def isolates(handler: Handler, call: Call, attempt: int) -> bool:
     judgement = call.judgement
     if not handler.isolate_poison or judgement.answered or call.overdue is not None or len(judgement.failed) < 2:
         return False
-    error = judgement.failed[0][1]
+    error = deciding(judgement.failed[0][1])
     return not isinstance(error, RateLimited) and (attempt > 1 or isinstance(error, FINAL_WORDS))
 
 
@@ -196,9 +197,9 @@ def command_of(leased: Leased) -> Command:
     )
 
 
-def failure(leased: Leased, error: BaseException) -> Outcome:
+def failure(leased: Leased, error: BaseException) -> Failed | Stopped:
     """A handler of a canceled batch that raises has stopped as it was asked to, unless it says something final."""
-    if leased.lease.canceled and not isinstance(error, FINAL_WORDS):
+    if leased.lease.canceled and not isinstance(deciding(error), FINAL_WORDS):
         return Stopped(error)
     return Failed(error)
 
@@ -214,9 +215,9 @@ async def within(seconds: float | None, function: Callable[..., Any], *args: Any
     try:
         async with asyncio.timeout(seconds) as limit:
             return await function(*args)
-    except TimeoutError:
+    except TimeoutError as error:
         if limit.expired():
-            raise timeout(seconds) from None
+            raise timeout(seconds) from error.__cause__  # the cancellation: its traceback says where the handler was
         raise
 
 

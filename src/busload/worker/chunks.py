@@ -15,7 +15,18 @@ from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
 from busload.domain.bulk import Chunk, Item, Judgement
-from busload.domain.execution import COMPLETED, Leased, Outcome, Transition, Unreadable, complete, decide
+from busload.domain.execution import (
+    COMPLETED,
+    Failed,
+    Leased,
+    Stopped,
+    Transition,
+    Unreadable,
+    complete,
+    decide,
+    deciding,
+    describe,
+)
 from busload.domain.payload import PayloadLimits, Undecodable
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Gathering, Handler, Handlers
@@ -24,6 +35,7 @@ from busload.store.connection import AsyncConnection
 from busload.store.plan import Plan
 from busload.worker.calls import Call, Calls, command_of, failure, find_bad, isolates
 from busload.worker.context import ChunkContext, SyncChunkContext
+from busload.worker.failures import FailureLog
 from busload.worker.limit import Limiter, Postponed
 from busload.worker.settle import Settlement
 from busload.worker.threads import Threads
@@ -35,6 +47,8 @@ AHEAD = 2
 
 Key: TypeAlias = tuple[str, str, object, UUID | None]
 """Domain, type, what `by` has found, and the lease of a suspect: it must not be mixed with others."""
+
+Failure: TypeAlias = Failed | Stopped | Unreadable
 
 
 class _Place:
@@ -90,8 +104,9 @@ class Gatherer:
         handlers: Handlers,
         into_line: Callable[[Sequence[Gathered]], None],
         on_room: Callable[[], None],
+        failures: FailureLog,
     ) -> None:
-        self._handlers, self._into_line, self._on_room = handlers, into_line, on_room
+        self._handlers, self._into_line, self._on_room, self._failures = handlers, into_line, on_room, failures
         self._open: dict[Key, Gathered] = {}
         self._in_line: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
@@ -138,9 +153,9 @@ class Gatherer:
                 key = _key(one, handler.gathering)
                 self._gather(one, key, handler, handler.gathering)
             except Undecodable as error:
-                refused.append(_ended(one, Unreadable(error), handler))
+                refused.append(self._ended(one, Unreadable(error), handler))
             except BaseException as error:  # of `by`, or of a key that cannot be compared; also a SystemExit
-                refused.append(_ended(one, failure(one, error), handler))
+                refused.append(self._ended(one, failure(one, error), handler))
             else:
                 if one.lease.crashes:
                     suspects.append(key)
@@ -192,6 +207,11 @@ class Gatherer:
 
     def slot_is_free(self) -> None:
         self._stuck.clear()
+
+    def _ended(self, one: Leased, outcome: Failure, handler: Handler) -> Transition:
+        transition = _ended(one, outcome, handler)
+        self._failures.tell(transition, outcome.error)
+        return transition
 
     def _gather(self, one: Leased, key: Key, handler: Handler, gathering: Gathering) -> None:
         weight = len(one.data.encode()) if one.data is not None and gathering.max_bytes is not None else 0
@@ -252,11 +272,12 @@ class ChunkRunner:
         limiter: Limiter,
         settlement: Settlement,
         gatherer: Gatherer,
+        failures: FailureLog,
         postpone: Callable[[Sequence[Leased], Postponed], Awaitable[None]],
     ) -> None:
         self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
         self._limiter, self._settlement, self._gatherer = limiter, settlement, gatherer
-        self._postpone = postpone
+        self._failures, self._postpone = failures, postpone
 
     async def run(self, gathered: Gathered) -> None:
         self._gatherer.started(gathered)
@@ -282,6 +303,8 @@ class _Run:
         self._cut_short: Postponed | None = None
         """The search for bad ones was: by a pause, or as the worker stops."""
         self._unstorable: dict[UUID, Transition] = {}
+        self._described: dict[int, tuple[BaseException, str]] = {}
+        """What was said about an error, by its identity: one may be that of every command of the chunk."""
         self._began(self._leased.values())
 
     async def all(self) -> None:
@@ -313,7 +336,7 @@ class _Run:
             await asyncio.wait({overdue})
 
     async def fail_rest(self, error: BaseException) -> None:
-        await self._put([_ended(one, failure(one, error), self._handler) for one in self._leased.values()])
+        await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
 
     async def _items(self) -> list[Item]:
         """What can be decoded; the rest waits for a person, each alone."""
@@ -322,7 +345,7 @@ class _Run:
             try:
                 command = command_of(one)
             except Undecodable as error:
-                await self._put([_ended(one, Unreadable(error), self._handler)])
+                await self._put([self._ended(one, Unreadable(error))])
             else:
                 items.append(Item(one.command_id, command.data, command.task_key, command.created_at, command))
         return items
@@ -420,7 +443,15 @@ class _Run:
 
     def _failed(self, item: Item, error: BaseException) -> Transition:
         one = self._leased[item.id]
-        return _ended(one, failure(one, error), self._handler)
+        return self._ended(one, failure(one, error))
+
+    def _ended(self, one: Leased, outcome: Failure) -> Transition:
+        error = outcome.error
+        if error is not None and id(error) not in self._described:
+            self._described[id(error)] = error, describe(error)  # with the error, so that no other gets its identity
+        transition = _ended(one, outcome, self._handler, None if error is None else self._described[id(error)][1])
+        self._runner._failures.tell(transition, error)
+        return transition
 
     async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
         failed = [(item, error) for item, error in failed if item.id in self._leased]  # else a transaction has done it
@@ -431,7 +462,7 @@ class _Run:
 
     def _waits(self, item: Item, error: BaseException) -> bool:
         """Whether this one is only put off. Not in a canceled batch: there it has stopped, as it was asked to."""
-        return isinstance(error, RateLimited) and not self._leased[item.id].lease.canceled
+        return isinstance(deciding(error), RateLimited) and not self._leased[item.id].lease.canceled
 
     def _ours(self, items: Sequence[Item]) -> list[Item]:
         """Without those that another worker has now."""
@@ -466,9 +497,9 @@ def _key(one: Leased, gathering: Gathering) -> Key:
     return one.lease.domain, one.command_type, found, one.lease.lease_id if one.lease.crashes else None
 
 
-def _ended(one: Leased, outcome: Outcome, handler: Handler) -> Transition:
+def _ended(one: Leased, outcome: Failure, handler: Handler, described: str | None = None) -> Transition:
     """The result of one that did not succeed."""
     one.started = one.started or time.monotonic()
-    transition = decide(one, outcome, handler.retry, PayloadLimits())
+    transition = decide(one, outcome, handler.retry, PayloadLimits(), described)
     transition.finished = time.monotonic()
     return transition

@@ -19,10 +19,12 @@ from busload.domain.execution import (
     Failed,
     Leased,
     Outcome,
+    Succeeded,
     Transition,
     Unreadable,
     complete,
     decide,
+    deciding,
 )
 from busload.domain.payload import Undecodable
 from busload.domain.retry import RetryPolicy
@@ -35,6 +37,7 @@ from busload.worker.calls import Calls, command_of, failure, timeout, within
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
 from busload.worker.context import HandlerContext, SyncHandlerContext
 from busload.worker.distribute import Tallies
+from busload.worker.failures import FailureLog
 from busload.worker.groups import GroupRunner, exhausted_group
 from busload.worker.held import Held
 from busload.worker.limit import Entered, Limiter, Postponed
@@ -82,11 +85,12 @@ class Executor:
         self.low_water = concurrency - 1
         self.rests = limiter.rests
         self.calls = Calls(threads, lambda: self._stopping)
-        self.gatherer = Gatherer(bus.handlers, self.take, on_free)
+        self._failures = failures = FailureLog()
+        self.gatherer = Gatherer(bus.handlers, self.take, on_free, failures)
         self._chunks = ChunkRunner(
-            bus, self.calls, transactions, threads, limiter, settlement, self.gatherer, self._postpone
+            bus, self.calls, transactions, threads, limiter, settlement, self.gatherer, failures, self._postpone
         )
-        self._groups = GroupRunner(bus, self.calls, transactions, threads, limiter, settlement, tallies)
+        self._groups = GroupRunner(bus, self.calls, transactions, threads, limiter, settlement, tallies, failures)
 
     @property
     def busy(self) -> float:
@@ -146,8 +150,9 @@ class Executor:
                 log.warning("%d handlers do not heed that they were cancelled", len(stubborn))
 
     async def close(self) -> None:
-        """Let go of what groups were read and ended with."""
+        """Let go of what groups were read and ended with, and sum up what the log has only counted."""
         await self._groups.close()
+        self._failures.close()
 
     async def _slot(self) -> None:
         line = self._line
@@ -222,12 +227,11 @@ class Executor:
             if self._stopping:
                 raise
             transition = self._decide(leased, failure(leased, error), _retry(handler))
-        except RateLimited as error:
-            if handler is not None and not leased.lease.canceled:
-                return await self._postpone([leased], await self._refused(leased, handler, error, entered))
-            transition = self._decide(leased, failure(leased, error), _retry(handler))
         except BaseException as error:
             # Also KeyboardInterrupt and SystemExit: raised in a handler they are the failure of that command.
+            told = deciding(error)
+            if isinstance(told, RateLimited) and handler is not None and not leased.lease.canceled:
+                return await self._postpone([leased], await self._refused(leased, handler, told, entered))
             transition = self._decide(leased, failure(leased, error), _retry(handler))
         if transition is not None:
             transition.finished = time.monotonic()
@@ -327,7 +331,10 @@ class Executor:
         return settle.settle([transition], now=transition.finished)
 
     def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> Transition:
-        return decide(leased, outcome, retry, self._limits)
+        transition = decide(leased, outcome, retry, self._limits)
+        if not isinstance(outcome, Succeeded):
+            self._failures.tell(transition, outcome.error)
+        return transition
 
 
 def _retry(handler: Handler | None) -> RetryPolicy:

@@ -27,7 +27,9 @@ from busload.domain.execution import (
     Leased,
     Transition,
     decide,
+    deciding,
     describe,
+    summarise,
 )
 from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, safe_str, storable
 from busload.errors import (
@@ -48,6 +50,7 @@ from busload.store.relation import Relation
 from busload.worker.calls import FINAL_WORDS, Call, Calls, find_bad, isolates
 from busload.worker.context import HandlerContext, SyncHandlerContext
 from busload.worker.distribute import Tallies
+from busload.worker.failures import FailureLog
 from busload.worker.limit import Limiter, Postponed
 from busload.worker.settle import Settlement
 from busload.worker.threads import Threads
@@ -83,9 +86,10 @@ class GroupRunner:
         limiter: Limiter,
         settlement: Settlement,
         tallies: Tallies,
+        failures: FailureLog,
     ) -> None:
         self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
-        self._limiter, self._settlement, self._tallies = limiter, settlement, tallies
+        self._limiter, self._settlement, self._tallies, self._failures = limiter, settlement, tallies, failures
         self._pool: AsyncConnectionPool[AsyncConnection] | None = None
         self._opening = asyncio.Lock()
         self._relations: dict[str, Relation] = {}
@@ -178,7 +182,7 @@ class _Run:
         call = await self._call(self._events.items, self._end)
         judgement, overdue = call.judgement, call.overdue
         if call.ended is not None:
-            return self._settled(call.ended)
+            return self._settled(call.ended, judgement)
         if isolates(self._handler, call, self._leased.lease.round_attempt):
             failed, overdue = await find_bad(judgement.failed, self._try)
             if self._cut_short is not None:
@@ -311,7 +315,8 @@ class _Run:
 
         What has failed otherwise burns one, but not the last: who was merely refused is not given up for that.
         """
-        passing = [error for _, error in judgement.failed if not isinstance(error, FINAL_WORDS)]
+        told = [deciding(error) for _, error in judgement.failed]
+        passing = [error for error in told if not isinstance(error, FINAL_WORDS)]
         refused = [error for error in passing if isinstance(error, RateLimited)]
         if not refused:
             return False
@@ -336,10 +341,11 @@ class _Run:
             return groups.leave(self._place, ending, fenced=True)
         return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=True)
 
-    def _settled(self, ended: Ended) -> Transition | None:
+    def _settled(self, ended: Ended, judgement: Judgement) -> Transition | None:
         """The handler's own transaction has ended it, or what could be ended before it is put off."""
         self._count(ended)
         if ended.transition is not None:
+            self._tell(judgement, ended.transition)
             self._runner._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
         elif self._postponed is not None:
             raise self._postponed
@@ -347,22 +353,27 @@ class _Run:
 
     async def _finish(self, judgement: Judgement) -> Transition | None:
         judgement, ended = await self._record(judgement, self._settle)
-        ending = self._ending(judgement)
         self._count(ended)
         if not ended.credited or ended.transition is None:
             raise Superseded("Another worker has this group now; what was delivered has left it all the same.")
-        if ending.exhausted:
-            left = ending.left or "no"
-            log.error(
-                "Group %s of buffer %s has used up its attempts with %s events left, which %s: %s",
-                self._leased.command_id,
-                self._buffer.name,
-                left,
-                "were deleted" if ending.delete else "wait for a person",
-                ended.transition.details,
-            )
+        self._tell(judgement, ended.transition)
         self._runner._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
         return None
+
+    def _tell(self, judgement: Judgement, transition: Transition) -> None:
+        """Log what stands in the way of this group, if anything does."""
+        failed = judgement.failed + self._events.unreadable
+        if not failed:
+            return
+        passing = [error for _, error in failed if not isinstance(deciding(error), FINAL_WORDS)]
+        ending = self._ending(judgement)
+        error = passing[0] if passing else failed[0][1]
+        if not ending.exhausted:
+            self._runner._failures.tell(transition, error)
+            return
+        fate = "were deleted" if ending.delete else "wait for a person"
+        then = f"its attempts are used up with {ending.left or 'no'} events left, which {fate}"
+        self._runner._failures.tell(transition, error, then, level=logging.ERROR)
 
     def _settle(self, judgement: Judgement) -> Plan[Ended]:
         ending = self._ending(judgement)
@@ -408,8 +419,8 @@ class _Run:
         done = self._events.rows_of(judgement.done)
         if not failed:
             return Ending(done=None, expected=self._rows - self._done)
-        final = [(item, error) for item, error in failed if isinstance(error, FINAL_WORDS)]
-        passing = [(item, error) for item, error in failed if not isinstance(error, FINAL_WORDS)]
+        final = [(item, error) for item, error in failed if isinstance(deciding(error), FINAL_WORDS)]
+        passing = [(item, error) for item, error in failed if not isinstance(deciding(error), FINAL_WORDS)]
         if not passing:  # the group itself waits for a person, with these in it
             return Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in final])))
         ending = Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in passing])))
@@ -426,7 +437,7 @@ class _Run:
     def _conclude(self, judgement: Judgement, ending: Ending) -> Callable[[int], Transition]:
         """Where the group's command goes, given how many rows were done just now."""
         failed = judgement.failed + self._events.unreadable
-        passing = [(item, error) for item, error in failed if not isinstance(error, FINAL_WORDS)]
+        passing = [(item, error) for item, error in failed if not isinstance(deciding(error), FINAL_WORDS)]
         answered = judgement.answered or bool(self._events.unreadable)
 
         def conclude(done: int) -> Transition:
@@ -438,11 +449,11 @@ class _Run:
                 details = _described(failed, self._rows, answered=answered, listed=True)
                 transition = Transition(self._leased, TROUBLESHOOTING, details, reason="PERMANENT")
             else:
-                transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, WIDE)
                 listed = answered or ending.exhausted
-                transition.details = _described(passing, self._rows, answered=answered, listed=listed)
+                details = _described(passing, self._rows, answered=answered, listed=listed)
+                transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, WIDE, details)
                 if ending.delete:
-                    transition = Transition(self._leased, FAILED, transition.details)
+                    transition = Transition(self._leased, FAILED, details)
             transition.finished = time.monotonic()
             return transition
 
@@ -583,7 +594,7 @@ def _described(failed: Sequence[tuple[Item, BaseException]], total: int, *, answ
 
 
 def _told(item: Item, error: BaseException) -> dict[str, Any]:
-    described = decode(describe(error, 300))
+    described = summarise(error, 300)
     return {
         "id": item.id if isinstance(item.id, int | str) else storable(str(item.id), 300),
         "key": item.key,

@@ -1,0 +1,168 @@
+"""What the log says about failed attempts: each once, and many of one cause together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import TypeAlias
+
+from busload.domain.execution import FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition, deciding, summarise
+from busload.domain.payload import safe_str
+
+log = logging.getLogger("busload")
+
+WINDOW = 10.0
+"""Seconds in which failures that look like one that was logged are only counted."""
+
+MOST_CAUSES = 500
+"""Causes that are remembered at a time; beyond that, the oldest is summed up early."""
+
+LEVELS = {TROUBLESHOOTING: logging.ERROR, FAILED_ATTEMPT: logging.WARNING}
+"""How loud a failure is: a person must look, it is tried again, or (all others, INFO) it is an answer as any other."""
+
+Cause: TypeAlias = tuple[str, ...]
+_DIFFERS = re.compile(r"""'(?![^\W\d][^\W\d.]*')[^']*'|"(?![^\W\d][^\W\d.]*")[^"]*"|\b[0-9a-fA-F]*\d[\w-]*""")
+"""What differs from one command to the next: numbers, ids, and quoted text unless it is a name, as of a key."""
+
+
+class FailureLog:
+    """Logs failed attempts. Of those with the same cause, the first is told whole, and the others as a number.
+
+    The database keeps every one of them; only the log is spared.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[Cause, _Told] = {}
+
+    def tell(
+        self,
+        transition: Transition,
+        error: BaseException | None,
+        then: str | None = None,
+        level: int | None = None,
+    ) -> None:
+        """An attempt has failed by this error; `then` says what happens next if its outcome does not."""
+        try:
+            self._tell(
+                transition,
+                error,
+                then or next_step(transition),
+                LEVELS.get(transition.outcome, logging.INFO) if level is None else level,
+            )
+        except Exception:  # of somebody's filter or handler: what becomes of the command must not depend on it
+            log.debug("A failure could not be logged", exc_info=True)
+
+    def close(self) -> None:
+        """Sum up what was counted."""
+        for cause in list(self._told):
+            self._forget(cause)
+
+    def _tell(self, transition: Transition, error: BaseException | None, then: str, level: int) -> None:
+        if not log.isEnabledFor(level):
+            return
+        leased = transition.leased
+        cause = _cause(transition, error)
+        told = self._told.get(cause)
+        if told is not None:
+            told.more += 1
+            return
+        while len(self._told) >= MOST_CAUSES:
+            self._forget(next(iter(self._told)))
+        what = "" if error is None else _headline(error)
+        self._told[cause] = _Told(level, leased, what)
+        asyncio.get_running_loop().call_later(WINDOW, self._forget, cause)
+        log.log(
+            level,
+            "%s failed: %s.%s",
+            name(leased),
+            then,
+            what,
+            # An answer that the business gives needs no traceback; the execution has it all the same.
+            exc_info=error if level > logging.INFO else None,
+            extra=fields(transition),
+        )
+
+    def _forget(self, cause: Cause) -> None:
+        told = self._told.pop(cause, None)
+        if told is None or not told.more:
+            return
+        log.log(
+            told.level,
+            "... and %d more like this within %.0f s: %s in %s failed.%s",
+            told.more,
+            time.monotonic() - told.since,
+            told.command_type,
+            told.domain,
+            told.what,
+            extra={"domain": told.domain, "command_type": told.command_type, "more": told.more},
+        )
+
+
+class _Told:
+    """A failure that was logged, and how many like it came since."""
+
+    __slots__ = ("command_type", "domain", "level", "more", "since", "what")
+
+    def __init__(self, level: int, leased: Leased, what: str) -> None:
+        self.level, self.what = level, what
+        self.domain, self.command_type = leased.lease.domain, leased.command_type
+        self.since, self.more = time.monotonic(), 0
+
+
+def next_step(transition: Transition) -> str:
+    """What happens to a command after an attempt that failed."""
+    match transition.outcome:
+        case "FAILED_ATTEMPT":
+            return f"tried again in {transition.delay:g} s" if transition.delay else "tried again at once"
+        case "TROUBLESHOOTING":
+            return f"waits in troubleshooting ({transition.reason})"
+    return f"ended as {transition.outcome}"
+
+
+def name(leased: Leased) -> str:
+    """Which attempt of which command this is, for people."""
+    lease = leased.lease
+    batch = f", batch {lease.batch_id}" if lease.batch_id is not None else ""
+    task = f", task {leased.task_key!r:.200}" if leased.task_key is not None else ""
+    return f"{leased.command_type} {leased.command_id} in {lease.domain}, attempt {lease.round_attempt}{batch}{task}"
+
+
+def fields(transition: Transition) -> dict[str, object]:
+    """The same for programs."""
+    leased = transition.leased
+    lease = leased.lease
+    return {
+        "domain": lease.domain,
+        "command_id": str(leased.command_id),
+        "command_type": leased.command_type,
+        "batch_id": None if lease.batch_id is None else str(lease.batch_id),
+        "task_key": leased.task_key,
+        "execution_id": str(leased.execution_id),
+        "attempt": lease.round_attempt,
+        "outcome": transition.outcome,
+        "reason": transition.reason,
+        "retry_in": transition.delay,
+    }
+
+
+def _headline(error: BaseException) -> str:
+    told = summarise(error, 1024)
+    return f" {told['type']}: {told['message']}" if told["message"] else f" {told['type']}"
+
+
+def _cause(transition: Transition, error: BaseException | None) -> Cause:
+    """What failures have in common: who failed, how, what comes next, and the message without what differs in it."""
+    leased = transition.leased
+    told = None if error is None else deciding(error)
+    code = getattr(told, "code", None)
+    return (
+        leased.lease.domain,
+        leased.command_type,
+        transition.outcome,
+        transition.reason or "",
+        type(told).__qualname__,
+        code if isinstance(code, str) else "",
+        "" if told is None else _DIFFERS.sub("?", safe_str(told, 300)),
+    )
