@@ -161,7 +161,8 @@ def test_an_id_that_is_unknown_is_one_and_one_that_is_none_is_two(busload: Buslo
     assert unknown.stderr.count("\n") == 1
     assert unknown.stderr.startswith("Error: There is no ")
     assert busload(*where, uuid4(), "--domain", "payments").exit_code == 1
-    assert busload(*where, "4711").exit_code == 2
+    assert busload(*where, "471").exit_code == 2
+    assert busload(*where, "no id").exit_code == 2
     assert busload(*where, UUID(int=0), "--domain", "payments").exit_code == 2
     assert busload(*where, uuid4(), "--domain", "not a domain").exit_code == 2
 

@@ -103,9 +103,9 @@ def test_a_domain_is_paused_and_resumed_and_the_list_says_by_whom(
 def test_the_history_says_who_paused_and_who_resumed(busload: Busload, sync_bus: SyncCommandBus) -> None:
     nothing = busload("domain", "pauses")
     assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", "Nothing was ever paused.\n")
-    busload("domain", "pause", DOMAIN, "--reason", "the bank is down", "--operator", "rosa")
+    busload("domain", "pause", DOMAIN, "--force", "--reason", "the bank is down", "--operator", "rosa")
     busload("domain", "resume", DOMAIN, "--operator", "ada")
-    busload("domain", "pause", "crm", "--operator", "bob")
+    busload("domain", "pause", "crm", "--force", "--operator", "bob")
 
     newest, oldest = json.loads(busload("domain", "pauses", "--json").stdout)
     assert (newest["domain"], newest["operator"], newest["resumed_by"]) == ("crm", "bob", None)
@@ -138,7 +138,7 @@ def test_the_list_says_when_there_is_nothing(busload: Busload) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "Nothing waits in any domain.\n")
 
 
-@pytest.mark.parametrize("wrong", [("pause", "a b"), ("resume", ""), ("pause", DOMAIN, "--reason", "")])
+@pytest.mark.parametrize("wrong", [("pause", "a b"), ("resume", ""), ("pause", DOMAIN, "--force", "--reason", "")])
 def test_what_makes_no_sense_is_refused(busload: Busload, database: Database, wrong: tuple[str, ...]) -> None:
     assert busload("domain", *wrong).exit_code == 2
     assert database.count("pause") == 0

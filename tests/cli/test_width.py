@@ -45,7 +45,7 @@ TASK = "invoices:2026:subsidiary-europe-west:000004711"
 WITHOUT_A_TABLE = {"demo", "worker", "db psql", "db stop"}
 """They start or stop processes, and what they print is printed by others too."""
 TO_COPY = {"buffer ddl", "schema print", "db info"}
-"""They print SQL and paths, which are of no use in pieces."""
+"""They print SQL and paths, which are of no use in pieces. Nor are tracebacks, which come last."""
 
 
 @pytest.fixture
@@ -157,6 +157,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "tracker recover": f"--queue {QUEUE} --waiting-for 1s --dry-run",
             "troubleshooting ls": "--limit 5",
             "troubleshooting groups": "",
+            "troubleshooting show": f"{traced}",
             "troubleshooting retry": f"--group {fingerprint} --dry-run",
             "troubleshooting complete": f"{some}",
             "troubleshooting cancel": f"{other} --reason wrong",

@@ -9,10 +9,19 @@ import click
 
 from busload.bus import SyncCommandBus
 from busload.cli.command import print_explanation
-from busload.cli.database import domain_of_batch, domain_option, everywhere, open_bus, operator
+from busload.cli.database import (
+    domain_option,
+    everywhere,
+    find_batch,
+    find_job_of_batches,
+    id_or_beginning,
+    open_bus,
+    operator,
+)
 from busload.cli.output import as_json, counters, echo_json, facts, many, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
 from busload.errors import BatchNotFoundError, InvalidOperationError
+from busload.store.find import IdRange
 
 STILL = 3.0
 """Seconds without any change after which one who waits should be told why."""
@@ -24,7 +33,7 @@ def batch() -> None:
 
     \b
         busload batch ls --status IN_PROGRESS
-        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload batch watch 0198c5d2-7f3a
     """
 
 
@@ -33,20 +42,21 @@ def batch() -> None:
 @click.option(
     "--status", type=click.Choice([status.value for status in BatchStatus], case_sensitive=False), help="Only those."
 )
-@click.option("--job", "job_id", type=click.UUID, help="Only those of a job.")
+@click.option("--job", type=id_or_beginning, metavar="ID", help="Only those of a job.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True)
 @click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
 @as_json
-def ls(domain: str | None, status: str | None, job_id: UUID | None, limit: int, offset: int, as_json: bool) -> None:
+def ls(domain: str | None, status: str | None, job: IdRange | None, limit: int, offset: int, as_json: bool) -> None:
     """List batches, newest first.
 
     \b
         busload batch ls
         busload batch ls --domain payments --status COMPLETED_WITH_FAILURES --limit 5
-        busload batch ls --job 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload batch ls --job 0198c5d2-7f3a
         busload batch ls --json | jq -r '.[].batch_id'
     """
     with open_bus() as bus:
+        job_id = None if job is None else find_job_of_batches(bus, job, domain)
 
         def ask(domain: str, *, limit: int, offset: int) -> list[BatchMetadata]:
             return bus.list_batches(domain, status=status, job_id=job_id, limit=limit, offset=offset)
@@ -61,18 +71,18 @@ def ls(domain: str | None, status: str | None, job_id: UUID | None, limit: int, 
 
 
 @batch.command()
-@click.argument("batch_id", type=click.UUID)
+@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
 @domain_option
 @as_json
-def show(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+def show(batch: IdRange, domain: str | None, as_json: bool) -> None:
     """Show how far a batch has come, and what happened to it.
 
     \b
-        busload batch show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
-        busload batch show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .completed_count
+        busload batch show 0198c5d2-7f3a
+        busload batch show 0198c5d2-7f3a --json | jq .completed_count
     """
     with open_bus() as bus:
-        domain = domain_of_batch(bus, batch_id, domain)
+        domain, batch_id = find_batch(bus, batch, domain)
         found = bus.get_batch(domain, batch_id)
         trail = bus.get_batch_audit_trail(domain, batch_id)
     if found is None:
@@ -103,37 +113,37 @@ def show(batch_id: UUID, domain: str | None, as_json: bool) -> None:
 
 
 @batch.command()
-@click.argument("batch_id", type=click.UUID)
+@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
 @domain_option
 @as_json
-def watch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+def watch(batch: IdRange, domain: str | None, as_json: bool) -> None:
     """Follow a batch until it completes.
 
     Ends with exit code 0 if every command completed, and with 1 if some failed or were canceled. With --json it prints
     one JSON object per change, each on a line of its own.
 
     \b
-        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 && echo all completed
-        busload batch watch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .completed_count
+        busload batch watch 0198c5d2-7f3a && echo all completed
+        busload batch watch 0198c5d2-7f3a --json | jq .completed_count
     """
     with open_bus() as bus:
-        follow(bus, domain_of_batch(bus, batch_id, domain), batch_id, as_json)
+        follow(bus, *find_batch(bus, batch, domain), as_json)
 
 
 @batch.command()
-@click.argument("batch_id", type=click.UUID)
+@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
 @click.option("--reason", required=True, help="Why; it is kept in the audit trail.")
 @click.option("--operator", default=operator, show_default="your user name", help="Who; kept in the audit trail.")
 @domain_option
 @as_json
-def cancel(batch_id: UUID, reason: str, operator: str, domain: str | None, as_json: bool) -> None:
+def cancel(batch: IdRange, reason: str, operator: str, domain: str | None, as_json: bool) -> None:
     """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
 
     \b
-        busload batch cancel 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --reason 'wrong price list'
+        busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
     """
     with open_bus() as bus:
-        domain = domain_of_batch(bus, batch_id, domain)
+        domain, batch_id = find_batch(bus, batch, domain)
         canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
     if as_json:
         echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
@@ -142,34 +152,34 @@ def cancel(batch_id: UUID, reason: str, operator: str, domain: str | None, as_js
 
 
 @batch.command()
-@click.argument("batch_id", type=click.UUID)
+@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
 @domain_option
 @as_json
-def explain(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+def explain(batch: IdRange, domain: str | None, as_json: bool) -> None:
     """Say why a batch is not finished, and what to do about it; of a healthy one, when it will be.
 
     \b
-        busload batch explain 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
-        busload batch explain 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq -r '.reasons[].code'
+        busload batch explain 0198c5d2-7f3a
+        busload batch explain 0198c5d2-7f3a --json | jq -r '.reasons[].code'
     """
     with open_bus() as bus:
-        found = bus.explain_batch(domain_of_batch(bus, batch_id, domain), batch_id)
+        found = bus.explain_batch(*find_batch(bus, batch, domain))
     print_explanation(found, as_json)
 
 
 @batch.command()
-@click.argument("batch_id", type=click.UUID)
+@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
 @domain_option
 @as_json
-def dispatch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
+def dispatch(batch: IdRange, domain: str | None, as_json: bool) -> None:
     """Show how a batch was announced to the broker, and what of it still waits for that.
 
     \b
-        busload batch dispatch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
-        busload batch dispatch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq .retry_needed
+        busload batch dispatch 0198c5d2-7f3a
+        busload batch dispatch 0198c5d2-7f3a --json | jq .retry_needed
     """
     with open_bus() as bus:
-        domain = domain_of_batch(bus, batch_id, domain)
+        domain, batch_id = find_batch(bus, batch, domain)
         found = bus.get_dispatch(domain, batch_id)
         exists = found is not None or bus.get_batch(domain, batch_id) is not None
     if not exists:
@@ -177,7 +187,7 @@ def dispatch(batch_id: UUID, domain: str | None, as_json: bool) -> None:
     if found is None:
         raise InvalidOperationError(
             f"There is no report: batch {batch_id} was created without a broker, or opened and filled bit by bit."
-            f" What waits to be announced: busload outbox ls --batch {batch_id}"
+            f" What waits to be announced: `busload outbox ls --batch {batch_id}`"
         )
     if as_json:
         told = {name: getattr(found, name) for name in found.__dataclass_fields__}

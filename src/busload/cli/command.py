@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from uuid import UUID
 
 import click
 
-from busload.cli.database import domain_of_command, domain_option, open_bus
+from busload.cli.database import domain_option, find_command, id_or_beginning, open_bus
 from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table, tracebacks
 from busload.domain.command import AuditEvent, CommandMetadata
 from busload.domain.explanation import Explanation
 from busload.errors import CommandNotFoundError
+from busload.store.find import IdRange
 
 
 @click.group()
@@ -24,10 +24,10 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("command_id", type=click.UUID)
+@click.argument("command", type=id_or_beginning, metavar="COMMAND_ID")
 @domain_option
 @as_json
-def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
+def show(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Show a command and its audit trail: every attempt, every operator, oldest first; then where attempts failed.
 
     \b
@@ -35,7 +35,7 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
         busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.audit_trail[].type'
     """
     with open_bus() as bus:
-        domain = domain_of_command(bus, command_id, domain)
+        domain, command_id = find_command(bus, command, domain)
         found, trail = bus.get_command(domain, command_id), bus.get_audit_trail(domain, command_id)
     if found is None:
         raise CommandNotFoundError(domain, command_id)
@@ -50,10 +50,10 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("command_id", type=click.UUID)
+@click.argument("command", type=id_or_beginning, metavar="COMMAND_ID")
 @domain_option
 @as_json
-def explain(command_id: UUID, domain: str | None, as_json: bool) -> None:
+def explain(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Say why a command is not finished, and what to do about it.
 
     \b
@@ -61,7 +61,7 @@ def explain(command_id: UUID, domain: str | None, as_json: bool) -> None:
         busload command explain 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.reasons[].advice'
     """
     with open_bus() as bus:
-        found = bus.explain_command(domain_of_command(bus, command_id, domain), command_id)
+        found = bus.explain_command(*find_command(bus, command, domain))
     print_explanation(found, as_json)
 
 

@@ -1,10 +1,11 @@
-"""Which database a CLI command works on, and in which domain an id is."""
+"""Which database a CLI command works on, and what ids and domains given to it mean."""
 
 from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -14,15 +15,31 @@ from uuid import UUID
 import click
 
 from busload.bus import QUEUE_PREFIX, SyncCommandBus
+from busload.cli import WrongInput, did_you_mean
+from busload.cli.output import aligned, shown
+from busload.domain.command import check_name, refuse
 from busload.errors import InvalidOperationError, TransportMisconfigured
 from busload.settings import Settings
-from busload.store import connection, job, report
+from busload.store import connection, find, report
 from busload.store.embedded import EmbeddedPostgres
+from busload.store.find import Found, IdRange
+from busload.store.plan import Plan
 from busload.transport import find_transport
 
 T = TypeVar("T")
 
+MOST_CANDIDATES = 10
+"""Ids that are listed where the beginning of one is not enough."""
+
 domain_option = click.option("--domain", help="The domain to look in; default all.")
+
+
+def id_or_beginning(text: str) -> IdRange:
+    """A type of arguments and options: a UUID, or enough of its beginning to tell it from others."""
+    digits = text.rstrip("…").replace("-", "").lower()
+    if not re.fullmatch(r"[0-9a-f]{4,32}", digits):
+        raise click.BadParameter(f"found {text!r:.80}, wanted a UUID, or at least its first 4 hex digits")
+    return IdRange(digits)
 
 
 def _pass_transport_on(ctx: click.Context, param: click.Parameter, url: str | None) -> None:
@@ -117,21 +134,45 @@ def everywhere(
 ) -> list[T]:
     """A page of one domain or, without one, of all domains together, newest first."""
     if domain is not None:
-        return ask(domain, limit=limit, offset=offset)
+        page = ask(domain, limit=limit, offset=offset)
+        if not page:
+            note_unknown_domain(bus, domain)
+        return page
     found = [one for each in bus._read(report.domains()) for one in ask(each, limit=limit + offset, offset=0)]
     return sorted(found, key=newest, reverse=True)[offset : offset + limit]
 
 
-def domain_of_batch(bus: SyncCommandBus, batch_id: UUID, domain: str | None) -> str:
-    return domain or _only("batch", batch_id, bus._read(report.domains_of_batch(batch_id)))
+def find_batch(bus: SyncCommandBus, ids: IdRange, domain: str | None) -> tuple[str, UUID]:
+    """The batch whose id was given, or the beginning of it, with its domain."""
+    return _only(bus, "batch", "batches", find.batches, ids, domain)
 
 
-def domain_of_command(bus: SyncCommandBus, command_id: UUID, domain: str | None) -> str:
-    return domain or _only("command", command_id, bus._read(report.domains_of_command(command_id)))
+def find_command(bus: SyncCommandBus, ids: IdRange, domain: str | None) -> tuple[str, UUID]:
+    return _only(bus, "command", "commands", find.commands, ids, domain)
 
 
-def domain_of_job(bus: SyncCommandBus, job_id: UUID, domain: str | None) -> str:
-    return domain or _only("job", job_id, bus._read(job.domains_of_job(job_id)))
+def find_job(bus: SyncCommandBus, ids: IdRange, domain: str | None) -> tuple[str, UUID]:
+    return _only(bus, "job", "jobs", find.jobs, ids, domain)
+
+
+def find_job_of_batches(bus: SyncCommandBus, ids: IdRange, domain: str | None) -> UUID:
+    """The job id of some batches; a whole one need not be that of any."""
+    return ids.whole or _only(bus, "job", "jobs", find.jobs_of_batches, ids, domain)[1]
+
+
+def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:
+    """What to say about a domain that nobody has heard of, which most likely is a mistyped one."""
+    refuse(check_name(domain, "domain", bus.settings.limits))
+    known = bus._read(find.domains())
+    if domain in known:
+        return None
+    return f"No command was ever sent to {domain!r:.80}, and no worker serves it.{did_you_mean(domain, known)}"
+
+
+def note_unknown_domain(bus: SyncCommandBus, domain: str | None) -> None:
+    """Say it beside an empty list: an answer about a mistyped domain looks like that about an idle one."""
+    if domain is not None and (unknown := unknown_domain(bus, domain)):
+        click.echo(f"Note: {unknown}", err=True)
 
 
 def operator() -> str:
@@ -142,9 +183,23 @@ def operator() -> str:
         return f"uid {os.getuid()}"
 
 
-def _only(noun: str, id: UUID, domains: Sequence[str]) -> str:
-    if not domains:
-        raise InvalidOperationError(f"There is no {noun} {id} in any domain. Check the id, and which database is used.")
-    if len(domains) > 1:
-        raise click.UsageError(f"{noun.capitalize()} {id} is in several domains: {', '.join(domains)}. Add --domain.")
-    return domains[0]
+def _only(
+    bus: SyncCommandBus, noun: str, nouns: str, look: Callable[..., Plan[list[Found]]], ids: IdRange, domain: str | None
+) -> tuple[str, UUID]:
+    if domain is not None and ids.whole is not None:
+        return domain, ids.whole
+    found = bus._read(look(ids, domain=domain, limit=MOST_CANDIDATES + 1))
+    if not found:
+        where = "in any domain" if domain is None else f"in domain {domain!r}"
+        check = "Check the id, and which database is used."
+        which = ids if ids.whole else f"that begins with {ids}"
+        raise InvalidOperationError(f"There is no {noun} {which} {where}. {check}")
+    if len({one.id for one in found}) > 1:
+        listed = aligned([["", str(one.id), one.domain, shown(one.about)] for one in found[:MOST_CANDIDATES]])
+        more = ["  and more"] if len(found) > MOST_CANDIDATES else []
+        lines = [f"There are several {nouns} that begin with {ids}. Write more of the id:", *listed, *more]
+        raise WrongInput("\n".join(lines))
+    if len(found) > 1:
+        domains = ", ".join(one.domain for one in found)
+        raise click.UsageError(f"{noun.capitalize()} {found[0].id} is in several domains: {domains}. Add --domain.")
+    return found[0].domain, found[0].id

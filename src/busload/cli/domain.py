@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from busload.cli.database import open_bus
+from busload.cli.database import note_unknown_domain, open_bus, unknown_domain
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, table
 from busload.domain.pause import DomainOverview
+from busload.errors import InvalidOperationError
 from busload.store import pause as store
 
 operator_option = click.option("--operator", default=operator_here, show_default="your user name", help="Who.")
@@ -53,15 +54,22 @@ def ls(as_json: bool) -> None:
 @domain.command()
 @click.argument("domain")
 @click.option("--reason", help="Why; shown by `ls` and `explain`.")
+@click.option("--force", is_flag=True, help="Also a domain that no command was sent to and no worker serves.")
 @operator_option
 @as_json
-def pause(domain: str, reason: str | None, operator: str, as_json: bool) -> None:
+def pause(domain: str, reason: str | None, force: bool, operator: str, as_json: bool) -> None:
     """Let nothing new start in a domain; what runs finishes, and what is sent waits.
+
+    A domain that nobody has heard of is refused with exit code 1: the name is most likely mistyped. --force pauses it
+    ahead of its first command.
 
     \b
         busload domain pause payments --reason 'the bank is down'
+        busload domain pause reports --force --reason 'not before Monday'
     """
     with open_bus() as bus:
+        if not force and (unknown := unknown_domain(bus, domain)):
+            raise InvalidOperationError(f"{unknown} Nothing was paused; add --force to pause it all the same.")
         paused = bus.pause(domain, reason=reason, operator=operator)
     if as_json:
         echo_json({"domain": domain, "paused": paused})
@@ -74,13 +82,16 @@ def pause(domain: str, reason: str | None, operator: str, as_json: bool) -> None
 @operator_option
 @as_json
 def resume(domain: str, operator: str, as_json: bool) -> None:
-    """Let a paused domain go on.
+    """Let a paused domain go on. Ends with exit code 1 if nobody has heard of the domain.
 
     \b
         busload domain resume payments
     """
     with open_bus() as bus:
         resumed = bus.resume(domain, operator=operator)
+        unknown = None if resumed else unknown_domain(bus, domain)
+    if unknown is not None:
+        raise InvalidOperationError(f"{unknown} Nothing was resumed.")
     if as_json:
         echo_json({"domain": domain, "resumed": resumed})
     else:
@@ -100,12 +111,15 @@ def pauses(domain: str | None, limit: int, as_json: bool) -> None:
     """
     with open_bus() as bus:
         found = bus.pause_history(domain, limit=limit)
+        if not found:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json(found)
         return
     columns = ("DOMAIN", "SINCE", "BY", "REASON", "RESUMED", "RESUMED BY")
     rows = [(p.domain, p.since, p.operator, p.reason, p.resumed_at, p.resumed_by) for p in found]
-    table(columns, rows, nothing="Nothing was ever paused.", elastic="REASON")
+    nothing = "Nothing was ever paused." if domain is None else f"{domain} was never paused."
+    table(columns, rows, nothing=nothing, elastic="REASON")
 
 
 def _paused(found: DomainOverview) -> str | None:

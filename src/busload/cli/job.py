@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from uuid import UUID
-
 import click
 
-from busload.cli.database import domain_of_job, domain_option, everywhere, open_bus
+from busload.cli.database import domain_option, everywhere, find_job, id_or_beginning, open_bus
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, facts, many, paragraph, table
 from busload.domain.job import JobMetadata, JobStatus, StageMetadata
 from busload.errors import JobNotFoundError
+from busload.store.find import IdRange
 
 operator_option = click.option("--operator", default=operator_here, show_default="your user name", help="Who.")
 
@@ -21,7 +20,7 @@ def job() -> None:
 
     \b
         busload job ls --status FAILED
-        busload job show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload job show 0198c5d2-7f3a
     """
 
 
@@ -56,18 +55,18 @@ def ls(domain: str | None, status: str | None, limit: int, offset: int, as_json:
 
 
 @job.command()
-@click.argument("job_id", type=click.UUID)
+@click.argument("job", type=id_or_beginning, metavar="JOB_ID")
 @domain_option
 @as_json
-def show(job_id: UUID, domain: str | None, as_json: bool) -> None:
+def show(job: IdRange, domain: str | None, as_json: bool) -> None:
     """Show how far a job has come, stage by stage, and what it waits for.
 
     \b
-        busload job show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
-        busload job show 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --json | jq -r '.stages[].status'
+        busload job show 0198c5d2-7f3a
+        busload job show 0198c5d2-7f3a --json | jq -r '.stages[].status'
     """
     with open_bus() as bus:
-        domain = domain_of_job(bus, job_id, domain)
+        domain, job_id = find_job(bus, job, domain)
         found = bus.get_job(domain, job_id)
     if found is None:
         raise JobNotFoundError(domain, job_id)
@@ -97,18 +96,18 @@ def show(job_id: UUID, domain: str | None, as_json: bool) -> None:
 
 
 @job.command()
-@click.argument("job_id", type=click.UUID)
+@click.argument("job", type=id_or_beginning, metavar="JOB_ID")
 @domain_option
 @operator_option
 @as_json
-def resume(job_id: UUID, domain: str | None, operator: str, as_json: bool) -> None:
+def resume(job: IdRange, domain: str | None, operator: str, as_json: bool) -> None:
     """Let a job that has FAILED go on with its next stage; after the last one it is COMPLETED.
 
     \b
-        busload job resume 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00
+        busload job resume 0198c5d2-7f3a
     """
     with open_bus(transport=True) as bus:
-        domain = domain_of_job(bus, job_id, domain)
+        domain, job_id = find_job(bus, job, domain)
         bus.resume_job(domain, job_id, operator=operator)
         found = bus.get_job(domain, job_id)
     if as_json:
@@ -118,19 +117,19 @@ def resume(job_id: UUID, domain: str | None, operator: str, as_json: bool) -> No
 
 
 @job.command()
-@click.argument("job_id", type=click.UUID)
+@click.argument("job", type=id_or_beginning, metavar="JOB_ID")
 @click.option("--reason", required=True, help="Why; shown by `show`.")
 @domain_option
 @operator_option
 @as_json
-def cancel(job_id: UUID, reason: str, domain: str | None, operator: str, as_json: bool) -> None:
+def cancel(job: IdRange, reason: str, domain: str | None, operator: str, as_json: bool) -> None:
     """Stop a job: what has not started of its stage is canceled, what runs finishes, and no further stage begins.
 
     \b
-        busload job cancel 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --reason 'wrong list'
+        busload job cancel 0198c5d2-7f3a --reason 'wrong list'
     """
     with open_bus() as bus:
-        domain = domain_of_job(bus, job_id, domain)
+        domain, job_id = find_job(bus, job, domain)
         canceled = bus.cancel_job(domain, job_id, reason=reason, operator=operator)
         found = bus.get_job(domain, job_id)
     if as_json:

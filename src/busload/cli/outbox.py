@@ -7,14 +7,23 @@ from uuid import UUID
 
 import click
 
-from busload.bus import CommandBus
-from busload.cli.database import domain_option, open_bus, queue_prefix_option, transport_option
+from busload.bus import CommandBus, SyncCommandBus
+from busload.cli.database import (
+    domain_option,
+    find_batch,
+    id_or_beginning,
+    note_unknown_domain,
+    open_bus,
+    queue_prefix_option,
+    transport_option,
+)
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, many, table
 from busload.domain.dispatch import Reconciliation
 from busload.store import report
+from busload.store.find import IdRange
 
-batch_option = click.option("--batch", "batch_id", type=click.UUID, help="Only commands of this batch.")
+batch_option = click.option("--batch", type=id_or_beginning, metavar="ID", help="Only commands of this batch.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say how many commands that would be.")
 
 
@@ -25,7 +34,7 @@ def outbox() -> None:
     \b
         busload outbox ls
         busload outbox retry
-        busload outbox reroute --batch 0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00 --dry-run
+        busload outbox reroute --batch 0198c5d2-7f3a --dry-run
         busload outbox reconcile --repair
     """
 
@@ -34,7 +43,7 @@ def outbox() -> None:
 @domain_option
 @batch_option
 @as_json
-def ls(domain: str | None, batch_id: UUID | None, as_json: bool) -> None:
+def ls(domain: str | None, batch: IdRange | None, as_json: bool) -> None:
     """List what the broker has not confirmed: not tried yet, or after failed rounds, and what it said.
 
     \b
@@ -42,7 +51,10 @@ def ls(domain: str | None, batch_id: UUID | None, as_json: bool) -> None:
         busload outbox ls --domain payments --json | jq 'map(.commands) | add'
     """
     with open_bus() as bus:
+        batch_id = _batch_id(bus, batch, domain)
         found = bus.outbox.list(domain=domain, batch_id=batch_id)
+        if not found:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json(found)
         return
@@ -59,7 +71,7 @@ def ls(domain: str | None, batch_id: UUID | None, as_json: bool) -> None:
 @batch_option
 @dry_run_option
 @as_json
-def retry(domain: str | None, batch_id: UUID | None, dry_run: bool, as_json: bool) -> None:
+def retry(domain: str | None, batch: IdRange | None, dry_run: bool, as_json: bool) -> None:
     """Let the relays of workers try again now what waits for another round.
 
     \b
@@ -67,7 +79,10 @@ def retry(domain: str | None, batch_id: UUID | None, dry_run: bool, as_json: boo
         busload outbox retry --domain payments --dry-run
     """
     with open_bus() as bus:
+        batch_id = _batch_id(bus, batch, domain)
         count = bus.outbox.retry(domain=domain, batch_id=batch_id, dry_run=dry_run)
+        if not count:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
@@ -83,7 +98,7 @@ def retry(domain: str | None, batch_id: UUID | None, dry_run: bool, as_json: boo
 @dry_run_option
 @as_json
 def reroute(
-    domain: str | None, batch_id: UUID | None, everything: bool, operator: str, dry_run: bool, as_json: bool
+    domain: str | None, batch: IdRange | None, everything: bool, operator: str, dry_run: bool, as_json: bool
 ) -> None:
     """Let PostgreSQL deliver what the broker does not take: workers find it in the queue.
 
@@ -94,9 +109,12 @@ def reroute(
         busload outbox reroute --domain payments
     """
     with open_bus() as bus:
+        batch_id = _batch_id(bus, batch, domain)
         count = bus.outbox.reroute(
             domain=domain, batch_id=batch_id, failed_only=not everything, operator=operator, dry_run=dry_run
         )
+        if not count:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
@@ -132,6 +150,8 @@ def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
 
         known = bus._read(report.domains())
         found = [each for each in asyncio.run(compare()) if each.domain in known or each.depth or each.messages]
+        if not found:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json(found)
     else:
@@ -144,6 +164,10 @@ def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
                 click.echo(f"{each.transport} does not let us look at messages of {each.queue}.", err=True)
     if any(each.missing > each.rung_again for each in found):
         raise click.exceptions.Exit(1)
+
+
+def _batch_id(bus: SyncCommandBus, batch: IdRange | None, domain: str | None) -> UUID | None:
+    return None if batch is None else find_batch(bus, batch, domain)[1]
 
 
 def _row(found: Reconciliation) -> tuple[object, ...]:

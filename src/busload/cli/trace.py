@@ -9,7 +9,8 @@ from itertools import groupby
 import click
 from rich.cells import cell_len
 
-from busload.cli.database import domain_option, open_bus
+from busload.bus import SyncCommandBus
+from busload.cli.database import domain_option, find_command, id_or_beginning, note_unknown_domain, open_bus
 from busload.cli.output import (
     NOTHING,
     aligned,
@@ -24,6 +25,7 @@ from busload.cli.output import (
 )
 from busload.domain.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
+from busload.store import find
 
 WIDTH = 32
 """Characters of the time axis."""
@@ -46,7 +48,8 @@ MARKS = {
 def trace(task_key: str, domain: str | None, as_json: bool) -> None:
     """Draw every attempt at a task, by its key: of every command that was sent for it, oldest first.
 
-    In a bar, dots are waiting and lines are running.
+    The id of one of its commands, or the beginning of it, will do as well. In a bar, dots are waiting and lines are
+    running.
 
     \b
         busload trace invoices:2026:7
@@ -54,6 +57,10 @@ def trace(task_key: str, domain: str | None, as_json: bool) -> None:
     """
     with open_bus() as bus:
         found = bus.trace(task_key, domain=domain)
+        if not found and (of_command := _task_of_command(bus, task_key, domain)):
+            found = bus.trace(of_command, domain=domain)
+        if not found:
+            note_unknown_domain(bus, domain)
     if as_json:
         echo_json(found)
         return
@@ -64,6 +71,23 @@ def trace(task_key: str, domain: str | None, as_json: bool) -> None:
         )
     for line in timeline(found, now=datetime.now(UTC), room=width() if at_terminal() else None):
         click.echo(line)
+
+
+def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str | None:
+    """The key of the task that a command was sent for, if its id was given instead."""
+    try:
+        ids = id_or_beginning(text)
+    except click.BadParameter:
+        return None
+    if not bus._read(find.commands(ids, domain=domain, limit=1)):
+        return None
+    domain, command_id = find_command(bus, ids, domain)
+    command = bus.get_command(domain, command_id)
+    if command is not None and command.task_key is None:
+        raise InvalidOperationError(
+            f"Command {command_id} was sent without a task key. `busload command show {command_id}` shows its attempts."
+        )
+    return None if command is None else command.task_key
 
 
 def timeline(found: Sequence[Execution], now: datetime, room: int | None = None) -> list[str]:

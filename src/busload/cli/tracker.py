@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import click
 import psycopg
 
-from busload.cli.database import open_bus
+from busload.cli.database import note_unknown_domain, open_bus
 from busload.cli.output import as_json, echo_json, table
 from busload.cli.prune import age
 from busload.domain.execution import Execution
@@ -76,6 +76,8 @@ def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_js
             found = tracker._look(queue, waiting_for=waiting_for, limit=limit)
         else:
             found = tracker.recover(queue, waiting_for=waiting_for, limit=limit)
+        if not found:
+            note_unknown_domain(bus, tracker._queue(queue))
     if as_json:
         echo_json(found)
     else:

@@ -12,7 +12,7 @@ import click
 
 from busload.bus import SyncCommandBus
 from busload.cli.batch import follow
-from busload.cli.database import domain_of_command, domain_option, everywhere, open_bus
+from busload.cli.database import domain_option, everywhere, find_command, id_or_beginning, note_unknown_domain, open_bus
 from busload.cli.database import operator as operator_here
 from busload.cli.output import as_json, echo_json, facts, many, paragraph, shown, table, tracebacks
 from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
@@ -21,11 +21,12 @@ from busload.domain.payload import decode_strict
 from busload.errors import InvalidOperationError
 from busload.store import operate, report
 from busload.store.connection import Connection
+from busload.store.find import IdRange
 
 Act = Callable[[SyncCommandBus, str, UUID, Connection], None]
 ActOnGroup = Callable[..., GroupAction]
 
-command_ids = click.argument("command_ids", nargs=-1, type=click.UUID, metavar="[COMMAND_ID...]")
+command_ids = click.argument("command_ids", nargs=-1, type=id_or_beginning, metavar="[COMMAND_ID...]")
 operator_option = click.option(
     "--operator", default=operator_here, show_default="your user name", help="Who; kept in the audit trail."
 )
@@ -75,6 +76,8 @@ def groups(domain: str | None, command_type: str | None, limit: int, as_json: bo
             for each in domains
             for group in bus.troubleshooting.groups(each, command_type=command_type, limit=limit)
         ]
+        if not found:
+            note_unknown_domain(bus, domain)
     found = sorted(found, key=lambda one: -one[1].count)[:limit]
     if as_json:
         echo_json([{"domain": each, **asdict(group)} for each, group in found])
@@ -108,10 +111,10 @@ def ls(domain: str | None, command_type: str | None, limit: int, offset: int, as
 
 
 @troubleshooting.command()
-@click.argument("command_id", type=click.UUID)
+@click.argument("command", type=id_or_beginning, metavar="COMMAND_ID")
 @domain_option
 @as_json
-def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
+def show(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Show one command that waits for a person: its data, why it waits, and where its last attempt failed.
 
     \b
@@ -119,7 +122,7 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
         busload troubleshooting show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.last_traceback'
     """
     with open_bus() as bus:
-        domain = domain_of_command(bus, command_id, domain)
+        domain, command_id = find_command(bus, command, domain)
         item = bus.troubleshooting.get(domain, command_id)
     if item is None:
         raise InvalidOperationError(
@@ -159,7 +162,7 @@ def show(command_id: UUID, domain: str | None, as_json: bool) -> None:
 @domain_option
 @as_json
 def retry(
-    command_ids: Sequence[UUID], patch: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
+    command_ids: Sequence[IdRange], patch: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
 ) -> None:
     """Put commands back into the queue, with all their attempts to use again.
 
@@ -192,7 +195,7 @@ def retry(
 @domain_option
 @as_json
 def complete(
-    command_ids: Sequence[UUID], result: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
+    command_ids: Sequence[IdRange], result: str | None, operator: str, domain: str | None, as_json: bool, **options: Any
 ) -> None:
     """Declare commands done, with a result if there is one.
 
@@ -219,7 +222,7 @@ def complete(
 @domain_option
 @as_json
 def cancel(
-    command_ids: Sequence[UUID], reason: str, operator: str, domain: str | None, as_json: bool, **options: Any
+    command_ids: Sequence[IdRange], reason: str, operator: str, domain: str | None, as_json: bool, **options: Any
 ) -> None:
     """Give commands up, with a reason.
 
@@ -262,7 +265,7 @@ def _decide(
     done: str,
     act: Act,
     act_on_group: ActOnGroup,
-    command_ids: Sequence[UUID],
+    command_ids: Sequence[IdRange],
     domain: str | None,
     as_json: bool,
     *,
@@ -333,10 +336,10 @@ def _text(argument: str) -> str | bytes:
         raise click.BadParameter(f"{argument[1:]} cannot be read: {error.strerror}", param_hint="--patch") from None
 
 
-def _resolve(done: str, act: Act, command_ids: Sequence[UUID], domain: str | None, as_json: bool) -> None:
+def _resolve(done: str, act: Act, command_ids: Sequence[IdRange], domain: str | None, as_json: bool) -> None:
     """Resolve all of them in one transaction: if one is refused, none has moved."""
     with open_bus() as bus:
-        places = [(domain_of_command(bus, command_id, domain), command_id) for command_id in dict.fromkeys(command_ids)]
+        places = list(dict.fromkeys(find_command(bus, command_id, domain) for command_id in command_ids))
         with bus.pool.connection() as conn, conn.transaction():
             for each, command_id in sorted(places):  # as everybody does, so that nobody waits in a circle
                 act(bus, each, command_id, conn)

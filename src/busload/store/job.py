@@ -241,11 +241,6 @@ def jobs(domain: str, *, status: JobStatus | None, limit: int, offset: int) -> P
     return (yield from _with_stages(domain, rows))
 
 
-def domains_of_job(job_id: UUID) -> Plan[list[str]]:
-    rows = yield from execute(SQL.find_domain, job_id=job_id)
-    return [domain for (domain,) in rows]
-
-
 def _refuse_taken(job: NewJob) -> Plan[None]:
     """What later stages and the callback will use must be free now, though it is not held until then."""
     ids = [command_id for stage in job.stages[1:] for command_id in stage.chosen]

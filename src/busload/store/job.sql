@@ -105,6 +105,3 @@ SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
  WHERE j.domain = %(domain)s::text AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
  ORDER BY j.created_at DESC, j.job_id DESC
  LIMIT %(limit)s::integer OFFSET %(offset)s::integer;
-
--- name: find_domain
-SELECT domain FROM busload.job WHERE job_id = %(job_id)s::uuid;

@@ -87,16 +87,6 @@ def domains() -> Plan[list[str]]:
     return [domain for (domain,) in rows]
 
 
-def domains_of_batch(batch_id: UUID) -> Plan[list[str]]:
-    rows = yield from execute(SQL.find_batch_domain, batch_id=batch_id)
-    return [domain for (domain,) in rows]
-
-
-def domains_of_command(command_id: UUID) -> Plan[list[str]]:
-    rows = yield from execute(SQL.find_command_domains, command_id=command_id)
-    return [domain for (domain,) in rows]
-
-
 def living_workers(domain: str) -> Plan[list[str]]:
     """The names of the workers that serve a domain now."""
     rows = yield from execute(SQL.living_workers, domain=domain)

@@ -194,12 +194,6 @@ SELECT domain FROM busload.batch UNION SELECT domain FROM busload.queue UNION SE
 UNION SELECT domain FROM busload.lease UNION SELECT domain FROM busload.troubleshooting
 ORDER BY domain;
 
--- name: find_batch_domain
-SELECT domain FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
-
--- name: find_command_domains
-SELECT DISTINCT domain FROM busload.command WHERE command_id = %(command_id)s::uuid ORDER BY domain;
-
 -- name: living_workers
 -- Who serves a domain: workers that have not stopped and were seen within the time that their leases last.
 SELECT name FROM busload.worker
