@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +45,12 @@ class Handler:
     isolate_poison: bool = False
     gathering: Gathering | None = None
     buffer: BufferSettings | None = None
+    plain: bool = field(init=False)
+    """Whether it gets one command and may begin at once, in the event loop, without a limit to its time."""
+
+    def __post_init__(self) -> None:
+        special = (self.timeout, self.rate_limit, self.gathering, self.buffer)
+        object.__setattr__(self, "plain", self.is_async and all(one is None for one in special))
 
 
 BUILT_IN = {

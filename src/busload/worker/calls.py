@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ from busload.domain.bulk import Chunk, Group, Item, Judgement, isolate
 from busload.domain.command import Command
 from busload.domain.execution import Failed, Leased, Stopped, deciding
 from busload.domain.payload import decode
-from busload.errors import BusinessRuleError, PermanentCommandError, RateLimited, Superseded, TransientCommandError
+from busload.errors import BusinessRuleError, PermanentCommandError, RateLimited, Superseded
 from busload.handlers import Handler
 from busload.store.plan import Plan
+from busload.worker.contain import in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, SyncChunkContext, SyncHandlerContext
 from busload.worker.threads import Threads
 
@@ -21,6 +23,8 @@ FINAL_WORDS = (BusinessRuleError, PermanentCommandError)
 
 End = Callable[[Judgement, Any], Plan[Any]]
 """Given a judgement and what the handler has returned: the plan that ends the call's items within its transaction."""
+
+Before = Callable[[], None] | None
 
 
 @dataclass(slots=True)
@@ -44,10 +48,10 @@ class Call:
 
 
 class Calls:
-    """Makes calls; `stopping` tells a handler's own cancellation from that of its slot."""
+    """Makes calls, each in a copy of `context`; `stopping` tells a handler's own cancellation from that of its slot."""
 
-    def __init__(self, threads: Threads, stopping: Callable[[], bool]) -> None:
-        self._threads, self._stopping = threads, stopping
+    def __init__(self, threads: Threads, context: Context, stopping: Callable[[], bool]) -> None:
+        self._threads, self._context, self._stopping = threads, context, stopping
         self.made = self.items = 0
 
     async def call(
@@ -56,25 +60,32 @@ class Calls:
         bulk: Group | Chunk,
         context: HandlerContext | ChunkContext | SyncHandlerContext | SyncChunkContext,
         end: End,
+        before: Before = None,
     ) -> Call:
-        """Whatever the handler raises is its judgement; `Superseded` is what this raises."""
+        """Whatever the handler raises is its judgement. `Superseded` is ours: its transaction could not end them.
+
+        `before` is called right before the handler, and what that raises is raised here.
+        """
         self.made += 1
         self.items += len(bulk)
         if isinstance(context, HandlerContext | ChunkContext):
-            return await self._await(handler, bulk, context, end)
-        return await self._in_thread(handler, bulk, context, end)
+            return await self._await(handler, bulk, context, end, before)
+        return await self._in_thread(handler, bulk, context, end, before)
 
     async def _await(
-        self, handler: Handler, bulk: Group | Chunk, context: HandlerContext | ChunkContext, end: End
+        self, handler: Handler, bulk: Group | Chunk, context: HandlerContext | ChunkContext, end: End, before: Before
     ) -> Call:
         try:
+            own = self._context.copy()
+            called = await in_own_task(own, handler.timeout, handler.function, bulk, context, before=before)
+            if called.error is not None:
+                return Call(_failed(bulk, called.error, context))
+            transaction = context._transaction
             try:
-                value = await within(handler.timeout, handler.function, bulk, context)
-                transaction = context._transaction
-                if transaction is None or transaction.conn is None:
-                    return Call(bulk.judgement(), value)
                 judgement = bulk.judgement()
-                return Call(judgement, value, await transaction.commit(end(judgement, value)))
+                if transaction is None or transaction.conn is None:
+                    return Call(judgement, called.result)
+                return Call(judgement, called.result, await transaction.commit(end(judgement, called.result)))
             except Superseded:
                 raise
             except asyncio.CancelledError as error:
@@ -88,33 +99,44 @@ class Calls:
                 await context._transaction.rollback()
 
     async def _in_thread(
-        self, handler: Handler, bulk: Group | Chunk, context: SyncHandlerContext | SyncChunkContext, end: End
+        self,
+        handler: Handler,
+        bulk: Group | Chunk,
+        context: SyncHandlerContext | SyncChunkContext,
+        end: End,
+        before: Before,
     ) -> Call:
         def run() -> Call:
             try:
-                value = handler.function(bulk, context)
+                if before is not None:
+                    before()
+                try:
+                    value = handler.function(bulk, context)
+                except BaseException as error:
+                    return Call(_failed(bulk, error, context))
                 transaction = context._transaction
-                if transaction is None or transaction.conn is None:
-                    return Call(bulk.judgement(), value)
-                if context._timed_out:
-                    raise Superseded("The handler outlived its time; what it wrote was rolled back.")
-                judgement = bulk.judgement()
-                return Call(judgement, value, transaction.commit(end(judgement, value)))
-            except Superseded:
-                raise
-            except BaseException as error:
-                return Call(_failed(bulk, error, context))
+                try:
+                    judgement = bulk.judgement()
+                    if transaction is None or transaction.conn is None:
+                        return Call(judgement, value)
+                    if context._timed_out:
+                        raise Superseded("The handler outlived its time; what it wrote was rolled back.")
+                    return Call(judgement, value, transaction.commit(end(judgement, value)))
+                except Superseded:
+                    raise
+                except BaseException as error:
+                    return Call(_failed(bulk, error, context))
             finally:
                 if context._transaction is not None:
                     context._transaction.rollback()
 
-        running = self._threads.submit(run)
+        running = self._threads.submit(run, self._context.copy())
         done, _ = await asyncio.wait({running}, timeout=handler.timeout)
         if done:
             call: Call = running.result()
             return call
         context._give_up()
-        return Call(_failed(bulk, timeout(handler.timeout), context), overdue=running)
+        return Call(_failed(bulk, timed_out(handler.timeout), context), overdue=running)
 
 
 def isolates(handler: Handler, call: Call, attempt: int) -> bool:
@@ -202,23 +224,6 @@ def failure(leased: Leased, error: BaseException) -> Failed | Stopped:
     if leased.lease.canceled and not isinstance(deciding(error), FINAL_WORDS):
         return Stopped(error)
     return Failed(error)
-
-
-def timeout(seconds: float | None) -> TransientCommandError:
-    return TransientCommandError(f"The handler did not finish within {seconds} s.", code="TIMEOUT")
-
-
-async def within(seconds: float | None, function: Callable[..., Any], *args: Any) -> Any:
-    """Await a handler; one that takes too long is cancelled and has failed."""
-    if seconds is None:
-        return await function(*args)
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await function(*args)
-    except TimeoutError as error:
-        if limit.expired():
-            raise timeout(seconds) from error.__cause__  # the cancellation: its traceback says where the handler was
-        raise
 
 
 def _failed(

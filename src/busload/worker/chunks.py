@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from uuid import UUID
@@ -116,6 +116,11 @@ class Gatherer:
     def held(self) -> int:
         """Commands that were claimed and do not run yet."""
         return self._held.total()
+
+    @property
+    def gathered(self) -> Iterator[Leased]:
+        """What waits for company."""
+        return (one for gathered in self._open.values() for one in gathered.leased)
 
     def gathers(self, domain: str, command_type: str) -> bool:
         handler = self._handlers.find(domain, command_type)
@@ -379,7 +384,8 @@ class _Run:
                 self._began(self._leased[item.id] for item in items)
         about = (handler, chunk.domain, chunk.command_type, chunk)
         try:
-            call = await runner._calls.call(handler, chunk, self._context(items), self._end)
+            late = None if entered is None else entered.refuse_late
+            call = await runner._calls.call(handler, chunk, self._context(items), self._end, late)
         except Superseded as superseded:
             # Nothing of it was written. Some of its commands run elsewhere now, and the others are tried again.
             error = TransientCommandError(str(superseded), code="SUPERSEDED")

@@ -6,9 +6,10 @@ import logging
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+from uuid import UUID
 
 from psycopg_pool import AsyncConnectionPool
 
@@ -191,6 +192,10 @@ class Claimer:
         await self._give_back([one for one in leaving if not one.settled], pause=None)
         gone = set(map(id, leaving))
         self._leaving = [one for one in self._leaving if id(one) not in gone]
+
+    def alive(self) -> Counter[UUID]:
+        """How many commands of each lease stand in line, run, or are on their way back."""
+        return self._executor.alive() + Counter(one.lease.lease_id for one in self._leaving)
 
     def heed_pauses(self) -> None:
         """What stands in line of a domain that is paused now does not start any more; the next look hands it back."""

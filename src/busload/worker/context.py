@@ -30,9 +30,8 @@ Settle = Callable[[Transition], Plan[set[int]]]
 class _Context:
     """Facts about this execution."""
 
-    def __init__(self, leased: Leased) -> None:
-        self._leased = leased
-        self._timed_out = False
+    _leased: Leased
+    _timed_out = False
 
     @property
     def execution_id(self) -> UUID:
@@ -138,8 +137,7 @@ class HandlerContext(_Context, _Acts):
     """What an async handler is given besides its command."""
 
     def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]) -> None:
-        super().__init__(leased)
-        self._bus, self._transactions = bus, transactions
+        self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
 class ChunkContext(_ChunkFacts, _Acts):
@@ -275,8 +273,7 @@ class SyncHandlerContext(_Context, _SyncActs):
     """What a handler written with `def` is given besides its command; it runs in a thread."""
 
     def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
-        super().__init__(leased)
-        self._bus, self._transactions = bus, transactions
+        self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
 class SyncChunkContext(_ChunkFacts, _SyncActs):

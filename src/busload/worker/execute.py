@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import copy_context
+from functools import partial
+from types import CoroutineType
+from typing import Any, TypeAlias, TypeGuard
+from uuid import UUID
 
+import msgspec
 from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
@@ -33,8 +39,9 @@ from busload.handlers import Handler
 from busload.store import settle
 from busload.store.connection import AsyncConnection
 from busload.store.plan import Plan
-from busload.worker.calls import Calls, command_of, failure, timeout, within
+from busload.worker.calls import Calls, command_of, failure
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
+from busload.worker.contain import Ended, Suspended, hands_on, in_own_task, timed_out
 from busload.worker.context import HandlerContext, SyncHandlerContext
 from busload.worker.distribute import Tallies
 from busload.worker.failures import FailureLog
@@ -48,6 +55,29 @@ log = logging.getLogger("busload")
 
 LONGEST_BREATH = 0.001
 """Seconds after which handlers that never wait for anything let the claim and the settlement have their turn."""
+
+Rest: TypeAlias = Callable[[], Awaitable[None]]
+"""What is left to do for a command once its handler has begun or ended."""
+
+
+class Waiting(msgspec.Struct, eq=False):
+    """A handler that waits for something, and what it was given."""
+
+    leased: Leased
+    handler: Handler
+    context: HandlerContext
+    suspended: Suspended
+
+
+class Slot:
+    """Runs one command at a time. Its task serves many, until one of them may have kept a hand on it."""
+
+    __slots__ = ("leased", "name", "task")
+    task: asyncio.Task[None]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.leased: Leased | Gathered | None = None
 
 
 class Executor:
@@ -75,7 +105,9 @@ class Executor:
         self._limits = bus.settings.limits.payload
         self._line: deque[Leased | Gathered] = deque()
         self._resting: list[asyncio.Future[None]] = []
-        self._slots: list[asyncio.Task[None]] = []
+        self._slots: list[Slot] = []
+        self._context = copy_context()
+        """That of the worker: each attempt has a copy of its own."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._breathed = self._busy = self._busy_since = 0.0
@@ -84,7 +116,7 @@ class Executor:
         self.finished = 0
         self.low_water = concurrency - 1
         self.rests = limiter.rests
-        self.calls = Calls(threads, lambda: self._stopping)
+        self.calls = Calls(threads, self._context, lambda: self._stopping)
         self._failures = failures = FailureLog()
         self.gatherer = Gatherer(bus.handlers, self.take, on_free, failures)
         self._chunks = ChunkRunner(
@@ -117,8 +149,29 @@ class Executor:
             self._fewer(len(waiting))
         return waiting
 
+    @property
+    def running(self) -> list[Leased]:
+        """What has a slot now."""
+        return [one for slot in self._slots if slot.leased is not None for one in _commands(slot.leased)]
+
+    def alive(self) -> Counter[UUID]:
+        """How many commands of each lease stand in line or run."""
+        held = [*self.running, *self.gatherer.gathered, *(one for item in self._line for one in _commands(item))]
+        return Counter(one.lease.lease_id for one in held)
+
+    def revive(self) -> None:
+        """A slot lives as long as the worker, also if somebody has cancelled every task there was."""
+        for slot in self._slots:
+            if slot.task.done() and not self._stopping:
+                log.error("A slot's task was ended by others; the slot goes on")
+                if slot.leased is not None:
+                    self._done(slot)
+                self._employ(slot)
+
     def start(self) -> None:
-        self._slots = [asyncio.create_task(self._slot(), name=f"busload-slot-{n}") for n in range(self._concurrency)]
+        self._slots = [Slot(f"busload-slot-{n}") for n in range(self._concurrency)]
+        for slot in self._slots:
+            self._employ(slot)
 
     def take(self, leased: Sequence[Leased | Gathered]) -> None:
         if leased and self.in_hand == 0:
@@ -142,48 +195,86 @@ class Executor:
     async def stop(self, within: float) -> None:
         """Give up what still runs; it is not settled, so it will be handed back."""
         self._stopping = True
-        for slot in self._slots:
-            slot.cancel()
-        if self._slots:
-            _, stubborn = await asyncio.wait(self._slots, timeout=within)
-            if stubborn:
-                log.warning("%d handlers do not heed that they were cancelled", len(stubborn))
+        tasks = [slot.task for slot in self._slots]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=within)
 
     async def close(self) -> None:
         """Let go of what groups were read and ended with, and sum up what the log has only counted."""
         await self._groups.close()
         self._failures.close()
 
-    async def _slot(self) -> None:
-        line = self._line
+    async def _serve(self, slot: Slot, rest: Rest | None) -> None:
+        """Take commands from the line until a handler may have kept a hand on this task; another task goes on then.
+
+        The new one begins with the rest of what was to be done: nothing that a handler left behind can disturb it.
+        """
+        task, line = slot.task, self._line
+        hands = hands_on(task)
+        if rest is not None:
+            await self._finish(slot, rest)
         while not self._stopping:  # a handler may have swallowed the cancellation
             if not line:
                 await self._rest()
                 self._wake_two()
                 continue
-            leased = line.popleft()
-            try:
-                if not leased.lease.lost:
-                    await (self._run(leased) if isinstance(leased, Leased) else self._chunks.run(leased))
-            except Exception as error:  # ours, not the handler's: the slot must live, and the command must not hang
-                log.exception("Could not say how execution %s ended", leased.execution_id)
-                if not isinstance(leased, Leased):
-                    continue
-                last_resort = TransientCommandError(f"The outcome could not be told: {type(error).__name__}.")
-                await self._settlement.put(self._decide(leased, Failed(last_resort), RetryPolicy()))
-            finally:
-                self.finished += 1
-                self._fewer(1)
+            leased = slot.leased = line.popleft()
+            begun = self._begin(leased)
+            if isinstance(begun, Waiting):
+                rest = self._resume(begun, await begun.suspended)
+                del begun  # what the handler held is let go
+            else:
+                rest = begun
+            if rest is None:
+                self._done(slot)
+            if hands_on(task) != hands and not self._stopping:
+                self._employ(slot, rest)
+                return
+            if rest is not None:
+                await self._finish(slot, rest)
             if leased.started - self._breathed > LONGEST_BREATH:
                 self._breathed = leased.started
                 await asyncio.sleep(0)
 
+    def _employ(self, slot: Slot, rest: Rest | None = None) -> None:
+        """Give a slot a new task. No factory of the application makes it: it must not begin at once."""
+        slot.task = asyncio.Task(self._serve(slot, rest), name=slot.name)
+
+    def _done(self, slot: Slot) -> None:
+        slot.leased = None
+        self.finished += 1
+        self.in_hand -= 1
+        if self.in_hand <= self.low_water or self.in_hand == 0:
+            self._became_fewer()
+
+    async def _finish(self, slot: Slot, rest: Rest) -> None:
+        leased = slot.leased
+        try:
+            await rest()
+        except Exception as error:
+            await self._give_up(leased, error)
+        finally:
+            self._done(slot)
+
+    async def _give_up(self, leased: Leased | Gathered | None, error: Exception) -> None:
+        """The error is ours, not the handler's: the slot must live, and the command must not hang."""
+        if self._stopping:
+            return  # what comes after the settlement was closed is handed back
+        if isinstance(leased, Leased):
+            log.error("Could not say how execution %s ended", leased.execution_id, exc_info=error)
+            last_resort = TransientCommandError(f"The outcome could not be told: {type(error).__name__}.")
+            await self._settlement.put(self._decide(leased, Failed(last_resort), RetryPolicy()))
+
     def _wake_two(self) -> None:
         """Two slots that wake two more each are soon all; where handlers wait for nothing, the first few do it all."""
-        for _ in range(min(2, len(self._line), len(self._resting))):
+        wanted = min(2, len(self._line))
+        while wanted > 0 and self._resting:
             wake = self._resting.pop()
-            if not wake.done():  # else its slot was stopped
+            if not wake.done():  # else its task was cancelled
                 wake.set_result(None)
+                wanted -= 1
 
     async def _rest(self) -> None:
         wake = asyncio.get_running_loop().create_future()
@@ -192,6 +283,9 @@ class Executor:
 
     def _fewer(self, count: int) -> None:
         self.in_hand -= count
+        self._became_fewer()
+
+    def _became_fewer(self) -> None:
         if self.in_hand == 0:
             self._busy += time.monotonic() - self._busy_since
             self._idle.set()
@@ -199,121 +293,215 @@ class Executor:
             self.low_water = -1  # said once; whoever fills the line sets it again
             self._on_free()
 
-    async def _run(self, leased: Leased) -> None:
-        leased.started = time.monotonic()
-        handler = self._bus.handlers.find(leased.lease.domain, leased.command_type)
+    def _begin(self, leased: Leased | Gathered) -> Rest | Waiting | None:
+        """Run a command as far as it comes without waiting for anything; returns what is left to do, if anything."""
+        if leased.lease.lost:
+            return None
+        if isinstance(leased, Gathered):
+            return partial(self._chunks.run, leased)
+        try:
+            leased.started = time.monotonic()
+            handler = self._bus.handlers.find(leased.lease.domain, leased.command_type)
+            if handler is None or not handler.plain:
+                return partial(self._run, leased, handler)
+            try:
+                command = command_of(leased) if leased.command_type != EXHAUSTED else _command(leased)
+            except Undecodable as error:
+                return partial(self._put, self._decide(leased, Unreadable(error), RetryPolicy()))
+            context = HandlerContext(leased, self._bus, self._transactions)
+            try:
+                coroutine = handler.function(command, context)
+                if type(coroutine) is not CoroutineType:  # what looks like a coroutine function may return others
+                    coroutine = _await(coroutine)
+            except BaseException as error:
+                return partial(self._end, leased, handler, context, Ended(error=error))
+            own = self._context.copy()
+            try:
+                yielded = own.run(coroutine.send, None)
+            except StopIteration as stop:
+                return self._conclude(leased, handler, context, stop.value)
+            except BaseException as error:  # also KeyboardInterrupt and SystemExit: in a handler they are its failure
+                return partial(self._end, leased, handler, context, Ended(error=error))
+            return Waiting(leased, handler, context, Suspended(own, coroutine, yielded))
+        except Exception as error:
+            return partial(self._give_up, leased, error)
+
+    def _conclude(self, leased: Leased, handler: Handler, context: HandlerContext, result: Any) -> Rest | None:
+        """Hand over the result of a plain handler; returns what is left to do, if anything."""
+        if context._transaction is not None:
+            return partial(self._end, leased, handler, context, Ended(result))
+        transition = complete(leased, result, self._limits)
+        transition.finished = time.monotonic()
+        return None if self._settlement.offer(transition) else partial(self._settlement.put, transition)
+
+    def _resume(self, waited: Waiting, ended: Ended) -> Rest | None:
+        """The same for one that has waited for something."""
+        leased = waited.leased
+        try:
+            if ended.error is None:
+                return self._conclude(leased, waited.handler, waited.context, ended.result)
+            return partial(self._end, leased, waited.handler, waited.context, ended)
+        except Exception as error:
+            return partial(self._give_up, leased, error)
+
+    async def _run(self, leased: Leased, handler: Handler | None) -> None:
+        """Run what is not plain: it waits for its turn, may take a limited time only, needs a thread, or is a group."""
+        if handler is None:  # only one that was claimed by other means than Claimer
+            unknown = TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
+            await self._put(self._decide(leased, failure(leased, unknown), RetryPolicy()))
+        elif handler.gathering is not None:
+            await self._chunks.run(self.gatherer.alone(leased, handler))
+        elif handler.buffer is not None:
+            await self._run_group(leased, handler)
+        else:
+            await self._run_one(leased, handler)
+
+    async def _run_one(self, leased: Leased, handler: Handler) -> None:
         entered: Entered | None = None
         try:
-            if handler is None:  # only one that was claimed by other means than Claimer
-                raise TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
-            if handler.gathering is not None:
-                return await self._chunks.run(self.gatherer.alone(leased, handler))
-            if handler.buffer is not None:
-                transition = await self._groups.run(leased, handler)
-            else:
-                if handler.rate_limit is not None:
-                    entered = await self._enter(leased, handler)
-                    if leased.lease.lost:
-                        return None
-                transition = await self._execute(leased, handler, entered)
-        except Postponed as postponed:
-            return await self._postpone([leased], postponed)
-        except Superseded as superseded:
-            log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)
-            return None
+            command = _command(leased)
         except Undecodable as error:
-            transition = self._decide(leased, Unreadable(error), RetryPolicy())
-        except asyncio.CancelledError as error:
-            if self._stopping:
-                raise
-            transition = self._decide(leased, failure(leased, error), _retry(handler))
-        except BaseException as error:
-            # Also KeyboardInterrupt and SystemExit: raised in a handler they are the failure of that command.
-            told = deciding(error)
-            if isinstance(told, RateLimited) and handler is not None and not leased.lease.canceled:
-                return await self._postpone([leased], await self._refused(leased, handler, told, entered))
-            transition = self._decide(leased, failure(leased, error), _retry(handler))
-        if transition is not None:
-            transition.finished = time.monotonic()
-            await self._settlement.put(transition)
-        return None
-
-    async def _execute(self, leased: Leased, handler: Handler, entered: Entered | None) -> Transition | None:
-        """Run the handler; None if its own transaction has settled it already."""
-        command: Command | Group = command_of(leased)
-        if leased.command_type == EXHAUSTED and isinstance(command, Command):
-            command = exhausted_group(command)
+            await self._put(self._decide(leased, Unreadable(error), RetryPolicy()))
+            return
+        if handler.rate_limit is not None:
+            try:
+                entered = await self._limiter.enter(handler, leased.lease.domain, leased.command_type, command)
+            except Postponed as postponed:
+                await self._postpone([leased], postponed)
+                return
+            except Exception as error:  # of the limit's `by`
+                await self._put(self._decide(leased, failure(leased, error), handler.retry))
+                return
+            if leased.lease.lost:
+                return
+            leased.started = time.monotonic()  # the time of the attempt begins after that in which it waited
         if not handler.is_async:
-            return await self._execute_in_thread(leased, handler, command, entered)
+            await self._run_in_thread(leased, handler, command, entered)
+            return
         context = HandlerContext(leased, self._bus, self._transactions)
         try:
-            if handler.timeout is None:  # a timer per command costs more than the rest of the loop
-                result = await handler.function(command, context)
-            else:
-                result = await within(handler.timeout, handler.function, command, context)
-            transition = complete(leased, result, self._limits)
-            transaction = context._transaction
-            if transaction is None or transaction.conn is None:
-                return transition
-            if transition.outcome != COMPLETED:  # the result cannot be stored, so nothing is
-                return transition
-            await transaction.commit(self._settle_now(transition))
-            self._settlement.settled_elsewhere(leased)
-            return None
-        finally:
-            if context._transaction is not None:
-                await context._transaction.rollback()
+            late = None if entered is None else entered.refuse_late
+            own = self._context.copy()
+            ended = await in_own_task(own, handler.timeout, handler.function, command, context, before=late)
+        except Postponed as postponed:
+            await self._postpone([leased], postponed)
+            return
+        except asyncio.CancelledError as error:
+            ended = Ended(error=error)
+        await self._end(leased, handler, context, ended, entered)
 
-    async def _execute_in_thread(
+    async def _end(
+        self,
+        leased: Leased,
+        handler: Handler,
+        context: HandlerContext,
+        ended: Ended,
+        entered: Entered | None = None,
+    ) -> None:
+        """Settle what a handler has returned or raised. Its own transaction does that, if it has one."""
+        transaction, error = context._transaction, ended.error
+        transition = None if error is not None else complete(leased, ended.result, self._limits)
+        try:
+            if transaction is not None and transaction.conn is not None and _completes(transition):
+                await transaction.commit(self._settle_now(transition))
+                self._settlement.settled_elsewhere(leased)
+                return
+        except Superseded as superseded:
+            _say_superseded(leased, superseded)
+            return
+        except BaseException as refused:  # the commit was
+            error = refused
+        finally:
+            if transaction is not None:
+                await transaction.rollback()
+        if error is not None:
+            await self._fail(leased, handler, error, entered)
+        elif transition is not None:  # also a result that cannot be stored: then nothing that was written is
+            await self._put(transition)
+
+    async def _fail(self, leased: Leased, handler: Handler, error: BaseException, entered: Entered | None) -> None:
+        if self._stopping and isinstance(error, asyncio.CancelledError):
+            raise error  # it is handed back
+        told = deciding(error)
+        if isinstance(told, RateLimited) and not leased.lease.canceled:
+            await self._postpone([leased], await self._refused(leased, handler, told, entered))
+        else:
+            await self._put(self._decide(leased, failure(leased, error), handler.retry))
+
+    async def _run_in_thread(
         self, leased: Leased, handler: Handler, command: Command | Group, entered: Entered | None
-    ) -> Transition | None:
+    ) -> None:
         context = self._threads.context(leased, SyncHandlerContext)
 
-        def call() -> Transition | None:
+        def call() -> Transition | Ended | None:
+            """The result, the handler's error, or None if the handler's own transaction has settled it."""
             try:
                 if entered is not None:
                     entered.refuse_late()
-                transition = complete(leased, handler.function(command, context), self._limits)
-                transaction = context._transaction
-                if transaction is None or transaction.conn is None or transition.outcome != COMPLETED:
+                try:
+                    result = handler.function(command, context)
+                except BaseException as error:
+                    return Ended(error=error)
+                transition, transaction = complete(leased, result, self._limits), context._transaction
+                if transaction is None or transaction.conn is None or not _completes(transition):
                     return transition
                 if context._timed_out:
                     raise Superseded("The handler outlived its time; what it wrote was rolled back.")
                 transaction.commit(self._settle_now(transition))
                 return None
-            except StopIteration as error:  # no future can carry it: the slot would never hear of it
-                raise RuntimeError("The handler raised StopIteration.") from error
             finally:
                 if context._transaction is not None:
                     context._transaction.rollback()
 
-        running = self._threads.submit(call)
+        running = self._threads.submit(call, self._context.copy())
         done, _ = await asyncio.wait({running}, timeout=handler.timeout)
-        if done:
-            transition: Transition | None = running.result()
-            if transition is None:
-                self._settlement.settled_elsewhere(leased)
-            return transition
-        # A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns.
+        if not done:
+            await self._outlived(leased, handler, context, running)
+            return
+        try:
+            ended: Transition | Ended | None = running.result()
+        except Postponed as postponed:
+            await self._postpone([leased], postponed)
+            return
+        except Superseded as superseded:
+            _say_superseded(leased, superseded)
+            return
+        except BaseException as error:  # of the commit
+            ended = Ended(error=error)
+        if ended is None:
+            self._settlement.settled_elsewhere(leased)
+        elif isinstance(ended, Transition):
+            await self._put(ended)
+        elif ended.error is not None:
+            await self._fail(leased, handler, ended.error, entered)
+
+    async def _outlived(
+        self, leased: Leased, handler: Handler, context: SyncHandlerContext, running: asyncio.Future[Any]
+    ) -> None:
+        """A thread cannot be stopped. Its time is over for the command, but the slot stays taken until it returns."""
         context._give_up()
-        overdue = self._decide(leased, failure(leased, timeout(handler.timeout)), handler.retry)
-        overdue.finished = time.monotonic()
-        await self._settlement.put(overdue)
+        await self._put(self._decide(leased, failure(leased, timed_out(handler.timeout)), handler.retry))
         log.warning(
             "A handler of %s outlived its %s s; its slot is taken until it returns",
             leased.command_type,
             handler.timeout,
         )
         await asyncio.wait({running})
-        return None
 
-    async def _enter(self, leased: Leased, handler: Handler) -> Entered:
-        """Wait for the handler's limit; the time of the attempt begins afterwards."""
-        assert handler.rate_limit is not None
-        subject = None if handler.rate_limit.by is None else command_of(leased)
-        entered = await self._limiter.enter(handler, leased.lease.domain, leased.command_type, subject)
-        leased.started = time.monotonic()
-        return entered
+    async def _run_group(self, leased: Leased, handler: Handler) -> None:
+        try:
+            transition = await self._groups.run(leased, handler)
+        except Postponed as postponed:
+            await self._postpone([leased], postponed)
+        except Superseded as superseded:  # never the handler's: what that raises is the judgement of its items
+            _say_superseded(leased, superseded)
+        except Undecodable as error:
+            await self._put(self._decide(leased, Unreadable(error), RetryPolicy()))
+        except BaseException as error:
+            await self._fail(leased, handler, error, None)
+        else:
+            if transition is not None:
+                await self._put(transition)
 
     async def _refused(
         self, leased: Leased, handler: Handler, error: RateLimited, entered: Entered | None
@@ -324,6 +512,10 @@ class Executor:
         """Put these off; no attempt is burnt."""
         await self._limiter.postpone(leased, postponed)
         self.finished -= 1  # it says nothing about how fast commands are done
+
+    async def _put(self, transition: Transition) -> None:
+        transition.finished = time.monotonic()
+        await self._settlement.put(transition)
 
     @staticmethod
     def _settle_now(transition: Transition) -> Plan[set[int]]:
@@ -337,5 +529,23 @@ class Executor:
         return transition
 
 
-def _retry(handler: Handler | None) -> RetryPolicy:
-    return handler.retry if handler else RetryPolicy()
+def _command(leased: Leased) -> Command | Group:
+    """What the handler gets; raises `Undecodable`."""
+    command = command_of(leased)
+    return exhausted_group(command) if leased.command_type == EXHAUSTED else command
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _completes(transition: Transition | None) -> TypeGuard[Transition]:
+    return transition is not None and transition.outcome == COMPLETED
+
+
+def _commands(held: Leased | Gathered) -> Iterator[Leased]:
+    return iter([held] if isinstance(held, Leased) else held.leased)
+
+
+def _say_superseded(leased: Leased, superseded: Superseded) -> None:
+    log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)

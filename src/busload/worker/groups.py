@@ -276,7 +276,8 @@ class _Run:
                 self._leased.started = time.monotonic()
         self._calls += 1
         runner._tallies.add(name, calls=1)
-        call = await runner._calls.call(handler, group, self._context(), end)
+        late = None if entered is None else entered.refuse_late
+        call = await runner._calls.call(handler, group, self._context(), end, late)
         if call.refusal is not None:
             self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
         return call

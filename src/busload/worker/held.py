@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from uuid import UUID
 
 from busload.domain.execution import Lease, Leased
@@ -14,6 +14,7 @@ class Held:
     def __init__(self) -> None:
         self._leases: dict[UUID, Lease] = {}
         self._missing: set[UUID] = set()
+        self._deserted: set[UUID] = set()
         self.lost = 0
         """Leases that others took over."""
         self.on_gone: Callable[[Lease], None] | None = None
@@ -80,6 +81,18 @@ class Held:
         for lease_id in canceled & self._leases.keys():
             self._leases[lease_id].canceled = True
         return len(lost)
+
+    def deserted(self, alive: Mapping[UUID, int]) -> list[UUID]:
+        """Leases with commands that have no result though none stands in line or runs, as `alive` counts them.
+
+        A command may be on its way from one to the other, so this must be found twice in a row. From then on nothing of
+        such a lease begins here any more.
+        """
+        found = {id for id, lease in self._leases.items() if lease.running > 0 and not alive.get(id)}
+        deserted, self._deserted = found & self._deserted, found
+        for lease_id in deserted:
+            self._leases[lease_id].lost = True
+        return list(deserted)
 
     def lose_all(self) -> None:
         self.lost += len(self._leases)

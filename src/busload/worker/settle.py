@@ -70,11 +70,18 @@ class Settlement:
         """How many more results it could hold."""
         return self.stats.capacity - self.stats.waiting
 
+    def offer(self, transition: Transition) -> bool:
+        """Hand over a result if there is room for it; False if there is none, and then nothing has changed."""
+        if not self._results.offer(transition):
+            return False
+        self._ran(transition.leased.lease)
+        return True
+
     async def put(self, transition: Transition) -> None:
         """Hand over a result; waits while too many are held already."""
-        if not self._results.offer(transition):
+        if not self.offer(transition):
             await self._results.put(transition)
-        self._ran(transition.leased.lease)
+            self._ran(transition.leased.lease)
 
     async def put_many(self, transitions: Sequence[Transition]) -> None:
         """Hand over the results of a chunk, which may be more than it can hold: as many at a time as there is room for.

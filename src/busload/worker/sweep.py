@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
+from uuid import UUID
 
 from psycopg_pool import AsyncConnectionPool
 
 from busload.store import rescue
 from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
+from busload.worker.held import Held
 
 log = logging.getLogger("busload")
 
@@ -34,4 +36,26 @@ class Sweep:
             )
         if canceled:
             log.info("Canceled %d commands that came back to a canceled batch", canceled)
+        return self._every.total_seconds()
+
+
+class DesertedLeases:
+    """The net below: an attempt that nobody works at any more, by whatever fault, is handed back and not kept for ever.
+
+    A heartbeat renews every lease of a worker, so no other worker would ever take it over.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        alive: Callable[[], Mapping[UUID, int]],
+        hand_back: Callable[[Sequence[UUID]], Awaitable[None]],
+        every: timedelta,
+    ) -> None:
+        self._held, self._alive, self._hand_back, self._every = held, alive, hand_back, every
+
+    async def once(self) -> float:
+        if deserted := self._held.deserted(self._alive()):
+            log.error("Handing back %d leases whose commands have neither run to an end nor wait to run", len(deserted))
+            await self._hand_back(deserted)
         return self._every.total_seconds()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextvars import Context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -40,8 +41,8 @@ class Threads:
             self._transactions.open()
         return kind(leased, self._bus, self._transactions)
 
-    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Run a call in a thread. There are never more calls than slots, so none waits for a thread."""
+    def submit(self, call: Callable[[], Any], context: Context) -> asyncio.Future[Any]:
+        """Run a call in a thread and a context. There are never more calls than slots, so none waits for a thread."""
         future = asyncio.get_running_loop().create_future()
         self._running.add(future)
         future.add_done_callback(self._forget)
@@ -51,7 +52,7 @@ class Threads:
             thread = threading.Thread(target=self._serve, name=f"busload-handler-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._calls.put((call, future))
+        self._calls.put((partial(context.run, call), future))
         return future
 
     def _serve(self) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,7 +46,7 @@ from busload.worker.relay import Recovery, Relay
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement, capacity
 from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, Report, WorkerStats
-from busload.worker.sweep import Sweep
+from busload.worker.sweep import DesertedLeases, Sweep
 from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
@@ -182,6 +183,7 @@ class _Running:
         self._tasks.append(asyncio.create_task(Loop("Reporting", self._report.once).run()))
         self._tasks.append(asyncio.create_task(self._heeding.run()))
         self._tasks.append(asyncio.create_task(self._limiter.loop.run()))
+        self._tasks.append(asyncio.create_task(self._looking.run()))
         log.info("Worker %s serves %s, %d at a time", worker.name, ", ".join(worker.domains), worker.concurrency)
         return self
 
@@ -330,6 +332,8 @@ class _Running:
         ]
         self._distributing = [Loop(f"Distributing {one.name}", one.once) for one in self._distributors]
         self._sweep = Sweep(pool, settings.sweep_every, self._number)
+        deserted = DesertedLeases(self._held, self._alive, self._hand_back, settings.sweep_every)
+        self._looking = Loop("Looking for deserted leases", deserted.once)
         self._claiming = Loop("Claiming", self._claimer.once)
         self._promoting = Loop("Promoting", self._claimer.promote)
         self._sweeping = Loop("Sweeping", self._sweep.once)
@@ -434,6 +438,10 @@ class _Running:
         if strange and (asked_at is None or time.monotonic() - asked_at < self._settings.lease_for.total_seconds() / 3):
             self._tasks.append(asyncio.create_task(self._hand_back(list(strange))))
 
+    def _alive(self) -> Counter[UUID]:
+        self._executor.revive()
+        return self._claimer.alive()
+
     async def _hand_back(self, lease_ids: Sequence[UUID]) -> None:
         """Leases of ours whose commands do not run here: the answer to a claim was lost, or we stop."""
         async with self._pool.connection() as conn, conn.transaction():
@@ -476,8 +484,8 @@ class _Running:
     async def _end(self) -> None:
         """However far the stop came, nothing of this run goes on; what it still holds is rescued by others."""
         self._heartbeat.let_go()
-        loops = (self._claiming, self._promoting, self._sweeping, self._heeding, *self._pruning, *self._distributing)
-        for loop in loops:
+        loops = (self._claiming, self._promoting, self._sweeping, self._heeding, self._looking)
+        for loop in (*loops, *self._pruning, *self._distributing):
             loop.stop()
         for task in self._tasks:
             task.cancel()
