@@ -40,14 +40,13 @@ WITH alive AS (
     UPDATE busload.queue SET lo = (SELECT upto FROM taken WHERE upto < hi) + 1 WHERE hi = (SELECT hi FROM taken WHERE upto < hi)
 ), run AS (
     SELECT min(lo) AS lo, max(upto) AS hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
-      FROM (SELECT *, upto - sum(upto - lo + 1) OVER (
+      FROM (SELECT *, upto - sum((upto - lo + 1)::integer) OVER (
                           PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10 ORDER BY hi) AS island
               FROM taken) AS part
      GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10, island
 ), leased AS (
     INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
-    SELECT (left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
-           replies, %(worker)s::bigint, hi - lo + 1
+    SELECT (left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid, run.*, %(worker)s::bigint, hi - lo + 1
       FROM run
     RETURNING *
 ), starting AS (
@@ -83,21 +82,21 @@ SELECT CASE WHEN EXISTS (SELECT FROM alive) THEN (SELECT coalesce(sum(commands),
 WITH alive AS (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), ring AS (
-    SELECT r.* FROM alive CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
+    SELECT r.*, load << 10 AS first FROM alive CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
 ), ready AS MATERIALIZED (
     SELECT q.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
         SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.queue
-         WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023) AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+         WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
          FOR UPDATE SKIP LOCKED) AS q
-), unmarked AS MATERIALIZED (
+), boxed AS MATERIALIZED (
     SELECT o.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
         SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.outbox
-         WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023) AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+         WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
          FOR UPDATE SKIP LOCKED) AS o
 ), taken AS (
     SELECT *, least(hi, lo + wanted - before - 1) AS upto
-      FROM (SELECT *, sum(hi - lo + 1) OVER (PARTITION BY load ORDER BY hi) - (hi - lo + 1) AS before
-              FROM (SELECT *, true AS queued FROM ready UNION ALL SELECT *, false FROM unmarked) AS load) AS load
+      FROM (SELECT *, sum((hi - lo + 1)::integer) OVER (PARTITION BY load ORDER BY hi) - (hi - lo + 1) AS before
+              FROM (SELECT *, true AS queued FROM ready UNION ALL SELECT *, false FROM boxed) AS load) AS load
      WHERE before < wanted
 ), whole AS (
     DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi AND queued))
@@ -121,11 +120,11 @@ WITH alive AS (
 )
 SELECT EXISTS (SELECT FROM alive),
        ARRAY(SELECT load FROM ring AS r
-              WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.load << 10 AND (r.load << 10 | 1023) OFFSET 0)),
+              WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.first AND r.first + 1023 OFFSET 0)),
        ARRAY(SELECT load FROM ring AS r
               WHERE EXISTS (SELECT FROM (SELECT hi FROM busload.queue UNION ALL SELECT hi FROM busload.outbox) AS p
-                             WHERE hi BETWEEN r.load << 10 AND (r.load << 10 | 1023)
-                               AND hi <> ALL (ARRAY(SELECT hi FROM ready UNION ALL SELECT hi FROM unmarked)) OFFSET 0)), l.*, c.*
+                             WHERE hi BETWEEN r.first AND r.first + 1023
+                               AND hi <> ALL (ARRAY(SELECT hi FROM ready UNION ALL SELECT hi FROM boxed)) OFFSET 0)), l.*, c.*
   FROM (SELECT set_config('synchronous_commit', 'off', true),
                (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint) FROM starting)) AS hasty
  CROSS JOIN (

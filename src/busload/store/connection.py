@@ -20,10 +20,14 @@ AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 OLDEST_SERVER = 150000
 
-ABOUT = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
-                  current_setting('default_transaction_isolation')"""
+ABOUT = """SELECT pg_backend_pid(), pg_catalog.current_setting('synchronous_commit'),
+                  pg_catalog.current_setting('default_transaction_isolation')"""
 ISOLATE = "SET default_transaction_isolation = 'read committed'"
 """Who waits for a row must then see it as it is: a snapshot from before would be a reason to fail."""
+
+PLAN_ONCE = "SET plan_cache_mode = force_generic_plan; SET jit = off; SET enable_seqscan = off"
+LOOK_NOWHERE = "SET search_path = pg_catalog, pg_temp"
+"""For connections that never run a word of a user's: nothing is looked for in a schema where strangers may create."""
 
 # A peer that vanished without a word is noticed within 15 seconds instead of the kernel's many minutes.
 PARAMETERS: dict[str, Any] = {
@@ -82,12 +86,15 @@ def async_pool(
     )
 
 
-def engine_pool(dsn: str, max_size: int, *, lock_timeout: str | None = None) -> AsyncConnectionPool[AsyncConnection]:
+def engine_pool(
+    dsn: str, max_size: int, *, lock_timeout: str | None = None, users_tables: bool = False
+) -> AsyncConnectionPool[AsyncConnection]:
     """The pool of a worker's own statements, so that handlers cannot starve them of connections.
 
     They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
     claim takes as long as running it, and compiling one a hundred times as long. A plan made while tables were small
     must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
+    Those that touch `users_tables` find them, and their triggers what they need, by the search_path of the role.
     """
     return AsyncConnectionPool(
         dsn,
@@ -95,7 +102,7 @@ def engine_pool(dsn: str, max_size: int, *, lock_timeout: str | None = None) -> 
         max_size=max_size,
         open=False,
         kwargs=PARAMETERS | {"autocommit": True, "prepare_threshold": 0},
-        configure=partial(_configure_engine, lock_timeout=lock_timeout),
+        configure=partial(_configure_engine, lock_timeout=lock_timeout, users_tables=users_tables),
         check=_check_async,
         max_lifetime=300,
         name="busload-engine",
@@ -167,14 +174,12 @@ async def _configure_async(conn: AsyncConnection) -> None:
         await conn.execute(ISOLATE, prepare=False)
 
 
-async def _configure_engine(conn: AsyncConnection, lock_timeout: str | None = None) -> None:
+async def _configure_engine(conn: AsyncConnection, *, lock_timeout: str | None, users_tables: bool) -> None:
     await _configure_async(conn)
     if conn.prepare_threshold is not None:
-        await conn.execute("SET plan_cache_mode = force_generic_plan", prepare=False)
-        await conn.execute("SET jit = off", prepare=False)
-        await conn.execute("SET enable_seqscan = off", prepare=False)
+        await conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {LOOK_NOWHERE}", prepare=False)
         if lock_timeout is not None:
-            await conn.execute("SELECT set_config('lock_timeout', %s, false)", [lock_timeout], prepare=False)
+            await conn.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [lock_timeout], prepare=False)
 
 
 def _adapt(conn: Connection | AsyncConnection, row: Any) -> bool:

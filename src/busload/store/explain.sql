@@ -82,7 +82,7 @@ SELECT transport, reason, 1, since, rounds, error, due_at
 -- name: running
 -- By worker. One that has missed its heartbeat for half the time that its leases last is most likely dead.
 SELECT w.name, sum(l.open)::bigint, min(l.since), w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),
-       w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2,
+       w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2::float8,
        coalesce(sum(l.open) FILTER (WHERE l.since < now() - %(longer_than)s::interval), 0)::bigint
   FROM busload.lease AS l LEFT JOIN busload.worker AS w USING (worker)
  WHERE l.hi BETWEEN %(first)s::bigint AND %(last)s::bigint AND l.batch_id = %(batch_id)s::uuid
@@ -143,7 +143,7 @@ SELECT now(), s.id, s.batch_id, s.command_type, s.priority, s.status, s.created_
        (SELECT min(v.at) FROM busload.event AS v
          WHERE v.lo >> 10 = s.id >> 10 AND s.id BETWEEN v.lo AND v.hi AND v.type = 'NO_HANDLER'),
        w.name, l.since, w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),
-       w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2, b.canceled_at,
+       w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2::float8, b.canceled_at,
        CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END
   FROM busload.command_status AS s
   LEFT JOIN busload.lease AS l ON s.status = 'IN_PROGRESS' AND l.lease_id = (left(s.execution_id::text, 33) || '000')::uuid

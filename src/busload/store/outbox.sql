@@ -32,7 +32,7 @@ WITH piece AS (
            h.attempt, h.forgiven, h.crashes, h.replies, h.transport, h.since, h.rounds, p.reason, p.error, p.pause
       FROM held AS h JOIN piece AS p ON p.lo >> 10 = h.hi >> 10 AND p.lo <= h.hi AND p.hi >= h.lo
 ), whole AS MATERIALIZED (
-    SELECT held FROM part GROUP BY held, held_lo HAVING sum(hi - lo + 1) = held - held_lo + 1
+    SELECT held FROM part GROUP BY held, held_lo HAVING sum((hi - lo + 1)::integer) = held - held_lo + 1
 ), gone AS (
     DELETE FROM busload.outbox WHERE hi = ANY (ARRAY(SELECT held FROM whole)) RETURNING hi
 ), told AS MATERIALIZED (   -- through `gone`, so that a load is out before a part of it comes in again
@@ -72,7 +72,7 @@ WITH piece AS (
       FROM (SELECT hi AS load, lo AS first, range_agg(int8range(greatest(lo, piece_lo), least(hi, piece_hi), '[]')) AS refused
               FROM told GROUP BY hi, lo) AS r
      CROSS JOIN LATERAL (SELECT lower(free) AS lo, upper(free) - 1 AS hi
-                           FROM unnest(int8multirange(int8range(r.first, r.load, '[]')) - r.refused) AS free) AS part
+                           FROM unnest(int8multirange(int8range(r.first, r.load, '[]')) OPERATOR(pg_catalog.-) r.refused) AS free) AS part
       JOIN (SELECT DISTINCT ON (hi) * FROM told ORDER BY hi) AS t ON t.hi = r.load
 ), kept AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, transport, announced_at, announcements)
@@ -98,7 +98,7 @@ UPDATE busload.outbox SET due_at = now()
 UPDATE busload.queue SET announced_at = now(), announcements = least(coalesce(announcements, 1), 30) + 1
  WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
                         WHERE transport = %(transport)s::text AND announced_at < now() - %(bound)s::interval
-                          AND announced_at < now() - %(bound)s::interval * 2 ^ (least(coalesce(announcements, 1), 16) - 1)
+                          AND announced_at < now() - %(bound)s::interval * 2::float8 ^ (least(coalesce(announcements, 1), 16) - 1)::float8
                         ORDER BY announced_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
 RETURNING lo, hi, domain, batch_id, announcements;
 

@@ -21,18 +21,19 @@ WITH hasty AS MATERIALIZED (
            extract(epoch FROM h.blocked_until - now())::float8 AS blocked
       FROM asked AS a JOIN held AS h USING (name, subject)
 ), granted AS MATERIALIZED (
-    SELECT *, CASE WHEN blocked > 0 THEN 0
-                   ELSE greatest(least(wanted, floor((%(ahead)s::float8 + slack - base) / every) + 1), 0)::integer END AS calls
-      FROM (SELECT *, 1 / rate AS every, (burst - 1) / rate AS slack, least(later, %(ahead)s::float8 + burst / rate) AS base
+    SELECT *, CASE WHEN blocked > 0::float8 THEN 0
+                   ELSE greatest(least(wanted, floor((%(ahead)s::float8 + slack - base) / every) + 1::float8), 0::float8)::integer END AS calls
+      FROM (SELECT *, 1::float8 / rate AS every, (burst - 1)::float8 / rate AS slack,
+                   least(later, %(ahead)s::float8 + burst::float8 / rate) AS base
               FROM paced) AS paced
 ), used AS (
     UPDATE busload.rate_limit AS r
        SET adaptive = g.adaptive, rate = g.rate, progress = g.progress, calls = r.calls + g.calls, used_at = now(),
-           next_at = CASE WHEN blocked > 0 THEN r.next_at ELSE now() + (g.base + g.calls * g.every) * interval '1 second' END
+           next_at = CASE WHEN blocked > 0::float8 THEN r.next_at ELSE now() + (g.base + g.calls::float8 * g.every) * interval '1 second' END
       FROM granted AS g WHERE r.name = g.name AND r.subject = g.subject
 )
 SELECT g.name, g.subject, g.calls, g.base - g.slack, g.every,
-       CASE WHEN blocked > 0 THEN blocked ELSE g.base + g.calls * g.every - g.slack END,
+       CASE WHEN blocked > 0::float8 THEN blocked ELSE g.base + g.calls::float8 * g.every - g.slack END,
        g.round, g.ceiling, g.progress, g.back, g.soon, extract(epoch FROM now())::float8
   FROM granted AS g;
 
@@ -53,7 +54,7 @@ WITH hasty AS MATERIALIZED (
     UPDATE busload.rate_limit
        SET blocked_until = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second'), refused = refused + 1,
            next_at = greatest(blocked_until, now() + %(after)s::float8 * interval '1 second')
-                     + (%(burst)s::integer - 1) / rate * interval '1 second',
+                     + (%(burst)s::integer - 1)::float8 / rate * interval '1 second',
            used_at = now()
      WHERE (SELECT set FROM hasty) IS NOT NULL AND name = %(name)s::text AND subject = %(subject)s::text
     RETURNING *

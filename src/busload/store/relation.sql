@@ -5,7 +5,7 @@ SELECT c.oid::bigint, quote_ident(n.nspname) || '.' || quote_ident(c.relname), c
          AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE')
   FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
  WHERE c.oid = coalesce(to_regclass(quote_ident(%(name)s::text)),
-                        CASE WHEN %(readable)s::boolean THEN to_regclass(%(name)s::text) END);
+                        CASE WHEN %(readable)s::boolean THEN to_regclass(%(name)s::text) END)::oid;
 
 -- name: find_columns
 -- Types without a length: a cast to one would cut off what is longer, and without -1 it would be 1 for some.

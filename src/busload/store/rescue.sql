@@ -60,7 +60,7 @@ WITH lease AS MATERIALIZED (
 ), island AS (
     SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
 ), scene AS (
-    SELECT worker, sum(hi - lo + 1) = 1 AS alone
+    SELECT worker, sum((hi - lo + 1)::integer) = 1 AS alone
       FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled, l.since,

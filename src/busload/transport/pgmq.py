@@ -45,7 +45,9 @@ EXISTING = b"SELECT queue_name, is_unlogged FROM pgmq.meta WHERE queue_name = AN
 CREATE = b"SELECT pgmq.create(%(queue)s::text)"
 SEND = b"SELECT pgmq.send_batch(%(queue)s::text, %(messages)s::jsonb[])"
 READ = b"SELECT msg_id, message FROM pgmq.read(%(queue)s::text, %(seconds)s::integer, %(limit)s::integer)"
-SHOW_IN = b"SELECT pgmq.set_vt(%(queue)s::text, id, %(seconds)s::integer) FROM unnest(%(ids)s::bigint[]) AS id"
+SHOW_IN = (
+    b"SELECT pgmq.set_vt(%(queue)s::text, id, %(seconds)s::integer) FROM pg_catalog.unnest(%(ids)s::bigint[]) AS id"
+)
 DELETE = b"SELECT pgmq.delete(%(queue)s::text, %(id)s::bigint)"
 ARCHIVE = b"SELECT pgmq.archive(%(queue)s::text, %(id)s::bigint)"
 LENGTH = b"SELECT queue_length FROM pgmq.metrics(%(queue)s::text)"

@@ -140,7 +140,7 @@ class GroupRunner:
     async def _connections(self) -> AsyncConnectionPool[AsyncConnection]:
         async with self._opening:
             if self._pool is None:
-                pool = engine_pool(self._bus.dsn, self._each * max(1, self._buffers))
+                pool = engine_pool(self._bus.dsn, self._each * max(1, self._buffers), users_tables=True)
                 await pool.open()
                 self._pool = pool
         return self._pool

@@ -284,7 +284,9 @@ class _Running:
         more = bool(bus.handlers.limits) + bool(bus.transport)
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more)
         size = min(len(buffers), MOST_DISTRIBUTING)
-        self._distribution = engine_pool(bus.dsn, max(size, 1), lock_timeout=LOCK_TIMEOUT) if buffers else pool
+        self._distribution = pool
+        if buffers:
+            self._distribution = engine_pool(bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True)
         self._held = Held()
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)

@@ -11,7 +11,7 @@ from busload.errors import SchemaOutdated
 from busload.store.plan import Plan, Script, Statement
 
 # The transaction-level lock needs no session, so it also works behind a pooler; the key is "busload" in ASCII.
-LOCK = b"SELECT pg_advisory_xact_lock(27711006262190436)"
+LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(27711006262190436)"
 CREATE = b"""
 CREATE SCHEMA IF NOT EXISTS busload;
 CREATE TABLE IF NOT EXISTS busload.migration (
@@ -20,7 +20,7 @@ CREATE TABLE IF NOT EXISTS busload.migration (
     applied_at timestamptz NOT NULL DEFAULT now()
 );
 """
-EXISTS = b"SELECT to_regclass('busload.migration') IS NOT NULL"
+EXISTS = b"SELECT pg_catalog.to_regclass('busload.migration') IS NOT NULL"
 APPLIED = b"SELECT version, name, applied_at FROM busload.migration ORDER BY version"
 RECORD = b"INSERT INTO busload.migration (version, name) VALUES (%(version)s::integer, %(name)s::text)"
 
