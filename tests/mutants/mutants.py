@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "settle-does-not-lock-the-lease",
         "store/settle.sql",
-        "ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE",
-        "ANY (%(leases)b::uuid[]) ORDER BY lease_id",
+        "ANY (%(leases)b::uuid[]) ORDER BY l.lease_id FOR UPDATE OF l",
+        "ANY (%(leases)b::uuid[]) ORDER BY l.lease_id",
         SETTLE + "test_a_settlement_that_waited_for_a_rescue_moves_nothing",
         "A rescue and a settlement of the same lease would both go through.",
     ),

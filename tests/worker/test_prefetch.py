@@ -270,7 +270,7 @@ async def test_claims_stop_while_there_is_no_room_for_results_and_go_on_when_the
     await given.batch(commands=300)
     settings = replace(given.settings, flush_size=10, poll_every=timedelta(hours=1), sweep_every=timedelta(hours=1))
     with psycopg.connect(dsn) as brake:
-        brake.execute("SELECT FROM busload.batch FOR UPDATE")
+        brake.execute("LOCK TABLE busload.execution IN SHARE MODE")
         async with given.running(concurrency=10, settings=settings):
             await eventually(lambda: database.rows(LOCKED_OUT))
             await eventually(lambda: len(seen) == 50)

@@ -291,16 +291,21 @@ async def test_a_connection_that_is_lost_in_a_flush_costs_no_result(
 
 
 async def test_a_flush_past_its_deadline_is_repeated_and_counts_once(
-    given: Given, database: Database, dsn: str, settling: Settling
+    given: Given, database: Database, settling: Settling
 ) -> None:
     """F37: the server may still be at the first one when the second comes."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased, flush_deadline=timedelta(milliseconds=100))
-    with psycopg.connect(dsn) as brake:
-        brake.execute("SELECT FROM busload.batch FOR UPDATE")
-        await put(settlement, leased)
-        await eventually(lambda: settlement.stats.failures >= 2)
+    database.rows(
+        """CREATE FUNCTION brake() RETURNS trigger LANGUAGE plpgsql AS
+                'BEGIN PERFORM pg_sleep(0.5) FROM pg_class WHERE relname = $$slow$$; RETURN NULL; END';
+           CREATE TRIGGER brake AFTER INSERT ON busload.execution FOR EACH STATEMENT EXECUTE FUNCTION brake();
+           CREATE TABLE slow ()"""
+    )
+    await put(settlement, leased)
+    await eventually(lambda: settlement.stats.failures >= 2)
+    database.rows("DROP TABLE slow")
     await eventually(lambda: settlement.settled == 3)
     assert counts(await given.batch_now(batch_id)) == (3, 3, 0, 0, 0)
     assert database.count("execution") == 3

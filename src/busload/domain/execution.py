@@ -163,6 +163,8 @@ class Transition(msgspec.Struct, eq=False, gc=False):
     delay: float | None = None
     reason: str | None = None
     finished: float = 0.0
+    held_up: bool = False
+    """Whether it waits in a line of its own for a batch that others hold."""
 
     def __repr__(self) -> str:
         return f"the result {self.outcome} of execution {self.leased.execution_id}"

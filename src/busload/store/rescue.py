@@ -59,11 +59,17 @@ def release(leases: Sequence[UUID]) -> Plan[Returned]:
     return (yield from _return(leases, blame=False))
 
 
-def rescue() -> Plan[Returned]:
-    """Take back what dead workers held; needs a transaction."""
-    leases = yield from execute(SQL.bury)
+def rescue(*, free_only: bool = False, patience: int | None = None) -> Plan[Returned]:
+    """Take back what dead workers held; needs a transaction.
+
+    With `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold a batch for longer; with
+    `free_only`, what belongs to such a batch stays for the next time.
+    """
+    leases = yield from execute(SQL.bury, free_only=free_only)
     if not leases:
         return Returned()
+    if patience is not None:
+        yield from execute(SQL.be_patient, patience=patience)
     return (yield from _return([lease_id for (lease_id,) in leases], blame=True))
 
 

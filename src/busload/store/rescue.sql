@@ -23,6 +23,7 @@ UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint A
 -- name: bury
 -- Declare workers dead that were not seen for as long as their leases last, and hold the leases of every worker that is
 -- not alive: dead, stopped, or without a row. A heartbeat that arrives now waits for us and then finds itself refused.
+-- With `free_only`, leases of batches that somebody else holds right now are left for later.
 WITH dead AS (
     UPDATE busload.worker SET stopped_at = now(), lost = true
      WHERE worker IN (SELECT worker FROM busload.worker
@@ -30,9 +31,15 @@ WITH dead AS (
     RETURNING worker
 )
 SELECT lease_id FROM busload.lease AS l
- WHERE worker IN (SELECT worker FROM dead)
-    OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
+ WHERE (worker IN (SELECT worker FROM dead)
+        OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL))
+   AND (NOT %(free_only)s::boolean OR batch_id IS NULL
+        OR EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = l.batch_id FOR NO KEY UPDATE SKIP LOCKED))
  ORDER BY lease_id LIMIT 1000 FOR UPDATE SKIP LOCKED;
+
+-- name: be_patient
+-- From here on the transaction fails if it has to wait for a lock for longer than that, in milliseconds.
+SELECT set_config('lock_timeout', %(patience)s::integer::text, true);
 
 -- name: hold
 -- Wait for whoever settles commands of these leases right now: only the next statement sees what that recorded.

@@ -17,12 +17,15 @@ T = TypeVar("T")
 SQL = statements("settle")
 
 
-def settle(transitions: Sequence[Transition], *, now: float, again: bool = True) -> Plan[set[int]]:
+def settle(
+    transitions: Sequence[Transition], *, now: float, again: bool = True, patience: int | None = None
+) -> Plan[set[int]]:
     """Record attempts; return the ids of the commands this credited.
 
     `now` is the reading of the clock that `started` and `finished` were taken from: only differences are sent, so that
     the database's clock dates everything. With `again` off, a first time is hoped for, which is cheaper; if it was not
-    the first, the statement fails and is repeated with more care, so that is not for use within a transaction.
+    the first, the statement fails and is repeated with more care, so that is not for use within a transaction. With
+    `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold a lease or a batch for longer.
     """
     leased = [t.leased for t in transitions]
     ids = [one.id for one in leased]
@@ -39,10 +42,10 @@ def settle(transitions: Sequence[Transition], *, now: float, again: bool = True)
         "reasons": Texts.of(_unless_all_null([t.reason for t in transitions])),
     }
     try:
-        rows = yield from execute(SQL.settle, **columns, again=again)
+        rows = yield from execute(SQL.settle, **columns, again=again, patience=patience)
     except pg.UniqueViolation:
         # The same attempts were settled by a flush whose answer was lost, or that we had given up waiting for.
-        rows = yield from execute(SQL.settle, **columns, again=True)
+        rows = yield from execute(SQL.settle, **columns, again=True, patience=patience)
     if rows[0][0] == len(transitions):
         return set(ids)
     credited = yield from execute(
@@ -52,6 +55,17 @@ def settle(transitions: Sequence[Transition], *, now: float, again: bool = True)
         outcomes=columns["outcomes"],
     )
     return {id for (id,) in credited}
+
+
+def locked(transitions: Sequence[Transition]) -> Plan[frozenset[UUID]]:
+    """The leases and batches of these attempts that others hold right now."""
+    leases = {t.leased.lease for t in transitions}
+    [(held_leases, held_batches)] = yield from execute(
+        SQL.locked,
+        leases=[lease.lease_id for lease in leases],
+        batches=list({lease.batch_id for lease in leases if lease.batch_id is not None}),
+    )
+    return frozenset(held_leases) | frozenset(held_batches)
 
 
 def _unless_all_null(values: list[T]) -> list[T]:

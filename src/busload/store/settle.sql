@@ -3,11 +3,14 @@
 -- skipped, not overwritten: its new holder will settle them. What may have been sent before (`again`) is looked up first
 -- and skipped if it is recorded, so a repetition is harmless; the lock on the lease keeps others out meanwhile. The
 -- trigger on execution counts what was recorded. An attempt that would be tried again ends as canceled if its batch was.
--- A lease is closed with its last command. OFFSET 0 keeps a plan that was made while tables were empty from reading all of
+-- A lease is closed with its last command. If somebody else holds a row that it needs for longer than `patience`, in
+-- milliseconds, it fails and has changed nothing. OFFSET 0 keeps a plan that was made while tables were empty from reading all of
 -- them later.
 WITH held AS MATERIALIZED (
-    SELECT lease_id, domain, batch_id, priority, attempt, forgiven, replies, worker, open
-      FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE
+    SELECT l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.open
+      FROM (SELECT CASE WHEN %(patience)s::integer IS NOT NULL
+                        THEN set_config('lock_timeout', %(patience)s::integer::text, true) END) AS patience
+     CROSS JOIN busload.lease AS l WHERE l.lease_id = ANY (%(leases)b::uuid[]) ORDER BY l.lease_id FOR UPDATE OF l
 ), outcome AS MATERIALIZED (
     SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker, o.delay, o.reason,
            CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
@@ -63,3 +66,13 @@ SELECT e.command
   FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[], %(outcomes)b::text[]) AS mine (id, lease_id, outcome)
   JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id
    AND (e.outcome = coalesce(mine.outcome, 'COMPLETED') OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED');
+
+-- name: locked
+-- Which of these leases and batches others hold right now; asked when a settlement had to wait for too long.
+WITH free_lease AS MATERIALIZED (
+    SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE SKIP LOCKED
+), free_batch AS MATERIALIZED (
+    SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[]) ORDER BY batch_id FOR NO KEY UPDATE SKIP LOCKED
+)
+SELECT ARRAY(SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) EXCEPT SELECT lease_id FROM free_lease),
+       ARRAY(SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[]) EXCEPT SELECT batch_id FROM free_batch);

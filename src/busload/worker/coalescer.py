@@ -230,9 +230,7 @@ class Coalescer(Generic[T]):
                 await attempt()
                 return None
             except (Exception, asyncio.CancelledError) as error:
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # it is us who are cancelled, not something that the flush had started
+                refuse_cancelled()
                 self.stats.failures += 1
                 if (halve and isinstance(error, REFUSALS)) or (isinstance(error, TimeoutError) and count > 1):
                     log.debug("Flush of %d items failed and is halved: %r", count, error)
@@ -241,3 +239,13 @@ class Coalescer(Generic[T]):
                 pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
                 log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", count, pause, error)
                 await asyncio.sleep(pause)
+
+
+def refuse_cancelled() -> None:
+    """Go no further if it is us who are cancelled, and not something that a flush had started.
+
+    A statement that was cancelled while it failed by itself reports its failure instead.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from uuid import UUID
 
+from psycopg.errors import LockNotAvailable
 from psycopg_pool import AsyncConnectionPool
 
 from busload.store import rescue
@@ -16,6 +17,9 @@ from busload.worker.held import Held
 
 log = logging.getLogger("busload")
 
+PATIENCE = 1000
+"""Milliseconds that a rescue waits for a batch that others hold, before it takes back what belongs to others."""
+
 
 class Sweep:
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection], every: timedelta, worker: Callable[[], int]) -> None:
@@ -23,8 +27,7 @@ class Sweep:
 
     async def once(self) -> float:
         async with self._pool.connection() as conn:
-            async with conn.transaction():
-                returned = await perform_async(conn, rescue.rescue())
+            returned = await self._rescue(conn)
             async with conn.transaction():
                 canceled = await perform_async(conn, rescue.cancel_stragglers())
             await perform_async(conn, rescue.start_batches(worker=self._worker()))
@@ -37,6 +40,16 @@ class Sweep:
         if canceled:
             log.info("Canceled %d commands that came back to a canceled batch", canceled)
         return self._every.total_seconds()
+
+    @staticmethod
+    async def _rescue(conn: AsyncConnection) -> rescue.Returned:
+        """What belongs to a batch that somebody holds must not keep all else from being taken back."""
+        try:
+            async with conn.transaction():
+                return await perform_async(conn, rescue.rescue(patience=PATIENCE))
+        except LockNotAvailable:
+            async with conn.transaction():
+                return await perform_async(conn, rescue.rescue(free_only=True))
 
 
 class DesertedLeases:

@@ -51,8 +51,9 @@ from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 
-ENGINE_CONNECTIONS = 4
-"""One each for claiming, settling, promoting and sweeping; one more where limits are asked, and one for a relay."""
+ENGINE_CONNECTIONS = 5
+"""One each for claiming, settling, promoting and sweeping, and one for results whose batch others hold; one more where
+limits are asked, and one for a relay."""
 
 MOST_DISTRIBUTING = 8
 """Connections of their own, at most, for distributing: so that locked tables hold up neither others nor the engine."""
@@ -232,7 +233,7 @@ class _Running:
                 continue  # nothing will join what was gathered for a bulk handler
             if pause == 0:
                 await asyncio.sleep(0)
-            elif self._executor.in_hand or self._settlement.stats.waiting:
+            elif self._executor.in_hand or self._settlement.waiting:
                 await self._wait_for_a_move()
             elif self._moved.is_set():
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
