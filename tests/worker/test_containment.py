@@ -87,7 +87,7 @@ async def test_a_handler_that_ends_its_transaction_itself_does_not_complete(bus:
     await given.drained()
     found = await given.command_now(command_id)
     assert found.status == "IN_TROUBLESHOOTING_QUEUE"
-    assert "ended ctx.transaction() itself" in (found.last_error_message or "")
+    assert "commit() on the connection of ctx.transaction()" in (found.last_error_message or "")
 
 
 async def test_an_id_twice_in_a_list_is_not_said_to_exist(bus: CommandBus, database: Database) -> None:

@@ -27,6 +27,7 @@ from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Transition
 from busload.errors import Superseded
 from busload.store import rescue, settle
 from busload.store.connection import pool
+from busload.store.guard import GuardedConnection
 from busload.worker.context import SyncHandlerTransaction
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
@@ -244,7 +245,7 @@ async def test_a_thread_whose_time_was_over_before_it_could_commit_is_superseded
     """Its attempt is recorded as failed and will be tried again: then its writes must not stay."""
     await given.sent()
     [one] = given.claimed()
-    connections = pool(dsn, 1)
+    connections = pool(dsn, 1, connection_class=GuardedConnection)
     connections.open()
     try:
         transaction = SyncHandlerTransaction(connections)

@@ -56,9 +56,17 @@ async def connect_async(dsn: str) -> AsyncConnection:
         raise _no_dsn() from None
 
 
-def pool(dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0) -> ConnectionPool[Connection]:
+def pool(
+    dsn: str,
+    max_size: int,
+    *,
+    min_size: int = 1,
+    timeout: float = 30.0,
+    connection_class: type[Connection] = psycopg.Connection,
+) -> ConnectionPool[Any]:
     return ConnectionPool(
         dsn,
+        connection_class=connection_class,
         min_size=min_size,
         max_size=max_size,
         open=False,
@@ -71,10 +79,16 @@ def pool(dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0) -
 
 
 def async_pool(
-    dsn: str, max_size: int, *, min_size: int = 1, timeout: float = 30.0
-) -> AsyncConnectionPool[AsyncConnection]:
+    dsn: str,
+    max_size: int,
+    *,
+    min_size: int = 1,
+    timeout: float = 30.0,
+    connection_class: type[AsyncConnection] = psycopg.AsyncConnection,
+) -> AsyncConnectionPool[Any]:
     return AsyncConnectionPool(
         dsn,
+        connection_class=connection_class,
         min_size=min_size,
         max_size=max_size,
         open=False,

@@ -31,7 +31,7 @@ from busload.domain.payload import PayloadLimits, Undecodable
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Gathering, Handler, Handlers
 from busload.store import settle
-from busload.store.connection import AsyncConnection
+from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan
 from busload.worker.calls import Call, Calls, command_of, failure, find_bad, isolates
 from busload.worker.context import ChunkContext, SyncChunkContext
@@ -272,7 +272,7 @@ class ChunkRunner:
         self,
         bus: CommandBus,
         calls: Calls,
-        transactions: AsyncConnectionPool[AsyncConnection],
+        transactions: AsyncConnectionPool[GuardedAsyncConnection],
         threads: Threads,
         limiter: Limiter,
         settlement: Settlement,

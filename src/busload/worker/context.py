@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import UUID
 
-from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from busload.domain.command import BatchCommand, SendResult
@@ -18,6 +17,7 @@ from busload.domain.execution import Leased, Transition
 from busload.domain.ids import new_id
 from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
+from busload.store.guard import GuardedAsyncConnection, GuardedConnection
 from busload.store.plan import Plan, perform, perform_async
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class _Acts:
     """What an async handler can do besides its work."""
 
     _bus: CommandBus
-    _transactions: AsyncConnectionPool[AsyncConnection]
+    _transactions: AsyncConnectionPool[GuardedAsyncConnection]
     _transaction: HandlerTransaction | None = None
 
     def transaction(self) -> HandlerTransaction:
@@ -136,7 +136,9 @@ class _Acts:
 class HandlerContext(_Context, _Acts):
     """What an async handler is given besides its command."""
 
-    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]) -> None:
+    def __init__(
+        self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[GuardedAsyncConnection]
+    ) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
@@ -147,22 +149,22 @@ class ChunkContext(_ChunkFacts, _Acts):
     """
 
     def __init__(
-        self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncConnectionPool[AsyncConnection]
+        self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncConnectionPool[GuardedAsyncConnection]
     ) -> None:
         super().__init__(leased)
         self._bus, self._transactions = bus, transactions
 
 
 class HandlerTransaction:
-    """A transaction that ends with the handler.
+    """A transaction that ends with the handler, and by nobody else.
 
     What was sent in it is written last, after the settlement: a batch's row is then locked after the lease, as every
     settlement does it, and for no longer than the commit takes.
     """
 
-    def __init__(self, pool: AsyncConnectionPool[AsyncConnection]) -> None:
+    def __init__(self, pool: AsyncConnectionPool[GuardedAsyncConnection]) -> None:
         self._pool = pool
-        self.conn: AsyncConnection | None = None
+        self.conn: GuardedAsyncConnection | None = None
         self.sends: list[Plan[SendResult]] = []
         self.promised: dict[str, dict[str, UUID]] = {}
         """By domain, the task keys that are held for what will be sent."""
@@ -171,7 +173,7 @@ class HandlerTransaction:
     async def __aenter__(self) -> AsyncConnection:
         self.conn = await self._pool.getconn()
         try:
-            await self.conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+            await self.conn.begin_guarded()
         except BaseException:
             await self._leave()
             raise
@@ -188,14 +190,12 @@ class HandlerTransaction:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
             return None
-        if self.conn.info.transaction_status == TransactionStatus.IDLE:
-            raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
             if not (settled := await perform_async(self.conn, settle)):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
             for send in self.sends:
                 await perform_async(self.conn, send)
-            await self.conn.execute("COMMIT")
+            await self.conn.commit_guarded()
             return settled
         finally:
             await self.rollback()
@@ -203,6 +203,7 @@ class HandlerTransaction:
     async def rollback(self) -> None:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
+            self.conn.guarded = False
             if not self.conn.closed:
                 await self.conn.rollback()
             await self._leave()
@@ -217,7 +218,7 @@ class _SyncActs:
     """What a handler that runs in a thread can do besides its work."""
 
     _bus: SyncCommandBus
-    _transactions: ConnectionPool[Connection]
+    _transactions: ConnectionPool[GuardedConnection]
     _transaction: SyncHandlerTransaction | None = None
 
     def transaction(self) -> SyncHandlerTransaction:
@@ -272,14 +273,16 @@ class _SyncActs:
 class SyncHandlerContext(_Context, _SyncActs):
     """What a handler written with `def` is given besides its command; it runs in a thread."""
 
-    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
+    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[GuardedConnection]) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
 class SyncChunkContext(_ChunkFacts, _SyncActs):
     """What a bulk handler written with `def` is given besides its chunk; see `ChunkContext`."""
 
-    def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: ConnectionPool[Connection]) -> None:
+    def __init__(
+        self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: ConnectionPool[GuardedConnection]
+    ) -> None:
         super().__init__(leased)
         self._bus, self._transactions = bus, transactions
 
@@ -287,9 +290,9 @@ class SyncChunkContext(_ChunkFacts, _SyncActs):
 class SyncHandlerTransaction:
     """A transaction that ends with the handler; see `HandlerTransaction`."""
 
-    def __init__(self, pool: ConnectionPool[Connection]) -> None:
+    def __init__(self, pool: ConnectionPool[GuardedConnection]) -> None:
         self._pool = pool
-        self.conn: Connection | None = None
+        self.conn: GuardedConnection | None = None
         self.sends: list[Plan[SendResult]] = []
         self.promised: dict[str, dict[str, UUID]] = {}
         """By domain, the task keys that are held for what will be sent."""
@@ -297,7 +300,7 @@ class SyncHandlerTransaction:
     def __enter__(self) -> Connection:
         self.conn = self._pool.getconn()
         try:
-            self.conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+            self.conn.begin_guarded()
         except BaseException:
             self._leave()
             raise
@@ -314,14 +317,12 @@ class SyncHandlerTransaction:
         """Settle in this transaction and commit it; `Superseded` if the command is not ours any more."""
         if self.conn is None:
             return None
-        if self.conn.info.transaction_status == TransactionStatus.IDLE:
-            raise InvalidOperationError("The handler ended ctx.transaction() itself; it ends with the handler.")
         try:
             if not (settled := perform(self.conn, settle)):
                 raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
             for send in self.sends:
                 perform(self.conn, send)
-            self.conn.execute("COMMIT")
+            self.conn.commit_guarded()
             return settled
         finally:
             self.rollback()
@@ -329,6 +330,7 @@ class SyncHandlerTransaction:
     def rollback(self) -> None:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
+            self.conn.guarded = False
             if not self.conn.closed:
                 self.conn.rollback()
             self._leave()

@@ -37,7 +37,7 @@ from busload.domain.retry import RetryPolicy
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
-from busload.store.connection import AsyncConnection
+from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan
 from busload.worker.calls import Calls, command_of, failure
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
@@ -90,7 +90,7 @@ class Executor:
     def __init__(
         self,
         bus: CommandBus,
-        transactions: AsyncConnectionPool[AsyncConnection],
+        transactions: AsyncConnectionPool[GuardedAsyncConnection],
         threads: Threads,
         held: Held,
         settlement: Settlement,

@@ -45,6 +45,7 @@ from busload.store import group as groups
 from busload.store import relation
 from busload.store.connection import AsyncConnection, engine_pool, is_away
 from busload.store.group import Ended, Ending, Place, Row
+from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan, perform_async
 from busload.store.relation import Relation
 from busload.worker.calls import FINAL_WORDS, Call, Calls, find_bad, isolates
@@ -81,7 +82,7 @@ class GroupRunner:
         self,
         bus: CommandBus,
         calls: Calls,
-        transactions: AsyncConnectionPool[AsyncConnection],
+        transactions: AsyncConnectionPool[GuardedAsyncConnection],
         threads: Threads,
         limiter: Limiter,
         settlement: Settlement,

@@ -15,7 +15,7 @@ from psycopg_pool import ConnectionPool
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.store import connection
-from busload.store.connection import Connection
+from busload.store.guard import GuardedConnection
 
 log = logging.getLogger("busload")
 
@@ -27,17 +27,19 @@ class Threads:
     def __init__(self, bus: CommandBus, concurrency: int, patience: float) -> None:
         self._async_bus, self._concurrency, self._patience = bus, concurrency, patience
         self._bus: SyncCommandBus | None = None
-        self._transactions: ConnectionPool[Connection] | None = None
+        self._transactions: ConnectionPool[GuardedConnection] | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._running: set[asyncio.Future[Any]] = set()
 
-    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, ConnectionPool[Connection]], C]) -> C:
+    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, ConnectionPool[GuardedConnection]], C]) -> C:
         """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
             self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open()
-            self._transactions = connection.pool(dsn, settings.pool_size, min_size=0, timeout=self._patience)
+            self._transactions = connection.pool(
+                dsn, settings.pool_size, min_size=0, timeout=self._patience, connection_class=GuardedConnection
+            )
             self._transactions.open()
         return kind(leased, self._bus, self._transactions)
 

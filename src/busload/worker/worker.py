@@ -29,6 +29,7 @@ from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
 from busload.store.connection import AsyncConnection, async_pool, engine_pool
+from busload.store.guard import GuardedAsyncConnection
 from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.store.plan import Plan, perform_async
 from busload.store.rescue import Renewal
@@ -292,7 +293,9 @@ class _Running:
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
-        self._transactions = async_pool(bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE)
+        self._transactions = async_pool(
+            bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE, connection_class=GuardedAsyncConnection
+        )
         self._limiter = Limiter(pool, self._held, settings.deadline)
         self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
         self._executor = Executor(
