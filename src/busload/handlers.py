@@ -12,6 +12,7 @@ from busload.domain.cause import RESOLVE
 from busload.domain.command import InputLimits, check_name, refuse
 from busload.domain.job import PLAN, STAGE, check_stage
 from busload.domain.rate import RateLimit, is_async
+from busload.domain.result import refuse_result_type
 from busload.domain.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
 from busload.job import advance, planner
@@ -155,6 +156,8 @@ class Handlers:
         def add(function: Function) -> Function:
             if not callable(function):
                 raise ValueError(f"A handler must be a function, found {function!r:.80}.")
+            if buffer is None:  # whose handlers answer by their verdicts
+                refuse_result_type(function)
             existing = self._handlers.get((domain, command_type))
             if existing is not None:
                 raise HandlerAlreadyRegisteredError(domain, command_type, _name(existing.function))

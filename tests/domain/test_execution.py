@@ -40,7 +40,8 @@ def decided(outcome: Outcome, **state: Any) -> tuple[str, str | None, float | No
     [
         (Succeeded(), {}, ("COMPLETED", None, None)),
         (Succeeded({"a": 1}), {}, ("COMPLETED", None, None)),
-        (Succeeded(object()), {}, ("TROUBLESHOOTING", "RESULT_INVALID", None)),
+        (Succeeded("a\0"), {}, ("TROUBLESHOOTING", "RESULT_INVALID", None)),
+        (Succeeded(object()), {}, ("COMPLETED", "result_not_kept", None)),
         (Failed(TransientCommandError()), {}, ("FAILED_ATTEMPT", None, 10.0)),
         (Failed(ValueError()), {"attempt": 2}, ("FAILED_ATTEMPT", None, 60.0)),
         (Failed(ValueError()), {"attempt": 3}, ("TROUBLESHOOTING", "EXHAUSTED", None)),

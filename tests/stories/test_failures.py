@@ -22,7 +22,7 @@ from busload import (
     RetryPolicy,
     SyncHandlerContext,
 )
-from tests.given import DOMAIN, Database, Given
+from tests.given import DOMAIN, Database, Given, raising
 
 LINE = "    return command.data[\"b\"]\nKeyError: 'b'\n"
 
@@ -32,7 +32,7 @@ async def stumble(command: Command, ctx: HandlerContext) -> Any:
 
 
 def failures(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if " failed" in record.getMessage()]
+    return [record for record in caplog.records if " failed" in record.getMessage() or " more like this" in record.msg]
 
 
 async def test_every_failed_attempt_keeps_its_traceback(given: Given, bus: CommandBus) -> None:
@@ -190,6 +190,7 @@ async def test_a_failure_is_logged_once_with_what_happens_next(
             retry_in,
         )
         assert bool(record.exc_info) == (level > logging.INFO)
+        assert ("in fail\n" in caplog.text) == (level > logging.INFO)
 
 
 async def test_failures_of_one_cause_are_logged_as_one_and_a_number(
@@ -226,6 +227,16 @@ async def test_what_somebody_else_does_with_the_log_changes_nothing_for_a_comman
         logging.getLogger("busload").removeFilter(broken)
     failed = await given.command_now(command_id)
     assert (failed.status, failed.last_error_type) == ("SCHEDULED", "KeyError")
+
+
+async def test_a_message_that_no_stream_can_write_is_logged_all_the_same(
+    given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    given.handler("Debit", raising(ValueError("a\0b\ud800c" + "x" * 1_000_000)))
+    await given.sent()
+    await given.drained()
+    assert len(caplog.text.encode()) < 20_000
+    assert "ValueError: a\ufffdb\ufffdcxxx" in caplog.text
 
 
 # -- exception groups ------------------------------------------------------------------------------------------------

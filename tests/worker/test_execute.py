@@ -239,8 +239,8 @@ async def test_a_thread_that_outlives_the_worker_changes_nothing(
 
 @pytest.mark.parametrize(
     "result",
-    ["nul \0", "\ud800", float("nan"), {1: 2}, object(), {"x": {1, 2}}, 10**5000, "x" * 2**21],
-    ids=["NUL", "surrogate", "NaN", "keys", "object", "set", "digits", "size"],
+    ["nul \0", "\ud800", float("nan"), 10**5000, "x" * 2**21],
+    ids=["NUL", "surrogate", "NaN", "digits", "size"],
 )
 @pytest.mark.parametrize("kind", ["async", "def"])
 async def test_a_result_that_cannot_be_stored_is_parked_alone_and_not_run_again(

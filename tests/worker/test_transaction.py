@@ -131,14 +131,23 @@ async def test_a_business_no_writes_nothing(bus: CommandBus, given: Given, effec
 
 
 @BOTH
-async def test_a_result_that_cannot_be_stored_writes_nothing(
-    bus: CommandBus, given: Given, effects: Database, kind: str
+@pytest.mark.parametrize("result", [object(), "a\0b"], ids=["no JSON", "NUL"])
+async def test_what_was_written_stays_though_the_result_cannot_be_kept(
+    bus: CommandBus, given: Given, effects: Database, kind: str, result: object
 ) -> None:
-    register(bus, kind, after=lambda command, ctx: object())
-    await given.sent()
-    await given.drained()
-    assert effects.value("SELECT count(*) FROM effect") == 0
-    assert effects.value("SELECT reason FROM busload.troubleshooting") == "RESULT_INVALID"
+    """The work is done, and whoever decides about the command may rely on that."""
+    register(bus, kind, after=lambda command, ctx: result)
+    command_id = await given.sent()
+    assert await given.drained() == 1
+    given.make_due()
+    assert await given.drained() == 0
+    assert effects.value("SELECT count(*) FROM effect") == 1
+    command = await given.command_now(command_id)
+    if isinstance(result, str):
+        assert effects.value("SELECT reason FROM busload.troubleshooting") == "RESULT_INVALID"
+    else:
+        assert (command.status, list(command.result)) == ("COMPLETED", ["result_not_kept"])
+    effects.check_invariants()
 
 
 @BOTH

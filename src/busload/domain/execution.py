@@ -13,6 +13,7 @@ import msgspec
 
 from busload.domain import ids
 from busload.domain.payload import PayloadLimits, PayloadRefused, decode, encode, safe_str, storable
+from busload.domain.result import ResultNotKept, encode_result
 from busload.domain.retry import RetryPolicy
 from busload.domain.traceback_text import traceback_text
 from busload.errors import BusinessRuleError, PermanentCommandError, RateLimited, TransientCommandError
@@ -22,6 +23,12 @@ FAILED = "FAILED"
 CANCELED = "CANCELED"
 TROUBLESHOOTING = "TROUBLESHOOTING"
 FAILED_ATTEMPT = "FAILED_ATTEMPT"
+
+RESULT_INVALID = "RESULT_INVALID"
+"""Why a command waits for a person whose handler has returned JSON that cannot be stored."""
+
+RESULT_NOT_KEPT = "result_not_kept"
+"""The only key of the note that a command has for a result where the handler's own has no JSON form."""
 
 
 class ExecutionStatus(StrEnum):
@@ -171,14 +178,22 @@ class Transition(msgspec.Struct, eq=False, gc=False):
 
 
 def complete(leased: Leased, result: Any, limits: PayloadLimits) -> Transition:
-    """Where a command goes once its handler has returned."""
+    """Where a command goes once its handler has returned: its work is done, whatever becomes of its result.
+
+    That a result has no JSON form is a flaw of the handler, which all its commands share: they are completed, with a
+    note for a result. One that is JSON and cannot be stored, by its size or a character, is a matter of this command's
+    data: a person is told. If what was returned shows that the handler has not run, that is a permanent failure.
+    """
     if result is None:
         return Transition(leased, COMPLETED)
     try:
-        return Transition(leased, COMPLETED, encode(result, limits, path="/result"))
+        return Transition(leased, COMPLETED, encode_result(result, limits))
+    except ResultNotKept as flaw:
+        return Transition(leased, COMPLETED, encode({RESULT_NOT_KEPT: str(flaw)}), reason=RESULT_NOT_KEPT)
     except PayloadRefused as refused:
-        # The handler has done its work: trying again would do it twice, so a person decides.
-        return Transition(leased, TROUBLESHOOTING, describe(refused), reason="RESULT_INVALID")
+        return Transition(leased, TROUBLESHOOTING, encode(summarise(refused), _ROOMY), reason=RESULT_INVALID)
+    except PermanentCommandError as not_run:
+        return Transition(leased, TROUBLESHOOTING, encode(summarise(not_run), _ROOMY), reason="PERMANENT")
 
 
 def decide(

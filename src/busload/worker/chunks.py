@@ -16,7 +16,6 @@ from psycopg_pool import AsyncConnectionPool
 from busload.bus import CommandBus
 from busload.domain.bulk import Chunk, Item, Judgement
 from busload.domain.execution import (
-    COMPLETED,
     Failed,
     Leased,
     Stopped,
@@ -307,8 +306,9 @@ class _Run:
         """Until when items wait that the receiver has refused."""
         self._cut_short: Postponed | None = None
         """The search for bad ones was: by a pause, or as the worker stops."""
-        self._unstorable: dict[UUID, Transition] = {}
-        self._described: dict[int, tuple[BaseException, str]] = {}
+        self._errors: dict[UUID, BaseException | None] = {}
+        """What commands have failed by, for the log."""
+        self._described: dict[int, str] = {}
         """What was said about an error, by its identity: one may be that of every command of the chunk."""
         self._began(self._leased.values())
 
@@ -392,12 +392,11 @@ class _Run:
             return Call(Judgement([], [(item, error) for item in items], {}, answered=True))
         if call.refusal is not None:
             self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
-        if self._unstorable:
-            call = await self._park_unstorable(call)
         if call.ended is not None:
             for transition in call.ended.transitions:
                 self._leased.pop(transition.leased.command_id, None)
                 self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+            self._log(call.ended.transitions)
         else:
             await self._put(self._completed(call.judgement, call.value))
         return call
@@ -411,12 +410,6 @@ class _Run:
     def _end(self, judgement: Judgement, value: Any) -> Plan[Settled]:
         """Settle what the handler's transaction ends, in that transaction: all of it, or nothing is committed."""
         transitions = self._completed(judgement, value)
-        self._unstorable = {one.leased.command_id: one for one in transitions if one.outcome != COMPLETED}
-        if self._unstorable:
-            raise TransientCommandError(
-                "The result of another command of this chunk cannot be stored, so nothing was committed.",
-                code="ROLLED_BACK",
-            )
         failed = [self._failed(item, error) for item, error in judgement.failed if not self._waits(item, error)]
         now = time.monotonic()
         ended = transitions + failed
@@ -426,13 +419,6 @@ class _Run:
         if len(credited) < len(ended):
             raise Superseded("Another worker has some of these commands now; what the handler wrote was rolled back.")
         return Settled(ended)
-
-    async def _park_unstorable(self, call: Call) -> Call:
-        """Those whose results undid the handler's transaction wait for a person; the others are tried again."""
-        parked, self._unstorable = self._unstorable, {}
-        await self._put(list(parked.values()))
-        failed = [(item, error) for item, error in call.judgement.failed if item.id not in parked]
-        return Call(Judgement([], failed, {}, answered=True))
 
     def _completed(self, judgement: Judgement, value: Any) -> list[Transition]:
         if not judgement.done:
@@ -452,12 +438,10 @@ class _Run:
         return self._ended(one, failure(one, error))
 
     def _ended(self, one: Leased, outcome: Failure) -> Transition:
-        error = outcome.error
+        error = self._errors[one.command_id] = outcome.error  # kept alive, so that no other gets its identity
         if error is not None and id(error) not in self._described:
-            self._described[id(error)] = error, describe(error)  # with the error, so that no other gets its identity
-        transition = _ended(one, outcome, self._handler, None if error is None else self._described[id(error)][1])
-        self._runner._failures.tell(transition, error)
-        return transition
+            self._described[id(error)] = describe(error)
+        return _ended(one, outcome, self._handler, None if error is None else self._described[id(error)])
 
     async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
         failed = [(item, error) for item, error in failed if item.id in self._leased]  # else a transaction has done it
@@ -495,6 +479,14 @@ class _Run:
             transition.finished = now
             self._leased.pop(transition.leased.command_id, None)
         await self._settlement.put_many(transitions)
+        self._log(transitions)
+
+    def _log(self, transitions: Iterable[Transition]) -> None:
+        for transition in transitions:
+            if transition.leased.command_id in self._errors:
+                self._runner._failures.tell(transition, self._errors[transition.leased.command_id])
+            elif transition.reason is not None:
+                self._runner._failures.tell_result(transition)
 
 
 def _key(one: Leased, gathering: Gathering) -> Key:

@@ -21,7 +21,8 @@ from busload.domain.buffer import EXHAUSTED
 from busload.domain.bulk import Group
 from busload.domain.command import Command
 from busload.domain.execution import (
-    COMPLETED,
+    RESULT_INVALID,
+    RESULT_NOT_KEPT,
     Failed,
     Leased,
     Outcome,
@@ -331,6 +332,8 @@ class Executor:
         if context._transaction is not None:
             return partial(self._end, leased, handler, context, Ended(result))
         transition = complete(leased, result, self._limits)
+        if transition.reason is not None:
+            return partial(self._keep, transition)
         transition.finished = time.monotonic()
         return None if self._settlement.offer(transition) else partial(self._settlement.put, transition)
 
@@ -402,9 +405,9 @@ class Executor:
         transaction, error = context._transaction, ended.error
         transition = None if error is not None else complete(leased, ended.result, self._limits)
         try:
-            if transaction is not None and transaction.conn is not None and _completes(transition):
+            if transaction is not None and transaction.conn is not None and _is_done(transition):
                 await transaction.commit(self._settle_now(transition))
-                self._settlement.settled_elsewhere(leased)
+                await self._keep(transition, settled=True)
                 return
         except Superseded as superseded:
             _say_superseded(leased, superseded)
@@ -416,8 +419,17 @@ class Executor:
                 await transaction.rollback()
         if error is not None:
             await self._fail(leased, handler, error, entered)
-        elif transition is not None:  # also a result that cannot be stored: then nothing that was written is
+        elif transition is not None:
+            await self._keep(transition)
+
+    async def _keep(self, transition: Transition, *, settled: bool = False) -> None:
+        """A handler has returned; `settled` says that its own transaction has recorded that."""
+        if settled:
+            self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+        else:
             await self._put(transition)
+        if transition.reason is not None:
+            self._failures.tell_result(transition)
 
     async def _fail(self, leased: Leased, handler: Handler, error: BaseException, entered: Entered | None) -> None:
         if self._stopping and isinstance(error, asyncio.CancelledError):
@@ -433,8 +445,8 @@ class Executor:
     ) -> None:
         context = self._threads.context(leased, SyncHandlerContext)
 
-        def call() -> Transition | Ended | None:
-            """The result, the handler's error, or None if the handler's own transaction has settled it."""
+        def call() -> tuple[Transition, bool] | Ended:
+            """The handler's error; or the result, and whether the handler's own transaction has settled it."""
             try:
                 if entered is not None:
                     entered.refuse_late()
@@ -443,12 +455,12 @@ class Executor:
                 except BaseException as error:
                     return Ended(error=error)
                 transition, transaction = complete(leased, result, self._limits), context._transaction
-                if transaction is None or transaction.conn is None or not _completes(transition):
-                    return transition
+                if transaction is None or transaction.conn is None or not _is_done(transition):
+                    return transition, False
                 if context._timed_out:
                     raise Superseded("The handler outlived its time; what it wrote was rolled back.")
                 transaction.commit(self._settle_now(transition))
-                return None
+                return transition, True
             finally:
                 if context._transaction is not None:
                     context._transaction.rollback()
@@ -459,7 +471,7 @@ class Executor:
             await self._outlived(leased, handler, context, running)
             return
         try:
-            ended: Transition | Ended | None = running.result()
+            ended: tuple[Transition, bool] | Ended = running.result()
         except Postponed as postponed:
             await self._postpone([leased], postponed)
             return
@@ -468,10 +480,9 @@ class Executor:
             return
         except BaseException as error:  # of the commit
             ended = Ended(error=error)
-        if ended is None:
-            self._settlement.settled_elsewhere(leased)
-        elif isinstance(ended, Transition):
-            await self._put(ended)
+        if isinstance(ended, tuple):
+            transition, settled = ended
+            await self._keep(transition, settled=settled)
         elif ended.error is not None:
             await self._fail(leased, handler, ended.error, entered)
 
@@ -539,8 +550,9 @@ async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _completes(transition: Transition | None) -> TypeGuard[Transition]:
-    return transition is not None and transition.outcome == COMPLETED
+def _is_done(transition: Transition | None) -> TypeGuard[Transition]:
+    """Whether a handler has done its work, so that what it wrote stays, whatever becomes of its result."""
+    return transition is not None and transition.reason in (None, RESULT_NOT_KEPT, RESULT_INVALID)
 
 
 def _commands(held: Leased | Gathered) -> Iterator[Leased]:

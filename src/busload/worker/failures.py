@@ -8,8 +8,18 @@ import re
 import time
 from typing import TypeAlias
 
-from busload.domain.execution import FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition, deciding, summarise
-from busload.domain.payload import safe_str
+from busload.domain.execution import (
+    COMPLETED,
+    FAILED_ATTEMPT,
+    RESULT_NOT_KEPT,
+    TROUBLESHOOTING,
+    Leased,
+    Transition,
+    deciding,
+    summarise,
+)
+from busload.domain.payload import decode, safe_str
+from busload.domain.traceback_text import traceback_text
 
 log = logging.getLogger("busload")
 
@@ -44,45 +54,58 @@ class FailureLog:
         level: int | None = None,
     ) -> None:
         """An attempt has failed by this error; `then` says what happens next if its outcome does not."""
+        level = LEVELS.get(transition.outcome, logging.INFO) if level is None else level
         try:
-            self._tell(
-                transition,
-                error,
-                then or next_step(transition),
-                LEVELS.get(transition.outcome, logging.INFO) if level is None else level,
-            )
+            if log.isEnabledFor(level):
+                cause = _cause(transition, error)
+                if not self._is_counted(cause):
+                    what = "" if error is None else _headline(error)
+                    self._tell(level, transition, cause, f"failed: {then or next_step(transition)}", what, error)
         except Exception:  # of somebody's filter or handler: what becomes of the command must not depend on it
             log.debug("A failure could not be logged", exc_info=True)
+
+    def tell_result(self, transition: Transition) -> None:
+        """What a handler has returned could not be kept."""
+        try:
+            told = decode(transition.details or "{}")
+            what = " " + str(told.get(RESULT_NOT_KEPT) or told.get("message"))
+            then = "completed without a result" if transition.outcome == COMPLETED else next_step(transition)
+            cause = (*_who(transition), _DIFFERS.sub("?", what))
+            if not self._is_counted(cause):
+                self._tell(logging.ERROR, transition, cause, f"returned what cannot be kept: {then}", what, None)
+        except Exception:  # as above
+            log.debug("A result that cannot be kept could not be logged", exc_info=True)
 
     def close(self) -> None:
         """Sum up what was counted."""
         for cause in list(self._told):
             self._forget(cause)
 
-    def _tell(self, transition: Transition, error: BaseException | None, then: str, level: int) -> None:
-        if not log.isEnabledFor(level):
-            return
-        leased = transition.leased
-        cause = _cause(transition, error)
+    def _is_counted(self, cause: Cause) -> bool:
+        """Whether one like this was logged a moment ago, so that this one is only counted."""
         told = self._told.get(cause)
-        if told is not None:
-            told.more += 1
-            return
+        if told is None:
+            return False
+        told.more += 1
+        return True
+
+    def _tell(
+        self, level: int, transition: Transition, cause: Cause, said: str, what: str, error: BaseException | None
+    ) -> None:
         while len(self._told) >= MOST_CAUSES:
             self._forget(next(iter(self._told)))
-        what = "" if error is None else _headline(error)
-        self._told[cause] = _Told(level, leased, what)
+        self._told[cause] = _Told(level, transition.leased, what)
         asyncio.get_running_loop().call_later(WINDOW, self._forget, cause)
-        log.log(
-            level,
-            "%s failed: %s.%s",
-            name(leased),
-            then,
-            what,
-            # An answer that the business gives needs no traceback; the execution has it all the same.
-            exc_info=error if level > logging.INFO else None,
-            extra=fields(transition),
+        words = (name(transition.leased), said, what)
+        file, line, function, _ = log.findCaller()
+        record = log.makeRecord(
+            log.name, level, file, line, "%s %s.%s", words, None, function, extra=fields(transition)
         )
+        # An answer that the business gives needs no traceback; the execution has it all the same.
+        if error is not None and level > logging.INFO:
+            record.exc_info = (type(error), error, error.__traceback__)
+            record.exc_text = traceback_text(error).rstrip("\n")  # bounded, and without what no stream can write
+        log.handle(record)
 
     def _forget(self, cause: Cause) -> None:
         told = self._told.pop(cause, None)
@@ -90,7 +113,7 @@ class FailureLog:
             return
         log.log(
             told.level,
-            "... and %d more like this within %.0f s: %s in %s failed.%s",
+            "... and %d more like this within %.0f s: %s in %s.%s",
             told.more,
             time.monotonic() - told.since,
             told.command_type,
@@ -153,16 +176,17 @@ def _headline(error: BaseException) -> str:
 
 
 def _cause(transition: Transition, error: BaseException | None) -> Cause:
-    """What failures have in common: who failed, how, what comes next, and the message without what differs in it."""
-    leased = transition.leased
+    """What failures have in common: who failed, what comes next, and the error without what differs in its message."""
     told = None if error is None else deciding(error)
     code = getattr(told, "code", None)
     return (
-        leased.lease.domain,
-        leased.command_type,
-        transition.outcome,
-        transition.reason or "",
+        *_who(transition),
         type(told).__qualname__,
         code if isinstance(code, str) else "",
         "" if told is None else _DIFFERS.sub("?", safe_str(told, 300)),
     )
+
+
+def _who(transition: Transition) -> Cause:
+    leased = transition.leased
+    return leased.lease.domain, leased.command_type, transition.outcome, transition.reason or ""

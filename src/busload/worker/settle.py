@@ -15,7 +15,7 @@ from uuid import UUID
 from psycopg.errors import LockNotAvailable
 from psycopg_pool import AsyncConnectionPool
 
-from busload.domain.execution import COMPLETED, TROUBLESHOOTING, Lease, Leased, Transition, describe
+from busload.domain.execution import COMPLETED, RESULT_INVALID, TROUBLESHOOTING, Lease, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
 from busload.store.connection import AsyncConnection
@@ -249,7 +249,7 @@ class Settlement:
     async def _park(self, flush: Flush, transition: Transition, error: Exception) -> None:
         """A result that cannot be stored becomes an error that can: the command waits for a person."""
         log.error("The result of execution %s cannot be stored: %s", transition.leased.execution_id, error)
-        refused = Transition(transition.leased, TROUBLESHOOTING, describe(error), reason="RESULT_INVALID")
+        refused = Transition(transition.leased, TROUBLESHOOTING, describe(error), reason=RESULT_INVALID)
         refused.finished = transition.finished
         await flush([refused])
 
