@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -18,7 +17,6 @@ from typing import Any, Self, TypeVar
 from uuid import UUID
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from busload.announcer import Announcer
 from busload.announcing import recover
@@ -62,6 +60,7 @@ from busload.store.connection import AsyncConnection, Connection
 from busload.store.embedded import EmbeddedPostgres
 from busload.store.listen import BATCH
 from busload.store.plan import Plan, perform, perform_async
+from busload.store.pool import AsyncPool, Pool, async_pool, pool
 from busload.store.schema import migrate
 from busload.store.schema.migrate import Migration
 from busload.store.send import NO_BROKER, Via
@@ -220,15 +219,14 @@ class CommandBus(_Face):
         super().__init__(dsn, transport=transport, dispatch=dispatch, settings=settings)
         self.troubleshooting = Troubleshooting(self)
         self.outbox = Outbox(self)
-        self._pool: AsyncConnectionPool[AsyncConnection] | None = None
-        self._checking = asyncio.Lock()
+        self._pool: AsyncPool | None = None
         self._sending: Sending | None = None
         self._completions: AsyncCompletions | None = None
         self._announces: Announcer | None = None
 
     @property
-    def pool(self) -> AsyncConnectionPool[AsyncConnection]:
-        """The psycopg pool of an open bus. Its connections are in autocommit mode."""
+    def pool(self) -> AsyncPool:
+        """The connections of an open bus: `bus.pool.connection()`. They are psycopg's, in autocommit mode."""
         if self._pool is None:
             raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
         self._refuse_after_fork()
@@ -237,9 +235,13 @@ class CommandBus(_Face):
     async def open(self) -> Self:
         if self._pool is None:
             await asyncio.to_thread(self._find_database)
-            self._pool = connection.async_pool(self.dsn, self.settings.pool_size)
-            await self._pool.open(wait=False)
-            self._checking = asyncio.Lock()  # of this event loop
+            settings = self.settings
+            self._pool = async_pool(
+                self.dsn,
+                settings.pool_size,
+                timeout=settings.pool_timeout.total_seconds(),
+                response_timeout=settings.response_timeout.total_seconds(),
+            )
             self._sending = Sending(self._write, self._via)
             self._completions = AsyncCompletions(
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
@@ -629,9 +631,10 @@ class CommandBus(_Face):
 
     async def _perform_alone(self, plan: Plan[T]) -> T:
         """In a transaction of its own. One that may be repeated: if its end is unknown, it does not matter."""
-        await self._check_schema()
-        async with self.pool.connection() as conn, conn.transaction():
-            return await perform_async(conn, plan)
+        async with self.pool.connection() as conn:
+            await self._check_schema(conn)
+            async with conn.transaction():
+                return await perform_async(conn, plan)
 
     def _announcer(self) -> Announcer:
         """What announces for this bus and the worker that runs on it; the transport is closed with the bus."""
@@ -759,15 +762,16 @@ class CommandBus(_Face):
         return await self._read(report.existing_batches(batch_ids)) if batch_ids else []
 
     async def _read(self, plan: Plan[T]) -> T:
-        await self._check_schema()
         async with self.pool.connection() as conn:
+            await self._check_schema(conn)
             return await perform_async(conn, plan)
 
     async def _look(self, plan: Plan[T]) -> T:
         """Read by several statements, in a transaction of their own."""
-        await self._check_schema()
-        async with self.pool.connection() as conn, conn.transaction():
-            return await perform_async(conn, plan)
+        async with self.pool.connection() as conn:
+            await self._check_schema(conn)
+            async with conn.transaction():
+                return await perform_async(conn, plan)
 
     async def _send(
         self,
@@ -787,21 +791,23 @@ class CommandBus(_Face):
         return SendResult(checked.command_id, created=True)
 
     async def _write(self, write: Write[T], conn: AsyncConnection | Connection | None = None) -> T:
-        await self._check_schema()
         if conn is not None:
             connection.refuse_unusable(conn, psycopg.AsyncConnection, psycopg.Connection)
             if isinstance(conn, psycopg.Connection):
                 if connection.about_to_begin(conn):
                     conn.execute("SELECT")
                 with conn.transaction():
+                    await self._check_schema(conn)
                     return perform(conn, write.plan)
             if connection.about_to_begin(conn):
                 await conn.execute("SELECT")
             async with conn.transaction():
+                await self._check_schema(conn)
                 return await perform_async(conn, write.plan)
         pool = self.pool
         own = await pool.getconn()
         try:
+            await self._check_schema(own)
             return await self._commit(own, write)
         finally:
             await pool.putconn(own)
@@ -823,16 +829,16 @@ class CommandBus(_Face):
                 ) from error
             raise
 
-    async def _check_schema(self) -> None:
+    async def _check_schema(self, conn: AsyncConnection | Connection) -> None:
+        """On the connection of the call that needs it: to wait for another one might be to wait for oneself."""
         if self._schema_checked:
             return
-        async with self._checking:
-            if not self._schema_checked:
-                # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
-                async with await connection.connect_async(self.dsn) as conn:
-                    connection.refuse_server(conn)
-                    await perform_async(conn, migrate.check())
-                self._schema_checked = True
+        connection.refuse_server(conn)
+        if isinstance(conn, psycopg.Connection):
+            perform(conn, migrate.check())
+        else:
+            await perform_async(conn, migrate.check())
+        self._schema_checked = True
 
 
 class SyncCommandBus(_Face):
@@ -849,13 +855,12 @@ class SyncCommandBus(_Face):
         super().__init__(dsn, transport=transport, dispatch=dispatch, settings=settings)
         self.troubleshooting = SyncTroubleshooting(self)
         self.outbox = SyncOutbox(self)
-        self._pool: ConnectionPool[Connection] | None = None
-        self._checking = threading.Lock()
+        self._pool: Pool | None = None
         self._completions: Completions | None = None
 
     @property
-    def pool(self) -> ConnectionPool[Connection]:
-        """The psycopg pool of an open bus. Its connections are in autocommit mode."""
+    def pool(self) -> Pool:
+        """The connections of an open bus: `bus.pool.connection()`. They are psycopg's, in autocommit mode."""
         if self._pool is None:
             raise InvalidOperationError("The bus is not open. Use it in `with`, or call its open() first.")
         self._refuse_after_fork()
@@ -864,8 +869,13 @@ class SyncCommandBus(_Face):
     def open(self) -> Self:
         if self._pool is None:
             self._find_database()
-            self._pool = connection.pool(self.dsn, self.settings.pool_size)
-            self._pool.open(wait=False)
+            settings = self.settings
+            self._pool = pool(
+                self.dsn,
+                settings.pool_size,
+                timeout=settings.pool_timeout.total_seconds(),
+                response_timeout=settings.response_timeout.total_seconds(),
+            )
             self._completions = Completions(self.dsn, self._existing_batches, self.settings.poll_every.total_seconds())
         return self
 
@@ -1155,10 +1165,8 @@ class SyncCommandBus(_Face):
     def _prune(self, older_than: timedelta, *, archive: bool, dry_run: bool) -> Iterator[Pruned]:
         """Yield how much it has removed so far."""
         pruning = self._requests.prune(older_than, archive=archive, dry_run=dry_run)
-        self._check_schema()
         for plan in pruning.plans():
-            with self.pool.connection() as conn, conn.transaction():
-                perform(conn, plan)
+            self._perform_alone(plan)
             yield pruning.pruned
 
     def recover(self, *, ring_again_after: timedelta = timedelta(minutes=5)) -> Recovered:
@@ -1289,33 +1297,36 @@ class SyncCommandBus(_Face):
         return self._read(report.existing_batches(batch_ids)) if batch_ids else []
 
     def _read(self, plan: Plan[T]) -> T:
-        self._check_schema()
         with self.pool.connection() as conn:
+            self._check_schema(conn)
             return perform(conn, plan)
 
     def _perform_alone(self, plan: Plan[T]) -> T:
         """In a transaction of its own. One that may be repeated: if its end is unknown, it does not matter."""
-        self._check_schema()
-        with self.pool.connection() as conn, conn.transaction():
-            return perform(conn, plan)
+        with self.pool.connection() as conn:
+            self._check_schema(conn)
+            with conn.transaction():
+                return perform(conn, plan)
 
     def _look(self, plan: Plan[T]) -> T:
         """Read by several statements, in a transaction of their own."""
-        self._check_schema()
-        with self.pool.connection() as conn, conn.transaction():
-            return perform(conn, plan)
+        with self.pool.connection() as conn:
+            self._check_schema(conn)
+            with conn.transaction():
+                return perform(conn, plan)
 
     def _write(self, write: Write[T], conn: Connection | None = None) -> T:
-        self._check_schema()
         if conn is not None:
             connection.refuse_unusable(conn, psycopg.Connection)
             if connection.about_to_begin(conn):
                 conn.execute("SELECT")
             with conn.transaction():
+                self._check_schema(conn)
                 return perform(conn, write.plan)
         pool = self.pool
         own = pool.getconn()
         try:
+            self._check_schema(own)
             return self._commit(own, write)
         finally:
             pool.putconn(own)
@@ -1337,16 +1348,12 @@ class SyncCommandBus(_Face):
                 ) from error
             raise
 
-    def _check_schema(self) -> None:
-        if self._schema_checked:
-            return
-        with self._checking:
-            if not self._schema_checked:
-                # On a connection of its own: a pool would go on trying, and say only that it did not succeed.
-                with connection.connect(self.dsn) as conn:
-                    connection.refuse_server(conn)
-                    perform(conn, migrate.check())
-                self._schema_checked = True
+    def _check_schema(self, conn: Connection) -> None:
+        """On the connection of the call that needs it: to wait for another one might be to wait for oneself."""
+        if not self._schema_checked:
+            connection.refuse_server(conn)
+            perform(conn, migrate.check())
+            self._schema_checked = True
 
 
 def _strategy(named: str | None, transport: Transport | None) -> Strategy | None:

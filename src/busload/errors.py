@@ -12,6 +12,7 @@ BusloadError
 │   └── HandlerAlreadyRegisteredError
 ├── SchemaOutdated                          the database is older than this release
 ├── OutcomeUnknown                          the connection broke while COMMIT was under way
+├── DatabaseUnavailable (also psycopg.OperationalError)  PostgreSQL cannot be reached now, or does not answer
 ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
 ├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
 ├── TransportError                          about the broker
@@ -35,6 +36,8 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
+
+import psycopg
 
 if TYPE_CHECKING:
     from busload.domain.dispatch import DispatchReport
@@ -186,6 +189,10 @@ class OutcomeUnknown(BusloadError):
             todo = "Look whether it does, or repeat the call: at worst it is there twice."
         super().__init__(f"The connection broke while {what} was being committed, so it may or may not exist. {todo}")
         self.batch_id, self.command_ids, self.job_id = batch_id, tuple(command_ids), job_id
+
+
+class DatabaseUnavailable(BusloadError, psycopg.OperationalError):
+    """PostgreSQL cannot be reached now, does not answer, or no connection came free in time. Calling again may work."""
 
 
 class DatabaseUnusable(BusloadError):

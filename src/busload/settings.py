@@ -42,6 +42,7 @@ class WorkerSettings:
     poll_every: timedelta = timedelta(seconds=1)
     sweep_every: timedelta = timedelta(seconds=5)
     grace: timedelta = timedelta(seconds=30)
+    wait_for_database: timedelta | None = timedelta(minutes=5)
     flush_size: int = 1000
     flush_every: timedelta = timedelta(milliseconds=100)
     flush_deadline: timedelta | None = None
@@ -82,6 +83,8 @@ class Settings:
     pg_bin: Path | None = field(default_factory=lambda: _path_from_environment("BUSLOAD_PG_BIN"))
     limits: InputLimits = InputLimits()
     pool_size: int = 10
+    pool_timeout: timedelta = timedelta(seconds=30)
+    response_timeout: timedelta = timedelta(seconds=10)
     poll_every: timedelta = timedelta(seconds=1)
     transport_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None

@@ -31,7 +31,7 @@ from busload.domain.execution import Execution, Failed, Succeeded
 from busload.errors import Superseded
 from busload.requests import Write
 from busload.store import rescue, track
-from busload.store.connection import AsyncConnection, Connection, connect
+from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
 from busload.store.plan import perform
 from busload.worker.renew import beat
 
@@ -354,7 +354,7 @@ class Presence:
         """The number to claim under; the first caller registers, the others wait for that."""
         with self._lock:
             if self.worker is None:
-                with connect(dsn) as conn:
+                with connect(dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                     self._register(conn)
                 self._dsn = dsn
             if self._thread is None:
@@ -403,7 +403,7 @@ class Presence:
         if not (leaving := list(self.workers)):
             return
         try:
-            with connect(self._dsn) as conn, conn.transaction():
+            with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn, conn.transaction():
                 left = perform(conn, track.leave(leaving, hand_back=hand_back))
         except psycopg.OperationalError as error:  # then its leases lapse by themselves
             log.warning("The tracker could not say that it has stopped: %s", error)

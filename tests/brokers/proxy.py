@@ -1,4 +1,4 @@
-"""Stands between a client and its broker: it can hold back or swallow the broker's answers, and cut connections."""
+"""Stands between a client and its server: it can hold back or swallow what is said, and cut connections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
+
+from psycopg.conninfo import conninfo_to_dict
 
 
 class Proxy:
@@ -20,6 +22,9 @@ class Proxy:
         self._answering = asyncio.Event()
         self._answering.set()
         self._connections: set[_Connection] = set()
+        self.accepted = 0
+        """How many connections there were."""
+        self._swallows_new = False
 
     @property
     def url(self) -> str:
@@ -35,6 +40,16 @@ class Proxy:
         """Nothing more that the broker says reaches those who are connected now; what they say reaches it."""
         for connection in self._connections:
             connection.swallows = True
+
+    def swallow_all(self, *, new: bool = False) -> None:
+        """Nothing reaches anybody on the connections of now, as behind a firewall that forgot them; with `new` ever."""
+        self._swallows_new = new
+        for connection in self._connections:
+            connection.swallows = connection.swallows_questions = True
+
+    def heal(self) -> None:
+        """New connections work again; those that were swallowed stay as they are."""
+        self._swallows_new = False
 
     async def cut(self) -> None:
         """Every connection; what was held back is lost."""
@@ -54,18 +69,38 @@ class Proxy:
         await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        broker_reader, broker_writer = await asyncio.open_connection(*self._broker)
+        broker_reader, broker_writer = await self._open()
         connection = _Connection(self._answering)
+        connection.swallows = connection.swallows_questions = self._swallows_new
         self._connections.add(connection)
+        self.accepted += 1
         await connection.serve((reader, broker_writer), (broker_reader, writer))
         self._connections.discard(connection)
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self._broker)
+
+
+class PostgresProxy(Proxy):
+    """Before a PostgreSQL that is reached by a socket in a folder."""
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__("tcp://127.0.0.1:0")
+        self._parts = conninfo_to_dict(dsn)
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://{self._parts['user']}@127.0.0.1:{self.port}/{self._parts['dbname']}"
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(f"{self._parts['host']}/.s.PGSQL.{self._parts['port']}")
 
 
 class _Connection:
     def __init__(self, answering: asyncio.Event) -> None:
         self._answering = answering
         self._pumps: list[asyncio.Task[None]] = []
-        self.swallows = False
+        self.swallows = self.swallows_questions = False
 
     async def serve(
         self,
@@ -94,6 +129,6 @@ class _Connection:
             while data := await source.read(65536):
                 if answers:
                     await self._answering.wait()
-                if not (answers and self.swallows):
+                if not (self.swallows if answers else self.swallows_questions):
                     sink.write(data)
                     await sink.drain()

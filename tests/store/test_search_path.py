@@ -10,7 +10,8 @@ import psycopg
 import pytest
 
 from busload import WorkerSettings
-from busload.store.connection import ABOUT, engine_pool
+from busload.store.connection import ABOUT
+from busload.store.pool import engine_pool
 from busload.testing import TestServer
 from tests.life import live
 from tests.store.test_statements import OWNED, as_prepared

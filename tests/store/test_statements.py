@@ -18,8 +18,8 @@ from psycopg._queries import MAX_CACHED_STATEMENT_LENGTH
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.store import claim, rescue, settle
 from busload.store.arrays import Packed, Texts
-from busload.store.connection import engine_pool
 from busload.store.plan import Plan, Statement, perform, perform_async
+from busload.store.pool import engine_pool
 from busload.store.relation import OWN
 from busload.store.schema import migrate
 from busload.store.statements import statements

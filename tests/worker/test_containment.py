@@ -31,7 +31,8 @@ from busload import (
 )
 from busload.domain.ids import new_id
 from busload.domain.payload import Undecodable
-from busload.store import claim, connection, rescue
+from busload.store import claim, rescue
+from busload.store.pool import async_pool, engine_pool
 from busload.worker.contain import hands_on
 from busload.worker.held import Held
 from busload.worker.limit import Postponed
@@ -100,7 +101,7 @@ async def test_an_id_twice_in_a_list_is_not_said_to_exist(bus: CommandBus, datab
 def test_a_bus_that_was_opened_before_a_fork_is_refused_in_the_child(dsn: str) -> None:
     """Two processes on one connection would read each other's answers."""
     bus = CommandBus(dsn)
-    bus._pool = connection.async_pool(dsn, 1)
+    bus._pool = async_pool(dsn, 1)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - runs in the child
@@ -117,8 +118,7 @@ def test_a_bus_that_was_opened_before_a_fork_is_refused_in_the_child(dsn: str) -
 
 async def test_the_statements_that_look_for_a_pooler_are_not_prepared(dsn: str) -> None:
     """PgBouncer before 1.21: what one client prepares stays on a server connection that another client gets."""
-    pool = connection.engine_pool(dsn, 1)
-    await pool.open()
+    pool = engine_pool(dsn, 1)
     async with pool.connection() as conn:
         cursor = psycopg.AsyncClientCursor(conn)
         await cursor.execute("SELECT count(*) FROM pg_prepared_statements")

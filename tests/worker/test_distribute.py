@@ -23,7 +23,7 @@ from busload import (
     SyncCommandBus,
     Worker,
 )
-from busload.store.connection import engine_pool
+from busload.store.pool import engine_pool
 from busload.store.relation import all_ddl
 from busload.worker import distribute, worker
 from busload.worker.distribute import Distributor, Tallies
@@ -381,7 +381,6 @@ async def test_counters_are_written_by_rounds_and_at_the_end(bus: CommandBus, gi
 @pytest.fixture
 async def distributor(bus: CommandBus, dsn: str) -> Any:
     pool = engine_pool(dsn, 2)
-    await pool.open()
 
     def make(events: Buffer, tallies: Tallies | None = None) -> Distributor:
         pauses = Pauses(pool, [events.name], timedelta(seconds=1), lambda: None)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext
 from busload.domain.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
-from busload.store.connection import engine_pool
+from busload.store.pool import engine_pool
 from busload.worker.held import Held
 from busload.worker.settle import Settlement, fold
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
@@ -89,7 +89,6 @@ async def settling(given: Given, dsn: str) -> AsyncIterator[Settling]:
 
         async def settling(leased: Sequence[Leased], **settings: Any) -> Settlement:
             pool = engine_pool(dsn, 2)
-            await pool.open()
             stack.push_async_callback(pool.close)
             held = Held()
             leases = list({one.lease.lease_id: one.lease for one in leased}.values())

@@ -26,8 +26,8 @@ from busload import (
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Transition
 from busload.errors import Superseded
 from busload.store import rescue, settle
-from busload.store.connection import pool
 from busload.store.guard import GuardedConnection
+from busload.store.pool import pool
 from busload.worker.context import SyncHandlerTransaction
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
@@ -255,7 +255,6 @@ async def test_a_thread_whose_time_was_over_before_it_could_commit_is_superseded
     await given.sent()
     [one] = given.claimed()
     connections = pool(dsn, 1, connection_class=GuardedConnection)
-    connections.open()
     try:
         transaction = SyncHandlerTransaction(connections)
         with transaction as conn:

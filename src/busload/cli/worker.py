@@ -23,10 +23,11 @@ from click.core import ParameterSource
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.cli import DSN
-from busload.cli.database import reach, transport_option
+from busload.cli.database import transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
 from busload.settings import WorkerSettings
+from busload.store import connection
 from busload.worker import Worker
 from busload.worker.worker import SIGNALS, stop_hearing
 
@@ -68,6 +69,14 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
     show_default=True,
     metavar="SECONDS",
     help="How long running commands may go on once the worker is told to stop.",
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 86_400),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait, at the start, for a database that cannot be reached.",
 )
 @click.option(
     "--lease",
@@ -120,6 +129,7 @@ def worker(
     concurrency: int,
     processes: int,
     grace: float,
+    wait: float,
     lease: float,
     prefetch: timedelta,
     settle: Literal["coalesced", "immediate"],
@@ -147,12 +157,13 @@ def worker(
     served = _domains(domains, bus, application)
     if archive and keep_for is None:
         raise click.UsageError("--archive needs --keep-for, which says how old what is moved must be, e.g. 30d.")
-    if math.isnan(lease) or math.isnan(grace):
-        raise click.UsageError("--lease and --grace take a number of seconds, found nan.")
+    if any(map(math.isnan, (lease, grace, wait))):
+        raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
     settings = WorkerSettings(
         concurrency=concurrency,
         lease_for=timedelta(seconds=lease),
         grace=timedelta(seconds=grace),
+        wait_for_database=timedelta(seconds=wait),
         prefetch=prefetch,
         settle=settle,
         keep_for=keep_for,
@@ -162,15 +173,13 @@ def worker(
         serving = Worker(bus, domains=served, settings=settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if bus._dsn is not None:
-        reach(bus._dsn)
     # Before anything is claimed: a port in use must not be found out by a worker that runs already.
     listening = _listen(metrics_at, processes)
     if processes == 1:
         _serve(serving, listening)
         return
     options = ["--domains", ",".join(served), "--concurrency", concurrency, "--grace", grace, "--lease", lease]
-    options += ["--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
+    options += ["--wait", wait, "--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
     options += [] if keep_for is None else ["--keep-for", f"{keep_for.total_seconds():.0f}s"]
     options += ["--archive"] if archive else []
     options += ["--log-level", log_level, *(["--log-json"] if log_json else [])]
@@ -181,7 +190,8 @@ def worker(
 
     with SyncCommandBus(bus._dsn, settings=bus.settings) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
-        probe._check_schema()
+        with connection.connect_within(probe.dsn, wait) as conn:
+            probe._check_schema(conn)
         longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
         code = asyncio.run(Processes(processes, arguments, longest).run())
     raise click.exceptions.Exit(code)

@@ -1,8 +1,28 @@
-"""How often a command is tried, and how long it waits in between."""
+"""How often a command is tried and how long it waits in between, and the pauses of all else that tries again."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+
+LONGEST_PAUSE = 2.0
+"""Seconds between two tries, at most: whatever was away is used again within that time of its return."""
+
+
+class Backoff:
+    """The pauses between tries of something that is away: each twice the one before, up to two seconds, with jitter."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def pause(self) -> float:
+        """How many seconds to wait after one more failure."""
+        self.tries += 1
+        return min(LONGEST_PAUSE, 0.05 * 2.0 ** min(self.tries, 10)) * random.uniform(0.5, 1)  # noqa: S311
+
+    def reset(self) -> None:
+        """It worked."""
+        self.tries = 0
 
 
 @dataclass(frozen=True, slots=True)

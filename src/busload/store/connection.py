@@ -1,126 +1,232 @@
-"""Connections as busload wants them: checked when they are new, cheap to check when they are used again."""
+"""Connections as busload wants them: checked when they are new, and never waited for without an end."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import select
-from functools import partial
-from typing import Any, TypeAlias
+import re
+import time
+from collections.abc import Generator
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
+from psycopg import waiting
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import PipelineStatus, TransactionStatus
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from psycopg.pq.abc import PGconn
 
-from busload.errors import DatabaseUnusable, InvalidOperationError
+from busload.domain.retry import Backoff
+from busload.errors import DatabaseUnavailable, DatabaseUnusable, InvalidOperationError
 
 log = logging.getLogger("busload")
 
 Connection: TypeAlias = psycopg.Connection[Any]
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
+T = TypeVar("T")
 
 OLDEST_SERVER = 150000
+
+RESPONSE_TIMEOUT = 10.0
+"""Seconds without a byte of an answer after which a connection is doubted."""
+
+CHECK_WITHIN = 2.0
+"""Seconds to connect, and again to answer, for the server that is asked whether it works on a statement."""
+
+CANCEL_WITHIN = 1.0
+"""Seconds in which the server must take a request to cancel, and again to obey it; else the connection is given up."""
 
 ABOUT = """SELECT pg_backend_pid(), pg_catalog.current_setting('synchronous_commit'),
                   pg_catalog.current_setting('default_transaction_isolation')"""
 ISOLATE = "SET default_transaction_isolation = 'read committed'"
 """Who waits for a row must then see it as it is: a snapshot from before would be a reason to fail."""
 
+SERVED = """SELECT EXISTS (
+    SELECT FROM pg_catalog.pg_stat_activity
+     WHERE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' AND pid <> pg_backend_pid()
+       AND CASE WHEN %(pooled)s::boolean
+                THEN usename = current_user AND datname = current_database()
+                     AND application_name = current_setting('application_name')
+                     AND query_start < clock_timestamp() - interval '1 s'
+                ELSE pid = %(pid)s::integer END)"""
+"""Whether a backend works on its statement, rather than waiting for the client that waits for it. Behind a pooler it is
+not known which one is ours: any long statement of ours may be it."""
+
 PLAN_ONCE = "SET plan_cache_mode = force_generic_plan; SET jit = off; SET enable_seqscan = off"
 LOOK_NOWHERE = "SET search_path = pg_catalog, pg_temp"
 """For connections that never run a word of a user's: nothing is looked for in a schema where strangers may create."""
+LOOK_NOWHERE_NOW = LOOK_NOWHERE.replace("SET", "SET LOCAL")
+"""For the transaction alone: behind a pooler the connection is somebody else's next."""
 
 # A peer that vanished without a word is noticed within 15 seconds instead of the kernel's many minutes.
 PARAMETERS: dict[str, Any] = {
     "application_name": "busload",
-    "connect_timeout": 10,
+    "connect_timeout": 5,
     "tcp_user_timeout": 15_000,
     "keepalives_idle": 5,
     "keepalives_interval": 5,
     "keepalives_count": 2,
 }
+_QUESTION: dict[str, Any] = {"autocommit": True, "prepare_threshold": None, "connect_timeout": int(CHECK_WITHIN)}
 
 
-def connect(dsn: str) -> Connection:
-    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
-    try:
-        return psycopg.connect(dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
-    except psycopg.ProgrammingError:
-        raise _no_dsn() from None
+class OwnConnection(psycopg.Connection[Any]):
+    """One whose statements come to an end even if the network swallows their answer, and nothing breaks.
 
-
-async def connect_async(dsn: str) -> AsyncConnection:
-    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
-    try:
-        return await psycopg.AsyncConnection.connect(dsn, autocommit=True, prepare_threshold=None, **PARAMETERS)
-    except psycopg.ProgrammingError:
-        raise _no_dsn() from None
-
-
-def pool(
-    dsn: str,
-    max_size: int,
-    *,
-    min_size: int = 1,
-    timeout: float = 30.0,
-    connection_class: type[Connection] = psycopg.Connection,
-) -> ConnectionPool[Any]:
-    return ConnectionPool(
-        dsn,
-        connection_class=connection_class,
-        min_size=min_size,
-        max_size=max_size,
-        open=False,
-        kwargs=PARAMETERS | {"autocommit": True},
-        timeout=timeout,
-        configure=_configure,
-        check=_check,
-        name="busload",
-    )
-
-
-def async_pool(
-    dsn: str,
-    max_size: int,
-    *,
-    min_size: int = 1,
-    timeout: float = 30.0,
-    connection_class: type[AsyncConnection] = psycopg.AsyncConnection,
-) -> AsyncConnectionPool[Any]:
-    return AsyncConnectionPool(
-        dsn,
-        connection_class=connection_class,
-        min_size=min_size,
-        max_size=max_size,
-        open=False,
-        kwargs=PARAMETERS | {"autocommit": True},
-        timeout=timeout,
-        configure=_configure_async,
-        check=_check_async,
-        name="busload",
-    )
-
-
-def engine_pool(
-    dsn: str, max_size: int, *, lock_timeout: str | None = None, users_tables: bool = False
-) -> AsyncConnectionPool[AsyncConnection]:
-    """The pool of a worker's own statements, so that handlers cannot starve them of connections.
-
-    They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
-    claim takes as long as running it, and compiling one a hundred times as long. A plan made while tables were small
-    must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
-    Those that touch `users_tables` find them, and their triggers what they need, by the search_path of the role.
+    A statement may take its time, as long as the server works on it. If no byte has come for `response_timeout`
+    seconds, the server is asked on another connection whether it does; if not, this one is closed.
     """
-    return AsyncConnectionPool(
-        dsn,
-        min_size=1,
-        max_size=max_size,
-        open=False,
-        kwargs=PARAMETERS | {"autocommit": True, "prepare_threshold": 0},
-        configure=partial(_configure_engine, lock_timeout=lock_timeout, users_tables=users_tables),
-        check=_check_async,
-        max_lifetime=300,
-        name="busload-engine",
-    )
+
+    response_timeout: float | None = None
+    asks = True
+    pooled = False
+    given_up = False
+    conninfo = ""
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
+        if self.response_timeout is None:
+            return super().wait(gen, *args, **kwargs)
+        while True:
+            try:
+                return super().wait(_watch(gen, self.pgconn, self.response_timeout), *args, **kwargs)
+            except _Silence:
+                if not (self.asks and self._is_served()):
+                    raise _give_up(self) from None
+
+    def _is_served(self) -> bool:
+        try:
+            with OwnConnection.connect(self.conninfo, **_QUESTION) as other:
+                other.response_timeout, other.asks = CHECK_WITHIN, False
+                with other.transaction():
+                    other.execute(LOOK_NOWHERE_NOW)
+                    row = other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled}).fetchone()
+                return row is not None and bool(row[0])
+        except psycopg.Error as error:
+            return is_full(error)
+
+
+class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
+    """The same for connections that are awaited. Cancelling a statement ends its wait within seconds as well."""
+
+    response_timeout: float | None = None
+    asks = True
+    pooled = False
+    given_up = False
+    conninfo = ""
+
+    async def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
+        while True:
+            watched = gen if self.response_timeout is None else _watch(gen, self.pgconn, self.response_timeout)
+            try:
+                return await waiting.wait_async(watched, self.pgconn.socket, interval=interval, timeout=timeout)
+            except asyncio.CancelledError:
+                await self._cancel(gen)
+                raise
+            except _Silence:
+                if not (self.asks and await self._is_served()):
+                    raise _give_up(self) from None
+
+    async def _cancel(self, gen: Generator[Any, Any, T]) -> None:
+        """Have the server end the statement, so that the connection can be used again. It is lost if that fails."""
+        try:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                await self.cancel_safe(timeout=CANCEL_WITHIN)
+                await waiting.wait_async(gen, self.pgconn.socket, interval=0.1, timeout=CANCEL_WITHIN)
+        except psycopg.Error as error:  # most likely that it was cancelled; its caller hears of that in any case
+            log.debug("A statement was cancelled: %s", error)
+        finally:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                _give_up(self)
+
+    async def _is_served(self) -> bool:
+        try:
+            async with await OwnAsyncConnection.connect(self.conninfo, **_QUESTION) as other:
+                other.response_timeout, other.asks = CHECK_WITHIN, False
+                async with other.transaction():
+                    await other.execute(LOOK_NOWHERE_NOW)
+                    cursor = await other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
+                    row = await cursor.fetchone()
+                return row is not None and bool(row[0])
+        except psycopg.Error as error:
+            return is_full(error)
+
+
+class _Silence(Exception):
+    """No byte has come for too long."""
+
+
+def _watch(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> Generator[Any, Any, T]:
+    """What psycopg waits for, and an end to waiting for a statement's answer; `gen` can then be waited for again."""
+    ready: Any = None
+    since = time.monotonic()
+    try:
+        while True:
+            ready = yield gen.send(ready)
+            if ready:
+                since = time.monotonic()
+            elif time.monotonic() - since > seconds and pgconn.transaction_status == TransactionStatus.ACTIVE:
+                raise _Silence
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def connect(dsn: str, *, response_timeout: float | None = None) -> OwnConnection:
+    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
+    conninfo = complete(dsn)
+    conn = OwnConnection.connect(conninfo, autocommit=True, prepare_threshold=None)
+    conn.conninfo, conn.response_timeout = conninfo, response_timeout
+    return conn
+
+
+async def connect_async(dsn: str, *, response_timeout: float | None = None) -> OwnAsyncConnection:
+    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
+    conninfo = complete(dsn)
+    conn = await OwnAsyncConnection.connect(conninfo, autocommit=True, prepare_threshold=None)
+    conn.conninfo, conn.response_timeout = conninfo, response_timeout
+    return conn
+
+
+def connect_within(dsn: str, seconds: float | None) -> OwnConnection:
+    """A connection as soon as the server lets us in: it is waited for so many seconds, or for ever if None.
+
+    What waiting does not change is raised at once: a wrong password, a database that does not exist.
+    """
+    waiting = _Waiting(seconds)
+    while True:
+        try:
+            return connect(dsn, response_timeout=RESPONSE_TIMEOUT)
+        except psycopg.OperationalError as error:
+            time.sleep(waiting.pause(error))
+
+
+async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConnection:
+    """The same, awaited."""
+    waiting = _Waiting(seconds)
+    while True:
+        try:
+            return await connect_async(dsn, response_timeout=RESPONSE_TIMEOUT)
+        except psycopg.OperationalError as error:
+            await asyncio.sleep(waiting.pause(error))
+
+
+class _Waiting:
+    """For a server that cannot be reached: it is said once that we wait, and raised when the time is up."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._began, self._backoff = seconds, time.monotonic(), Backoff()
+
+    def pause(self, error: psycopg.OperationalError) -> float:
+        waited, said = time.monotonic() - self._began, " ".join(str(error).split())
+        if is_turned_away(error):
+            raise error
+        if self._seconds is not None and waited >= self._seconds:
+            if not self._seconds:
+                raise error
+            raise DatabaseUnavailable(f"The database could not be reached for {waited:.0f} s: {said}") from error
+        if not self._backoff.tries:
+            limit = "" if self._seconds is None else f" for up to {self._seconds:g} s"
+            log.warning("The database cannot be reached, waiting for it%s: %s", limit, said)
+        pause = self._backoff.pause()
+        return pause if self._seconds is None else max(0.0, min(pause, self._seconds - waited))
 
 
 def is_away(error: psycopg.Error) -> bool:
@@ -131,6 +237,25 @@ def is_away(error: psycopg.Error) -> bool:
 
 
 _FOR_NOW = ("08", "40", "53", "57P", "57014", "55P03")
+
+
+def is_turned_away(error: Exception) -> bool:
+    """Whether PostgreSQL did not let us in until a person changes something. Then libpq gives words and no code."""
+    return getattr(error, "sqlstate", None) is None and bool(_TURNED_AWAY.search(str(error)))
+
+
+_TURNED_AWAY = re.compile(
+    "authentication failed|pg_hba.conf|no password supplied|does not exist|permission denied|no such (database|user)"
+    "|not permitted to log in|server does not support SSL"
+)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a server or pooler that is there has no connection left for us."""
+    return bool(_FULL.search(str(error)))
+
+
+_FULL = re.compile("too many (clients|connections)|connection slots|no more connections allowed")
 
 
 def refuse_server(conn: Connection | AsyncConnection) -> None:
@@ -171,38 +296,47 @@ def about_to_begin(conn: Connection | AsyncConnection) -> bool:
     return not conn.autocommit and conn.info.transaction_status == TransactionStatus.IDLE
 
 
-def _no_dsn() -> DatabaseUnusable:
-    # The reason is not shown: it quotes the text, and that may hold a password.
-    return DatabaseUnusable("The DSN is no connection string; wanted e.g. postgresql://user@host:5432/database")
+def complete(dsn: str) -> str:
+    """The DSN with our parameters, unless it sets them itself."""
+    try:
+        return make_conninfo(**{**PARAMETERS, **conninfo_to_dict(dsn)})
+    except psycopg.ProgrammingError:
+        # The reason is not shown: it quotes the text, and that may hold a password.
+        raise DatabaseUnusable(
+            "The DSN is no connection string; wanted e.g. postgresql://user@host:5432/database"
+        ) from None
 
 
-def _configure(conn: Connection) -> None:
-    row = conn.execute(ABOUT, prepare=False).fetchone()
-    if _adapt(conn, row):
+def _give_up(conn: OwnConnection | OwnAsyncConnection) -> DatabaseUnavailable:
+    """Close a connection whose server does not answer. A cancel or a goodbye might wait for it as well."""
+    conn.given_up = True
+    conn.pgconn.finish()
+    return DatabaseUnavailable(
+        f"PostgreSQL has not answered for {conn.response_timeout or CANCEL_WITHIN:g} s, and does not say that it works "
+        "on the statement. The connection was given up; the next call opens another one."
+    )
+
+
+def configure(conn: OwnConnection) -> None:
+    """Get along with the server, pooler and defaults that are there."""
+    if _adapt(conn, conn.execute(ABOUT, prepare=False).fetchone()):
         conn.execute(ISOLATE, prepare=False)
 
 
-async def _configure_async(conn: AsyncConnection) -> None:
-    row = await (await conn.execute(ABOUT, prepare=False)).fetchone()
-    if _adapt(conn, row):
+async def configure_async(conn: OwnAsyncConnection) -> None:
+    """The same, awaited."""
+    if _adapt(conn, await (await conn.execute(ABOUT, prepare=False)).fetchone()):
         await conn.execute(ISOLATE, prepare=False)
 
 
-async def _configure_engine(conn: AsyncConnection, *, lock_timeout: str | None, users_tables: bool) -> None:
-    await _configure_async(conn)
-    if conn.prepare_threshold is not None:
-        await conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {LOOK_NOWHERE}", prepare=False)
-        if lock_timeout is not None:
-            await conn.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [lock_timeout], prepare=False)
-
-
-def _adapt(conn: Connection | AsyncConnection, row: Any) -> bool:
-    """Get along with what there is; returns whether the isolation has to be set, which a pooler would not keep."""
+def _adapt(conn: OwnConnection | OwnAsyncConnection, row: Any) -> bool:
+    """Returns whether the isolation has to be set, which a pooler would not keep."""
     backend, synchronous_commit, isolation = row
     if backend != conn.info.backend_pid:
         # A pooler stands in between: the next transaction may run on another server connection, which would not know
         # the statements prepared on this one.
         conn.prepare_threshold = None
+        conn.pooled = True
     if synchronous_commit == "off":
         log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
     if isolation == "read committed":
@@ -215,23 +349,3 @@ def _adapt(conn: Connection | AsyncConnection, row: Any) -> bool:
         )
         return False
     return True
-
-
-def _check(conn: Connection) -> None:
-    if _something_arrived(conn):
-        ConnectionPool.check_connection(conn)
-
-
-async def _check_async(conn: AsyncConnection) -> None:
-    if _something_arrived(conn):
-        await AsyncConnectionPool.check_connection(conn)
-
-
-def _something_arrived(conn: Connection | AsyncConnection) -> bool:
-    """Whether an idle connection has been spoken to: that is its end, or a notice.
-
-    Asking the kernel costs microseconds, asking the server a round trip.
-    """
-    poll = select.poll()
-    poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
-    return bool(poll.poll(0))

@@ -13,6 +13,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from busload.errors import InvalidOperationError
+from busload.store.connection import OwnAsyncConnection, OwnConnection
 
 BEGIN = """BEGIN ISOLATION LEVEL READ COMMITTED;
          INSERT INTO busload.guard DEFAULT VALUES RETURNING pg_catalog.set_config('busload.guard', ctid::text, true)"""
@@ -24,7 +25,7 @@ ENDED = (
 )
 
 
-class GuardedConnection(psycopg.Connection[Any]):
+class GuardedConnection(OwnConnection):
     """Refuses to end its transaction while it is guarded."""
 
     guarded = False
@@ -60,7 +61,7 @@ class GuardedConnection(psycopg.Connection[Any]):
         return answer
 
 
-class GuardedAsyncConnection(psycopg.AsyncConnection[Any]):
+class GuardedAsyncConnection(OwnAsyncConnection):
     """Refuses to end its transaction while it is guarded."""
 
     guarded = False

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import psycopg
 from psycopg import sql
 
-from busload.store.connection import AsyncConnection, Connection, connect, connect_async
+from busload.domain.retry import Backoff
+from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect, connect_async
 
 log = logging.getLogger("busload")
 
@@ -35,36 +36,45 @@ Hear = Callable[[str | None, str | None], None]
 
 
 class AsyncListener:
-    """Listens on a connection of its own, for as long as it runs; a lost connection is replaced."""
+    """Listens on a connection of its own, for as long as it runs; a lost connection is replaced.
 
-    def __init__(self, dsn: str, channels: Sequence[str], hear: Hear) -> None:
-        self._dsn, self._channels, self._hear = dsn, channels, hear
+    The server has to answer every `check_every` seconds: a connection that is dead without having ended would be
+    listened to for ever.
+    """
+
+    def __init__(
+        self, dsn: str, channels: Sequence[str], hear: Hear, *, check_every: float = RESPONSE_TIMEOUT / 2
+    ) -> None:
+        self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
 
     async def run(self) -> None:
-        failures = 0
+        backoff = Backoff()
         while True:
             try:
-                async with await connect_async(self._dsn) as conn:
-                    failures = 0
+                async with await connect_async(self._dsn, response_timeout=self._check_every) as conn:
+                    backoff.reset()
                     await self._listen(conn)
             except psycopg.Error as error:
                 log.warning("Lost the connection that listens, polling until it is back: %s", error)
-            failures += 1
-            await asyncio.sleep(min(30.0, 0.1 * 2 ** min(failures, 8)) * random.uniform(0.5, 1))  # noqa: S311
+            await asyncio.sleep(backoff.pause())
 
     async def _listen(self, conn: AsyncConnection) -> None:
         for channel in self._channels:
             await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
         self._hear(None, None)
-        async for notification in conn.notifies():
-            self._hear(notification.channel, notification.payload)
+        while True:
+            async for notification in conn.notifies(timeout=self._check_every):
+                self._hear(notification.channel, notification.payload)
+            await conn.execute("SELECT")  # nobody would miss a word on a connection that is dead without having ended
 
 
 class Listener:
     """The same for code without an event loop: a thread with a connection of its own."""
 
-    def __init__(self, dsn: str, channels: Sequence[str], hear: Hear) -> None:
-        self._dsn, self._channels, self._hear = dsn, channels, hear
+    def __init__(
+        self, dsn: str, channels: Sequence[str], hear: Hear, *, check_every: float = RESPONSE_TIMEOUT / 2
+    ) -> None:
+        self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="busload-listen", daemon=True)
 
@@ -76,21 +86,24 @@ class Listener:
         self._thread.join()
 
     def _run(self) -> None:
-        failures = 0
+        backoff = Backoff()
         while not self._stopping.is_set():
             try:
-                with connect(self._dsn) as conn:
-                    failures = 0
+                with connect(self._dsn, response_timeout=self._check_every) as conn:
+                    backoff.reset()
                     self._listen(conn)
             except psycopg.Error as error:
                 log.warning("Lost the connection that listens, polling until it is back: %s", error)
-            failures += 1
-            self._stopping.wait(min(30.0, 0.1 * 2 ** min(failures, 8)) * random.uniform(0.5, 1))  # noqa: S311
+            self._stopping.wait(backoff.pause())
 
     def _listen(self, conn: Connection) -> None:
         for channel in self._channels:
             conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
         self._hear(None, None)
+        checked = time.monotonic()
         while not self._stopping.is_set():
             for notification in conn.notifies(timeout=0.2):
                 self._hear(notification.channel, notification.payload)
+            if time.monotonic() - checked > self._check_every:
+                conn.execute("SELECT")
+                checked = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,8 +14,6 @@ MOST_SECONDS = 86_400.0
 
 TLS_FILES: Mapping[str, Callable[[str], str]] = {"ca": str, "cert": str, "key": str}
 """The authority that signed the broker's certificate, and our own certificate with its key."""
-
-TURNED_AWAY = re.compile("authentication failed|pg_hba.conf|no password supplied|does not exist|permission denied")
 
 ENCODE = "If the password holds characters like '@', '/', '?', '#' or '%', percent-encode them: '@' is %40, '?' is %3F."
 
@@ -73,11 +70,6 @@ def connect_timeout(conninfo: Mapping[str, Any], timeout: float) -> int | str:
         return str(given)
     hosts = str(conninfo.get("host") or conninfo.get("hostaddr") or "").count(",") + 1
     return max(2, int(timeout / hosts / 2))  # libpq takes less for 2
-
-
-def is_turned_away(error: Exception) -> bool:
-    """Whether PostgreSQL did not let us in until a person changes something. Then libpq gives words and no code."""
-    return getattr(error, "sqlstate", None) is None and bool(TURNED_AWAY.search(str(error)))
 
 
 def tls_context(*, ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:

@@ -30,8 +30,9 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
+from busload.store.connection import is_turned_away
 from busload.transport.base import Delivery, Message, Transport, Turn, hashed_name
-from busload.transport.options import connect_timeout, is_turned_away, read_options, refuse_open_password, seconds
+from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload.transport")
 

@@ -28,11 +28,11 @@ from busload.errors import (
     TransportUnavailable,
 )
 from busload.store import message as store
-from busload.store.connection import PARAMETERS, AsyncConnection, is_away
+from busload.store.connection import PARAMETERS, AsyncConnection, is_away, is_turned_away
 from busload.store.listen import MESSAGE, AsyncListener
 from busload.store.plan import Plan, perform_async
 from busload.transport.base import Delivery, Message, Transport, Turn
-from busload.transport.options import connect_timeout, is_turned_away, read_options, refuse_open_password, seconds
+from busload.transport.options import connect_timeout, read_options, refuse_open_password, seconds
 
 log = logging.getLogger("busload")
 

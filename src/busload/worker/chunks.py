@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from uuid import UUID
 
-from psycopg_pool import AsyncConnectionPool
-
 from busload.bus import CommandBus
 from busload.domain.bulk import Chunk, Item, Judgement
 from busload.domain.execution import (
@@ -30,8 +28,8 @@ from busload.domain.payload import PayloadLimits, Undecodable
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Gathering, Handler, Handlers
 from busload.store import settle
-from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan
+from busload.store.pool import AsyncPool
 from busload.worker.calls import Call, Calls, command_of, failure, find_bad, isolates
 from busload.worker.context import ChunkContext, SyncChunkContext
 from busload.worker.failures import FailureLog
@@ -271,7 +269,7 @@ class ChunkRunner:
         self,
         bus: CommandBus,
         calls: Calls,
-        transactions: AsyncConnectionPool[GuardedAsyncConnection],
+        transactions: AsyncPool,
         threads: Threads,
         limiter: Limiter,
         settlement: Settlement,

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from uuid import UUID
 
-from psycopg_pool import AsyncConnectionPool
-
 from busload.domain.execution import Lease, Leased, Transition
 from busload.domain.ids import LOAD_SIZE
 from busload.domain.payload import encode
@@ -21,6 +19,7 @@ from busload.settings import WorkerSettings
 from busload.store import claim, rescue
 from busload.store.connection import AsyncConnection
 from busload.store.plan import Plan, perform_async
+from busload.store.pool import AsyncPool
 from busload.worker.execute import Executor
 from busload.worker.held import Held
 from busload.worker.pauses import Pauses
@@ -52,7 +51,7 @@ class Claimer:
 
     def __init__(
         self,
-        pool: AsyncConnectionPool[AsyncConnection],
+        pool: AsyncPool,
         handlers: Handlers,
         executor: Executor,
         settlement: Settlement,

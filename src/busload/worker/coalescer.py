@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,13 +14,15 @@ from typing import Generic, TypeVar
 
 import psycopg
 
+from busload.domain.retry import Backoff
 from busload.errors import InvalidOperationError
 from busload.worker.stats import EVERY, CoalescerStats
 
 log = logging.getLogger("busload")
 
 T = TypeVar("T")
-LONGEST_PAUSE = 5.0
+LAST_WORDS = 5.0
+"""Seconds in which a flush that was cancelled has to end."""
 NEARLY_FULL = 0.8
 
 REFUSALS = (
@@ -139,7 +140,7 @@ class Coalescer(Generic[T]):
             await asyncio.wait({self._task}, timeout=None if deadline is None else deadline.total_seconds())
             if not self._task.done():
                 self._task.cancel()
-                await asyncio.wait({self._task}, timeout=LONGEST_PAUSE)  # a flush may not heed it
+                await asyncio.wait({self._task}, timeout=LAST_WORDS)  # a flush may not heed it
             if self._task.done() and not self._task.cancelled():
                 self._task.result()
         if self._timer is not None:
@@ -223,7 +224,7 @@ class Coalescer(Generic[T]):
 
         That is where the flush took too long, and with `halve` also where an item is to blame.
         """
-        failures = 0
+        backoff = Backoff()
         while True:
             self._warn_when_nearly_full()
             try:
@@ -235,8 +236,7 @@ class Coalescer(Generic[T]):
                 if (halve and isinstance(error, REFUSALS)) or (isinstance(error, TimeoutError) and count > 1):
                     log.debug("Flush of %d items failed and is halved: %r", count, error)
                     return error
-                failures += 1
-                pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
+                pause = backoff.pause()
                 log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", count, pause, error)
                 await asyncio.sleep(pause)
 

@@ -9,8 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import UUID
 
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
-
 from busload.domain.command import BatchCommand, SendResult
 from busload.domain.dedup import Dedup
 from busload.domain.execution import Leased, Transition
@@ -19,6 +17,7 @@ from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
 from busload.store.guard import GuardedAsyncConnection, GuardedConnection
 from busload.store.plan import Plan, perform, perform_async
+from busload.store.pool import AsyncPool, Pool
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
@@ -76,7 +75,7 @@ class _Acts:
     """What an async handler can do besides its work."""
 
     _bus: CommandBus
-    _transactions: AsyncConnectionPool[GuardedAsyncConnection]
+    _transactions: AsyncPool
     _transaction: HandlerTransaction | None = None
 
     def transaction(self) -> HandlerTransaction:
@@ -136,9 +135,7 @@ class _Acts:
 class HandlerContext(_Context, _Acts):
     """What an async handler is given besides its command."""
 
-    def __init__(
-        self, leased: Leased, bus: CommandBus, transactions: AsyncConnectionPool[GuardedAsyncConnection]
-    ) -> None:
+    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncPool) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
@@ -148,9 +145,7 @@ class ChunkContext(_ChunkFacts, _Acts):
     What is written in its `transaction()` commits together with the results of all commands of the chunk.
     """
 
-    def __init__(
-        self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncConnectionPool[GuardedAsyncConnection]
-    ) -> None:
+    def __init__(self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncPool) -> None:
         super().__init__(leased)
         self._bus, self._transactions = bus, transactions
 
@@ -162,7 +157,7 @@ class HandlerTransaction:
     settlement does it, and for no longer than the commit takes.
     """
 
-    def __init__(self, pool: AsyncConnectionPool[GuardedAsyncConnection]) -> None:
+    def __init__(self, pool: AsyncPool) -> None:
         self._pool = pool
         self.conn: GuardedAsyncConnection | None = None
         self.sends: list[Plan[SendResult]] = []
@@ -171,7 +166,9 @@ class HandlerTransaction:
         self.holding = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncConnection:
-        self.conn = await self._pool.getconn()
+        conn = await self._pool.getconn()
+        assert isinstance(conn, GuardedAsyncConnection)
+        self.conn = conn
         try:
             await self.conn.begin_guarded()
         except BaseException:
@@ -204,9 +201,11 @@ class HandlerTransaction:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
             self.conn.guarded = False
-            if not self.conn.closed:
-                await self.conn.rollback()
-            await self._leave()
+            try:
+                if not self.conn.closed:
+                    await self.conn.rollback()
+            finally:
+                await self._leave()
 
     async def _leave(self) -> None:
         if self.conn is not None:
@@ -218,7 +217,7 @@ class _SyncActs:
     """What a handler that runs in a thread can do besides its work."""
 
     _bus: SyncCommandBus
-    _transactions: ConnectionPool[GuardedConnection]
+    _transactions: Pool
     _transaction: SyncHandlerTransaction | None = None
 
     def transaction(self) -> SyncHandlerTransaction:
@@ -273,16 +272,14 @@ class _SyncActs:
 class SyncHandlerContext(_Context, _SyncActs):
     """What a handler written with `def` is given besides its command; it runs in a thread."""
 
-    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: ConnectionPool[GuardedConnection]) -> None:
+    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: Pool) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
 class SyncChunkContext(_ChunkFacts, _SyncActs):
     """What a bulk handler written with `def` is given besides its chunk; see `ChunkContext`."""
 
-    def __init__(
-        self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: ConnectionPool[GuardedConnection]
-    ) -> None:
+    def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: Pool) -> None:
         super().__init__(leased)
         self._bus, self._transactions = bus, transactions
 
@@ -290,7 +287,7 @@ class SyncChunkContext(_ChunkFacts, _SyncActs):
 class SyncHandlerTransaction:
     """A transaction that ends with the handler; see `HandlerTransaction`."""
 
-    def __init__(self, pool: ConnectionPool[GuardedConnection]) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.conn: GuardedConnection | None = None
         self.sends: list[Plan[SendResult]] = []
@@ -298,7 +295,9 @@ class SyncHandlerTransaction:
         """By domain, the task keys that are held for what will be sent."""
 
     def __enter__(self) -> Connection:
-        self.conn = self._pool.getconn()
+        conn = self._pool.getconn()
+        assert isinstance(conn, GuardedConnection)
+        self.conn = conn
         try:
             self.conn.begin_guarded()
         except BaseException:
@@ -331,9 +330,11 @@ class SyncHandlerTransaction:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
             self.conn.guarded = False
-            if not self.conn.closed:
-                self.conn.rollback()
-            self._leave()
+            try:
+                if not self.conn.closed:
+                    self.conn.rollback()
+            finally:
+                self._leave()
 
     def _leave(self) -> None:
         if self.conn is not None:

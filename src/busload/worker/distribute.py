@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import TypeVar
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool
 
 from busload.domain.buffer import BufferSettings
 from busload.errors import InvalidOperationError
 from busload.store import buffer, relation
-from busload.store.connection import AsyncConnection, is_away
+from busload.store.connection import is_away
 from busload.store.plan import Plan, perform_async
+from busload.store.pool import AsyncPool
 from busload.store.relation import Relation
 from busload.worker.pauses import Pauses
 
@@ -69,7 +69,7 @@ class Distributor:
 
     def __init__(
         self,
-        pool: AsyncConnectionPool[AsyncConnection],
+        pool: AsyncPool,
         settings: BufferSettings,
         pauses: Pauses,
         tallies: Tallies,
@@ -197,7 +197,7 @@ class Distributor:
                 return await perform_async(conn, plan)
 
 
-async def write_tallies(pool: AsyncConnectionPool[AsyncConnection], tallies: Tallies, *buffers: str) -> None:
+async def write_tallies(pool: AsyncPool, tallies: Tallies, *buffers: str) -> None:
     """Add what was counted here to the counters of the buffers; what could not be written is counted on."""
     taken = tallies.take(*buffers)
     if not taken:
@@ -210,9 +210,7 @@ async def write_tallies(pool: AsyncConnectionPool[AsyncConnection], tallies: Tal
         raise
 
 
-async def warn_of_unserved(
-    pool: AsyncConnectionPool[AsyncConnection], declared: list[BufferSettings], served: set[str]
-) -> None:
+async def warn_of_unserved(pool: AsyncPool, declared: list[BufferSettings], served: set[str]) -> None:
     """Say which buffers hold events that this worker has no handler for."""
     own = {settings.name: settings for settings in declared}
     async with pool.connection() as conn:

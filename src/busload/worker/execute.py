@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, TypeGuard
 from uuid import UUID
 
 import msgspec
-from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
 from busload.domain.buffer import EXHAUSTED
@@ -38,8 +37,8 @@ from busload.domain.retry import RetryPolicy
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
-from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan
+from busload.store.pool import AsyncPool
 from busload.worker.calls import Calls, command_of, failure
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
 from busload.worker.contain import Ended, Suspended, hands_on, in_own_task, timed_out
@@ -91,7 +90,7 @@ class Executor:
     def __init__(
         self,
         bus: CommandBus,
-        transactions: AsyncConnectionPool[GuardedAsyncConnection],
+        transactions: AsyncPool,
         threads: Threads,
         held: Held,
         settlement: Settlement,

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus
 from busload.domain.buffer import EXHAUSTED, BufferSettings, Merge
@@ -32,6 +31,7 @@ from busload.domain.execution import (
     summarise,
 )
 from busload.domain.payload import PayloadLimits, Undecodable, decode, encode, safe_str, storable
+from busload.domain.retry import Backoff
 from busload.errors import (
     BusinessRuleError,
     InvalidOperationError,
@@ -43,10 +43,10 @@ from busload.errors import (
 from busload.handlers import Handler
 from busload.store import group as groups
 from busload.store import relation
-from busload.store.connection import AsyncConnection, engine_pool, is_away
+from busload.store.connection import AsyncConnection, is_away
 from busload.store.group import Ended, Ending, Place, Row
-from busload.store.guard import GuardedAsyncConnection
 from busload.store.plan import Plan, perform_async
+from busload.store.pool import AsyncPool, engine_pool
 from busload.store.relation import Relation
 from busload.worker.calls import FINAL_WORDS, Call, Calls, find_bad, isolates
 from busload.worker.context import HandlerContext, SyncHandlerContext
@@ -69,7 +69,6 @@ MANY_BUFFERS = 5
 
 MOST_REFUSALS = 5
 """How often the end of one call is tried, each time without what was found to be in its way."""
-LONGEST_PAUSE = 5.0
 MOST_TOLD = 1000
 """Items whose errors are kept with an attempt."""
 WIDE = PayloadLimits(data_bytes=16 * 1024 * 1024)
@@ -82,7 +81,7 @@ class GroupRunner:
         self,
         bus: CommandBus,
         calls: Calls,
-        transactions: AsyncConnectionPool[GuardedAsyncConnection],
+        transactions: AsyncPool,
         threads: Threads,
         limiter: Limiter,
         settlement: Settlement,
@@ -91,8 +90,7 @@ class GroupRunner:
     ) -> None:
         self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
         self._limiter, self._settlement, self._tallies, self._failures = limiter, settlement, tallies, failures
-        self._pool: AsyncConnectionPool[AsyncConnection] | None = None
-        self._opening = asyncio.Lock()
+        self._pool: AsyncPool | None = None
         self._relations: dict[str, Relation] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
 
@@ -121,10 +119,10 @@ class GroupRunner:
 
         What the database refuses is the failure of this attempt: trying the same again at once would hang the slot.
         """
-        failures = 0
+        backoff = Backoff()
         while True:
             try:
-                pool = await self._connections()
+                pool = self._connections()
                 async with self._turn(buffer), pool.connection() as conn:
                     return await _alone(conn, plan())
             except psycopg.Error as error:
@@ -133,17 +131,15 @@ class GroupRunner:
                     raise groups.refusal(buffer, error) from error
                 if leased.lease.lost:
                     raise Superseded("Another worker has this group now; the database was away.") from error
-                failures += 1
-                pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10))
+                pause = backoff.pause()
                 log.warning("Could not reach the events of %s, trying again in %.1f s: %s", buffer, pause, error)
                 await asyncio.sleep(pause)
 
-    async def _connections(self) -> AsyncConnectionPool[AsyncConnection]:
-        async with self._opening:
-            if self._pool is None:
-                pool = engine_pool(self._bus.dsn, self._each * max(1, self._buffers), users_tables=True)
-                await pool.open()
-                self._pool = pool
+    def _connections(self) -> AsyncPool:
+        if self._pool is None:
+            silence = self._bus.settings.response_timeout.total_seconds()
+            size = self._each * max(1, self._buffers)
+            self._pool = engine_pool(self._bus.dsn, size, users_tables=True, response_timeout=silence)
         return self._pool
 
     def _turn(self, buffer: str) -> asyncio.Semaphore:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool
 
 from busload.domain.execution import Leased
 from busload.domain.rate import Adapted, RateLimit
@@ -22,6 +21,7 @@ from busload.handlers import Handler
 from busload.store import rate
 from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
+from busload.store.pool import AsyncPool
 from busload.store.rate import AHEAD, Ask, Grant, Key, Late
 from busload.worker.coalescer import Coalescer
 from busload.worker.held import Held
@@ -88,7 +88,7 @@ class Limiter:
     All calls that wait here are asked for in one statement, one at a time; none holds a lock or a connection meanwhile.
     """
 
-    def __init__(self, pool: AsyncConnectionPool[AsyncConnection], held: Held, deadline: timedelta) -> None:
+    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta) -> None:
         self._pool = pool
         self._postponement = Postponement(pool, held, deadline)
         self._lines: dict[Key, _Line] = {}
@@ -442,7 +442,7 @@ class Rests:
 class Postponement:
     """Commands on their way back to wait for a limit: many in one statement, kept until it is known to have worked."""
 
-    def __init__(self, pool: AsyncConnectionPool[AsyncConnection], held: Held, deadline: timedelta) -> None:
+    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta) -> None:
         self._pool, self._held, self._deadline = pool, held, deadline
         self._late: Coalescer[tuple[Leased, Postponed]] = Coalescer(
             self._flush, max_size=1000, max_interval=timedelta(milliseconds=10), capacity=20_000, name="postponement"

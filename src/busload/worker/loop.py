@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 
-log = logging.getLogger("busload")
+from busload.domain.retry import Backoff
 
-LONGEST_PAUSE = 5.0
+log = logging.getLogger("busload")
 
 
 class Loop:
     """Calls `once`, which returns the seconds to wait before the next round; `wake` cuts the wait short.
 
-    A round that fails is repeated after a pause that grows to five seconds, so that an outage neither stops the loop
-    nor makes it spin.
+    A round that fails is repeated after a pause that grows to two seconds, so that an outage neither stops the loop nor
+    makes it spin.
     """
 
     def __init__(self, name: str, once: Callable[[], Awaitable[float | None]]) -> None:
         self._name, self._once = name, once
         self._wake = asyncio.Event()
         self._stopping = False
-        self._failures = 0
+        self._backoff = Backoff()
 
     def wake(self) -> None:
         self._wake.set()
@@ -38,10 +37,9 @@ class Loop:
             self._wake.clear()
             try:
                 pause = await self._once()
-                self._failures = 0
+                self._backoff.reset()
             except Exception as error:
-                self._failures += 1
-                pause = min(LONGEST_PAUSE, 0.05 * 2 ** min(self._failures, 10)) * random.uniform(0.5, 1)  # noqa: S311
+                pause = self._backoff.pause()
                 log.warning("%s failed, trying again in %.1f s: %r", self._name, pause, error)
             if not self._stopping:
                 await self._rest(pause)

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from psycopg_pool import AsyncConnectionPool
-
 from busload.store import pause
-from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
+from busload.store.pool import AsyncPool
 
 log = logging.getLogger("busload")
 
@@ -23,7 +21,7 @@ class Pauses:
 
     def __init__(
         self,
-        pool: AsyncConnectionPool[AsyncConnection],
+        pool: AsyncPool,
         domains: Sequence[str],
         every: timedelta,
         on_change: Callable[[], None],

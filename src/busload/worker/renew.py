@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from busload.store import rescue
-from busload.store.connection import Connection, connect
+from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect
 from busload.store.plan import perform
 from busload.store.rescue import Renewal
 
@@ -47,7 +47,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
-        with connect(self._dsn) as conn:
+        with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
             self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
         self._answered.set()
         self._thread.start()
@@ -65,7 +65,7 @@ class Heartbeat:
         """Stop and, as nothing was claimed yet, leave no trace of a living worker."""
         self.stop()
         if self.worker:
-            with connect(self._dsn) as conn:
+            with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                 perform(conn, rescue.retire(worker=self.worker))
 
     def _run(self) -> None:
@@ -112,10 +112,12 @@ def beat(
     """Call `once` every so many seconds on a connection that is opened anew when it breaks; `before` it in any case."""
     conn: Connection | None = None
     pause = every
+    # Long enough for a busy server, and so short that there is time for another heartbeat before the lease ends.
+    silence = min(RESPONSE_TIMEOUT, max(1.0, every))
     while not stopping.wait(pause):
         before()
         try:
-            conn = conn if conn is not None and not conn.closed else connect(dsn)
+            conn = conn if conn is not None and not conn.closed else connect(dsn, response_timeout=silence)
             once(conn)
             pause = every
         except Exception as error:  # whatever it is, the next heartbeat may come through

@@ -13,13 +13,12 @@ from operator import attrgetter
 from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
-from psycopg_pool import AsyncConnectionPool
 
 from busload.domain.execution import COMPLETED, RESULT_INVALID, TROUBLESHOOTING, Lease, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
-from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
+from busload.store.pool import AsyncPool
 from busload.worker.coalescer import Coalescer, refuse_cancelled
 from busload.worker.held import Held
 from busload.worker.stats import CoalescerStats
@@ -51,7 +50,7 @@ class Settlement:
 
     def __init__(
         self,
-        pool: AsyncConnectionPool[AsyncConnection],
+        pool: AsyncPool,
         held: Held,
         settings: WorkerSettings,
         concurrency: int,

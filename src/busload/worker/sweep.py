@@ -8,11 +8,11 @@ from datetime import timedelta
 from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
-from psycopg_pool import AsyncConnectionPool
 
 from busload.store import rescue
 from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
+from busload.store.pool import AsyncPool
 from busload.worker.held import Held
 
 log = logging.getLogger("busload")
@@ -22,7 +22,7 @@ PATIENCE = 1000
 
 
 class Sweep:
-    def __init__(self, pool: AsyncConnectionPool[AsyncConnection], every: timedelta, worker: Callable[[], int]) -> None:
+    def __init__(self, pool: AsyncPool, every: timedelta, worker: Callable[[], int]) -> None:
         self._pool, self._every, self._worker = pool, every, worker
 
     async def once(self) -> float:

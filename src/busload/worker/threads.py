@@ -11,11 +11,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from psycopg_pool import ConnectionPool
-
 from busload.bus import CommandBus, SyncCommandBus
-from busload.store import connection
 from busload.store.guard import GuardedConnection
+from busload.store.pool import Pool, pool
 
 log = logging.getLogger("busload")
 
@@ -27,20 +25,23 @@ class Threads:
     def __init__(self, bus: CommandBus, concurrency: int, patience: float) -> None:
         self._async_bus, self._concurrency, self._patience = bus, concurrency, patience
         self._bus: SyncCommandBus | None = None
-        self._transactions: ConnectionPool[GuardedConnection] | None = None
+        self._transactions: Pool | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._running: set[asyncio.Future[Any]] = set()
 
-    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, ConnectionPool[GuardedConnection]], C]) -> C:
+    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, Pool], C]) -> C:
         """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
             self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open()
-            self._transactions = connection.pool(
-                dsn, settings.pool_size, min_size=0, timeout=self._patience, connection_class=GuardedConnection
+            self._transactions = pool(
+                dsn,
+                settings.pool_size,
+                timeout=self._patience,
+                connection_class=GuardedConnection,
+                response_timeout=settings.response_timeout.total_seconds(),
             )
-            self._transactions.open()
         return kind(leased, self._bus, self._transactions)
 
     def submit(self, call: Callable[[], Any], context: Context) -> asyncio.Future[Any]:

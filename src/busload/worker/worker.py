@@ -12,14 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
@@ -28,10 +27,11 @@ from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
-from busload.store.connection import AsyncConnection, async_pool, engine_pool
+from busload.store.connection import connect_within_async
 from busload.store.guard import GuardedAsyncConnection
 from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.store.plan import Plan, perform_async
+from busload.store.pool import AsyncPool, async_pool, engine_pool
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
 from busload.worker.distribute import LOCK_TIMEOUT, Distributor, Tallies, warn_of_unserved, write_tallies
@@ -117,7 +117,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until told to stop."""
-        with self._signals():  # also while it starts and stops: a second signal hurries
+        with self._signals(), suppress(_StoppedEarly):  # also while it starts and stops: a second signal hurries
             async with _Running(self) as running:
                 await running.until_stopped()
 
@@ -149,6 +149,10 @@ class Worker:
             stop_hearing(loop, for_good=self._ends_process)
 
 
+class _StoppedEarly(Exception):
+    """The worker was told to stop before it had found its database."""
+
+
 class _Running:
     """One run of a worker: everything that is started, and the order in which it is stopped."""
 
@@ -166,13 +170,10 @@ class _Running:
         self._opened_bus, self._assembled = self._bus._pool is None, False
         try:
             await self._bus.open()
-            await self._bus._check_schema()
+            await self._find_database()
             self._assemble()
             self._assembled = True
             await asyncio.to_thread(self._heartbeat.start)
-            await self._pool.open()
-            await self._distribution.open()
-            await self._transactions.open()
             await self._pauses.once()
             await self._start_distributing()
         except BaseException:
@@ -205,6 +206,24 @@ class _Running:
             if cancelled is not None:
                 raise cancelled
             ending.result()
+
+    async def _find_database(self) -> None:
+        """Wait for a database that is away, unless told to stop; one that cannot be used is refused at once."""
+        limit = self._settings.wait_for_database
+        finding = asyncio.create_task(
+            connect_within_async(self._bus.dsn, None if limit is None else limit.total_seconds())
+        )
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not finding.done():
+                raise _StoppedEarly
+            async with await finding as conn:
+                await self._bus._check_schema(conn)
+        finally:
+            for task in (finding, stopping):
+                task.cancel()
+            await asyncio.gather(finding, stopping, return_exceptions=True)
 
     async def _start_distributing(self) -> None:
         for distributor in self._distributors:
@@ -284,17 +303,24 @@ class _Running:
         self._moved = asyncio.Event()
         buffers = [buffer for buffer in bus.handlers.buffers if buffer.name in worker.domains]
         more = bool(bus.handlers.limits) + bool(bus.transport)
-        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more)
+        silence = bus.settings.response_timeout.total_seconds()
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more, response_timeout=silence)
         size = min(len(buffers), MOST_DISTRIBUTING)
         self._distribution = pool
         if buffers:
-            self._distribution = engine_pool(bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True)
+            self._distribution = engine_pool(
+                bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
+            )
         self._held = Held()
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
         self._transactions = async_pool(
-            bus.dsn, bus.settings.pool_size, min_size=0, timeout=PATIENCE, connection_class=GuardedAsyncConnection
+            bus.dsn,
+            bus.settings.pool_size,
+            timeout=PATIENCE,
+            response_timeout=silence,
+            connection_class=GuardedAsyncConnection,
         )
         self._limiter = Limiter(pool, self._held, settings.deadline)
         self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
@@ -534,7 +560,7 @@ class _Running:
 class _Broker:
     """What a worker runs beside its claims where a broker announces commands: relay, receiver, recovery."""
 
-    def __init__(self, worker: Worker, pool: AsyncConnectionPool[AsyncConnection], on_ring: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, pool: AsyncPool, on_ring: Callable[[], None]) -> None:
         bus, settings = worker._bus, worker.settings
         self._pool, self._announcer = pool, bus._announcer()
         self.relay = Relay(self._announcer, self._perform, settings.poll_every)
@@ -632,9 +658,9 @@ def _check(concurrency: int, settings: WorkerSettings) -> None:
         *("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for"),
         *("broker_poll_every", "recover_every", "ring_again_after"),
     )
-    for name in (*more_than_zero, "grace", "no_handler_pause", "prefetch"):
+    for name in (*more_than_zero, "grace", "no_handler_pause", "prefetch", "wait_for_database"):
         value = getattr(settings, name)
-        if value is None and name in ("flush_deadline", "keep_for"):
+        if value is None and name in ("flush_deadline", "keep_for", "wait_for_database"):
             continue
         if not isinstance(value, timedelta):
             raise ValueError(f"{name} must be a timedelta, found {value!r}.")
