@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import Self, TypeVar
 
 from psycopg import adapters
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import Format
+
+T = TypeVar("T")
 
 _HEADER = struct.Struct("!iiIii")
 _NULL = b"\xff\xff\xff\xff"
@@ -57,6 +59,16 @@ class Texts(Packed):
     def of(cls, values: Sequence[str | None]) -> Packed:  # type: ignore[override]
         raw = [None if value is None else value.encode() for value in values]
         return cls._of([_NULL if value is None else len(value).to_bytes(4) + value for value in raw])
+
+
+def unless_all_null(values: Iterable[T]) -> list[T]:
+    """A column, or an empty one if it holds nothing: `unnest` fills up what is missing.
+
+    psycopg does not know of which type an array of nulls is, and sends it as text. There a server reads NULL as a name
+    if its `array_nulls` is off.
+    """
+    found = list(values)
+    return [] if found.count(None) == len(found) else found  # type: ignore[arg-type]
 
 
 class _AsIs(Dumper):

@@ -18,6 +18,7 @@ from busload.domain.buffer import BufferSettings, BufferStatus
 from busload.domain.ids import new_id
 from busload.errors import InvalidCommandError, InvalidOperationError, Problem
 from busload.store import relation
+from busload.store.arrays import unless_all_null
 from busload.store.plan import Plan, Savepoint, execute
 from busload.store.relation import Column, Relation
 from busload.store.statements import statements
@@ -598,8 +599,8 @@ def _parts(events: Sequence[NewEvent]) -> Iterator[Sequence[NewEvent]]:
 
 def _arrays(events: Sequence[NewEvent]) -> dict[str, Any]:
     return {
-        "partitions": [event.partition for event in events],
-        "keys": [event.key for event in events],
+        "partitions": unless_all_null(event.partition for event in events),
+        "keys": unless_all_null(event.key for event in events),
         "data": [event.data for event in events],
     }
 

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from busload.domain.dispatch import OutboxEntry
 from busload.store import dispatch
+from busload.store.arrays import unless_all_null
 from busload.store.plan import Plan, execute, many
 from busload.store.send import HOLD
 from busload.store.statements import statements
@@ -176,7 +177,7 @@ def _arrays(pieces: Sequence[Piece]) -> dict[str, list[Any]]:
     return {
         "los": [piece.lo for piece in pieces],
         "his": [piece.hi for piece in pieces],
-        "reasons": [piece.reason for piece in pieces],
-        "errors": [piece.error for piece in pieces],
+        "reasons": unless_all_null(piece.reason for piece in pieces),
+        "errors": unless_all_null(piece.error for piece in pieces),
         "pauses": [piece.pause for piece in pieces],
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from busload.domain.execution import Lease
 from busload.domain.rate import Adapted, LimitStatus, RateLimit
+from busload.store.arrays import unless_all_null
 from busload.store.plan import Plan, execute, many
 from busload.store.statements import statements
 
@@ -132,7 +133,7 @@ def _ask(asks: Mapping[Key, Ask], statement: bytes) -> Plan[dict[Key, Grant]]:
             for asked, now in zip(asks.values(), grown, strict=True)
         ],
         bursts=[asked.limit.burst for asked in asks.values()],
-        rounds=[asked.round if asked.limit.adaptive else None for asked in asks.values()],
+        rounds=unless_all_null(asked.round if asked.limit.adaptive else None for asked in asks.values()),
         steps=[
             0.0 if asked.before is None else now.progress - asked.before.progress
             for asked, now in zip(asks.values(), grown, strict=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from operator import attrgetter
 from struct import Struct
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -25,12 +25,12 @@ from busload.errors import (
     DuplicateTaskError,
     InvalidOperationError,
 )
+from busload.store.arrays import unless_all_null
 from busload.store.plan import Copy, Plan, Row, Savepoint, execute
 from busload.store.statements import statements
 
 log = logging.getLogger("busload")
 
-T = TypeVar("T")
 SQL = statements("send")
 
 SOME, SOME_BYTES = 1000, 4_000_000
@@ -399,20 +399,15 @@ def _arrays(loads: Sequence[_Load]) -> dict[str, Any]:
         "lasts": lasts,
         "priorities": [load.priority for load in loads],
         "replies": [load.replies for load in loads],
-        "run_ats": [load.run_at for load in loads],
+        "run_ats": unless_all_null(load.run_at for load in loads),
         "command_ids": [command.command_id for command in commands],
         "command_types": [command.command_type for command in commands],
         "data": [command.data for command in commands],
-        "task_keys": _unless_all_null(command.task_key for command in commands),
-        "correlation_ids": _unless_all_null(command.correlation_id for command in commands),
-        "reply_tos": _unless_all_null(command.reply_to for command in commands),
-        "max_attempts": _unless_all_null(command.max_attempts for command in commands),
+        "task_keys": unless_all_null(command.task_key for command in commands),
+        "correlation_ids": unless_all_null(command.correlation_id for command in commands),
+        "reply_tos": unless_all_null(command.reply_to for command in commands),
+        "max_attempts": unless_all_null(command.max_attempts for command in commands),
     }
-
-
-def _unless_all_null(values: Iterable[T]) -> list[T]:
-    found = list(values)
-    return found if any(value is not None for value in found) else []
 
 
 def _send_by_copy(loads: Sequence[_Load], batch_id: UUID | None, via: Via) -> Plan[list[Range] | None]:
@@ -443,7 +438,7 @@ def _copy(loads: Sequence[_Load], batch_id: UUID | None, via: Via) -> Plan[list[
         his=[lo + len(load.commands) - 1 for lo, load in zip(los, loads, strict=True)],
         priorities=[load.priority for load in loads],
         replies=[load.replies for load in loads],
-        run_ats=[load.run_at for load in loads],
+        run_ats=unless_all_null(load.run_at for load in loads),
     )
     return [pair for starts, ends, *_ in placed for pair in zip(starts, ends, strict=True)]
 

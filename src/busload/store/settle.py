@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 from uuid import UUID
 
 from psycopg import errors as pg
 
 from busload.domain.execution import COMPLETED, Transition
-from busload.store.arrays import Bigints, Floats, Integers, Texts
+from busload.store.arrays import Bigints, Floats, Integers, Texts, unless_all_null
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
 
-T = TypeVar("T")
 SQL = statements("settle")
 
 
@@ -34,12 +32,12 @@ def settle(
         "ordinals": Integers.of([ordinals.setdefault(one.lease.lease_id, len(ordinals) + 1) for one in leased]),
         "leases": list(ordinals),
         "ids": Bigints.of(ids),
-        "outcomes": Texts.of(_unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions])),
+        "outcomes": Texts.of(unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions])),
         "started_ago": Floats.of([now - one.started for one in leased]),
         "finished_ago": Floats.of([now - t.finished for t in transitions]),
-        "details": Texts.of(_unless_all_null([t.details for t in transitions])),
-        "delays": Floats.of(_unless_all_null([t.delay for t in transitions])),
-        "reasons": Texts.of(_unless_all_null([t.reason for t in transitions])),
+        "details": Texts.of(unless_all_null([t.details for t in transitions])),
+        "delays": Floats.of(unless_all_null([t.delay for t in transitions])),
+        "reasons": Texts.of(unless_all_null([t.reason for t in transitions])),
     }
     try:
         rows = yield from execute(SQL.settle, **columns, again=again, patience=patience)
@@ -66,8 +64,3 @@ def locked(transitions: Sequence[Transition]) -> Plan[frozenset[UUID]]:
         batches=list({lease.batch_id for lease in leases if lease.batch_id is not None}),
     )
     return frozenset(held_leases) | frozenset(held_batches)
-
-
-def _unless_all_null(values: list[T]) -> list[T]:
-    """A column, or none at all if it holds nothing: unnest fills up what is missing."""
-    return [] if values.count(None) == len(values) else values  # type: ignore[arg-type]
