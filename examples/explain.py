@@ -13,12 +13,12 @@ from busload import BatchCommand, Command, CommandBus, HandlerContext, Permanent
 bus = CommandBus()
 
 
-@bus.handler("payments", "Debit")
+@bus.handler("savings", "Debit")
 async def debit(command: Command, ctx: HandlerContext) -> None:
     pass
 
 
-@bus.handler("payments", "Refund", retry=RetryPolicy(max_attempts=5, backoff=(3600,)))
+@bus.handler("savings", "Refund", retry=RetryPolicy(max_attempts=5, backoff=(3600,)))
 async def refund(command: Command, ctx: HandlerContext) -> None:
     if command.data["account"] == "A-1":
         raise PermanentCommandError("Account A-1 is closed.", code="CLOSED")
@@ -26,7 +26,7 @@ async def refund(command: Command, ctx: HandlerContext) -> None:
 
 
 async def explain(batch_id: UUID) -> None:
-    explanation = await bus.explain_batch("payments", batch_id)
+    explanation = await bus.explain_batch("savings", batch_id)
     print(explanation.summary)
     for reason in explanation.reasons:
         print(f"  {reason.code} {reason.count}: {reason.message}")
@@ -39,14 +39,14 @@ async def main() -> None:
         commands = [BatchCommand("Debit") for _ in range(7)]
         commands += [BatchCommand("Refund", data={"account": f"A-{n}"}) for n in range(1, 4)]
         commands += [BatchCommand("Report")]
-        batch_id = await bus.create_batch("payments", commands)
+        batch_id = await bus.create_batch("savings", commands)
         await explain(batch_id)
 
-        await bus.pause("payments", reason="the bank is down", operator="rosa")
+        await bus.pause("savings", reason="the bank is down", operator="rosa")
         assert await Worker(bus).drain() == 0  # nothing starts
         await explain(batch_id)
 
-        await bus.resume("payments", operator="rosa")
+        await bus.resume("savings", operator="rosa")
         await Worker(bus).drain()
         await explain(batch_id)
 

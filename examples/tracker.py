@@ -6,6 +6,7 @@ python examples/tracker.py
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from busload import CommandBus, TaskTracker
 
@@ -16,7 +17,8 @@ async def main() -> None:
     async with CommandBus() as bus, TaskTracker(bus) as tracker:
         await bus.migrate()
 
-        task_id = tracker.task_id(QUEUE, "SATLOC", "695d", "02220710")
+        flight = secrets.token_hex(4)  # so that you can run this again: it would be the same task
+        task_id = tracker.task_id(QUEUE, "SATLOC", "695d", flight)
         print(f"1. The task id is made of queue and message: {task_id}")
 
         queued = await tracker.enqueue(task_id, queue=QUEUE, metadata={"partner": "SATLOC", "aircraft": "695d"})

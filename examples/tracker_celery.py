@@ -50,13 +50,13 @@ def end(task_id: str, state: str, retval: Any, **_: Any) -> None:
 
 
 def recover(waiting_for: timedelta) -> None:  # an application calls it every minute, with five of them
-    for one in tracker.recover("dev_reports", waiting_for=waiting_for):
+    for one in tracker.recover("dev_renders", waiting_for=waiting_for):
         app.send_task(**one.metadata, headers={"busload": [one.task_key, str(one.execution_id)]})
 
 
 signals.worker_process_shutdown.connect(lambda **_: tracker.close(), weak=False)
 app = Celery("tracker_celery", broker=os.environ.get("AMQP_URL", "amqp://localhost"), task_cls=Tracked)
-app.conf.update(task_default_queue="dev_reports", task_acks_late=True, task_ignore_result=True)
+app.conf.update(task_default_queue="dev_renders", task_acks_late=True, task_ignore_result=True)
 
 
 @app.task(bind=True)
@@ -67,12 +67,12 @@ def render(self: Task, report: str) -> str:
 
 
 if __name__ == "__main__":
-    enqueue((["February"], {}), {"task": render.name}, "dev_reports")  # and its message is lost
+    enqueue((["February"], {}), {"task": render.name}, "dev_renders")  # and its message is lost
     recover(waiting_for=timedelta(0))
     sent = [render.delay(report) for report in ("January", "January", "March", "void")]
     worker = [sys.executable, "-m", "celery", "-qA", "tracker_celery", "worker", "--concurrency=2", "-l", "CRITICAL"]
     with subprocess.Popen(worker, cwd=sys.path[0]) as process:
-        for name in (tracker.task_id("reports", render.name, one) for one in ("January", "February", "March", "void")):
+        for name in (tracker.task_id("renders", render.name, one) for one in ("January", "February", "March", "void")):
             while (chain := tracker.history(name))[-1].status not in ("completed", "dlq") and process.poll() is None:
                 time.sleep(0.1)
             print(name, *(one.status for one in chain))

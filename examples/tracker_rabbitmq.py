@@ -13,7 +13,7 @@ from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from busload import CommandBus, Execution, ExecutionStatus, InvalidOperationError, Superseded, TaskTracker
 
-QUEUE, DEAD = "dev_partner_tasks", "dev_partner_tasks.dead"
+QUEUE, DEAD, FLIGHT = "dev_flight_logs", "dev_flight_logs.dead", os.urandom(4).hex()  # another one in each run
 TO_DEAD: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": DEAD}
 
 
@@ -63,7 +63,7 @@ async def main() -> None:
         queue = await channel.declare_queue(QUEUE, durable=True, arguments=TO_DEAD)
         await queue.consume(partial(consume, tracker))
         for log in ("02220710", "broken", "forgotten"):
-            task_id = tracker.task_id(QUEUE, log)
+            task_id = tracker.task_id(QUEUE, FLIGHT, log)
             queued = await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})
             if queued is not None and log != "forgotten":  # as if this process had died before it could publish
                 await publish(channel, queued)

@@ -33,6 +33,7 @@ from busload.settings import VARIABLES, Settings, WorkerSettings
 from busload.testing import TestServer
 from busload.worker.metrics import metrics_text
 from busload.worker.stats import BrokerStats, CoalescerStats, WorkerStats
+from tests.given import Database
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,7 +67,7 @@ EXPECTED = {
     ],
     "explain.py": [
         "Not finished: 0 of 11 commands have ended; 11 without a worker.",
-        "  PAUSED 11: 11 commands are ready, but domain 'payments' was paused … ago by rosa: the bank is down.",
+        "  PAUSED 11: 11 commands are ready, but domain 'savings' was paused … ago by rosa: the bank is down.",
         "  NO_HANDLER 1: 1 command is of a type that no worker had a handler for: Report. …",
         "  BACKOFF 2: 2 commands failed and will be tried again: … The last error was ConnectionError: The bank …",
     ],
@@ -88,7 +89,7 @@ EXPECTED = {
     ],
     "sync_app.py": ["Refused: a samovar is out of stock", "a kettle: shipped by …", "a teapot: shipped by …"],
     "tracker.py": [
-        "1. The task id is made of queue and message: partner_tasks:SATLOC:695d:02220710",
+        "1. The task id is made of queue and message: partner_tasks:SATLOC:695d:…",
         "2. Every execution has an id of its own: 4 executions, 4 ids",
         "3. A task that is queued or runs is not enqueued again: None",
         "4. Of ten workers with the same message one gets it: 1",
@@ -98,15 +99,15 @@ EXPECTED = {
         "   attempt 4: completed, no error",
     ],
     "tracker_celery.py": [
-        "reports:tracker_celery.render:January completed",
-        "reports:tracker_celery.render:February completed",
-        "reports:tracker_celery.render:March failed completed",
-        "reports:tracker_celery.render:void dlq",
+        "renders:tracker_celery.render:January completed",
+        "renders:tracker_celery.render:February completed",
+        "renders:tracker_celery.render:March failed completed",
+        "renders:tracker_celery.render:void dlq",
     ],
     "tracker_rabbitmq.py": [
-        "partner_tasks:02220710: completed by attempt 2",
-        "partner_tasks:forgotten: completed by attempt 2",
-        "partner_tasks:broken is dead-lettered",
+        "flight_logs:…:02220710: completed by attempt 2",
+        "flight_logs:…:forgotten: completed by attempt 2",
+        "flight_logs:…:broken is dead-lettered",
     ],
     "transfer_money.py": ["20 transfers, each tried twice", "alice has 900, bob has 100, 20 receipts"],
 }
@@ -137,9 +138,48 @@ def names(paths: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_every_block_marked_to_run_does(page: Path, dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_block_marked_to_run_does(
+    page: Path, dsn: str, database: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
     monkeypatch.chdir(tmp_path)
+    run_page(page, dsn)
+    assert not shared_with_others(page, database)
+
+
+def test_a_reader_can_follow_all_pages_on_one_database(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on the embedded one, which keeps what the pages leave there."""
+    monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
+    monkeypatch.chdir(tmp_path)
+    for page in [ROOT / "README.md", *(ROOT / "docs" / name for name in pages_of_the_site())]:
+        run_page(page, dsn)
+
+
+OPEN = """
+    SELECT domain FROM busload.queue UNION SELECT domain FROM busload.scheduled
+     UNION SELECT domain FROM busload.lease UNION SELECT domain FROM busload.troubleshooting
+"""
+
+
+def shared_with_others(source: Path, database: Database) -> dict[str, str]:
+    """The domains in which a page or an example leaves commands open though others use them, and one of these.
+
+    On one database their workers would find those commands: what is left open needs a domain of its own.
+    """
+    open_domains = [domain for (domain,) in database.rows(OPEN)]
+    others = {other.name: runnable(other) for other in (*PAGES, *EXAMPLES) if other != source}
+    return {domain: name for domain in open_domains for name, text in others.items() if f'"{domain}"' in text}
+
+
+def runnable(source: Path) -> str:
+    if source.suffix == ".py":
+        return source.read_text()
+    return "".join(block.text for block in blocks(source) if block.mark == "run")
+
+
+def run_page(page: Path, dsn: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     with asyncio.Runner() as runner, psycopg.connect(dsn, autocommit=True) as conn:
@@ -181,20 +221,22 @@ def test_every_python_block_is_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=names(EXAMPLES))
-def test_every_example_ends_by_itself_and_says_what_it_should(
-    example: Path, dsn: str, request: pytest.FixtureRequest
+def test_every_example_ends_by_itself_and_says_what_it_should_whenever_it_is_run(
+    example: Path, dsn: str, database: Database, request: pytest.FixtureRequest
 ) -> None:
     environment = {**os.environ, "BUSLOAD_DATABASE_URL": dsn, "PYTHONWARNINGS": "error"}
     if "AMQP_URL" in example.read_text():
         environment["AMQP_URL"] = request.getfixturevalue("rabbitmq_url")
         environment["PYTHONWARNINGS"] += ",ignore:You're running the worker"  # says Celery to root
-    ran = subprocess.run(
-        [sys.executable, str(example)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    for expected in EXPECTED[example.name]:
-        assert any(matches(expected, line) for line in lines), f"{expected!r} is not in:\n{ran.stdout}"
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, str(example)], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines = ran.stdout.splitlines()
+        for expected in EXPECTED[example.name]:
+            assert any(matches(expected, line) for line in lines), f"{expected!r} is not in:\n{ran.stdout}"
+    assert not shared_with_others(example, database)
 
 
 def test_every_example_is_short_and_expected() -> None:
@@ -222,8 +264,11 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_site_has_every_page() -> None:
-    nav = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert nav == {page.name for page in PAGES[1:]}
+    assert set(pages_of_the_site()) == {page.name for page in PAGES[1:]}
+
+
+def pages_of_the_site() -> list[str]:
+    return re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
 
 
 def test_the_docs_name_every_extra_and_no_other() -> None:

@@ -69,7 +69,7 @@ if sys.argv[2] == "work":
 elif sys.argv[2] == "directly":
     ran = [example.render("January"), example.render.apply(("February",)).result]
 elif sys.argv[2] == "recover":
-    example.enqueue(([7], {"month": "May"}), {"task": "report"}, "dev_reports")  # and its message is lost
+    example.enqueue(([7], {"month": "May"}), {"task": "report"}, "dev_renders")  # and its message is lost
     example.recover(example.timedelta(0))
     with start_worker(example.app, perform_ping_check=False, pool="solo", loglevel="CRITICAL"):
         deadline = time.monotonic() + 60
@@ -109,9 +109,9 @@ def test_calls_that_differ_are_different_tasks(dsn: str, chains: Any) -> None:
     assert [["x" * 1000], {}] in calls
     assert "\0" in calls  # it could not be tracked, and ran all the same
     found = chains()
-    assert [chain for key, chain in found.items() if key.startswith("reports:report")] == [(["completed"], 4)] * 6
-    assert found["reports:stubborn"] == (["failed"] * 4 + ["completed"], 5)
-    assert found["reports:endless"] == (["completed"], 32767)
+    assert [chain for key, chain in found.items() if key.startswith("renders:report")] == [(["completed"], 4)] * 6
+    assert found["renders:stubborn"] == (["failed"] * 4 + ["completed"], 5)
+    assert found["renders:endless"] == (["completed"], 32767)
     assert len(found) == 8
 
 
