@@ -131,8 +131,10 @@ def describe_machine(server: TestServer) -> dict[str, Any]:
 
 
 def not_measured(run: Run, results: Sequence[Result]) -> dict[str, str]:
-    """Peers that are missing, and cases that failed, with the reason."""
-    return run.lacking() | {result.case.key: result.failure for result in results if result.failure}
+    """Peers that are missing, and cases that failed, with the reason. A peer with results is not missing."""
+    measured = {result.case.subject for result in _measured(results)}
+    missing = {name: why for name, why in run.lacking().items() if name not in measured}
+    return missing | {result.case.key: result.failure for result in results if result.failure}
 
 
 def ratio(ours: Result, beside: Result) -> float:

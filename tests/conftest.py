@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -16,21 +14,22 @@ import pytest
 from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
 from busload.store.embedded import EmbeddedPostgres
 from busload.testing import TestServer
+from tests import isolation
 from tests.brokers.lookalike import servicebus, servicebus_url
 from tests.brokers.nats import nats_url
 from tests.brokers.pgmq import pgmq_url
 from tests.brokers.redis import redis_url
 from tests.given import Database, Given
-from tests.servers import name_leader, rabbitmq_url, scratch, stop_servers
+from tests.servers import is_leader, name_leader, rabbitmq_url, stop_servers
+
+OUTSIDE = pytest.StashKey[list[str]]()
 
 __all__ = ["nats_url", "pgmq_url", "rabbitmq_url", "redis_url", "servicebus", "servicebus_url"]  # fixtures
 
-FOLDER = "PYTEST_BUSLOAD_FOLDER"
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run a folder for its servers; the processes it is spread over inherit its name."""
-    os.environ.setdefault(FOLDER, str(scratch() / f"busload-tests-{secrets.token_hex(4)}"))
+    """Give the run a folder of its own; the processes it is spread over inherit its name."""
+    isolation.enter()
     name_leader()
     # A run that was started in the background ignores it, and so would all the processes that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def server_home(name: str = "server") -> Path:
     """Where this run keeps a server: the same folder for all its processes, reachable for the server's own user."""
-    return Path(os.environ[FOLDER]) / name
+    return isolation.folder() / name
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +51,23 @@ def server() -> Iterator[TestServer]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The process that leads the run leaves last: it stops the servers and removes their folders."""
-    if not os.environ.get("PYTEST_XDIST_WORKER"):
-        folder = server_home().parent
+    """The process that leads the run leaves last: it stops the servers and removes the run's folder."""
+    if is_leader():
+        folder = isolation.folder()
         stop_servers(folder)
         for home in folder.glob("*"):
             EmbeddedPostgres(home).stop()
+        if outside := isolation.seen_outside():
+            session.config.stash[OUTSIDE] = outside
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if outside := config.stash.get(OUTSIDE, []):
+        terminalreporter.section("opened outside of the run's folder: use tmp_path, or a folder below TMPDIR", red=True)
+        for line in outside:
+            terminalreporter.line(line)
 
 
 @pytest.fixture

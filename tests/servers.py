@@ -93,6 +93,10 @@ def name_leader() -> None:
     os.environ.setdefault(LEADER, str(os.getpid()))
 
 
+def is_leader() -> bool:
+    return os.environ.get(LEADER) == str(os.getpid())
+
+
 def stop_servers(folder: Path) -> None:
     """Called by the leading process, when all others have ended."""
     homes = [file.parent for file in folder.glob("*/keeper")]

@@ -8,6 +8,7 @@
 | `BUSLOAD_MESSAGE_KEY` | a secret that messages are signed with; those without its signature are refused |
 | `BUSLOAD_QUEUE_PREFIX` | the first part of queues' names at the broker; default `busload` |
 | `BUSLOAD_PG_BIN` | the folder with `postgres` and `initdb` to use for the embedded server |
+| `BUSLOAD_SERVER_HOME` | as root: for what the server's user cannot reach otherwise; default `/var/lib/busload` |
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ VARIABLES = (
     "BUSLOAD_DATABASE_URL",
     "BUSLOAD_HOME",
     "BUSLOAD_PG_BIN",
+    "BUSLOAD_SERVER_HOME",
     "BUSLOAD_TRANSPORT_URL",
     "BUSLOAD_MESSAGE_KEY",
     "BUSLOAD_QUEUE_PREFIX",
 )
 HOME = Path("~/.local/share/busload")
+SERVER_HOME = Path("/var/lib/busload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,11 @@ def _from_environment(name: str) -> str | None:
 def _path_from_environment(name: str) -> Path | None:
     value = _from_environment(name)
     return Path(value).expanduser() if value else None
+
+
+def server_home() -> Path:
+    """Where root keeps what the embedded server's own user must be able to reach."""
+    return _path_from_environment("BUSLOAD_SERVER_HOME") or SERVER_HOME
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ def alone() -> Iterator[Run]:
     """Run `busload` without any DSN, in a home of its own, which a server that runs as another user can reach."""
     folder = Path(tempfile.mkdtemp(prefix="busload-demo-")).resolve()
     folder.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BUSLOAD_")}
-    environment["BUSLOAD_HOME"] = str(folder / "home")
+    environment = {**os.environ, "BUSLOAD_HOME": str(folder / "home")}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "busload.cli", *arguments]

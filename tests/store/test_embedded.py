@@ -22,9 +22,9 @@ import pytest
 
 import busload.store.embedded
 from busload.errors import DatabaseUnusable
+from busload.settings import server_home
 from busload.store.embedded import EmbeddedPostgres, find_binaries
 from busload.store.supervisor import postmaster, try_lock
-from tests.servers import scratch
 
 ROOT = os.geteuid() == 0
 SOURCES = Path(busload.store.embedded.__file__).parents[2]
@@ -72,7 +72,7 @@ class User:
             stderr=subprocess.PIPE,
             text=True,
             cwd="/",
-            env={"PYTHONPATH": paths, "PATH": os.defpath, "HOME": "/"},
+            env={**os.environ, "PYTHONPATH": paths},
             **options,
         )
 
@@ -155,8 +155,8 @@ def fetch(pg: EmbeddedPostgres, query: str) -> Any:
 
 
 def new_folder() -> Path:
-    """Make a folder that the server's user can reach, unlike root's tmp_path; in memory if there is room."""
-    path = Path(tempfile.mkdtemp(prefix="busload-test-", dir=scratch())).resolve()
+    """Make a folder that the server's user can reach, unlike root's tmp_path."""
+    path = Path(tempfile.mkdtemp()).resolve()
     path.chmod(0o755)
     return path
 
@@ -495,7 +495,7 @@ def test_a_home_that_the_server_cannot_reach_is_replaced_for_good(folder: Path) 
     try:
         with pg:
             assert fetch(pg, "SELECT current_database()::text") == "busload"
-            assert place.parent == Path("/var/lib/busload")
+            assert place.parent == server_home()
             assert pg.info.notice.count(str(place)) == 1
         gone(place)
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
@@ -505,6 +505,13 @@ def test_a_home_that_the_server_cannot_reach_is_replaced_for_good(folder: Path) 
         pg.close()
         pg.stop()
         shutil.rmtree(place, ignore_errors=True)
+
+
+def test_what_the_server_cannot_reach_goes_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSLOAD_SERVER_HOME", "~/servers")
+    assert server_home() == Path.home() / "servers"
+    monkeypatch.delenv("BUSLOAD_SERVER_HOME")
+    assert server_home() == Path("/var/lib/busload")
 
 
 @pytest.mark.skipif(not ROOT, reason="only root runs it as another user")
@@ -526,7 +533,7 @@ def test_binaries_in_a_private_tree_are_copied_and_the_tree_stays_private(home: 
     pg = EmbeddedPostgres(home, pg_bin=private / find_binaries(None).path.relative_to(package.parent))
     copy = pg.info.binaries
     try:
-        assert copy.is_relative_to("/var/lib/busload/binaries")
+        assert copy.is_relative_to(server_home() / "binaries")
         assert all((copy.parents[2] / part.name).is_dir() for part in parts)
         with pg:
             assert fetch(pg, "SELECT answer FROM kept") == 42

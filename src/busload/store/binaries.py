@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from busload.errors import DatabaseUnusable
+from busload.settings import server_home
 
-STATE = Path("/var/lib/busload")  # root's: what must not lie in a private tree
 SYSTEM = Path("/usr/lib/postgresql")
 
 _WHEELS = (
@@ -105,7 +105,7 @@ def runnable_by(user: Account, binaries: Binaries) -> Binaries:
         return binaries
     prefix, package = binaries.path.parent, binaries.path.parent.parent
     stamp = f"{program}:{binaries.version}:{program.stat().st_mtime_ns}"
-    copy = STATE / "binaries" / hashlib.sha256(stamp.encode()).hexdigest()[:12]
+    copy = server_home() / "binaries" / hashlib.sha256(stamp.encode()).hexdigest()[:12]
     if not copy.exists():
         make_folder(copy.parent)
         fresh = Path(tempfile.mkdtemp(dir=copy.parent))

@@ -32,9 +32,9 @@ from urllib.parse import quote
 import psycopg
 
 from busload.errors import DatabaseUnusable
+from busload.settings import server_home
 from busload.store import supervisor
 from busload.store.binaries import (
-    STATE,
     Account,
     Binaries,
     account,
@@ -84,7 +84,7 @@ class EmbeddedPostgres:
     """A PostgreSQL of our own below `home`, shared by all processes that name the same folder.
 
     Its socket opens for the user that it runs as and for root. PostgreSQL refuses to run as root: root's
-    server runs as another user, and where that user cannot reach `home` the data lies in `/var/lib/busload`.
+    server runs as another user, and where that user cannot reach `home` the data lies in `BUSLOAD_SERVER_HOME`.
 
     Whichever process starts the server decides the `config`; that of others waits for their turn. A forked
     process holds no lease until it calls `start()` itself.
@@ -177,7 +177,7 @@ class EmbeddedPostgres:
         """Decide where the data lies: where it lies already, else in `home`, else where the server can go."""
         if os.geteuid() != 0 or (self._home / "data").exists():
             return Folder(self._home)
-        elsewhere = STATE / hashlib.sha256(os.fsencode(self._home)).hexdigest()[:12]
+        elsewhere = server_home() / hashlib.sha256(os.fsencode(self._home)).hexdigest()[:12]
         if elsewhere.exists() or not account(self._home / "data").can_enter(self._home):
             return Folder(elsewhere)
         return Folder(self._home)
