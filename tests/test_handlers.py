@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -118,3 +121,64 @@ def test_a_policy_comes_with_its_handler() -> None:
     found = handlers.find("payments", "Debit")
     assert found is not None
     assert found.retry is policy
+
+
+class Till:
+    """What may be a handler besides a function."""
+
+    def debit(self, command: Any, ctx: Any) -> None: ...
+
+    def short(self, command: Any) -> None: ...
+
+    def __call__(self, command: Any, ctx: Any) -> None: ...
+
+
+def one(command: Any) -> None: ...
+async def none() -> None: ...
+def three(command: Any, ctx: Any, session: Any) -> None: ...
+def keyword(command: Any, ctx: Any, *, session: Any) -> None: ...
+def default(command: Any, ctx: Any, session: Any = None, *, retries: int = 3) -> None: ...
+def anything(*args: Any, **kwargs: Any) -> None: ...
+
+
+REGISTRATIONS: dict[str, tuple[str, Callable[[CommandBus], Callable[[Any], Any]]]] = {
+    "handler": ("command, ctx", lambda bus: bus.handler("payments", "Debit")),
+    "bulk": ("chunk, ctx", lambda bus: bus.bulk_handler("payments", "Debit")),
+    "buffer": ("group, ctx", lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).handler()),
+    "exhausted": ("group, ctx", lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).exhausted()),
+    "planner": ("stage, ctx", lambda bus: bus.planner("payments", "second")),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (one, r"test_handlers\.one\(command: 'Any'\)"),
+        (none, r"test_handlers\.none\(\)"),
+        (three, r"three\(command: 'Any', ctx: 'Any', session: 'Any'\)"),
+        (keyword, r"keyword\(.*session"),
+        (Till.debit, r"Till\.debit\(self, command: 'Any', ctx: 'Any'\)"),
+        (Till().short, r"Till\.short\(command: 'Any'\)"),
+        (functools.partial(three, 1, 2), r"functools\.partial\(.*\(session: 'Any'\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_a_handler_is_refused_at_once(kind: str, function: Any, found: str) -> None:
+    wanted, register = REGISTRATIONS[kind]
+    bus = CommandBus("postgresql://nowhere")
+    with pytest.raises(
+        ValueError, match=rf"called with two arguments, e\.g\. `async def handle\({wanted}\)`"
+    ) as refused:
+        register(bus)(function)
+    assert re.search(found, str(refused.value))
+    assert not bus.handlers.domains
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+@pytest.mark.parametrize(
+    "function",
+    [default, anything, Till().debit, Till(), functools.partial(three, session=1), functools.partial(three, 1)],
+)
+def test_whatever_takes_two_arguments_can_be_a_handler(kind: str, function: Any) -> None:
+    register = REGISTRATIONS[kind][1]
+    assert register(CommandBus("postgresql://nowhere"))(function) is function

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
 
 
-class _Face:
+class AnyBuffer:
     """What both faces share: the declaration, and the functions that run its groups."""
 
     _bus: CommandBus | SyncCommandBus
@@ -62,7 +62,7 @@ class _Face:
         return self._bus.handlers.register_exhausted(self.settings, retry=retry, timeout=timeout)
 
 
-class Buffer(_Face):
+class Buffer(AnyBuffer):
     """A buffer of a `CommandBus`: add events, see how many wait, and let them go before their time."""
 
     def __init__(self, bus: CommandBus, settings: BufferSettings) -> None:
@@ -133,7 +133,7 @@ class Buffer(_Face):
         return await self._bus._look(self._bus._requests.buffer_status(self.settings))
 
 
-class SyncBuffer(_Face):
+class SyncBuffer(AnyBuffer):
     """`Buffer` for code without an event loop."""
 
     def __init__(self, bus: SyncCommandBus, settings: BufferSettings) -> None:

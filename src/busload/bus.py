@@ -76,7 +76,7 @@ ENVELOPE_SIZES = range(1, 10_001)
 """How many commands one message may tell of."""
 
 
-class _Face:
+class Bus:
     """What both faces share: where the database is, the handlers, and the checks."""
 
     def __init__(
@@ -105,7 +105,7 @@ class _Face:
     def dsn(self) -> str:
         """Where the database is; known once the bus is open."""
         if self._dsn is None:
-            raise InvalidOperationError("The bus is not open. Use it in `with`, or call its open() first.")
+            raise InvalidOperationError("The bus is not open. Use it in `with` or `async with`, or open() it first.")
         return self._dsn
 
     def handler(
@@ -200,7 +200,7 @@ class _Face:
             self._embedded, self._dsn = None, None
 
 
-class CommandBus(_Face):
+class CommandBus(Bus):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL. Pass `conn` to join a
@@ -841,7 +841,7 @@ class CommandBus(_Face):
         self._schema_checked = True
 
 
-class SyncCommandBus(_Face):
+class SyncCommandBus(Bus):
     """`CommandBus` for code without an event loop; there is none hidden in it."""
 
     def __init__(

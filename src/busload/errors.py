@@ -43,6 +43,15 @@ if TYPE_CHECKING:
     from busload.domain.dispatch import DispatchReport
 
 
+def kind_of(value: object) -> str:
+    """What a value is, for people: `an int`, `a psycopg.Connection`, `an asyncpg.connection.Connection`."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"  # u sounds like "you" in uuid and uvicorn
+
+
 class BusloadError(Exception):
     """The root of all errors that busload raises on purpose."""
 
@@ -65,15 +74,16 @@ class Problem:
 class InvalidCommandError(BusloadError, ValueError):
     """An input was refused before anything was written.
 
-    `problems` holds the first hundred offenders with code, path and index; `total` counts all of them.
+    `problems` holds the first hundred offenders with code, path and index; `total` counts all of them. The message of a
+    call that `writes` says that nothing was written; of a question or a declaration nobody would have thought so.
     """
 
-    def __init__(self, problems: Sequence[Problem], total: int | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem], total: int | None = None, *, writes: bool = True) -> None:
         self.problems = tuple(problems[:100])
         self.total = len(problems) if total is None else total
         shown = "; ".join(str(problem) for problem in self.problems[:3])
         more = f" (and {self.total - 3} more)" if self.total > 3 else ""
-        super().__init__(f"{shown}{more}. Nothing was written.")
+        super().__init__(f"{shown}{more}." + (" Nothing was written." if writes else ""))
 
     @property
     def code(self) -> str:
@@ -166,7 +176,7 @@ class SchemaOutdated(BusloadError):
     def __init__(self, *, found: int, needed: int) -> None:
         super().__init__(
             f"The database holds busload schema {found}, this release needs {needed}. "
-            "Run `busload schema migrate` (or `await bus.migrate()`) before sending or starting workers."
+            "Run `busload schema migrate`, or call migrate() of the bus, before sending or starting workers."
         )
         self.found, self.needed = found, needed
 
@@ -182,7 +192,10 @@ class OutcomeUnknown(BusloadError):
     def __init__(
         self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = (), job_id: UUID | None = None
     ) -> None:
-        what = f"batch {batch_id}" if batch_id else f"{len(command_ids)} command(s)" if command_ids else "this"
+        commands = (
+            f"command {command_ids[0]}" if len(command_ids) == 1 else f"a call with {len(command_ids):,} commands"
+        )
+        what = f"batch {batch_id}" if batch_id else commands if command_ids else "this"
         what = f"job {job_id}" if job_id else what
         todo = "Repeat the call with the same ids: it will be accepted exactly once."
         if not batch_id and not command_ids and not job_id:
@@ -254,7 +267,7 @@ class PublishFailed(TransportError):
     def __init__(self, refused: Mapping[int, Refusal]) -> None:
         [first, *others] = refused.values()
         more = f", and {len(others)} more" if others else ""
-        super().__init__(f"The broker did not confirm a message: {first.reason}, {first.message}{more}")
+        super().__init__(f"The broker did not confirm a message: {first.reason}, {first.message}{more}.")
         self.refused = dict(refused)
 
 
@@ -265,7 +278,7 @@ class Superseded(BusloadError):
     """
 
 
-class _HandlerError(BusloadError):
+class HandlerError(BusloadError):
     """What a handler says about its failure: a message, a code for programs, details for people."""
 
     def __init__(self, message: str = "", *, code: str | None = None, details: Any = None) -> None:
@@ -273,11 +286,11 @@ class _HandlerError(BusloadError):
         self.code, self.details = code, details
 
 
-class TransientCommandError(_HandlerError):
+class TransientCommandError(HandlerError):
     """It may work later: retried under the handler's retry policy."""
 
 
-class RateLimited(_HandlerError):
+class RateLimited(HandlerError):
     """The receiver wants fewer calls: all workers wait `after` (seconds, or a timedelta), and no attempt is burnt."""
 
     def __init__(
@@ -295,9 +308,9 @@ class RateLimited(_HandlerError):
         self.after = None if seconds is None else float(seconds)
 
 
-class PermanentCommandError(_HandlerError):
+class PermanentCommandError(HandlerError):
     """It will not work without a person: goes to troubleshooting at once."""
 
 
-class BusinessRuleError(_HandlerError):
+class BusinessRuleError(HandlerError):
     """The business says no: the command ends as FAILED, without retries and without troubleshooting."""

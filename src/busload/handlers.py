@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -89,10 +90,10 @@ class Handlers:
     ) -> Callable[[Function], Function]:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
-        refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits))
+        refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits), writes=False)
         if command_type in RESERVED or command_type.startswith(PLAN):
             message = f"found {command_type!r}, which busload uses itself; choose another name"
-            refuse([Problem("INVALID_NAME", "/command_type", message)])
+            refuse([Problem("INVALID_NAME", "/command_type", message)], writes=False)
         return self._register(domain, command_type, retry, timeout, rate_limit, isolate_poison, gathering)
 
     def register_buffer(
@@ -123,11 +124,12 @@ class Handlers:
     ) -> Callable[[Function], Function]:
         """A decorator for the function that plans a stage; it returns the function unchanged."""
         limits = InputLimits()
-        refuse(check_name(domain, "domain", limits) + check_stage(stage, "stage", limits))
+        refuse(check_name(domain, "domain", limits) + check_stage(stage, "stage", limits), writes=False)
         add = self._register(domain, PLAN + stage, retry, timeout)
 
         def register(function: Function) -> Function:
-            add(planner(function) if callable(function) else function)
+            _refuse_function(function, "stage")
+            add(planner(function))
             return function
 
         return register
@@ -153,9 +155,10 @@ class Handlers:
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
             raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")
 
+        first = "chunk" if gathering else "group" if buffer or command_type == EXHAUSTED else "command"
+
         def add(function: Function) -> Function:
-            if not callable(function):
-                raise ValueError(f"A handler must be a function, found {function!r:.80}.")
+            _refuse_function(function, first)
             if buffer is None:  # whose handlers answer by their verdicts
                 refuse_result_type(function)
             existing = self._handlers.get((domain, command_type))
@@ -225,5 +228,24 @@ def gather(
     return Gathering(size, float(seconds), max_bytes, by)
 
 
+def _refuse_function(function: object, first: str) -> None:
+    """A handler that cannot be called would only be found out with its first command, which would pay for it."""
+    if not callable(function):
+        raise ValueError(f"A handler must be a function, found {function!r:.80}.")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"A handler is called with two arguments, e.g. `async def handle({first}, ctx)`; found "
+            f"{_name(function)}{signature}."
+        ) from None
+
+
 def _name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    if (name := getattr(function, "__qualname__", None)) is None:  # a partial, or an object that can be called
+        return f"{function!r:.120}"
+    return f"{function.__module__}.{name}"

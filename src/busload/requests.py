@@ -249,7 +249,7 @@ class Requests:
         return Write(plan, batch.batch_id, ids)
 
     def outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[list[OutboxEntry]]:
-        refuse(self._where(domain, batch_id))
+        refuse(self._where(domain, batch_id), writes=False)
         return store.outbox.waiting(domain=domain, batch_id=batch_id)
 
     def retry_outbox(self, domain: str | None, batch_id: UUID | None) -> Write[int]:
@@ -258,7 +258,7 @@ class Requests:
         return Write(plan, batch_id, one_statement=True)
 
     def retryable_outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[int]:
-        refuse(self._where(domain, batch_id))
+        refuse(self._where(domain, batch_id), writes=False)
         return store.outbox.retryable(domain=domain, batch_id=batch_id)
 
     def reroute(
@@ -282,7 +282,7 @@ class Requests:
         """The domains to compare."""
         if domain is None:
             return store.report.domains()
-        refuse(self._name(domain))
+        refuse(self._name(domain), writes=False)
         return _given([domain])
 
     def _where(self, domain: str | None, batch_id: UUID | None) -> list[Problem]:
@@ -290,7 +290,7 @@ class Requests:
         return problems if batch_id is None else problems + check_uuid(batch_id, "batch_id")
 
     def get_dispatch(self, domain: str, batch_id: UUID) -> Plan[DispatchReport | None]:
-        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"), writes=False)
         return store.dispatch.find(domain, batch_id)
 
     def open_batch(
@@ -349,7 +349,7 @@ class Requests:
         return Write(plan, command_ids=[command_id])
 
     def get_batch(self, domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
-        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"), writes=False)
         return store.report.batch(domain, batch_id)
 
     def list_batches(
@@ -363,7 +363,7 @@ class Requests:
         job_id: UUID | None = None,
     ) -> Plan[list[BatchMetadata]]:
         problems = [] if job_id is None else check_uuid(job_id, "job_id")
-        refuse(self._name(domain) + problems + _page(limit, offset, after))
+        refuse(self._name(domain) + problems + _page(limit, offset, after), writes=False)
         return store.report.batches(
             domain, status=_status(BatchStatus, status), limit=limit, offset=offset, after=after, job_id=job_id
         )
@@ -421,15 +421,15 @@ class Requests:
         return Write(store.job.cancel_job(domain, job_id, reason=reason, operator=operator), job_id=job_id)
 
     def get_job(self, domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
-        refuse(self._name(domain) + check_uuid(job_id, "job_id"))
+        refuse(self._name(domain) + check_uuid(job_id, "job_id"), writes=False)
         return store.job.job(domain, job_id)
 
     def list_jobs(self, domain: str, *, status: str | None, limit: int, offset: int) -> Plan[list[JobMetadata]]:
-        refuse(self._name(domain) + _page(limit, offset, None))
+        refuse(self._name(domain) + _page(limit, offset, None), writes=False)
         return store.job.jobs(domain, status=_status(JobStatus, status), limit=limit, offset=offset)
 
     def groups(self, domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
-        refuse(self._name(domain) + self._type(command_type) + _page(limit, 0, None))
+        refuse(self._name(domain) + self._type(command_type) + _page(limit, 0, None), writes=False)
         return store.operate.groups(domain, command_type=command_type, limit=limit)
 
     def decide(
@@ -477,21 +477,21 @@ class Requests:
     def list_batch_commands(
         self, domain: str, batch_id: UUID, *, status: str | None, limit: int, offset: int, after: UUID | None
     ) -> Plan[list[CommandMetadata]]:
-        refuse(self._name(domain) + check_uuid(batch_id, "batch_id") + _page(limit, offset, after))
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id") + _page(limit, offset, after), writes=False)
         return store.report.batch_commands(
             domain, batch_id, status=_status(CommandStatus, status), limit=limit, offset=offset, after=after
         )
 
     def get_command(self, domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
-        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"), writes=False)
         return store.report.command(domain, command_id)
 
     def get_audit_trail(self, domain: str, command_id: UUID) -> Plan[list[AuditEvent]]:
-        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"), writes=False)
         return store.report.audit_trail(domain, command_id)
 
     def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> Plan[list[AuditEvent]]:
-        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"), writes=False)
         return store.report.batch_audit_trail(domain, batch_id)
 
     def prune(self, older_than: timedelta, *, archive: bool, dry_run: bool) -> store.prune.Pruning:
@@ -503,11 +503,11 @@ class Requests:
         return store.prune.Pruning(older_than, archive=archive, dry_run=dry_run)
 
     def explain_batch(self, domain: str, batch_id: UUID) -> Plan[Explanation]:
-        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
+        refuse(self._name(domain) + check_uuid(batch_id, "batch_id"), writes=False)
         return store.explain.explain_batch(domain, batch_id)
 
     def explain_command(self, domain: str, command_id: UUID) -> Plan[Explanation]:
-        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"), writes=False)
         return store.explain.explain_command(domain, command_id)
 
     def pause(self, domain: str, *, reason: str | None, operator: str | None) -> Write[bool]:
@@ -520,7 +520,7 @@ class Requests:
 
     def list_limits(self, name: str | None, *, limit: int) -> Plan[list[LimitStatus]]:
         problems = [] if name is None else check_text(name, "name", 2 * self._limits.name_bytes + 1)
-        refuse(problems + check_number(limit, "limit", PAGE))
+        refuse(problems + check_number(limit, "limit", PAGE), writes=False)
         return store.rate.limits(name, limit=limit)
 
     def reset_limit(self, name: str, by: str | None) -> Write[int]:
@@ -532,7 +532,7 @@ class Requests:
         return store.pause.pauses()
 
     def pause_history(self, domain: str | None, *, limit: int) -> Plan[list[Pause]]:
-        refuse(([] if domain is None else self._name(domain)) + check_number(limit, "limit", PAGE))
+        refuse(([] if domain is None else self._name(domain)) + check_number(limit, "limit", PAGE), writes=False)
         return store.pause.history(domain, limit=limit)
 
     def add(self, buffer: BufferSettings, data: Any, key: str | None) -> Write[Any]:
@@ -613,7 +613,7 @@ class Requests:
 
     def trace(self, task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
         problems = check_text(task_key, "task_key", self._limits.task_key_bytes)
-        refuse(problems if domain is None else problems + self._name(domain))
+        refuse(problems if domain is None else problems + self._name(domain), writes=False)
         return store.report.trace(task_key, domain=domain)
 
     def enqueue_task(
@@ -671,7 +671,7 @@ class Requests:
         return Write(store.track.retry(task_id, operator=operator))
 
     def task_history(self, task_id: str) -> Plan[list[Execution]]:
-        refuse(check_text(task_id, "task_id", self._limits.task_key_bytes))
+        refuse(check_text(task_id, "task_id", self._limits.task_key_bytes), writes=False)
         return store.track.history(task_id)
 
     def recover_tasks(
@@ -687,11 +687,11 @@ class Requests:
     def troubleshooting(
         self, domain: str, *, command_type: str | None, limit: int, offset: int
     ) -> Plan[list[TroubleshootingItem]]:
-        refuse(self._name(domain) + self._type(command_type) + _page(limit, offset, None))
+        refuse(self._name(domain) + self._type(command_type) + _page(limit, offset, None), writes=False)
         return store.report.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
 
     def troubleshooting_item(self, domain: str, command_id: UUID) -> Plan[TroubleshootingItem | None]:
-        refuse(self._name(domain) + check_uuid(command_id, "command_id"))
+        refuse(self._name(domain) + check_uuid(command_id, "command_id"), writes=False)
         return store.report.troubleshooting_item(domain, command_id)
 
     def _check(self, domain: str, commands: Iterable[BatchCommand]) -> list[NewCommand]:
@@ -739,7 +739,7 @@ class Requests:
         if name is not None:
             problems += check_text(name, "name", self._limits.name_bytes)
         if custom_data is not None and not isinstance(custom_data, dict):
-            problems.append(Problem("INVALID_OPTION", "/custom_data", "wanted a dict"))
+            problems.append(Problem("INVALID_OPTION", "/custom_data", f"found {custom_data!r:.80}, wanted a dict"))
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
             problems += self._check_function(on_complete)
         refuse(problems)
@@ -751,7 +751,8 @@ class Requests:
 
     def _check_function(self, on_complete: object) -> list[Problem]:
         if not callable(on_complete):
-            return [Problem("INVALID_OPTION", "/on_complete", "wanted a function or a BatchCommand")]
+            message = f"found {on_complete!r:.80}, wanted a function or a BatchCommand"
+            return [Problem("INVALID_OPTION", "/on_complete", message)]
         if iscoroutinefunction(on_complete) and not self._awaits:
             message = "found an async function, which nobody awaits here; pass a plain one, or use CommandBus"
             return [Problem("INVALID_OPTION", "/on_complete", message)]
@@ -919,4 +920,4 @@ def _status(kind: type[Status], status: str | None) -> Status | None:
         return kind(status)
     except ValueError:
         message = f"found {status!r:.80}, wanted one of {', '.join(kind)}"
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/status", message)]) from None
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/status", message)], writes=False) from None

@@ -28,7 +28,7 @@ from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_text, refuse
 from busload.domain.dedup import Dedup, task_key
 from busload.domain.execution import Execution, Failed, Succeeded
-from busload.errors import Superseded
+from busload.errors import Superseded, kind_of
 from busload.requests import Write
 from busload.store import rescue, track
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
@@ -63,7 +63,7 @@ class _AfterFork:
 _after_fork = _AfterFork()
 
 
-class _Face:
+class Tracker:
     """What both faces share: names, checks, and being a worker."""
 
     def __init__(self, prefixes: Sequence[str], lease_for: timedelta, name: str | None) -> None:
@@ -76,7 +76,7 @@ class _Face:
         if not isinstance(lease_for, timedelta) or lease_for < SHORTEST:
             raise ValueError(f"lease_for must be a timedelta of at least {SHORTEST}, found {lease_for!r}.")
         if name is not None:
-            refuse(check_text(name, "name", 255))
+            refuse(check_text(name, "name", 255), writes=False)
         self._prefixes = sorted(prefixes, key=len, reverse=True)
         self._lease_for, self._name = lease_for, name
         self._own_presence = Presence(lease_for, name)
@@ -101,7 +101,7 @@ class _Face:
             return self._own_presence
 
 
-class TaskTracker(_Face):
+class TaskTracker(Tracker):
     """Follows tasks that another queue runs, in the same tables as commands.
 
     Give both keys of `enqueue` to the queue. Who gets the message calls `claim`, and runs the task only if that returns
@@ -118,7 +118,7 @@ class TaskTracker(_Face):
         name: str | None = None,
     ) -> None:
         if not isinstance(bus, CommandBus):
-            raise ValueError(f"TaskTracker needs a CommandBus, found a {type(bus).__name__}; see SyncTaskTracker.")
+            raise ValueError(f"TaskTracker needs a CommandBus, found {kind_of(bus)}; see SyncTaskTracker.")
         super().__init__(prefixes, lease_for, name)
         self._bus = bus
 
@@ -215,7 +215,7 @@ class TaskTracker(_Face):
         return ended
 
 
-class SyncTaskTracker(_Face):
+class SyncTaskTracker(Tracker):
     """`TaskTracker` for code without an event loop. After a fork it opens a bus of its own, on the same database."""
 
     def __init__(
@@ -227,7 +227,7 @@ class SyncTaskTracker(_Face):
         name: str | None = None,
     ) -> None:
         if not isinstance(bus, SyncCommandBus):
-            raise ValueError(f"SyncTaskTracker needs a SyncCommandBus, found a {type(bus).__name__}; see TaskTracker.")
+            raise ValueError(f"SyncTaskTracker needs a SyncCommandBus, found {kind_of(bus)}; see TaskTracker.")
         super().__init__(prefixes, lease_for, name)
         self._given = bus
         self._opened: SyncCommandBus | None = None

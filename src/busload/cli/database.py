@@ -162,7 +162,7 @@ def find_job_of_batches(bus: SyncCommandBus, ids: IdRange, domain: str | None) -
 
 def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:
     """What to say about a domain that nobody has heard of, which most likely is a mistyped one."""
-    refuse(check_name(domain, "domain", bus.settings.limits))
+    refuse(check_name(domain, "domain", bus.settings.limits), writes=False)
     known = bus._read(find.domains())
     if domain in known:
         return None

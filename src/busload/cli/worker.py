@@ -26,6 +26,7 @@ from busload.cli import DSN
 from busload.cli.database import transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
+from busload.errors import kind_of
 from busload.settings import WorkerSettings
 from busload.store import connection
 from busload.worker import Worker
@@ -217,7 +218,7 @@ def load(application: str) -> CommandBus | SyncCommandBus:
             raise click.BadParameter(f"{module_name!r} has no {path!r}", param_hint="MODULE:BUS")
         found = getattr(found, name)
     if not isinstance(found, CommandBus | SyncCommandBus):
-        message = f"{application!r} is a {type(found).__name__}, wanted a CommandBus or SyncCommandBus"
+        message = f"{application!r} is {kind_of(found)}, wanted a CommandBus or SyncCommandBus"
         raise click.BadParameter(message, param_hint="MODULE:BUS")
     if not found.handlers.domains:
         message = f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)"

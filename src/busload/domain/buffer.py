@@ -72,7 +72,7 @@ class BufferSettings:
             problems.append(_wrong("on_exhausted", self.on_exhausted, '"troubleshoot" or "delete"'))
         if self.table is not None:
             problems += self._problems_of_table()
-        refuse(problems)
+        refuse(problems, writes=False)
 
     def _problems_of_table(self) -> list[Problem]:
         table: object = self.table

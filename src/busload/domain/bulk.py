@@ -42,7 +42,7 @@ class Judgement:
     """Whether the call said something about its items. If not, it failed as a whole: nobody knows who is to blame."""
 
 
-class _Judged(Sequence[Item]):
+class Judged(Sequence[Item]):
     """Items that are judged together, or one by one."""
 
     def __init__(self, items: Sequence[Item]) -> None:
@@ -99,7 +99,7 @@ class _Judged(Sequence[Item]):
         return Judgement(done, failed, self._results, answered=True)
 
 
-class Group(_Judged):
+class Group(Judged):
     """A slice of a buffer, for one bulk call: return, and all items are done; raise, and all are tried again; or judge.
 
     `group_id` and the ids of the items stay the same at every attempt: give them to the receiver as idempotency keys.
@@ -110,7 +110,7 @@ class Group(_Judged):
         self.buffer, self.group_id, self.partition = buffer, group_id, partition
 
 
-class Chunk(_Judged):
+class Chunk(Judged):
     """Commands of one type for one bulk call, judged as a `Group` is. `key` is what `by` has found in common."""
 
     def __init__(self, domain: str, command_type: str, items: Sequence[Item], key: Any = None) -> None:

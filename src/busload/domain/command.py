@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -180,6 +180,8 @@ class InputLimits:
 def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits) -> list[NewCommand]:
     """Check a whole list and name every offender; nothing has been written when this raises."""
     problems = check_name(domain, "domain", limits)
+    if type(commands) is not list:
+        refuse(problems + _problems_of_list(commands))
     known_names: set[str] = set()
     checked: list[NewCommand] = []
     chosen: list[UUID] = []
@@ -260,9 +262,10 @@ def check_text(text: object, path: str, max_bytes: int) -> list[Problem]:
 
 
 def check_uuid(value: object, path: str) -> list[Problem]:
-    if not isinstance(value, UUID) or not value.int:
-        return [Problem("INVALID_ID", f"/{path}", f"found {_shown(value)}, wanted a uuid.UUID that is not nil")]
-    return []
+    if isinstance(value, UUID) and value.int:
+        return []
+    instead = "; pass uuid.UUID(...) of the text" if isinstance(value, str) and len(value) == 36 else ""
+    return [Problem("INVALID_ID", f"/{path}", f"found {_shown(value)}, wanted a uuid.UUID that is not nil{instead}")]
 
 
 def check_number(value: object, path: str, allowed: range) -> list[Problem]:
@@ -289,10 +292,10 @@ def refuse_repeated_ids(domain: str, command_ids: Sequence[UUID]) -> None:
         raise DuplicateCommandError(domain, repeated, in_the_list=True)
 
 
-def refuse(problems: Sequence[Problem]) -> None:
-    """Raise if there are any."""
+def refuse(problems: Sequence[Problem], *, writes: bool = True) -> None:
+    """Raise if there are any; `writes` is false for a question or a declaration."""
     if problems:
-        raise InvalidCommandError(problems)
+        raise InvalidCommandError(problems, writes=writes)
 
 
 def _problems_of(command: object, known_names: set[str], limits: InputLimits) -> list[Problem]:
@@ -307,7 +310,7 @@ def _problems_of(command: object, known_names: set[str], limits: InputLimits) ->
         if not problems:
             known_names.add(command.command_type)
     if command.command_id is not None:
-        problems += check_uuid(command.command_id, "command_id")
+        problems += _problems_of_id(command)
     if command.reply_to is not None:
         problems += check_name(command.reply_to, "reply_to", limits)
     if command.correlation_id is not None:
@@ -320,6 +323,21 @@ def _problems_of(command: object, known_names: set[str], limits: InputLimits) ->
         problems += check_number(command.max_attempts, "max_attempts", MAX_ATTEMPTS)
     if command.run_at is not None:
         problems += check_time(command.run_at, "run_at")
+    return problems
+
+
+def _problems_of_list(commands: object) -> list[Problem]:
+    if isinstance(commands, Iterable) and not isinstance(commands, str | bytes | Mapping):
+        return []
+    return [Problem("INVALID_OPTION", "/commands", f"found {_shown(commands)}, wanted a list of BatchCommand")]
+
+
+def _problems_of_id(command: BatchCommand) -> list[Problem]:
+    """The id stands before the data, which newcomers put in its place."""
+    problems = check_uuid(command.command_id, "command_id")
+    if problems and command.data is None and not isinstance(command.command_id, UUID | str):
+        message = f"found {_shown(command.command_id)}, wanted a uuid.UUID; data is the third parameter: pass data=..."
+        return [Problem("INVALID_ID", "/command_id", message)]
     return problems
 
 

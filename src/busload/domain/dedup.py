@@ -36,7 +36,7 @@ class Dedup:
             message = f"found {self.on_conflict!r:.80}, wanted one of {', '.join(get_args(OnConflict))}"
             problems.append(Problem("INVALID_OPTION", "/dedup/on_conflict", message))
         if problems:
-            raise InvalidCommandError(problems)
+            raise InvalidCommandError(problems, writes=False)
 
 
 def task_key(*parts: str | int | UUID) -> str:
@@ -50,5 +50,6 @@ def task_key(*parts: str | int | UUID) -> str:
         if isinstance(part, bool) or not isinstance(part, str | int | UUID) or part == ""
     ]
     if problems or not parts:
-        raise InvalidCommandError(problems or [Problem("INVALID_TEXT", "/task_key", "found no parts, wanted some")])
+        none = [Problem("INVALID_TEXT", "/task_key", "found no parts, wanted some")]
+        raise InvalidCommandError(problems or none, writes=False)
     return ":".join(str(part).replace("%", "%25").replace(":", "%3A") for part in parts)

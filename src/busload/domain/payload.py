@@ -20,9 +20,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import date, time
+from decimal import Decimal
 from enum import Enum
 from math import isfinite
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
@@ -308,6 +310,14 @@ def _instead_of(kind: type) -> str:
         return "pass base64.b64encode(value).decode()"
     if issubclass(kind, set | frozenset):
         return "pass sorted(value)"
+    if callable(getattr(kind, "model_dump", None)):  # pydantic
+        return 'pass value.model_dump(mode="json")'
+    if hasattr(kind, "__struct_fields__"):
+        return "pass msgspec.to_builtins(value)"
+    if hasattr(kind, "__attrs_attrs__"):
+        return "pass attrs.asdict(value)"
+    if issubclass(kind, UUID | Decimal):
+        return "pass str(value)"
     if issubclass(kind, tuple):
         return "pass list(value) or value._asdict()"
     if is_dataclass(kind):

@@ -66,7 +66,7 @@ class RateLimit:
         if type(self.burst) is not int or not 1 <= self.burst <= MOST_BURST:
             raise ValueError(f"burst must be a whole number from 1 to {MOST_BURST:,}, found {self.burst!r:.80}.")
         if self.name is not None:
-            refuse(check_name(self.name, "rate_limit/name", InputLimits()))
+            refuse(check_name(self.name, "rate_limit/name", InputLimits()), writes=False)
         if self.by is not None and (not callable(self.by) or is_async(self.by)):
             raise ValueError(f"by must be a function, found {self.by!r:.80}, wanted one with def.")
         if not isinstance(self.adaptive, bool):

@@ -16,7 +16,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 
 from busload.domain.retry import Backoff
-from busload.errors import DatabaseUnavailable, DatabaseUnusable, InvalidOperationError
+from busload.errors import DatabaseUnavailable, DatabaseUnusable, InvalidOperationError, kind_of
 
 log = logging.getLogger("busload")
 
@@ -274,7 +274,8 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
     if not isinstance(conn, kinds):
         wanted = " or ".join(f"psycopg.{kind.__name__}" for kind in kinds)
         raise InvalidOperationError(
-            f"The connection given as conn is a {type(conn).__name__}; this bus joins a {wanted}."
+            f"The connection given as conn is {kind_of(conn)}; this bus joins a {wanted}. "
+            "Pass the psycopg connection that your session or ORM uses."
         )
     if conn.closed:
         raise InvalidOperationError("The connection given as conn is closed. Pass an open one, or none.")

@@ -71,7 +71,7 @@ class _ChunkFacts:
         self._timed_out = True
 
 
-class _Acts:
+class Actions:
     """What an async handler can do besides its work."""
 
     _bus: CommandBus
@@ -132,14 +132,14 @@ class _Acts:
         return SendResult(write.command_ids[0], created=True)
 
 
-class HandlerContext(_Context, _Acts):
+class HandlerContext(_Context, Actions):
     """What an async handler is given besides its command."""
 
     def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncPool) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
-class ChunkContext(_ChunkFacts, _Acts):
+class ChunkContext(_ChunkFacts, Actions):
     """What an async bulk handler is given besides its chunk.
 
     What is written in its `transaction()` commits together with the results of all commands of the chunk.
@@ -213,7 +213,7 @@ class HandlerTransaction:
             await self._pool.putconn(conn)
 
 
-class _SyncActs:
+class SyncActions:
     """What a handler that runs in a thread can do besides its work."""
 
     _bus: SyncCommandBus
@@ -269,14 +269,14 @@ class _SyncActs:
         return SendResult(write.command_ids[0], created=True)
 
 
-class SyncHandlerContext(_Context, _SyncActs):
+class SyncHandlerContext(_Context, SyncActions):
     """What a handler written with `def` is given besides its command; it runs in a thread."""
 
     def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: Pool) -> None:
         self._leased, self._bus, self._transactions = leased, bus, transactions
 
 
-class SyncChunkContext(_ChunkFacts, _SyncActs):
+class SyncChunkContext(_ChunkFacts, SyncActions):
     """What a bulk handler written with `def` is given besides its chunk; see `ChunkContext`."""
 
     def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: Pool) -> None:

@@ -294,7 +294,7 @@ class _Running:
 
     def _refuse_domains(self) -> None:
         domains, limits = self._worker.domains, self._bus.settings.limits
-        refuse([problem for domain in domains for problem in check_name(domain, "domains", limits)])
+        refuse([problem for domain in domains for problem in check_name(domain, "domains", limits)], writes=False)
         if not domains:
             raise InvalidOperationError("The worker has no domains: register a handler on its bus, or name domains.")
 
