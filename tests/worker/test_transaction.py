@@ -256,7 +256,7 @@ async def test_a_thread_whose_time_was_over_before_it_could_commit_is_superseded
     [one] = given.claimed()
     connections = pool(dsn, 1, connection_class=GuardedConnection)
     try:
-        transaction = SyncHandlerTransaction(connections)
+        transaction = SyncHandlerTransaction(connections, {one.lease})
         with transaction as conn:
             conn.execute(INSERT, [one.command_id, 1])
         given.settled([one], FAILED_ATTEMPT, delay=60.0)

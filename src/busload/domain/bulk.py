@@ -72,6 +72,10 @@ class Judged(Sequence[Item]):
             raise InvalidOperationError(f"fail() wants an exception or a text, found {error!r:.80}.")
         self._judge(item, TransientCommandError(error) if isinstance(error, str) else error)
 
+    def _forget(self) -> None:
+        """Nothing was said yet: the call is made again."""
+        self._verdicts, self._results = {}, {}
+
     def _judge(self, item: Item, error: BaseException | None) -> None:
         found = getattr(item, "id", item)
         if not isinstance(item, Item) or self._by_id.get(found) is not item:

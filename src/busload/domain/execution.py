@@ -126,6 +126,8 @@ class Leased(msgspec.Struct, eq=False, gc=False):  # a struct is made in a fifth
     """None: as the lease says, since commands that were sent together share it."""
     started: float = 0.0
     settled: bool = False
+    collisions: int = 0
+    """How often its handler's transaction has met others that wanted the same rows."""
 
     @property
     def execution_id(self) -> UUID:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from uuid import UUID
 
 from psycopg import errors as pg
 
-from busload.domain.execution import COMPLETED, Transition
+from busload.domain.execution import COMPLETED, Lease, Transition
 from busload.store.arrays import Bigints, Floats, Integers, Texts, unless_all_null
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
@@ -53,6 +53,12 @@ def settle(
         outcomes=columns["outcomes"],
     )
     return {id for (id,) in credited}
+
+
+def lock(leases: Collection[Lease], batch_ids: Iterable[UUID]) -> Plan[None]:
+    """Lock all that a transaction counts in which settles commands of these leases and sends into these batches."""
+    batches = {lease.batch_id for lease in leases if lease.batch_id is not None}.union(batch_ids)
+    yield from execute(SQL.lock, leases=[lease.lease_id for lease in leases], batches=list(batches))
 
 
 def locked(transitions: Sequence[Transition]) -> Plan[frozenset[UUID]]:

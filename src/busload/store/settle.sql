@@ -76,3 +76,12 @@ WITH free_lease AS MATERIALIZED (
 )
 SELECT ARRAY(SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) EXCEPT SELECT lease_id FROM free_lease),
        ARRAY(SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[]) EXCEPT SELECT batch_id FROM free_batch);
+
+-- name: lock
+-- Lock leases, and after them batches, each in order, as every settlement does: for a transaction that settles commands of
+-- the ones and sends into others. The count makes it wait for the leases first.
+WITH held AS MATERIALIZED (
+    SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[]) ORDER BY lease_id FOR UPDATE
+)
+SELECT batch_id FROM busload.batch
+ WHERE batch_id = ANY (%(batches)b::uuid[]) AND (SELECT count(*) FROM held) >= 0 ORDER BY batch_id FOR NO KEY UPDATE;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -18,6 +19,19 @@ from busload.store.plan import Plan
 from busload.worker.contain import in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, SyncChunkContext, SyncHandlerContext
 from busload.worker.threads import Threads
+
+
+class Collided(Exception):
+    """The handler's transaction met others that wanted the same rows, and was rolled back; the call is made again."""
+
+
+def pause_after(collisions: int) -> float:
+    """Seconds until a command is tried again whose transaction has met others so many times in a row.
+
+    At first hardly any, by chance, so that those who met do not meet again; in the end half a second to one.
+    """
+    return min(1.0, 0.005 * float(1 << min(collisions, 10))) * random.uniform(0.5, 1)  # noqa: S311 - hides nothing
+
 
 FINAL_WORDS = (BusinessRuleError, PermanentCommandError)
 
@@ -66,11 +80,19 @@ class Calls:
 
         `before` is called right before the handler, and what that raises is raised here.
         """
-        self.made += 1
-        self.items += len(bulk)
-        if isinstance(context, HandlerContext | ChunkContext):
-            return await self._await(handler, bulk, context, end, before)
-        return await self._in_thread(handler, bulk, context, end, before)
+        collisions = 0
+        while True:
+            self.made += 1
+            self.items += len(bulk)
+            try:
+                if isinstance(context, HandlerContext | ChunkContext):
+                    return await self._await(handler, bulk, context, end, before)
+                return await self._in_thread(handler, bulk, context, end, before)
+            except Collided:
+                collisions += 1
+                bulk._forget()
+                context._transaction = None
+                await asyncio.sleep(pause_after(collisions))
 
     async def _await(
         self, handler: Handler, bulk: Group | Chunk, context: HandlerContext | ChunkContext, end: End, before: Before
@@ -235,5 +257,7 @@ def _failed(
     judgement = bulk.judgement(error)
     if context._transaction is None:
         return judgement
+    if context._transaction.collided(error):
+        raise Collided from error
     undone = [(item, error) for item in judgement.done]
     return Judgement([], judgement.failed + undone, {}, answered=bool(judgement.failed) and judgement.answered)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import UUID
 
+import psycopg
+from psycopg.pq import TransactionStatus
+
 from busload.domain.command import BatchCommand, SendResult
 from busload.domain.dedup import Dedup
-from busload.domain.execution import Leased, Transition
+from busload.domain.execution import Lease, Leased, Transition
 from busload.domain.ids import new_id
 from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
 from busload.store.guard import GuardedAsyncConnection, GuardedConnection
 from busload.store.plan import Plan, perform, perform_async
 from busload.store.pool import AsyncPool, Pool
+from busload.store.settle import lock
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus, SyncCommandBus
 
 T = TypeVar("T")
+COLLISIONS = "40P01", "40001"
+"""Deadlocks, and transactions that cannot be serialized."""
+
 Settle = Callable[[Transition], Plan[set[int]]]
 
 
@@ -51,6 +58,9 @@ class _Context:
         """Whether it would be better to stop: the batch was canceled, the time is up, or the command was lost."""
         return self._leased.lease.canceled or self._leased.lease.lost or self._timed_out
 
+    def _leases(self) -> set[Lease]:
+        return {self._leased.lease}
+
     def _give_up(self) -> None:
         self._timed_out = True
 
@@ -67,6 +77,9 @@ class _ChunkFacts:
         """Whether it would be better to stop: the time is up, or every command of the chunk was canceled or lost."""
         return self._timed_out or all(one.lease.canceled or one.lease.lost for one in self._all)
 
+    def _leases(self) -> set[Lease]:
+        return {one.lease for one in self._all}
+
     def _give_up(self) -> None:
         self._timed_out = True
 
@@ -77,6 +90,7 @@ class Actions:
     _bus: CommandBus
     _transactions: AsyncPool
     _transaction: HandlerTransaction | None = None
+    _leases: Callable[[], set[Lease]]
 
     def transaction(self) -> HandlerTransaction:
         """`async with ctx.transaction() as conn`: what is written on `conn` commits together with this completion.
@@ -85,7 +99,7 @@ class Actions:
         or has lost its command meanwhile, everything is rolled back.
         """
         _refuse_second(self._transaction)
-        self._transaction = HandlerTransaction(self._transactions)
+        self._transaction = HandlerTransaction(self._transactions, self._leases())
         return self._transaction
 
     async def send(
@@ -128,7 +142,7 @@ class Actions:
                 if not held.created:
                     return held
                 promised[task_key or ""] = held.command_id
-        self._transaction.sends.append(write.plan)
+        self._transaction.send(write.plan, batch_id)
         return SendResult(write.command_ids[0], created=True)
 
 
@@ -150,19 +164,72 @@ class ChunkContext(_ChunkFacts, Actions):
         self._bus, self._transactions = bus, transactions
 
 
-class HandlerTransaction:
+class _Transaction:
+    """What a handler's transaction does at its end, awaited or not: settle, and after that send.
+
+    The rows of all batches that this counts in, of what is settled and of what is sent, are locked before, in the order
+    in which every settlement locks: otherwise handlers of two batches that send into each other's would deadlock.
+    """
+
+    conn: Connection | AsyncConnection | None
+
+    def __init__(self, leases: set[Lease]) -> None:
+        self._of_leases = leases
+        self._sends: list[Plan[SendResult]] = []
+        self._batches: set[UUID] = set()
+        self._failed = False
+        self.promised: dict[str, dict[str, UUID]] = {}
+        """By domain, the task keys that are held for what will be sent."""
+
+    def send(self, plan: Plan[SendResult], batch_id: UUID | None) -> None:
+        """Send with the commit."""
+        self._sends.append(plan)
+        if batch_id is not None:
+            self._batches.add(batch_id)
+
+    def collided(self, error: BaseException) -> bool:
+        """Whether PostgreSQL has undone it only because others wanted the same rows at the same moment.
+
+        Then it is tried again and burns no attempt: the command has done nothing wrong.
+        """
+        self._look()
+        return self._failed and any(getattr(one, "sqlstate", None) in COLLISIONS for one in _chain(error))
+
+    def _look(self) -> None:
+        if self.conn is not None and self.conn.info.transaction_status == TransactionStatus.INERROR:
+            self._failed = True
+
+    def _end(self, settle: Plan[T]) -> Plan[T]:
+        if self._batches:
+            yield from lock(self._of_leases, self._batches)
+        settled = yield from settle
+        if not settled:
+            raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
+        for send in self._sends:
+            yield from send
+        return settled
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error with those it was raised from: an ORM raises its own."""
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class HandlerTransaction(_Transaction):
     """A transaction that ends with the handler, and by nobody else.
 
     What was sent in it is written last, after the settlement: a batch's row is then locked after the lease, as every
     settlement does it, and for no longer than the commit takes.
     """
 
-    def __init__(self, pool: AsyncPool) -> None:
+    def __init__(self, pool: AsyncPool, leases: set[Lease]) -> None:
+        super().__init__(leases)
         self._pool = pool
         self.conn: GuardedAsyncConnection | None = None
-        self.sends: list[Plan[SendResult]] = []
-        self.promised: dict[str, dict[str, UUID]] = {}
-        """By domain, the task keys that are held for what will be sent."""
         self.holding = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncConnection:
@@ -188,18 +255,19 @@ class HandlerTransaction:
         if self.conn is None:
             return None
         try:
-            if not (settled := await perform_async(self.conn, settle)):
-                raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
-            for send in self.sends:
-                await perform_async(self.conn, send)
+            settled = await perform_async(self.conn, self._end(settle))
             await self.conn.commit_guarded()
             return settled
+        except psycopg.Error:
+            self._failed = True  # also if it is the commit that failed, after which no transaction is left to look at
+            raise
         finally:
             await self.rollback()
 
     async def rollback(self) -> None:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
+            self._look()
             self.conn.guarded = False
             try:
                 if not self.conn.closed:
@@ -219,11 +287,12 @@ class SyncActions:
     _bus: SyncCommandBus
     _transactions: Pool
     _transaction: SyncHandlerTransaction | None = None
+    _leases: Callable[[], set[Lease]]
 
     def transaction(self) -> SyncHandlerTransaction:
         """`with ctx.transaction() as conn`: see `HandlerContext.transaction`."""
         _refuse_second(self._transaction)
-        self._transaction = SyncHandlerTransaction(self._transactions)
+        self._transaction = SyncHandlerTransaction(self._transactions, self._leases())
         return self._transaction
 
     def send(
@@ -265,7 +334,7 @@ class SyncActions:
             if not held.created:
                 return held
             promised[task_key or ""] = held.command_id
-        self._transaction.sends.append(write.plan)
+        self._transaction.send(write.plan, batch_id)
         return SendResult(write.command_ids[0], created=True)
 
 
@@ -284,15 +353,13 @@ class SyncChunkContext(_ChunkFacts, SyncActions):
         self._bus, self._transactions = bus, transactions
 
 
-class SyncHandlerTransaction:
+class SyncHandlerTransaction(_Transaction):
     """A transaction that ends with the handler; see `HandlerTransaction`."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, leases: set[Lease]) -> None:
+        super().__init__(leases)
         self._pool = pool
         self.conn: GuardedConnection | None = None
-        self.sends: list[Plan[SendResult]] = []
-        self.promised: dict[str, dict[str, UUID]] = {}
-        """By domain, the task keys that are held for what will be sent."""
 
     def __enter__(self) -> Connection:
         conn = self._pool.getconn()
@@ -317,18 +384,19 @@ class SyncHandlerTransaction:
         if self.conn is None:
             return None
         try:
-            if not (settled := perform(self.conn, settle)):
-                raise Superseded("Another worker has this command now; what the handler wrote was rolled back.")
-            for send in self.sends:
-                perform(self.conn, send)
+            settled = perform(self.conn, self._end(settle))
             self.conn.commit_guarded()
             return settled
+        except psycopg.Error:
+            self._failed = True  # also if it is the commit that failed, after which no transaction is left to look at
+            raise
         finally:
             self.rollback()
 
     def rollback(self) -> None:
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
+            self._look()
             self.conn.guarded = False
             try:
                 if not self.conn.closed:

@@ -39,7 +39,7 @@ from busload.handlers import Handler
 from busload.store import settle
 from busload.store.plan import Plan
 from busload.store.pool import AsyncPool
-from busload.worker.calls import Calls, command_of, failure
+from busload.worker.calls import Calls, command_of, failure, pause_after
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
 from busload.worker.contain import Ended, Suspended, hands_on, in_own_task, timed_out
 from busload.worker.context import HandlerContext, SyncHandlerContext
@@ -417,7 +417,7 @@ class Executor:
             if transaction is not None:
                 await transaction.rollback()
         if error is not None:
-            await self._fail(leased, handler, error, entered)
+            await self._fail(leased, handler, context, error, entered)
         elif transition is not None:
             await self._keep(transition)
 
@@ -430,14 +430,31 @@ class Executor:
         if transition.reason is not None:
             self._failures.tell_result(transition)
 
-    async def _fail(self, leased: Leased, handler: Handler, error: BaseException, entered: Entered | None) -> None:
+    async def _fail(
+        self,
+        leased: Leased,
+        handler: Handler,
+        context: HandlerContext | SyncHandlerContext | None,
+        error: BaseException,
+        entered: Entered | None,
+    ) -> None:
         if self._stopping and isinstance(error, asyncio.CancelledError):
             raise error  # it is handed back
+        if context is not None and context._transaction is not None and context._transaction.collided(error):
+            await self._try_again(leased)
+            return
         told = deciding(error)
         if isinstance(told, RateLimited) and not leased.lease.canceled:
             await self._postpone([leased], await self._refused(leased, handler, told, entered))
         else:
             await self._put(self._decide(leased, failure(leased, error), handler.retry))
+
+    async def _try_again(self, leased: Leased) -> None:
+        """Its transaction met others that wanted the same rows: the same attempt is made again."""
+        leased.collisions += 1
+        log.debug("Execution %s met others for the %d. time and is made again", leased.execution_id, leased.collisions)
+        await asyncio.sleep(pause_after(leased.collisions))
+        self.take([leased])
 
     async def _run_in_thread(
         self, leased: Leased, handler: Handler, command: Command | Group, entered: Entered | None
@@ -483,7 +500,7 @@ class Executor:
             transition, settled = ended
             await self._keep(transition, settled=settled)
         elif ended.error is not None:
-            await self._fail(leased, handler, ended.error, entered)
+            await self._fail(leased, handler, context, ended.error, entered)
 
     async def _outlived(
         self, leased: Leased, handler: Handler, context: SyncHandlerContext, running: asyncio.Future[Any]
@@ -508,7 +525,7 @@ class Executor:
         except Undecodable as error:
             await self._put(self._decide(leased, Unreadable(error), RetryPolicy()))
         except BaseException as error:
-            await self._fail(leased, handler, error, None)
+            await self._fail(leased, handler, None, error, None)
         else:
             if transition is not None:
                 await self._put(transition)
