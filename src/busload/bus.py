@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -583,21 +584,26 @@ class CommandBus(Bus):
         if completions is None:
             raise InvalidOperationError("The bus is not open. Use it in `async with`, or await its open() first.")
         changed = completions.watch(job_id)
-        end = _end(timeout)
+        job: JobMetadata | None = None
+        seconds = _seconds(timeout)
         try:
-            while True:
-                changed.clear()
-                job = await self.get_job(domain, job_id)
-                if job is None:
-                    raise JobNotFoundError(domain, job_id)
-                if job.status.final:
-                    return job
-                pause = _pause(self.settings, end, job)
-                try:
-                    async with asyncio.timeout(pause):
-                        await changed.wait()
-                except TimeoutError:
-                    pass
+            async with asyncio.timeout(seconds or None):
+                while True:
+                    changed.clear()
+                    job = await self.get_job(domain, job_id)
+                    if job is None:
+                        raise JobNotFoundError(domain, job_id)
+                    if job.status.final:
+                        return job
+                    if seconds == 0:  # then one look is all there is time for
+                        raise TimeoutError
+                    try:
+                        async with asyncio.timeout(self.settings.poll_every.total_seconds()):
+                            await changed.wait()
+                    except TimeoutError:
+                        pass
+        except TimeoutError:
+            raise _late_job(job_id, job) from None
         finally:
             completions.unwatch(job_id, changed)
 
@@ -1132,15 +1138,17 @@ class SyncCommandBus(Bus):
     def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
         """Return the job once it is COMPLETED, FAILED or CANCELED; `TimeoutError` says how far it came."""
         end = _end(timeout)
-        with connection.connect(self.dsn) as conn:
-            conn.execute(f"LISTEN {BATCH}".encode())
+        with self._listening() as conn:
             while True:
-                job = self.get_job(domain, job_id)
+                job = self._look(self._requests.get_job(domain, job_id), end)
                 if job is None:
                     raise JobNotFoundError(domain, job_id)
                 if job.status.final:
                     return job
-                self._hear(conn, job_id, _pause(self.settings, end, job))
+                left = float("inf") if end is None else end - time.monotonic()
+                if left <= 0:
+                    raise _late_job(job_id, job)
+                self._hear(conn, job_id, min(left, self.settings.poll_every.total_seconds()))
 
     def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
         return self._read(self._requests.get_command(domain, command_id))
@@ -1259,12 +1267,11 @@ class SyncCommandBus(Bus):
 
     def _watch(self, domain: str, batch_id: UUID, seconds: float | None) -> Iterator[BatchMetadata]:
         """Yield changes until the batch is complete or the time is up, on a connection of its own."""
-        end = None if seconds is None else time.monotonic() + seconds
-        with connection.connect(self.dsn) as conn:
-            conn.execute(f"LISTEN {BATCH}".encode())
+        end = _end(seconds)
+        with self._listening() as conn:
             last: BatchMetadata | None = None
             while True:
-                batch = self.get_batch(domain, batch_id)
+                batch = self._read(self._requests.get_batch(domain, batch_id), end)
                 if batch is None:
                     raise BatchNotFoundError(domain, batch_id)
                 if batch != last:
@@ -1276,10 +1283,25 @@ class SyncCommandBus(Bus):
                 poll = self.settings.poll_every.total_seconds()
                 self._hear(conn, batch_id, poll if left is None else min(poll, left))
 
-    @staticmethod
-    def _hear(conn: Connection, batch_id: UUID, seconds: float) -> None:
+    @contextmanager
+    def _listening(self) -> Iterator[Connection | None]:
+        """A connection that hears of batches; None: it is not to be had, and looking from time to time will do."""
+        conn: Connection | None = None
         try:
-            if not conn.closed:
+            conn = connection.connect(self.dsn, response_timeout=connection.RESPONSE_TIMEOUT)
+            conn.execute(f"LISTEN {BATCH}".encode())
+        except psycopg.OperationalError as error:
+            log.warning("Cannot listen for changes of batches, polling instead: %s", error)
+        try:
+            yield conn
+        finally:
+            if conn is not None:
+                conn.close()
+
+    @staticmethod
+    def _hear(conn: Connection | None, batch_id: UUID, seconds: float) -> None:
+        try:
+            if conn is not None and not conn.closed:
                 for notification in conn.notifies(timeout=seconds):
                     if notification.payload == str(batch_id):
                         return
@@ -1296,8 +1318,8 @@ class SyncCommandBus(Bus):
     def _existing_batches(self, batch_ids: Sequence[UUID]) -> list[BatchMetadata]:
         return self._read(report.existing_batches(batch_ids)) if batch_ids else []
 
-    def _read(self, plan: Plan[T]) -> T:
-        with self.pool.connection() as conn:
+    def _read(self, plan: Plan[T], end: float | None = None) -> T:
+        with self.pool.connection(self._within(end)) as conn:
             self._check_schema(conn)
             return perform(conn, plan)
 
@@ -1308,9 +1330,14 @@ class SyncCommandBus(Bus):
             with conn.transaction():
                 return perform(conn, plan)
 
-    def _look(self, plan: Plan[T]) -> T:
+    def _within(self, end: float | None) -> float:
+        """How long to wait for a connection, for a call that has to return by then."""
+        longest = self.pool.timeout
+        return longest if end is None else min(longest, max(0.0, end - time.monotonic()))
+
+    def _look(self, plan: Plan[T], end: float | None = None) -> T:
         """Read by several statements, in a transaction of their own."""
-        with self.pool.connection() as conn:
+        with self.pool.connection(self._within(end)) as conn:
             self._check_schema(conn)
             with conn.transaction():
                 return perform(conn, plan)
@@ -1415,12 +1442,8 @@ def _end(timeout: timedelta | float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def _pause(settings: Settings, end: float | None, job: JobMetadata) -> float:
-    """How long to wait for news of a job before the next look; `TimeoutError` when the time is up."""
-    left = float("inf") if end is None else end - time.monotonic()
-    if left <= 0:
-        at = next((stage for stage in job.stages if not stage.status.final), job.stages[-1])
-        raise TimeoutError(
-            f"Job {job.job_id} has not ended in time: it is {job.status}, at stage {at.name!r} ({at.status})."
-        )
-    return min(left, settings.poll_every.total_seconds())
+def _late_job(job_id: UUID, job: JobMetadata | None) -> TimeoutError:
+    if job is None:
+        return TimeoutError(f"Job {job_id} has not ended in time: nothing was seen.")
+    at = next((stage for stage in job.stages if not stage.status.final), job.stages[-1])
+    return TimeoutError(f"Job {job_id} has not ended in time: it is {job.status}, at stage {at.name!r} ({at.status}).")
