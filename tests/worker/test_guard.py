@@ -30,6 +30,7 @@ ONCE = RetryPolicy(max_attempts=1)
 INSERT = "INSERT INTO effect VALUES (%s)"
 EFFECTS = "SELECT array_agg(n ORDER BY n) FROM effect"
 TEXTS = [
+    "SET CONSTRAINTS ALL IMMEDIATE; COMMIT",
     "COMMIT",
     "/* done */ cOmMiT",
     "END",
@@ -130,6 +131,29 @@ async def test_a_handlers_connection_refuses_to_end_its_transaction(
     await given.drained()
     assert effects.value(EFFECTS) == [1]
     assert effects.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)]
+
+
+@pytest.mark.parametrize("text", ["SET CONSTRAINTS ALL IMMEDIATE", " set  constraints all immediate ; "])
+async def test_constraints_may_be_checked_within_a_handlers_transaction(
+    bus: CommandBus, given: Given, effects: Database, text: str
+) -> None:
+    ends(bus, "async", None)
+    await given.sent(data=text)
+    await given.drained()
+    assert effects.value(EFFECTS) == [1, 2]
+    assert effects.value("SELECT count(*) FROM busload.guard") == 0
+    assert effects.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)]
+
+
+async def test_a_check_of_constraints_leaves_the_guard_where_it_was(
+    bus: CommandBus, given: Given, effects: Database
+) -> None:
+    async def check_and_commit(conn: Any) -> None:
+        await conn.execute("SET CONSTRAINTS ALL IMMEDIATE")
+        await conn.execute("COMMIT")
+
+    ends(bus, "async", check_and_commit)
+    await failed(given, effects)
 
 
 async def test_what_was_written_after_the_end_does_not_stay_either(
