@@ -12,6 +12,7 @@ from uuid import UUID, uuid4
 import click
 import psycopg
 import pytest
+from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
 from busload import BatchCommand, BatchNotFoundError, SyncCommandBus
@@ -38,6 +39,7 @@ def verbs() -> Iterator[tuple[str, click.Command]]:
 def test_the_help_of_every_command_has_a_line_to_copy(offline: Busload, name: str) -> None:
     result = offline(*name.split(), "--help")
     assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert any(
         line.strip().startswith("busload ") and f" {name}" in line
         for line in result.stdout.splitlines()[1:]
@@ -71,6 +73,21 @@ def test_the_overview_imports_nothing_that_only_a_command_needs(asked: str) -> N
     assert not modules & {"psycopg", "psycopg_pool", "msgspec", "jsonpatch", "rich", "asyncio", "ssl"}
     ours = {name for name in done.stderr.split() if name.startswith("busload")}
     assert ours == {"busload", "busload.cli"}
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("busload ba", "batch"),
+        ("busload batch sh", "show"),
+        ("busload batch ls --dom", "--domain"),
+        ("busload batch ls --ds", "--dsn"),
+    ],
+)
+def test_a_shell_completes_what_was_begun(words: str, completed: str) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    environment = {"_BUSLOAD_COMPLETE": "bash_complete", **asked}
+    assert CliRunner().invoke(main, prog_name="busload", env=environment).stdout == f"plain,{completed}\n"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 4])

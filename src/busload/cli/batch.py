@@ -51,7 +51,7 @@ def ls(domain: str | None, status: str | None, job: IdRange | None, limit: int, 
 
     \b
         busload batch ls
-        busload batch ls --domain payments --status COMPLETED_WITH_FAILURES --limit 5
+        busload batch ls --domain payments --status IN_PROGRESS --limit 5
         busload batch ls --job 0198c5d2-7f3a
         busload batch ls --json | jq -r '.[].batch_id'
     """

@@ -64,7 +64,7 @@ def show(name: str, as_json: bool) -> None:
 
     \b
         busload buffer show contact_activity_events
-        busload buffer show contact_activity_events --json | jq -r '.troubleshooting[].items[].message'
+        busload buffer show contact_activity_events --json | jq .troubleshooting
     """
     with open_bus() as bus:
         status, paused = _find(bus, name), _is_paused(bus, name)
@@ -133,7 +133,7 @@ def ddl(
 
     \b
         busload buffer ddl contact_activity_event
-        busload buffer ddl crm.outbox --id event_id --created-at added_at --partition-by tenant
+        busload buffer ddl crm.outbox --id event_id --partition-by tenant
         busload buffer ddl contact_activity_event --all
     """
     wanted = BufferTable(table_name, id=id, group_id=group_id, created_at=created_at, key=key)

@@ -19,7 +19,7 @@ def command() -> None:
     """Look at one command and all that happened to it.
 
     \b
-        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload command show 0198c5d2-8000
     """
 
 
@@ -31,8 +31,8 @@ def show(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Show a command and its audit trail: every attempt, every operator, oldest first; then where attempts failed.
 
     \b
-        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
-        busload command show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.audit_trail[].type'
+        busload command show 0198c5d2-8000
+        busload command show 0198c5d2-8000 --json | jq -r '.audit_trail[].type'
     """
     with open_bus() as bus:
         domain, command_id = find_command(bus, command, domain)
@@ -57,8 +57,8 @@ def explain(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Say why a command is not finished, and what to do about it.
 
     \b
-        busload command explain 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
-        busload command explain 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.reasons[].advice'
+        busload command explain 0198c5d2-8000
+        busload command explain 0198c5d2-8000 --json | jq -r '.reasons[].advice'
     """
     with open_bus() as bus:
         found = bus.explain_command(*find_command(bus, command, domain))

@@ -23,7 +23,7 @@ from busload.bus import SyncCommandBus
 from busload.cli.command import print_trail
 from busload.cli.database import open_bus, transport_option
 from busload.cli.demo_invoices import DOMAIN, invoices
-from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table
+from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table, width, wrapped
 from busload.domain.batch import BatchMetadata
 from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
 from busload.domain.ids import new_id
@@ -264,10 +264,17 @@ class _Teller:
 
     def step(self, verb: str, text: str) -> None:
         self._print(())
-        self._print((f"{verb:<{len(INDENT)}}", "bold cyan"), (text, ""))
+        begin, *others = self._lines(text)
+        self._print((f"{verb:<{len(INDENT)}}", "bold cyan"), (begin, ""))
+        for line in others:
+            self._print((INDENT, ""), (line, ""))
 
     def result(self, text: str) -> None:
-        self._print((INDENT, ""), (text, "green"))
+        for line in self._lines(text):
+            self._print((INDENT, ""), (line, "green"))
+
+    def _lines(self, text: str) -> list[str]:
+        return wrapped(text, width() - len(INDENT)) if at_terminal() else [text]
 
     @contextmanager
     def progress(self) -> Iterator[Show]:

@@ -138,7 +138,7 @@ def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
     \b
         busload outbox reconcile
         busload outbox reconcile --domain payments --repair
-        busload outbox reconcile --json | jq -r '.[] | select(.missing > 0) | .domain'
+        busload outbox reconcile --json | jq 'map(.missing) | add'
     """
     with open_bus(transport=True) as bus:
         if bus.transport is None:

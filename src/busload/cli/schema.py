@@ -66,7 +66,7 @@ def print_(as_json: bool) -> None:
     """Print the whole schema as one SQL script, for whoever applies it by other means; needs no database.
 
     \b
-        busload schema print | psql --single-transaction postgresql://app@db.example/shop
+        busload schema print | psql -1 postgresql://app@db.example/shop
         busload schema print --json | jq -r '.[].name'
     """
     if as_json:

@@ -53,7 +53,7 @@ def trace(task_key: str, domain: str | None, as_json: bool) -> None:
 
     \b
         busload trace invoices:2026:7
-        busload trace invoices:2026:7 --json | jq -r '.[] | [.attempt, .status, .error] | @tsv'
+        busload trace invoices:2026:7 --json | jq -r '.[].error'
     """
     with open_bus() as bus:
         found = bus.trace(task_key, domain=domain)

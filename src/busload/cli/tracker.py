@@ -68,7 +68,7 @@ def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_js
 
     \b
         busload tracker recover --queue partner_tasks
-        busload tracker recover --queue partner_tasks --json | jq -c '.[] | {task_key, execution_id}' | publish
+        busload tracker recover --queue partner_tasks --json | publish
     """
     with open_bus() as bus:
         tracker = SyncTaskTracker(bus)
@@ -106,7 +106,7 @@ def compare(
 
     \b
         busload tracker compare --table legacy.task_tracker
-        busload tracker compare --table tracker --map task_id=taskId --map execution_id=executionId --json
+        busload tracker compare --table tracker --map task_id=taskId --json
     """
     columns = _columns(names)
     with open_bus() as bus, ExitStack() as stack:

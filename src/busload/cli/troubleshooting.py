@@ -51,7 +51,7 @@ def troubleshooting() -> None:
 
     \b
         busload troubleshooting ls --domain payments
-        busload troubleshooting retry 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload troubleshooting retry 0198c5d2-8000
         busload troubleshooting groups
         busload troubleshooting retry --group 4f0c2b7a91de --dry-run
     """
@@ -67,7 +67,7 @@ def groups(domain: str | None, command_type: str | None, limit: int, as_json: bo
 
     \b
         busload troubleshooting groups
-        busload troubleshooting groups --domain payments --json | jq -r '.[0].fingerprint'
+        busload troubleshooting groups --json | jq -r '.[0].fingerprint'
     """
     with open_bus() as bus:
         domains = [domain] if domain is not None else bus._read(report.domains())
@@ -96,7 +96,8 @@ def ls(domain: str | None, command_type: str | None, limit: int, offset: int, as
 
     \b
         busload troubleshooting ls
-        busload troubleshooting ls --json | jq -r '.[].command_id' | xargs busload troubleshooting retry
+        busload troubleshooting ls --json | jq -r '.[].command_id' \\
+            | xargs busload troubleshooting retry
     """
     with open_bus() as bus:
 
@@ -118,8 +119,8 @@ def show(command: IdRange, domain: str | None, as_json: bool) -> None:
     """Show one command that waits for a person: its data, why it waits, and where its last attempt failed.
 
     \b
-        busload troubleshooting show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
-        busload troubleshooting show 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --json | jq -r '.last_traceback'
+        busload troubleshooting show 0198c5d2-8000
+        busload troubleshooting show 0198c5d2-8000 --json | jq -r .last_traceback
     """
     with open_bus() as bus:
         domain, command_id = find_command(bus, command, domain)
@@ -169,7 +170,7 @@ def retry(
     With --group, all that wait for a cause are retried by a batch of its own, which workers carry out.
 
     \b
-        busload troubleshooting retry 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01
+        busload troubleshooting retry 0198c5d2-8000
         busload troubleshooting retry --group 4f0c2b7a91de --rate 50 --wait
         busload troubleshooting retry --group 4f0c2b7a91de --dry-run \\
             --patch '[{"op": "replace", "path": "/currency", "value": "EUR"}]'
@@ -200,8 +201,8 @@ def complete(
     """Declare commands done, with a result if there is one.
 
     \b
-        busload troubleshooting complete 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --result '{"paid": "by hand"}'
-        busload troubleshooting complete --group 4f0c2b7a91de --result '{"paid": "by hand"}'
+        busload troubleshooting complete 0198c5d2-8000 --result '{"paid": true}'
+        busload troubleshooting complete --group 4f0c2b7a91de --dry-run
     """
     value: Any = None if result is None else decode_strict(result, path="/result")
 
@@ -227,8 +228,8 @@ def cancel(
     """Give commands up, with a reason.
 
     \b
-        busload troubleshooting cancel 0198c5d2-8000-7c11-9d2e-5b1c8a6e4f01 --reason 'paid twice'
-        busload troubleshooting cancel --group 4f0c2b7a91de --reason 'paid twice' --dry-run
+        busload troubleshooting cancel 0198c5d2-8000 --reason 'paid twice'
+        busload troubleshooting cancel --group 4f0c2b7a91de --reason 'paid twice'
     """
 
     def act(bus: SyncCommandBus, domain: str, command_id: UUID, conn: Connection) -> None:

@@ -148,7 +148,7 @@ def worker(
 
     \b
         busload worker app:bus
-        busload worker app:bus --domains payments,crm --concurrency 100 --processes 2
+        busload worker app:bus --domains payments,crm --processes 2
         busload worker app:bus --metrics 127.0.0.1:9464
     """
     if parent is not None:
