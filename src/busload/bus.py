@@ -9,9 +9,11 @@ import asyncio
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -47,10 +49,12 @@ from busload.errors import (
     BatchNotFoundError,
     InvalidOperationError,
     JobNotFoundError,
+    LockWaitTimeout,
     OutcomeUnknown,
     TransportMisconfigured,
 )
 from busload.handlers import Function, Handlers, gather
+from busload.lock_wait import LockWait, waiting_parts
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.outbox import Outbox, SyncOutbox
 from busload.requests import Requests, Write
@@ -64,7 +68,7 @@ from busload.store.plan import Plan, perform, perform_async
 from busload.store.pool import AsyncPool, Pool, async_pool, pool
 from busload.store.schema import migrate
 from busload.store.schema.migrate import Migration
-from busload.store.send import NO_BROKER, Via
+from busload.store.send import NO_BROKER, Via, lock_holders
 from busload.transport import Transport, find_transport
 from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
 
@@ -221,6 +225,7 @@ class CommandBus(Bus):
         self.troubleshooting = Troubleshooting(self)
         self.outbox = Outbox(self)
         self._pool: AsyncPool | None = None
+        self._first_tries, self._waiting_room = map(asyncio.Semaphore, waiting_parts(self.settings.pool_size))
         self._sending: Sending | None = None
         self._completions: AsyncCompletions | None = None
         self._announces: Announcer | None = None
@@ -243,6 +248,7 @@ class CommandBus(Bus):
                 timeout=settings.pool_timeout.total_seconds(),
                 response_timeout=settings.response_timeout.total_seconds(),
             )
+            self._first_tries, self._waiting_room = map(asyncio.Semaphore, waiting_parts(self.settings.pool_size))
             self._sending = Sending(self._write, self._via)
             self._completions = AsyncCompletions(
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
@@ -810,6 +816,8 @@ class CommandBus(Bus):
             async with conn.transaction():
                 await self._check_schema(conn)
                 return await perform_async(conn, write.plan)
+        if write.again is not None:
+            return await self._write_patiently(write, write.again)
         pool = self.pool
         own = await pool.getconn()
         try:
@@ -817,6 +825,28 @@ class CommandBus(Bus):
             return await self._commit(own, write)
         finally:
             await pool.putconn(own)
+
+    async def _write_patiently(self, write: Write[T], again: Callable[[], Plan[T]]) -> T:
+        """Try until the transaction ends that holds what this needs, and have no connection in between.
+
+        First tries, and those that know that they wait, use a part of the pool each: the rest is for all other calls.
+        """
+        pool, waits = self.pool, LockWait(self.settings.lock_timeout)
+        room = self._first_tries
+        while True:
+            async with room:
+                own = await pool.getconn()
+                try:
+                    await self._check_schema(own)
+                    return await self._commit(own, replace(write, plan=again()))
+                except psycopg.errors.LockNotAvailable as error:
+                    if waits.over:
+                        holders = await perform_async(own, lock_holders(waits.limit))
+                        raise LockWaitTimeout(waits.limit, holders) from error
+                finally:
+                    await pool.putconn(own)
+            room = self._waiting_room
+            await asyncio.sleep(waits.pause())
 
     async def _commit(self, conn: AsyncConnection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
@@ -862,6 +892,7 @@ class SyncCommandBus(Bus):
         self.troubleshooting = SyncTroubleshooting(self)
         self.outbox = SyncOutbox(self)
         self._pool: Pool | None = None
+        self._first_tries, self._waiting_room = map(threading.Semaphore, waiting_parts(self.settings.pool_size))
         self._completions: Completions | None = None
 
     @property
@@ -1350,6 +1381,8 @@ class SyncCommandBus(Bus):
             with conn.transaction():
                 self._check_schema(conn)
                 return perform(conn, write.plan)
+        if write.again is not None:
+            return self._write_patiently(write, write.again)
         pool = self.pool
         own = pool.getconn()
         try:
@@ -1357,6 +1390,25 @@ class SyncCommandBus(Bus):
             return self._commit(own, write)
         finally:
             pool.putconn(own)
+
+    def _write_patiently(self, write: Write[T], again: Callable[[], Plan[T]]) -> T:
+        """Try until the transaction ends that holds what this needs; see `CommandBus`."""
+        pool, waits = self.pool, LockWait(self.settings.lock_timeout)
+        room = self._first_tries
+        while True:
+            with room:
+                own = pool.getconn()
+                try:
+                    self._check_schema(own)
+                    return self._commit(own, replace(write, plan=again()))
+                except psycopg.errors.LockNotAvailable as error:
+                    if waits.over:
+                        holders = perform(own, lock_holders(waits.limit))
+                        raise LockWaitTimeout(waits.limit, holders) from error
+                finally:
+                    pool.putconn(own)
+            room = self._waiting_room
+            time.sleep(waits.pause())
 
     def _commit(self, conn: Connection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""

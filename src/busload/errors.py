@@ -13,6 +13,7 @@ BusloadError
 ├── SchemaOutdated                          the database is older than this release
 ├── OutcomeUnknown                          the connection broke while COMMIT was under way
 ├── DatabaseUnavailable (also psycopg.OperationalError)  PostgreSQL cannot be reached now, or does not answer
+├── LockWaitTimeout                         somebody's open transaction holds what was to be written; nothing was
 ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
 ├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
 ├── TransportError                          about the broker
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -206,6 +207,36 @@ class OutcomeUnknown(BusloadError):
 
 class DatabaseUnavailable(BusloadError, psycopg.OperationalError):
     """PostgreSQL cannot be reached now, does not answer, or no connection came free in time. Calling again may work."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """A session whose open transaction may hold what was waited for. What this role may not see of it is None."""
+
+    pid: int
+    application_name: str | None
+    state: str | None
+    since: datetime | None
+
+    def __str__(self) -> str:
+        name = f" ({self.application_name})" if self.application_name else ""
+        since = f", in a transaction since {self.since:%Y-%m-%d %H:%M:%S %Z}" if self.since else ""
+        return f"session {self.pid}{name}{since}" + (f", {self.state}" if self.state else "")
+
+
+class LockWaitTimeout(BusloadError):
+    """A task key, a command id or a batch was waited for, and the transaction that holds it did not end in time.
+
+    Nothing was written, so the call can be repeated. `holders` are the sessions that may hold it, the oldest first.
+    """
+
+    def __init__(self, waited: timedelta, holders: Sequence[LockHolder]) -> None:
+        who = "; or ".join(map(str, holders)) or "transactions that followed each other"
+        super().__init__(
+            f"Waited {waited.total_seconds():g} s for a task key, command id or batch that an open transaction holds: "
+            f"most likely {who}. Nothing was written. End that transaction and repeat the call."
+        )
+        self.waited, self.holders = waited, tuple(holders)
 
 
 class DatabaseUnusable(BusloadError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -54,6 +54,9 @@ from busload.store.send import NO_BROKER, Via
 
 T = TypeVar("T")
 PAGE = range(2**31)
+PATIENCE = 100
+"""Milliseconds that a write of its own transaction waits for a lock, before it lets others have its connection."""
+
 WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
 """For what was checked already and is only wrapped once more."""
 
@@ -62,7 +65,8 @@ WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
 class Write(Generic[T]):
     """Something to be written, and the ids to repeat it with if nobody can say whether it was.
 
-    One statement is a transaction by itself; several need one around them.
+    One statement is a transaction by itself; several need one around them. `again` is for what may have to wait for a
+    transaction of somebody else: it plans the same anew, and the plan fails if a lock takes longer than `PATIENCE`.
     """
 
     plan: Plan[T]
@@ -70,6 +74,7 @@ class Write(Generic[T]):
     command_ids: Sequence[UUID] = ()
     one_statement: bool = False
     job_id: UUID | None = None
+    again: Callable[[], Plan[T]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +183,21 @@ class Requests:
         if dedup is not None:
             _check_key(command, dedup)
             if batch_id is None:
-                return Write(store.send.send_once(domain, checked, dedup, via), command_ids=ids, one_statement=True)
-            return Write(_only(store.send.send_many_once(domain, [checked], dedup, batch_id, via)), batch_id, ids)
+                once = partial(store.send.send_once, domain, checked, dedup, via)
+                return Write(once(), command_ids=ids, one_statement=True, again=partial(once, patience=PATIENCE))
+            return _patient(
+                lambda: _only(store.send.send_many_once(domain, [checked], dedup, batch_id, via)), batch_id, ids
+            )
         result = SendResult(checked.command_id, created=True)
         if batch_id is None:
             plan = _then(store.send.send(domain, checked, via=via), result)
-            return Write(plan, command_ids=ids, one_statement=True)
-        plan = _then(store.send.send_many(domain, [checked], batch_id, via), result)
-        return Write(plan, batch_id, ids, one_statement=True)
+            if command.command_id is None:  # only an id that its caller has chosen can be that of another
+                return Write(plan, command_ids=ids, one_statement=True)
+            alone = partial(store.send.send, domain, checked, via=via, patience=PATIENCE)
+            return Write(plan, command_ids=ids, one_statement=True, again=lambda: _then(alone(), result))
+        add = partial(store.send.send_many, domain, [checked], batch_id, via)
+        again = partial(add, patience=PATIENCE)
+        return Write(_then(add(), result), batch_id, ids, one_statement=True, again=lambda: _then(again(), result))
 
     def hold(self, domain: str, command: BatchCommand, dedup: Dedup, promised: Mapping[str, UUID]) -> Plan[SendResult]:
         """Hold the task key of a command, which has its id and is sent later in the same transaction."""
@@ -203,13 +215,16 @@ class Requests:
         checked = self._check(domain, commands)
         if batch_id is not None:
             refuse(check_uuid(batch_id, "batch_id"))
+        ids = [command.command_id for command in checked]
         if dedup is not None:
             _check_dedup(dedup)
-            plan = store.send.send_many_once(domain, checked, dedup, batch_id, self._via)
-            return _bulk(plan, batch_id, checked, dedup)
-        results = [SendResult(command.command_id, created=True) for command in checked]
-        plan = _then(store.send.send_many(domain, checked, batch_id, self._via), results)
-        return _bulk(plan, batch_id, checked)
+            via = self._via
+            return _patient(lambda: store.send.send_many_once(domain, checked, dedup, batch_id, via), batch_id, ids)
+        results = [SendResult(command_id, created=True) for command_id in ids]
+        write = _bulk(partial(store.send.send_many, domain, checked, batch_id, self._via), results, batch_id, checked)
+        if batch_id is None and isinstance(commands, Sequence) and all(one.command_id is None for one in commands):
+            return replace(write, again=None)  # there is nothing to wait for
+        return write
 
     def create_batch(
         self,
@@ -233,19 +248,20 @@ class Requests:
             _check_dedup(dedup)
         if self._via.transport is not None:
             return self._create_for_relay(batch, checked, dedup)
+        ids = [command.command_id for command in checked]
         if dedup is not None:
-            plan = store.send.create_batch_once(batch, checked, dedup)
-            return _bulk(plan, batch.batch_id, checked, dedup)
-        return _bulk(store.send.create_batch(batch, checked), batch.batch_id, checked)
+            return _patient(lambda: store.send.create_batch_once(batch, checked, dedup), batch.batch_id, ids)
+        one_statement = store.send.in_one_statement(checked)
+        return Write(store.send.create_batch(batch, checked), batch.batch_id, ids, one_statement=one_statement)
 
     def _create_for_relay(
         self, batch: store.send.NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None
     ) -> Write[UUID]:
-        ids = [command.command_id for command in commands]
+        ids, via = [command.command_id for command in commands], self._via
         if dedup is not None:
-            plan = store.dispatch.create_once(batch, commands, dedup, self._via, Strategy.RELAY)
-        else:
-            plan = _then(store.dispatch.create(batch, commands, self._via, Strategy.RELAY), batch.batch_id)
+            once = partial(store.dispatch.create_once, batch, commands, dedup, via, Strategy.RELAY)
+            return _patient(once, batch.batch_id, ids)
+        plan = _then(store.dispatch.create(batch, commands, via, Strategy.RELAY), batch.batch_id)
         return Write(plan, batch.batch_id, ids)
 
     def outbox(self, domain: str | None, batch_id: UUID | None) -> Plan[list[OutboxEntry]]:
@@ -324,10 +340,11 @@ class Requests:
     ) -> Write[int]:
         """Write some commands of an open batch; tells how many of them were sent."""
         if dedup is not None:
-            plan = _count_created(store.send.send_many_once(domain, commands, dedup, batch_id, self._via))
-        else:
-            plan = _then(store.send.send_many(domain, commands, batch_id, self._via), len(commands))
-        return _bulk(plan, batch_id, commands, dedup)
+            ids, via = [command.command_id for command in commands], self._via
+            once = partial(store.send.send_many_once, domain, commands, dedup, batch_id, via)
+            return _patient(lambda: _count_created(once()), batch_id, ids)
+        send = partial(store.send.send_many, domain, commands, batch_id, self._via)
+        return _bulk(send, len(commands), batch_id, commands)
 
     def cancel_batch(self, domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
         self._check_operation(domain, batch_id, "batch_id", operator, reason)
@@ -626,10 +643,13 @@ class Requests:
         data = metadata or {}
         execution_id = store.track.new_execution_id()
         command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
-        send = self.send(queue, command, None, dedup, via=NO_BROKER)  # another queue tells of it
         existing = dedup is not None and dedup.on_conflict == "return_existing"
-        plan = store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
-        return Write(plan, command_ids=send.command_ids)
+
+        def plan() -> Plan[Execution | None]:
+            send = self.send(queue, command, None, dedup, via=NO_BROKER)  # another queue tells of it
+            return store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
+
+        return _patient(plan, None, [execution_id])
 
     def claim_keys(self, task_id: str, execution_id: UUID | str) -> tuple[str, UUID]:
         """The keys of a message, in which the second one is text."""
@@ -840,9 +860,17 @@ class Requests:
         refuse(problems)
 
 
-def _bulk(plan: Plan[T], batch_id: UUID | None, commands: Sequence[NewCommand], dedup: Dedup | None = None) -> Write[T]:
+def _bulk(send: Callable[..., Plan[Any]], result: T, batch_id: UUID | None, commands: Sequence[NewCommand]) -> Write[T]:
     ids = [command.command_id for command in commands]
-    return Write(plan, batch_id, ids, one_statement=dedup is None and store.send.in_one_statement(commands))
+    if not store.send.in_one_statement(commands):
+        return _patient(lambda: _then(send(), result), batch_id, ids)
+    again = partial(send, patience=PATIENCE)
+    return Write(_then(send(), result), batch_id, ids, one_statement=True, again=lambda: _then(again(), result))
+
+
+def _patient(plan: Callable[[], Plan[T]], batch_id: UUID | None, command_ids: Sequence[UUID]) -> Write[T]:
+    """Several statements, of which one may have to wait for a transaction of somebody else."""
+    return Write(plan(), batch_id, command_ids, again=lambda: store.send.hurried(plan(), PATIENCE))
 
 
 def _check_dedup(dedup: object) -> None:

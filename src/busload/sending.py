@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -15,13 +16,10 @@ import psycopg
 from busload.domain.command import NewCommand
 from busload.domain.ids import LOAD_SIZE, POSITIONS
 from busload.errors import InvalidOperationError, OutcomeUnknown
-from busload.requests import Write
+from busload.requests import PATIENCE, Write
 from busload.store import send
 
 log = logging.getLogger("busload")
-
-PATIENCE = 100
-"""Milliseconds that all wait if one has a `command_id` that an open transaction uses too. Then each waits by itself."""
 
 NEIGHBOURS_FOR = 0.1
 """Seconds in which a send gets the id next to the last one's, and so may overtake what others have sent meanwhile."""
@@ -83,8 +81,9 @@ class Sending:
         try:
             sent = await (self._wait(domain, command) if self._busy else self._lead(domain, command, chosen))
             if not sent:  # and if it has to wait for another transaction, nobody waits with it
-                plan = send.send(domain, command, via=self._via)
-                await self._write(Write(plan, command_ids=[command.command_id], one_statement=True))
+                alone = partial(send.send, domain, command, via=self._via)
+                again = partial(alone, patience=PATIENCE)
+                await self._write(Write(alone(), command_ids=[command.command_id], one_statement=True, again=again))
         finally:
             self._callers -= 1
             if not self._callers:

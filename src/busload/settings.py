@@ -93,6 +93,7 @@ class Settings:
     pool_size: int = 10
     pool_timeout: timedelta = timedelta(seconds=30)
     response_timeout: timedelta = timedelta(seconds=10)
+    lock_timeout: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
     transport_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None

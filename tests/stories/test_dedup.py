@@ -327,7 +327,7 @@ async def test_thirty_two_senders_at_once_one_wins(dsn: str, database: Database)
 
 
 async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, database: Database) -> None:
-    """F56: 200 rounds of 16 senders that wait for a transaction which is rolled back; never nobody, never two"""
+    """F56: 200 rounds of 16 senders that need a key of a transaction which is rolled back; never nobody, never two"""
     async with (
         CommandBus(dsn, settings=Settings(pool_size=20)) as bus,
         await psycopg.AsyncConnection.connect(dsn) as winner,
@@ -337,7 +337,7 @@ async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, databas
             first = await sent(bus, key, conn=winner)
             waiting = [asyncio.create_task(sent(bus, key)) for _ in range(16)]
             if n % 20 == 0:  # in the other rounds it is left to chance who has begun to wait
-                await eventually(lambda: database.value(BLOCKED) == 16)
+                await eventually(lambda: database.value(BLOCKED) > 0)
             await winner.rollback()
             results = await asyncio.gather(*waiting)
             assert sum(result.created for result in results) == 1

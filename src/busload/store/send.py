@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from operator import attrgetter
 from struct import Struct
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -24,13 +24,15 @@ from busload.errors import (
     DuplicateCommandError,
     DuplicateTaskError,
     InvalidOperationError,
+    LockHolder,
 )
 from busload.store.arrays import unless_all_null
-from busload.store.plan import Copy, Plan, Row, Savepoint, execute
+from busload.store.plan import Copy, Plan, Row, Savepoint, execute, many
 from busload.store.statements import statements
 
 log = logging.getLogger("busload")
 
+T = TypeVar("T")
 SQL = statements("send")
 
 SOME, SOME_BYTES = 1000, 4_000_000
@@ -103,10 +105,12 @@ def send(
     return int(taken)
 
 
-def send_once(domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER) -> Plan[SendResult]:
+def send_once(
+    domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER, *, patience: int | None = None
+) -> Plan[SendResult]:
     """One command without a batch, unless another one holds its task key; in one statement if none does."""
     assert command.task_key is not None
-    options = {"id": None, "patience": None, "notify": True, "window": dedup.window, "transport": via.transport}
+    options = {"id": None, "patience": patience, "notify": True, "window": dedup.window, "transport": via.transport}
     while True:
         sent = yield from _send(domain, command, **options)
         if sent:
@@ -150,13 +154,29 @@ def notify(domains: Sequence[str], via: Via = NO_BROKER) -> Plan[None]:
     yield from execute(SQL.notify, domains=domains, transport=via.transport)
 
 
+def hurried(plan: Plan[T], patience: int) -> Plan[T]:
+    """The same, but no lock is waited for any longer than so many milliseconds; needs a transaction."""
+    yield from execute(SQL.hurry, patience=patience)
+    return (yield from plan)
+
+
+def lock_holders(waited: timedelta) -> Plan[list[LockHolder]]:
+    """Who may hold what was waited for so long: a transaction that is as old, and has written there."""
+    return many(LockHolder, SQL.lock_holders, waited=waited)
+
+
 def in_one_statement(commands: Sequence[NewCommand]) -> bool:
     """Whether these are written by one statement, which is a transaction by itself."""
     return len(commands) <= SOME and sum(len(command.data) for command in commands) <= SOME_BYTES
 
 
 def send_many(
-    domain: str, commands: Sequence[NewCommand], batch_id: UUID | None = None, via: Via = NO_BROKER
+    domain: str,
+    commands: Sequence[NewCommand],
+    batch_id: UUID | None = None,
+    via: Via = NO_BROKER,
+    *,
+    patience: int | None = None,
 ) -> Plan[list[Range]]:
     """Many commands, all or none; with a batch, its total rises by as many. Returns those that are to be announced."""
     if not commands:
@@ -165,7 +185,7 @@ def send_many(
     ranges: list[Range] | None
     try:
         if in_one_statement(commands):
-            [[written, _, _, los, his]] = yield Savepoint(_send_some(loads, batch_id, via=via))
+            [[written, _, _, los, his]] = yield Savepoint(_send_some(loads, batch_id, patience, via=via))
             ranges = list(zip(los, his, strict=True)) if written else None
         else:
             ranges = yield Savepoint(_send_by_copy(loads, batch_id, via))

@@ -1,12 +1,14 @@
 -- name: send
 -- One command, a load of one, without a batch. A time that has passed means now. Its id is the given one, next to those
--- its sender has sent before, or begins a load. If another transaction that is not over uses its command_id too, it
--- waits for that, or fails if it takes longer than `patience`, in milliseconds. With a `window` it is sent only if its
+-- its sender has sent before, or begins a load. If another transaction that is not over uses its command_id or task key too,
+-- it waits for that, or fails if it takes longer than `patience`, in milliseconds. With a `window` it is sent only if its
 -- task key is free, and holds it from then on. With a `transport` it waits in the outbox until a relay has announced it.
-WITH held AS (
+WITH hasty AS MATERIALIZED (
+    SELECT set_config('lock_timeout', %(patience)s::integer::text, true) AS set
+), held AS (
     INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
     SELECT %(domain)s::text, %(task_key)s::text, %(command_id)s::uuid, statement_timestamp() + %(window)s::interval
-     WHERE %(window)s::interval IS NOT NULL
+     WHERE %(window)s::interval IS NOT NULL AND (%(patience)s::integer IS NULL OR (SELECT set FROM hasty) IS NOT NULL)
         ON CONFLICT (domain, task_key) DO UPDATE SET command_id = excluded.command_id, held_until = excluded.held_until
      WHERE t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)
     RETURNING command_id
@@ -16,7 +18,7 @@ WITH held AS (
     SELECT coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024), %(domain)s::text, %(command_id)s::uuid,
            %(command_type)s::text, %(data)s::text::json, %(task_key)s::text, %(correlation_id)s::uuid, %(reply_to)s::text,
            %(priority)s::smallint, %(max_attempts)s::smallint, %(run_at)s::timestamptz
-     WHERE (%(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL)
+     WHERE (%(patience)s::integer IS NULL OR (SELECT set FROM hasty) IS NOT NULL)
        AND (%(window)s::interval IS NULL OR EXISTS (SELECT FROM held))
     RETURNING id, domain, priority, run_at, reply_to
 ), queued AS (
@@ -66,6 +68,22 @@ SELECT %(domain)s::text, task_key, command_id, statement_timestamp() + %(window)
  WHERE t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)
 RETURNING task_key;
 
+-- name: hurry
+-- No lock is waited for any longer than that, until the end of the transaction.
+SELECT set_config('lock_timeout', %(patience)s::integer::text, true);
+
+-- name: lock_holders
+-- Sessions that have written what others may wait for, in transactions that are open since before then; the oldest first.
+SELECT a.pid, a.application_name, a.state, a.xact_start
+  FROM pg_catalog.pg_stat_activity AS a
+ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND (a.xact_start IS NULL OR a.xact_start < clock_timestamp() - %(waited)s::interval)
+   AND EXISTS (SELECT FROM pg_catalog.pg_locks AS l
+                WHERE l.pid = a.pid AND l.granted AND l.mode = 'RowExclusiveLock' AND l.locktype = 'relation'
+                  AND l.relation = ANY (ARRAY['busload.task', 'busload.command', 'busload.batch']::regclass[]))
+   AND NOT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.pid = a.pid AND NOT l.granted)
+ ORDER BY a.xact_start LIMIT 3;
+
 -- name: holders
 SELECT task_key, command_id FROM busload.task
  WHERE domain = %(domain)s::text AND task_key = ANY (%(task_keys)b::text[]);
@@ -78,9 +96,12 @@ SELECT CASE WHEN %(transport)s::text IS NULL THEN pg_notify('busload_ready', dom
 -- Some loads with their commands, of any domains. With a batch, which then is of their one domain, its total rises by as
 -- many; if there is none, or it is sealed, nothing is written. `patience` and
 -- `transport` are those of `send`; with a `relay`, the caller announces them. Returns its loads in the outbox.
-WITH raised AS (
+WITH hasty AS MATERIALIZED (
+    SELECT set_config('lock_timeout', %(patience)s::integer::text, true) AS set
+), raised AS (
     UPDATE busload.batch SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
      WHERE batch_id = %(batch_id)s::uuid AND domain = (%(domains)b::text[])[1] AND sealed_at IS NULL
+       AND (%(patience)s::integer IS NULL OR (SELECT set FROM hasty) IS NOT NULL)
     RETURNING batch_id
 ), load AS MATERIALIZED (
     SELECT nextval('busload.load_number') * 1024 - first AS shift, first, last, domain, priority, replies, run_at
@@ -88,7 +109,7 @@ WITH raised AS (
                   %(replies)b::boolean[], %(run_ats)b::timestamptz[])
                   AS load (first, last, domain, priority, replies, run_at)
      WHERE (%(batch_id)s::uuid IS NULL OR EXISTS (SELECT FROM raised))
-       AND (%(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL)
+       AND (%(patience)s::integer IS NULL OR (SELECT set FROM hasty) IS NOT NULL)
 ), sent AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, batch_id, task_key, correlation_id, reply_to,
                                  priority, max_attempts, run_at)

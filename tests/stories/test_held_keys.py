@@ -1,0 +1,145 @@
+"""Somebody's open transaction holds a task key, a command id or a batch: who needs it waits, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from busload import (
+    BatchCommand,
+    CommandBus,
+    Dedup,
+    DuplicateCommandError,
+    LockWaitTimeout,
+    Settings,
+    SyncCommandBus,
+    TaskTracker,
+)
+from busload.domain.ids import new_id
+from tests.given import DOMAIN, Database, Given, eventually, until
+
+KEY = "invoice:7"
+COMMAND_ID = new_id()
+DEDUP = Dedup(on_conflict="return_existing")
+SOON = 60.0
+"""Seconds within which what waits for nothing is done, also on a busy machine; without an end it would hang."""
+
+Call = Callable[[Any, UUID], Any]
+CALLS: dict[str, Call] = {
+    "task key": lambda bus, batch_id: bus.send(DOMAIN, "Bill", task_key=KEY, dedup=DEDUP),
+    "task key in a list": lambda bus, batch_id: bus.send_many(
+        DOMAIN, [BatchCommand("Bill", task_key=KEY)], dedup=DEDUP
+    ),
+    "task key in a batch": lambda bus, batch_id: bus.create_batch(
+        DOMAIN, [BatchCommand("Bill", task_key=KEY)], dedup=DEDUP
+    ),
+    "task key into a batch": lambda bus, batch_id: bus.send(
+        DOMAIN, "Bill", task_key=KEY, dedup=DEDUP, batch_id=batch_id
+    ),
+    "command id": lambda bus, batch_id: bus.send(DOMAIN, "Bill", command_id=COMMAND_ID),
+    "command id in a list": lambda bus, batch_id: bus.send_many(DOMAIN, [BatchCommand("Bill", COMMAND_ID)]),
+    "batch": lambda bus, batch_id: bus.send(DOMAIN, "Bill", batch_id=batch_id),
+    "list into a batch": lambda bus, batch_id: bus.send_many(DOMAIN, [BatchCommand("Bill")], batch_id=batch_id),
+}
+BY_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return replace(settings, pool_size=4, lock_timeout=timedelta(minutes=10))
+
+
+@contextmanager
+def holding(dsn: str, batch_id: UUID) -> Iterator[psycopg.Connection[Any]]:
+    """A transaction of the shop's that has sent, and is not over"""
+    with psycopg.connect(dsn, application_name="shop") as conn, SyncCommandBus(dsn) as bus:
+        bus.send(DOMAIN, "Bill", command_id=COMMAND_ID, task_key=KEY, dedup=DEDUP, conn=conn)
+        bus.send(DOMAIN, "Bill", batch_id=batch_id, conn=conn)
+        yield conn
+
+
+@BY_CALL
+async def test_who_waits_for_what_a_transaction_holds_leaves_connections_to_all_others(
+    bus: CommandBus, dsn: str, database: Database, call: Call
+) -> None:
+    batch = bus.open_batch(DOMAIN)
+    async with batch:
+        with holding(dsn, batch.batch_id) as conn:
+            waiting = [asyncio.create_task(call(bus, batch.batch_id)) for _ in range(20)]
+            await eventually(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            async with asyncio.timeout(SOON):
+                for n in range(10):
+                    await bus.send(DOMAIN, "Debit", task_key=f"other:{n}", dedup=DEDUP)
+                    await bus.send_many(DOMAIN, [BatchCommand("Debit")])
+            assert not any(task.done() for task in waiting)
+            conn.commit()
+        async with asyncio.timeout(SOON):
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert not [one for one in ended if isinstance(one, BaseException) and not isinstance(one, DuplicateCommandError)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("call", [CALLS["task key"], CALLS["task key in a batch"]], ids=["one", "batch"])
+async def test_nobody_waits_for_ever_and_the_error_names_who_holds_it(
+    dsn: str, settings: Settings, database: Database, call: Call
+) -> None:
+    with SyncCommandBus(dsn) as other:
+        batch = other.open_batch(DOMAIN)
+        with batch:
+            pass
+    hasty = replace(settings, lock_timeout=timedelta(milliseconds=300))
+    async with CommandBus(dsn, settings=hasty) as bus, bus.open_batch(DOMAIN) as open_batch:
+        with holding(dsn, open_batch.batch_id) as conn:
+            before = database.everything()
+            with pytest.raises(LockWaitTimeout, match="Nothing was written") as refused:
+                await call(bus, open_batch.batch_id)
+            assert database.everything() == before
+            assert (refused.value.waited, refused.value.holders[0].pid) == (
+                hasty.lock_timeout,
+                conn.info.backend_pid,
+            )
+            assert (refused.value.holders[0].application_name, len(refused.value.holders)) == ("shop", 1)
+            assert "(shop)" in str(refused.value)
+            assert isinstance(refused.value.__cause__, psycopg.errors.LockNotAvailable)
+
+
+async def test_an_enqueued_task_waits_like_a_sent_command(dsn: str, settings: Settings) -> None:
+    hasty = replace(settings, lock_timeout=timedelta(milliseconds=300))
+    async with CommandBus(dsn, settings=hasty) as bus:
+        tracker = TaskTracker(bus)
+        async with await psycopg.AsyncConnection.connect(dsn) as conn:
+            await tracker.enqueue("t-1", queue="jobs", conn=conn)
+            with pytest.raises(LockWaitTimeout):
+                await tracker.enqueue("t-1", queue="jobs")
+
+
+def test_threads_that_wait_leave_connections_to_the_others(
+    dsn: str, settings: Settings, database: Database, given: Given
+) -> None:
+    results: list[Any] = []
+    with SyncCommandBus(dsn, settings=settings) as bus, bus.open_batch(DOMAIN) as batch:
+        with holding(dsn, batch.batch_id) as conn:
+
+            def wait() -> None:
+                results.append(bus.send(DOMAIN, "Bill", task_key=KEY, dedup=DEDUP))
+
+            threads = [threading.Thread(target=wait, daemon=True) for _ in range(12)]
+            for thread in threads:
+                thread.start()
+            until(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            for n in range(10):
+                bus.send(DOMAIN, "Debit", task_key=f"other:{n}", dedup=DEDUP)
+            assert results == []
+            conn.commit()
+        for thread in threads:
+            thread.join(SOON)
+    assert [(one.command_id, one.created) for one in results] == [(COMMAND_ID, False)] * 12
