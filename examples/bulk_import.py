@@ -47,19 +47,16 @@ async def main() -> None:
         write_csv(path)
         async with bus:
             await bus.migrate()
-            worker = Worker(bus)
-            running = asyncio.create_task(worker.run())
-            with path.open(newline="") as file:
-                async with bus.open_batch("crm", name=path.name, checkpoint_size=1000) as batch:
-                    progress = asyncio.create_task(show_progress(batch.batch_id))
-                    for row in csv.DictReader(file):
-                        await batch.add("ImportContact", row)
-            await progress
+            async with Worker(bus):
+                with path.open(newline="") as file:
+                    async with bus.open_batch("crm", name=path.name, checkpoint_size=1000) as batch:
+                        progress = asyncio.create_task(show_progress(batch.batch_id))
+                        for row in csv.DictReader(file):
+                            await batch.add("ImportContact", row)
+                await progress
 
             for failed in await bus.list_batch_commands("crm", batch.batch_id, status="FAILED", limit=2):
                 print(f"{failed.data['name']}: {failed.last_error_code}, {failed.last_error_message}")
-            worker.stop()
-            await running
 
 
 if __name__ == "__main__":

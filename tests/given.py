@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
@@ -19,7 +20,6 @@ from busload import (
     CommandBus,
     CommandMetadata,
     HandlerContext,
-    InvalidOperationError,
     PermanentCommandError,
     Worker,
     WorkerSettings,
@@ -48,6 +48,14 @@ async def eventually(condition: Callable[[], Any], within: float = 20.0) -> Any:
         assert time.monotonic() < deadline, f"still not so after {within} s"
         await asyncio.sleep(0.01)
     return found
+
+
+def pending(pid: int) -> bool:
+    """Whether the kernel has not delivered a signal to this process yet."""
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    return int(status["ShdPnd"], 16) != 0 or int(status["SigPnd"], 16) != 0
 
 
 LOCKED_OUT = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
@@ -168,12 +176,7 @@ class Given:
         try:
             yield worker
         finally:
-            while not task.done():
-                try:
-                    worker.stop()
-                    break
-                except InvalidOperationError:  # it has not begun yet
-                    await asyncio.sleep(0.005)
+            worker.stop()
             await task
 
     def registered_worker(self, *, lease_for: timedelta = timedelta(seconds=30)) -> int:

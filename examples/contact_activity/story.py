@@ -38,11 +38,8 @@ async def _sync(bus: SyncCommandBus, *buffers: SyncBuffer) -> None:
     """Work until nothing waits and nothing is tried again. In production that is `busload worker`, and it goes on."""
     for buffer in buffers:
         buffer.flush()  # the story does not wait for max_age
-    worker = Worker(bus, concurrency=4)
-    running = asyncio.create_task(worker.run())
-    await asyncio.to_thread(_wait, buffers)
-    worker.stop()
-    await running
+    async with Worker(bus, concurrency=4):
+        await asyncio.to_thread(_wait, buffers)
 
 
 def _wait(buffers: Sequence[SyncBuffer], seconds: float = 30) -> None:

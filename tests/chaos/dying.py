@@ -42,7 +42,7 @@ async def serve(options: dict[str, Any]) -> None:
                 deaths.joinpath(str(os.getpid())).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        await Worker(bus, concurrency=options["concurrency"], settings=SETTINGS).run()
+        await Worker(bus, concurrency=options["concurrency"], settings=SETTINGS).run(signals=True)
 
 
 def start(options: dict[str, Any]) -> int:

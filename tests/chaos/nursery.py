@@ -422,7 +422,9 @@ async def serve(options: dict[str, Any]) -> None:
         if "limit" in options:
             register_limited(bus, receiver, options)
         domains = options.get("domains", [DOMAIN])
-        await Worker(bus, domains=domains, concurrency=options.get("concurrency", 10), settings=settings).run()
+        await Worker(bus, domains=domains, concurrency=options.get("concurrency", 10), settings=settings).run(
+            signals=True
+        )
 
 
 def run_worker(options: dict[str, Any]) -> None:

@@ -226,7 +226,7 @@ async def test_a_thread_that_outlives_the_worker_changes_nothing(
     async with asyncio.timeout(20):
         async with given.running() as worker:
             await asyncio.to_thread(started.wait, 10)
-            worker.stop()
+            worker.stop(hurry=True)
     assert database.count("lease") == 0 and database.count("queue") == 1
     gate.set()
     assert await asyncio.to_thread(ended.wait, 10)

@@ -1154,8 +1154,7 @@ async def test_a_stopping_worker_hands_a_running_group_back_without_burning_an_a
     await events.add_many(["a", "b"])
     async with given.running(domains=[EVENTS]) as worker:
         await started.wait()
-        worker.stop()
-        worker.stop()  # it does not wait for what runs
+        worker.stop(hurry=True)
     assert left(database) == ["a", "b"] and database.count("execution") == 0
     await drain(given)
     assert attempts == [1, 1] and left(database) == []

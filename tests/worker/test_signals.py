@@ -16,7 +16,7 @@ from busload import BatchCommand, SyncCommandBus
 from busload.testing import TestServer
 from tests.chaos.harness import SOURCES, Auditor, Server, Workers, folder
 from tests.chaos.nursery import DID_NOT_START
-from tests.given import DOMAIN, Database, until
+from tests.given import DOMAIN, Database, pending, until
 
 
 @pytest.fixture
@@ -45,14 +45,6 @@ def nothing_was_burnt(database: Database, *, executions: int, left: int, workers
     assert database.rows("SELECT lost, stopped_at IS NOT NULL FROM busload.worker") == [(False, True)] * workers
     assert database.value("SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'") == 0
     database.check_invariants()
-
-
-def pending(pid: int) -> bool:
-    """Whether the kernel has not delivered a signal to this process yet."""
-    status = dict(
-        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
-    )
-    return int(status["ShdPnd"], 16) != 0 or int(status["SigPnd"], 16) != 0
 
 
 # -- F33: SIGTERM while it works -------------------------------------------------------------------------------------
@@ -296,7 +288,7 @@ async def main():
         def stuck(command, ctx):
             print("started", flush=True)
             time.sleep(600)
-        await Worker(bus, settings=WorkerSettings(grace=timedelta(seconds=0.3))).run()
+        await Worker(bus, settings=WorkerSettings(grace=timedelta(seconds=0.3))).run(signals=True)
 
 asyncio.run(main())
 """

@@ -11,11 +11,12 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import click
 import msgspec
@@ -30,7 +31,7 @@ from busload.errors import kind_of
 from busload.settings import WorkerSettings
 from busload.store import connection
 from busload.worker import Worker
-from busload.worker.worker import SIGNALS, stop_hearing
+from busload.worker.signals import Signals
 
 log = logging.getLogger("busload")
 
@@ -39,6 +40,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
 LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
+
+LEFT_BEHIND = 3
+"""The exit code of a process some of whose handlers did not end in time."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -144,7 +148,10 @@ def worker(
     """Run the commands of an application: BUS is the CommandBus in MODULE that its handlers are registered on.
 
     On SIGTERM or Ctrl-C it stops claiming, lets running commands finish within the grace time, settles every result
-    and hands the rest back; a second signal does not wait. Exit code 0 says that nothing was left behind.
+    and hands the rest back. A second signal does not wait for what runs, and a third one ends the process at once.
+
+    Exit code 0: all went well. 1: there was an error, for example results that could not be settled. 2: the options
+    were wrong. 3: handlers did not end in time; the log names their commands, which were handed back.
 
     \b
         busload worker app:bus
@@ -243,16 +250,13 @@ class Processes:
         self._running: set[asyncio.subprocess.Process] = set()
 
     async def run(self) -> int:
-        """Return the exit code: 0 if every process that was told to stop has stopped cleanly."""
-        self._stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._stop)
-        clean = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
-        stop_hearing(loop, for_good=True)
-        return 0 if all(clean) else 1
+        """Return the exit code: 0 if every process that was told to stop has stopped cleanly, else the highest."""
+        self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        with Signals(self._hear, for_good=True):
+            codes = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
+        return max(codes)
 
-    async def _keep_one(self, number: int) -> bool:
+    async def _keep_one(self, number: int) -> int:
         """One place for a process: whoever ends there without having been told to is replaced."""
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
@@ -261,12 +265,12 @@ class Processes:
             code = await self._wait_for(process)
             if self._stopping.is_set():
                 # Killed by our signal: it had not begun to serve, or had ended to.
-                return code in (0, -signal.SIGTERM)
+                return 0 if -code in (signal.SIGTERM, signal.SIGINT) else code if code >= 0 else 1
             pause = FIRST_PAUSE if time.monotonic() - began > 60 else pause
             log.error("Worker process %d ended with %d, starting another in %.1f s", process.pid, code, pause)
             await self._pause(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        return True
+        return 0
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
         # In a process group of its own, so that Ctrl-C at a terminal reaches it once: through us.
@@ -303,11 +307,15 @@ class Processes:
         except TimeoutError:
             pass
 
-    def _stop(self) -> None:
+    def _hear(self, count: int) -> None:
+        # Another signal the second time: two of one kind that arrive together are one.
+        self._loop.call_soon_threadsafe(self._stop, signal.SIGTERM if count == 1 else signal.SIGINT)
+
+    def _stop(self, number: signal.Signals) -> None:
         self._stopping.set()
         for process in self._running:
             if process.returncode is None:
-                process.terminate()
+                process.send_signal(number)
 
 
 def end_with(parent: int) -> None:
@@ -380,7 +388,7 @@ def _listen(metrics_at: Address | None, processes: int) -> socket.socket | None:
 
 
 def _serve(worker: Worker, listening: socket.socket | None) -> None:
-    """Serve until told to stop. A handler's thread that never returns does not keep us: its command was handed back."""
+    """Serve until told to stop, and end the process even if handlers do not."""
 
     async def serve() -> None:
         if listening is None:
@@ -389,9 +397,39 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
         async with MetricsServer(worker.metrics, listening):
             await worker.run()
 
-    worker._ends_process = True
-    try:
-        asyncio.run(serve())
-    finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # it ends already, and the exit code is decided
+    def hear(count: int) -> None:
+        worker.stop(hurry=count > 1)
+        if count == 1:
+            settings = worker.settings
+            longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN / 2)
+            watch = threading.Timer(longest.total_seconds(), _end_stuck, [worker])
+            watch.daemon = True
+            watch.start()
+
+    with Signals(hear, for_good=True):
+        runner = asyncio.Runner()
+        try:
+            runner.run(serve())
+        except Exception as error:
+            if worker.left_behind:
+                log.error("%s", error)
+                _end_at_once(1)
+            raise
+        finally:
+            if worker.left_behind:  # the loop would wait for them before it closes
+                _end_at_once(LEFT_BEHIND)
+            runner.close()
+
+
+def _end_stuck(worker: Worker) -> None:
+    """The worker was told to stop and had its time. Most likely a handler blocks the event loop."""
+    log.critical("The worker could not stop: its event loop is blocked. The process ends now")
+    worker._abandon()
+    _end_at_once(LEFT_BEHIND)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -152,7 +152,7 @@ class Calls:
                 if context._transaction is not None:
                     context._transaction.rollback()
 
-        running = self._threads.submit(run, self._context.copy())
+        running = self._threads.submit(run, self._context.copy(), context._commands)
         done, _ = await asyncio.wait({running}, timeout=handler.timeout)
         if done:
             call: Call = running.result()

@@ -58,6 +58,10 @@ class _Context:
         """Whether it would be better to stop: the batch was canceled, the time is up, or the command was lost."""
         return self._leased.lease.canceled or self._leased.lease.lost or self._timed_out
 
+    @property
+    def _commands(self) -> Sequence[Leased]:
+        return [self._leased]
+
     def _leases(self) -> set[Lease]:
         return {self._leased.lease}
 
@@ -69,16 +73,16 @@ class _ChunkFacts:
     """Facts about a chunk: its commands may be of several batches, and at different attempts."""
 
     def __init__(self, leased: Sequence[Leased]) -> None:
-        self._all = leased
+        self._commands = leased
         self._timed_out = False
 
     @property
     def cancelled(self) -> bool:
         """Whether it would be better to stop: the time is up, or every command of the chunk was canceled or lost."""
-        return self._timed_out or all(one.lease.canceled or one.lease.lost for one in self._all)
+        return self._timed_out or all(one.lease.canceled or one.lease.lost for one in self._commands)
 
     def _leases(self) -> set[Lease]:
-        return {one.lease for one in self._all}
+        return {one.lease for one in self._commands}
 
     def _give_up(self) -> None:
         self._timed_out = True

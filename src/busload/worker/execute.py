@@ -481,7 +481,7 @@ class Executor:
                 if context._transaction is not None:
                     context._transaction.rollback()
 
-        running = self._threads.submit(call, self._context.copy())
+        running = self._threads.submit(call, self._context.copy(), [leased])
         done, _ = await asyncio.wait({running}, timeout=handler.timeout)
         if not done:
             await self._outlived(leased, handler, context, running)

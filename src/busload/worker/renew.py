@@ -43,14 +43,18 @@ class Heartbeat:
         self._answered = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="busload-renew", daemon=True)
+        self._starting = threading.Lock()
         self.worker = 0
 
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
-        with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
-            self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
-        self._answered.set()
-        self._thread.start()
+        with self._starting:
+            if self._stopping.is_set():  # whoever wanted it has gone
+                return
+            with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
+                self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
+            self._answered.set()
+            self._thread.start()
 
     def let_go(self) -> None:
         """Renew no more; does not wait for the heartbeat under way."""
@@ -63,7 +67,9 @@ class Heartbeat:
 
     def undo(self) -> None:
         """Stop and, as nothing was claimed yet, leave no trace of a living worker."""
-        self.stop()
+        self.let_go()
+        with self._starting:  # a start that was cancelled goes on in its thread
+            self.stop()
         if self.worker:
             with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                 perform(conn, rescue.retire(worker=self.worker))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from busload.bus import CommandBus, SyncCommandBus
+from busload.domain.execution import Leased
 from busload.store.guard import GuardedConnection
 from busload.store.pool import Pool, pool
-
-log = logging.getLogger("busload")
 
 C = TypeVar("C")
 L = TypeVar("L")
@@ -28,7 +26,7 @@ class Threads:
         self._transactions: Pool | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: dict[asyncio.Future[Any], Sequence[Leased]] = {}
 
     def context(self, leased: L, kind: Callable[[L, SyncCommandBus, Pool], C]) -> C:
         """What a handler in a thread is given besides its work."""
@@ -44,10 +42,15 @@ class Threads:
             )
         return kind(leased, self._bus, self._transactions)
 
-    def submit(self, call: Callable[[], Any], context: Context) -> asyncio.Future[Any]:
+    @property
+    def running(self) -> list[Leased]:
+        """What threads are at."""
+        return [one for leased in self._running.values() for one in leased]
+
+    def submit(self, call: Callable[[], Any], context: Context, leased: Sequence[Leased]) -> asyncio.Future[Any]:
         """Run a call in a thread and a context. There are never more calls than slots, so none waits for a thread."""
         future = asyncio.get_running_loop().create_future()
-        self._running.add(future)
+        self._running[future] = leased
         future.add_done_callback(self._forget)
         if len(self._threads) < min(len(self._running), self._concurrency):
             # A daemon, unlike the threads of the standard library's executor: a handler that never returns must not
@@ -72,7 +75,7 @@ class Threads:
             del item, call, future, outcome  # what a handler held is let go before the next call
 
     def _forget(self, future: asyncio.Future[Any]) -> None:
-        self._running.discard(future)
+        self._running.pop(future, None)
         if not future.cancelled():
             future.exception()  # seen: what an overdue handler raises in the end is nobody's error any more
 
@@ -80,10 +83,6 @@ class Threads:
         """Let go of everything; a handler that still runs cannot be stopped and keeps its thread and connections."""
         for _ in self._threads:
             self._calls.put(None)
-        if self._running:
-            log.warning(
-                "Left behind %d handlers that did not return; their commands were handed back", len(self._running)
-            )
         if self._bus is not None and self._transactions is not None and not self._running:
             self._transactions.close()
             self._bus.close()

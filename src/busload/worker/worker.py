@@ -6,13 +6,11 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -22,15 +20,15 @@ import psycopg
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
-from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING
+from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased
 from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError
 from busload.settings import WorkerSettings
 from busload.store import rescue
-from busload.store.connection import connect_within_async
+from busload.store.connection import connect, connect_within_async
 from busload.store.guard import GuardedAsyncConnection
 from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
-from busload.store.plan import Plan, perform_async
+from busload.store.plan import Plan, perform, perform_async
 from busload.store.pool import AsyncPool, async_pool, engine_pool
 from busload.store.rescue import Renewal
 from busload.worker.claim import Claimer
@@ -46,6 +44,7 @@ from busload.worker.receive import Receiver, prefetch_of
 from busload.worker.relay import Recovery, Relay
 from busload.worker.renew import Heartbeat
 from busload.worker.settle import Settlement, capacity
+from busload.worker.signals import Signals
 from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, Report, WorkerStats
 from busload.worker.sweep import DesertedLeases, Sweep
 from busload.worker.threads import Threads
@@ -59,7 +58,8 @@ limits are asked, and one for a relay."""
 MOST_DISTRIBUTING = 8
 """Connections of their own, at most, for distributing: so that locked tables hold up neither others nor the engine."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MOST_NAMED = 20
+"""Commands that one line of the log names."""
 
 PATIENCE = 24 * 3600.0
 """Seconds a handler waits for the connection of its transaction: those before it give theirs back sooner or later."""
@@ -68,9 +68,10 @@ PATIENCE = 24 * 3600.0
 class Worker:
     """Runs the commands of some domains: all that have handlers on the bus, unless `domains` says which.
 
-    `concurrency` commands run at a time. `await run()` works until SIGTERM, SIGINT or `stop()`: it stops claiming, lets
-    what runs finish within the grace time, settles every result and hands the rest back without burning an attempt.
-    `await drain()` works until nothing is ready or due, and returns: for tests and scripts.
+    `concurrency` commands run at a time. `async with Worker(bus):` works beside your own code, `await run()` works
+    until `stop()`, and `await drain()` works until nothing is ready or due: for tests and scripts. To stop means: claim
+    no more, let what runs finish within the grace time, settle every result, and hand the rest back without burning an
+    attempt. Signals are left to your program, unless it asks for them by `run(signals=True)`.
     """
 
     def __init__(
@@ -89,9 +90,12 @@ class Worker:
         if isinstance(domains, str):
             raise ValueError(f"domains must be a list of names, found the text {domains!r}.")
         self._domains = list(domains) if domains is not None else None
-        self._stopping: asyncio.Event | None = None
-        self._hurry: asyncio.Event | None = None
-        self._ends_process = False
+        self._run: _Running | None = None
+        self._beside: asyncio.Task[None] | None = None
+        self._asked = 0
+        """How urgently it was asked to stop: 1 with all its grace time, 2 without."""
+        self._has_run = False
+        self._left_behind: list[Leased] = []
         unused = WorkerStats(self.concurrency, CoalescerStats(capacity(self.settings, self.concurrency)))
         self._stats: Callable[[], WorkerStats] = lambda: unused
         _check(self.concurrency, self.settings)
@@ -115,38 +119,99 @@ class Worker:
         }
         return metrics_text(self.stats, worker=self.name, about=about)
 
-    async def run(self) -> None:
-        """Work until told to stop."""
-        with self._signals(), suppress(_StoppedEarly):  # also while it starts and stops: a second signal hurries
+    @property
+    def left_behind(self) -> list[tuple[str, UUID]]:
+        """Type and id of the commands whose handlers did not end though the last run has: they were handed back.
+
+        A thread cannot be stopped, and an `async` handler may swallow that it was cancelled.
+        """
+        return [(one.command_type, one.command_id) for one in self._left_behind]
+
+    async def run(self, *, signals: bool = False) -> None:
+        """Work until told to stop.
+
+        With `signals`, SIGTERM and SIGINT do that too: for a process that is all the worker's own. A second signal does
+        not wait for what runs, and a third one ends the process.
+        """
+        with (
+            Signals(self._hear) if signals else nullcontext(),
+            suppress(_StoppedEarly),
+        ):  # also while it starts and stops
             async with _Running(self) as running:
                 await running.until_stopped()
 
     async def drain(self) -> int:
         """Work until nothing is ready or due, then return how many attempts were settled."""
-        async with _Running(self) as running:
-            return await running.until_drained()
+        with suppress(_StoppedEarly):
+            async with _Running(self) as running:
+                return await running.until_drained()
+        return 0
 
-    def stop(self) -> None:
-        """Stop as on SIGTERM; a second call does not wait for what runs."""
-        if self._stopping is None or self._hurry is None:
-            raise InvalidOperationError("The worker is not running.")
-        if self._stopping.is_set():
-            self._hurry.set()
-        self._stopping.set()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the worker, if it runs where signals can be heard."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self.stop)
+    async def __aenter__(self) -> Self:
+        """Work beside the block; returns when it has started, and raises if it cannot."""
+        if self._beside is not None:
+            raise self._refusal()
+        started = asyncio.get_running_loop().create_future()
+        beside = self._beside = asyncio.create_task(self._run_beside(started), name="busload-worker")
         try:
-            yield
-        finally:
-            stop_hearing(loop, for_good=self._ends_process)
+            await asyncio.wait({beside, started}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            beside.cancel()
+            await asyncio.wait({beside})
+            self._beside = None
+            raise
+        if beside.done():
+            self._beside = None
+            beside.result()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop, with all the grace time; raises what the worker ended with."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            self.stop()
+            await beside
+
+    def stop(self, *, hurry: bool = False) -> None:
+        """Stop; with `hurry`, without waiting for what runs.
+
+        Call this as often as you like, at any moment and from any thread. Before the first run it is remembered, and
+        that run ends as soon as it has begun. After a run it does nothing.
+        """
+        if self._run is None and self._has_run:
+            return
+        self._asked = max(self._asked, 2 if hurry else 1)
+        if self._run is not None:
+            self._run.wake()
+
+    def _hear(self, signals: int) -> None:
+        self.stop(hurry=signals > 1)
+
+    def _abandon(self) -> None:
+        """From another thread, while the event loop is blocked and before the process ends: hand everything back."""
+        if self._run is not None:
+            self._run.abandon()
+
+    async def _run_beside(self, started: asyncio.Future[None]) -> None:
+        with suppress(_StoppedEarly):
+            async with _Running(self) as running:
+                started.set_result(None)
+                await running.until_stopped()
+
+    def _begin(self, run: _Running) -> None:
+        if self._run is not None:
+            raise self._refusal()
+        self._run, self._left_behind = run, []
+
+    def _end(self) -> None:
+        self._run, self._has_run, self._asked = None, True, 0
+
+    def _refusal(self) -> InvalidOperationError:
+        return InvalidOperationError(
+            f"Worker {self.name} is running already. Wait until it has stopped, or make another Worker."
+        )
 
 
 class _StoppedEarly(Exception):
@@ -165,8 +230,10 @@ class _Running:
 
     async def __aenter__(self) -> Self:
         self._refuse_domains()
-        self._stopping = self._worker._stopping = asyncio.Event()
-        self._hurry = self._worker._hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
+        self._worker._begin(self)
+        self._heed()
         self._opened_bus, self._assembled = self._bus._pool is None, False
         try:
             await self._bus.open()
@@ -224,6 +291,26 @@ class _Running:
             for task in (finding, stopping):
                 task.cancel()
             await asyncio.gather(finding, stopping, return_exceptions=True)
+
+    def wake(self) -> None:
+        """See what the worker was asked for; from any thread, and from a signal's handler."""
+        self._loop.call_soon_threadsafe(self._heed)
+
+    def abandon(self) -> None:
+        self._heartbeat.let_go()
+        try:
+            with connect(self._bus.dsn, response_timeout=self._settings.deadline.total_seconds()) as conn:
+                with conn.transaction():
+                    perform(conn, rescue.release(self._held.lease_ids))
+                perform(conn, rescue.retire(worker=self._number()))
+        except psycopg.Error as error:
+            log.warning("Could not hand back what is left; others will take it when the lease ends: %r", error)
+
+    def _heed(self) -> None:
+        if self._worker._asked:
+            self._stopping.set()
+        if self._worker._asked > 1:
+            self._hurry.set()
 
     async def _start_distributing(self) -> None:
         for distributor in self._distributors:
@@ -398,7 +485,7 @@ class _Running:
     async def _leave(self) -> None:
         if self._opened_bus:
             await self._bus.close()
-        self._worker._stopping = self._worker._hurry = None
+        self._worker._end()
 
     async def _wait_for_a_move(self) -> None:
         try:
@@ -522,6 +609,7 @@ class _Running:
         for task in self._tasks:
             task.cancel()
         await self._executor.stop(within=1)
+        self._say_what_is_left()
         if self._broker is not None:
             await self._broker.end()
         await self._limiter.close(timedelta(0))
@@ -537,6 +625,20 @@ class _Running:
         await self._distribution.close()
         await self._pool.close()
         await self._leave()
+
+    def _say_what_is_left(self) -> None:
+        """Handlers that did not end go on as long as the process does; their commands are ready for others."""
+        left = {one.command_id: one for one in (*self._executor.running, *self._threads.running)}
+        self._worker._left_behind = list(left.values())
+        if left:
+            named = [f"{one.command_type} {one.command_id}" for one in list(left.values())[:MOST_NAMED]]
+            more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+            log.warning(
+                "Left behind %d commands whose handlers did not end in time; they were handed back: %s%s",
+                len(left),
+                ", ".join(named),
+                more,
+            )
 
     async def _let_line_go(self) -> None:
         """What has not started need not wait for what has: others can run it at once."""
@@ -631,16 +733,6 @@ class _Broker:
     async def _perform(self, plan: Plan[Any]) -> Any:
         async with self._pool.connection() as conn, conn.transaction():
             return await perform_async(conn, plan)
-
-
-def stop_hearing(loop: asyncio.AbstractEventLoop, *, for_good: bool) -> None:
-    """Give the signals back. `for_good`: the process ends, and another signal must not change how."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes in between waits
-    for number in SIGNALS:
-        loop.remove_signal_handler(number)
-        if for_good:
-            signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _async_face(bus: SyncCommandBus) -> CommandBus:
