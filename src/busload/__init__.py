@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from busload import schema as schema
     from busload.public import *  # noqa: F403
     from busload.public import __all__ as __all__
 else:

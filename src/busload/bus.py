@@ -276,11 +276,17 @@ class CommandBus(Bus):
     ) -> None:
         await self.close()
 
-    async def migrate(self) -> list[Migration]:
-        """Bring the database's schema up to this release; safe to run from many processes at once."""
-        async with await connection.connect_async(self.dsn) as conn, conn.transaction():
-            connection.refuse_server(conn)
-            return await perform_async(conn, migrate.migrate())
+    async def migrate(self, *, conn: AsyncConnection | Connection | None = None) -> list[Migration]:
+        """Bring the database's schema up to this release; safe to run from many processes at once.
+
+        Where nothing is missing it needs no more than the right to read `busload.migration`. With `conn` the schema
+        exists exactly if that transaction commits.
+        """
+        if conn is not None:
+            return await self._join(conn, migrate.migrate(), any_schema=True)
+        async with await connection.connect_async(self.dsn) as own, own.transaction():
+            connection.refuse_server(own)
+            return await perform_async(own, migrate.migrate())
 
     async def send(
         self,
@@ -804,18 +810,7 @@ class CommandBus(Bus):
 
     async def _write(self, write: Write[T], conn: AsyncConnection | Connection | None = None) -> T:
         if conn is not None:
-            connection.refuse_unusable(conn, psycopg.AsyncConnection, psycopg.Connection)
-            if isinstance(conn, psycopg.Connection):
-                if connection.about_to_begin(conn):
-                    conn.execute("SELECT")
-                with conn.transaction():
-                    await self._check_schema(conn)
-                    return perform(conn, write.plan)
-            if connection.about_to_begin(conn):
-                await conn.execute("SELECT")
-            async with conn.transaction():
-                await self._check_schema(conn)
-                return await perform_async(conn, write.plan)
+            return await self._join(conn, write.plan)
         if write.again is not None:
             return await self._write_patiently(write, write.again)
         pool = self.pool
@@ -847,6 +842,23 @@ class CommandBus(Bus):
                     await pool.putconn(own)
             room = self._waiting_room
             await asyncio.sleep(waits.pause())
+
+    async def _join(self, conn: AsyncConnection | Connection, plan: Plan[T], *, any_schema: bool = False) -> T:
+        """In the caller's transaction, which a failure does not spoil."""
+        connection.refuse_unusable(conn, psycopg.AsyncConnection, psycopg.Connection)
+        if isinstance(conn, psycopg.Connection):
+            if connection.about_to_begin(conn):
+                conn.execute("SELECT")
+            with conn.transaction():
+                if not any_schema:
+                    await self._check_schema(conn)
+                return perform(conn, plan)
+        if connection.about_to_begin(conn):
+            await conn.execute("SELECT")
+        async with conn.transaction():
+            if not any_schema:
+                await self._check_schema(conn)
+            return await perform_async(conn, plan)
 
     async def _commit(self, conn: AsyncConnection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
@@ -932,11 +944,17 @@ class SyncCommandBus(Bus):
     ) -> None:
         self.close()
 
-    def migrate(self) -> list[Migration]:
-        """Bring the database's schema up to this release; safe to run from many processes at once."""
-        with connection.connect(self.dsn) as conn, conn.transaction():
-            connection.refuse_server(conn)
-            return perform(conn, migrate.migrate())
+    def migrate(self, *, conn: Connection | None = None) -> list[Migration]:
+        """Bring the database's schema up to this release; safe to run from many processes at once.
+
+        Where nothing is missing it needs no more than the right to read `busload.migration`. With `conn` the schema
+        exists exactly if that transaction commits.
+        """
+        if conn is not None:
+            return self._join(conn, migrate.migrate(), any_schema=True)
+        with connection.connect(self.dsn) as own, own.transaction():
+            connection.refuse_server(own)
+            return perform(own, migrate.migrate())
 
     def send(
         self,
@@ -1375,12 +1393,7 @@ class SyncCommandBus(Bus):
 
     def _write(self, write: Write[T], conn: Connection | None = None) -> T:
         if conn is not None:
-            connection.refuse_unusable(conn, psycopg.Connection)
-            if connection.about_to_begin(conn):
-                conn.execute("SELECT")
-            with conn.transaction():
-                self._check_schema(conn)
-                return perform(conn, write.plan)
+            return self._join(conn, write.plan)
         if write.again is not None:
             return self._write_patiently(write, write.again)
         pool = self.pool
@@ -1409,6 +1422,16 @@ class SyncCommandBus(Bus):
                     pool.putconn(own)
             room = self._waiting_room
             time.sleep(waits.pause())
+
+    def _join(self, conn: Connection, plan: Plan[T], *, any_schema: bool = False) -> T:
+        """In the caller's transaction, which a failure does not spoil."""
+        connection.refuse_unusable(conn, psycopg.Connection)
+        if connection.about_to_begin(conn):
+            conn.execute("SELECT")
+        with conn.transaction():
+            if not any_schema:
+                self._check_schema(conn)
+            return perform(conn, plan)
 
     def _commit(self, conn: Connection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""

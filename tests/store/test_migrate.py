@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import secrets
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import asyncpg
 import psycopg
 import pytest
+from alembic import command
+from alembic.config import Config
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import Engine, NullPool, create_engine, text
 
-from busload import CommandBus, SchemaOutdated, SyncCommandBus, Worker
+import busload
+from busload import CommandBus, DatabaseUnusable, SchemaOutdated, SyncCommandBus, Worker
 from busload.store.plan import Script, Statement, perform
 from busload.store.schema import migrate
 from busload.testing import TestServer
 from tests.given import DOMAIN, Database
+from tests.store.test_search_path import plant
 
 NEWEST = migrate.migrations()[-1].version
 
@@ -92,7 +104,7 @@ def test_two_at_once_apply_it_once(empty: str) -> None:
     assert sorted(map(len, answers)) == [0, 0, 0, NEWEST]
 
 
-@pytest.mark.parametrize("after", range(2 * NEWEST + 4))
+@pytest.mark.parametrize("after", range(6))
 def test_an_interrupted_migration_leaves_nothing_behind(server: TestServer, after: int) -> None:
     """The connection is lost after each of its steps in turn."""
     with server.database(migrated=False) as dsn:
@@ -121,23 +133,184 @@ def test_a_rolled_back_migration_leaves_nothing_behind(empty: str) -> None:
     assert len(migrated(empty)) == NEWEST
 
 
-def test_the_printed_script_makes_the_same_schema(either_server: TestServer) -> None:
-    with either_server.database(migrated=False) as by_hand, either_server.database(migrated=False) as by_us:
-        with psycopg.connect(by_hand, autocommit=True) as conn:
-            conn.execute(migrate.script().encode())
-        migrated(by_us)
-        assert catalogue(by_hand) == catalogue(by_us)
-        assert migrated(by_hand) == []
+WAYS = ("psycopg", "psycopg in a transaction", "asyncpg", "psql", "sqlalchemy text", "sqlalchemy driver", "alembic")
+
+
+def engine(dsn: str) -> Engine:
+    return create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
+
+
+def by(way: str, dsn: str, script: str, folder: Path) -> None:
+    """Apply a script as it is, by means that people have."""
+    match way:
+        case "psycopg":
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                conn.execute(script.encode(), [])  # with parameters, so it is searched for them
+        case "psycopg in a transaction":
+            with psycopg.connect(dsn) as conn:
+                conn.execute("SELECT 1")
+                conn.execute(script.encode())
+        case "asyncpg":
+
+            async def apply() -> None:
+                place = conninfo_to_dict(dsn)
+                conn: Any = await asyncpg.connect(
+                    **{k: place[k] for k in ("host", "port", "user")}, database=place["dbname"]
+                )
+                await conn.execute(script)
+                await conn.close()
+
+            asyncio.run(apply())
+        case "psql":
+            command = ["/usr/bin/psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn]
+            subprocess.run(command, input=script, text=True, check=True, timeout=60)
+        case "sqlalchemy text":
+            with engine(dsn).begin() as connection:
+                connection.execute(text(script))
+        case "sqlalchemy driver":
+            with engine(dsn).begin() as connection:
+                connection.exec_driver_sql(script)
+        case "alembic":
+            _upgrade(dsn, folder)
+
+
+def _upgrade(dsn: str, folder: Path) -> None:
+    (folder / "versions").mkdir()
+    (folder / "env.py").write_text(
+        "from alembic import context\nfrom tests.store.test_migrate import engine\n"
+        f"with engine({dsn!r}).connect() as connection:\n"
+        "    context.configure(connection=connection)\n"
+        "    with context.begin_transaction():\n        context.run_migrations()\n"
+    )
+    revisions = [("one", None, "busload.schema.sql()"), ("two", "one", f"busload.schema.sql(since={NEWEST - 1})")]
+    for revision, down, call in revisions:
+        (folder / "versions" / f"{revision}.py").write_text(
+            f"import busload\nfrom alembic import op\nrevision, down_revision = {revision!r}, {down!r}\n"
+            f"def upgrade(): op.execute({call})\n"
+        )
+    config = Config()
+    config.set_main_option("script_location", str(folder))
+    command.upgrade(config, "head")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_script_makes_the_same_schema_by_all_means(server: TestServer, way: str, tmp_path: Path) -> None:
+    with server.database(migrated=False) as theirs, server.database() as ours:
+        by(way, theirs, busload.schema.sql(), tmp_path)
+        assert catalogue(theirs) == catalogue(ours)
+        assert migrated(theirs) == []
+        with Database(theirs) as database:
+            rows = database.rows("SELECT version, name FROM busload.migration ORDER BY version")
+        assert rows == [(migration.version, migration.name) for migration in migrate.migrations()]
+
+
+def test_the_script_applies_only_what_is_missing(empty: str) -> None:
+    with psycopg.connect(empty, autocommit=True) as conn:
+        for _ in range(2):
+            conn.execute(busload.schema.sql().encode())
+        conn.execute(busload.schema.sql(since=NEWEST - 1).encode())
+        assert busload.schema.version() == NEWEST
+    assert migrated(empty) == []
+
+
+def test_a_script_that_begins_later_is_refused_by_an_older_schema(empty: str) -> None:
+    with psycopg.connect(empty, autocommit=True) as conn:
+        with pytest.raises(psycopg.errors.RaiseException, match=f"no busload schema {NEWEST}"):
+            conn.execute(busload.schema.sql(since=NEWEST).encode())
+        assert conn.execute("SELECT to_regnamespace('busload')").fetchone() == (None,)
+    with pytest.raises(ValueError, match="since must be a version"):
+        busload.schema.sql(since=NEWEST + 1)
+
+
+def test_the_script_leaves_the_session_as_it_was(empty: str) -> None:
+    """Alembic goes on in the same transaction, with names that it does not qualify."""
+    ask = "SELECT current_setting('search_path'), current_setting('standard_conforming_strings')"
+    with psycopg.connect(empty) as conn:
+        conn.execute("SET search_path = other, public; SET standard_conforming_strings = off")
+        conn.execute(busload.schema.sql().encode())
+        assert conn.execute(ask).fetchone() == ("other, public", "off")
+        conn.commit()
+        assert conn.execute(ask).fetchone() == ("other, public", "off")
+    assert migrated(empty) == []
+
+
+def test_the_script_holds_nothing_that_reads_as_a_parameter_and_ends_no_transaction() -> None:
+    script = busload.schema.sql()
+    assert "%" not in script
+    assert text(script).compile().params == {}
+    assert re.findall(r"(?m)^(?:BEGIN|COMMIT|ROLLBACK|START)\b.*;", script) == []
 
 
 def test_a_failing_script_leaves_nothing_behind(empty: str) -> None:
-    broken = migrate.script().replace("COMMIT;", "SELECT 1 / 0;\nCOMMIT;")
-    with psycopg.connect(empty, autocommit=True) as conn:
-        with pytest.raises(psycopg.errors.DivisionByZero):
-            conn.execute(broken.encode())
-        conn.rollback()
+    broken = busload.schema.sql().replace("\nEND\n$busload$", "\nPERFORM 1 / 0;\nEND\n$busload$")
+    with psycopg.connect(empty, autocommit=True) as conn, pytest.raises(psycopg.errors.DivisionByZero):
+        conn.execute(broken.encode())
     with Database(empty) as database:
         assert database.value("SELECT to_regnamespace('busload')") is None
+
+
+async def test_what_is_migrated_in_a_callers_transaction_exists_if_that_commits(empty: str) -> None:
+    async with CommandBus(empty) as bus, await psycopg.AsyncConnection.connect(empty) as conn:
+        assert len(await bus.migrate(conn=conn)) == NEWEST
+        await conn.rollback()
+        assert len(await bus.migrate(conn=conn)) == NEWEST
+        await conn.commit()
+        assert await bus.migrate() == []
+        assert (await bus.send(DOMAIN, "Debit")).created
+    with SyncCommandBus(empty) as sync_bus, psycopg.connect(empty) as sync_conn:
+        assert sync_bus.migrate(conn=sync_conn) == []
+
+
+@pytest.fixture
+def role(empty: str) -> Iterator[str]:
+    """The DSN of a role without any right."""
+    name = f"role_{secrets.token_hex(4)}"
+    with Database(empty) as database:
+        database.rows(f"CREATE ROLE {name} LOGIN")
+        try:
+            yield empty.replace("postgres@", f"{name}@")
+        finally:
+            database.rows(f"DROP OWNED BY {name}")
+            database.rows(f"DROP ROLE {name}")
+
+
+def test_a_migration_with_nothing_to_do_needs_no_more_than_to_see_that(empty: str, role: str) -> None:
+    name = conninfo_to_dict(role)["user"]
+    migrated(empty)
+    with SyncCommandBus(role) as bus:
+        with pytest.raises(DatabaseUnusable, match=r"permission denied .* USAGE ON SCHEMA busload"):
+            bus.migrate()
+        with Database(empty) as database:
+            database.rows(f"GRANT USAGE ON SCHEMA busload TO {name}")
+            with pytest.raises(DatabaseUnusable, match=r"permission denied .* SELECT ON busload.migration"):
+                bus.migrate()
+            database.rows(f"GRANT SELECT ON busload.migration TO {name}")
+            assert bus.migrate() == []
+            database.rows("DELETE FROM busload.migration WHERE version = %s", NEWEST)
+        with pytest.raises(DatabaseUnusable, match=rf"lacks {NEWEST:04}_\w+, and this role may not apply"):
+            bus.migrate()
+
+
+def test_a_role_that_may_not_create_a_schema_is_told_what_it_lacks(role: str) -> None:
+    with SyncCommandBus(role) as bus, pytest.raises(DatabaseUnusable, match="GRANT CREATE ON DATABASE"):
+        bus.migrate()
+
+
+def test_nothing_of_a_strangers_becomes_part_of_the_schema(server: TestServer) -> None:
+    """Whoever migrates may have a search_path that a stranger can create in."""
+    with server.database(migrated=False) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        plant(conn)
+        conn.execute("SET search_path = evil, pg_catalog")
+        conn.execute(busload.schema.sql().encode())
+        conn.execute("RESET search_path")
+        strangers = conn.execute(
+            "SELECT count(*) FROM pg_depend AS d LEFT JOIN pg_proc AS f ON f.oid = d.refobjid"
+            " LEFT JOIN pg_operator AS o ON o.oid = d.refobjid LEFT JOIN pg_class AS c ON c.oid = d.objid"
+            " WHERE d.deptype = 'n' AND 'evil'::regnamespace IN (f.pronamespace, o.oprnamespace)"
+            "   AND d.classid IN ('pg_rewrite'::regclass, 'pg_attrdef'::regclass, 'pg_constraint'::regclass,"
+            "                     'pg_class'::regclass)"
+        ).fetchone()
+        assert strangers == (0,)
 
 
 def test_the_status_tells_what_is_missing(empty: str) -> None:

@@ -36,7 +36,6 @@ OWNED = {
     "migrate.lock": migrate.LOCK.decode(),
     "migrate.exists": migrate.EXISTS.decode(),
     "migrate.applied": migrate.APPLIED.decode(),
-    "migrate.record": migrate.RECORD.decode(),
 }
 PARAMETER = re.compile(r"%\((\w+)\)[sbt]")
 HOT = {"queue", "lease", "command", "execution", "batch", "scheduled"}

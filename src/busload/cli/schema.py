@@ -6,6 +6,7 @@ import click
 
 from busload.cli.database import open_bus
 from busload.cli.output import as_json, echo_json, table
+from busload.schema import sql
 from busload.store.plan import perform
 from busload.store.schema import migrate as migrations
 
@@ -61,15 +62,23 @@ def status(as_json: bool) -> None:
 
 
 @schema.command("print")
+@click.option("--since", type=int, default=0, metavar="VERSION", help="Leave out what a database of that version has.")
 @as_json
-def print_(as_json: bool) -> None:
-    """Print the whole schema as one SQL script, for whoever applies it by other means; needs no database.
+def print_(since: int, as_json: bool) -> None:
+    """Print the schema as one SQL statement, for whoever applies it by other means; needs no database.
+
+    It applies what is missing, all or nothing, and may be repeated. From Python: busload.schema.sql().
 
     \b
-        busload schema print | psql -1 postgresql://app@db.example/shop
+        busload schema print | psql postgresql://app@db.example/shop
         busload schema print --json | jq -r '.[].name'
     """
+    try:
+        text = sql(since)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--since") from None
     if as_json:
-        echo_json([{"version": m.version, "name": m.name, "sql": m.sql} for m in migrations.migrations()])
+        files = [m for m in migrations.migrations() if m.version > since]
+        echo_json([{"version": m.version, "name": m.name, "sql": m.sql} for m in files])
     else:
-        click.echo(migrations.script(), nl=False)
+        click.echo(text, nl=False)
