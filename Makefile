@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint check bench chaos mutants docs clean
+.PHONY: help setup demo test lint servers bench chaos mutants docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -29,8 +29,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-.PHONY: servers
-servers: setup .venv/brokers  # PostgreSQL 15, the oldest we support: the suite runs on it as well; and brokers
+servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers
 	@sh scripts/install-servers.sh
 
 .venv/brokers: .venv/ready scripts/install-servers.sh

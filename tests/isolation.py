@@ -10,15 +10,19 @@ there is anything.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import secrets
+import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from tests.servers import scratch
 
+PREFIX = "busload-tests-"
 FOLDER = "PYTEST_BUSLOAD_FOLDER"
 """The variable with the folder of the run."""
 
@@ -34,10 +38,26 @@ WATCH = Path(__file__).parent / "outside"
 def enter() -> None:
     """Make the run's folder and lead this process there; those that it starts inherit it."""
     if FOLDER not in os.environ:
-        _lead_into(scratch() / f"busload-tests-{secrets.token_hex(4)}")
+        remove_abandoned(scratch())
+        _lead_into(scratch() / f"{PREFIX}{secrets.token_hex(4)}")
     tempfile.tempdir = None  # pytest has asked for it already, and it is remembered
     if not hasattr(sys.modules.get("sitecustomize"), "watch"):  # this process was not started by one of the run
         importlib.import_module("tests.outside.sitecustomize").watch()
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders of killed runs, which may fill the memory. A run that lives keeps its folder locked."""
+    for lock in place.glob(f"{PREFIX}*/lock"):
+        with suppress(OSError), lock.open() as file:  # it is another user's, or was removed just now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def keep_locked(run: Path) -> None:
+    """Until this process ends, however it ends. The lock is there before its name is."""
+    new = run / "lock.new"
+    fcntl.flock(os.open(new, os.O_CREAT | os.O_RDONLY), fcntl.LOCK_EX)
+    new.rename(run / "lock")
 
 
 def folder() -> Path:
@@ -53,6 +73,7 @@ def _lead_into(run: Path) -> None:
     for path, mode in ((run, 0o755), (run / "home", 0o755), (run / "tmp", 0o1777)):  # servers run as other users
         path.mkdir()
         path.chmod(mode)
+    keep_locked(run)
     notes = run / "outside.txt"
     notes.touch()
     notes.chmod(0o666)

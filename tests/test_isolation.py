@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.isolation import PREFIX, keep_locked, remove_abandoned
 from tests.servers import LEADER, is_leader
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +117,18 @@ def test_a_process_that_was_only_spread_over_does_not_end_the_run(monkeypatch: p
     assert is_leader()
     monkeypatch.setenv(LEADER, str(os.getppid()))
     assert not is_leader()
+
+
+def test_what_a_killed_run_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed, alive, others = (tmp_path / name for name in (f"{PREFIX}1", f"{PREFIX}2", "somebody-elses"))
+    for folder in (killed, alive, others):
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "lock").touch()
+    keep_locked(alive)
+
+    remove_abandoned(tmp_path)
+
+    assert sorted(tmp_path.iterdir()) == [alive, others]
 
 
 def run_of(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
