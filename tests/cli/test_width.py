@@ -239,6 +239,13 @@ async def test_other_terminals_get_what_fits_them(
     assert len(screen.lines) == (2 if columns >= 100 else 4 if columns > 60 else len(screen.lines))
 
 
+async def test_an_id_is_whole_also_where_nothing_fits(given: Given, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
+    batch_id = await given.batch(1234)
+    screen, _ = await asyncio.to_thread(at_terminal, main, ["batch", "ls"], 20)
+    assert str(batch_id) in screen.text and "1,234" in screen.text
+
+
 def test_a_real_terminal_says_how_wide_it_is(spawn: Spawn, sync_bus: SyncCommandBus) -> None:
     batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")], name="a rather long name for a batch")
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
@@ -271,6 +278,7 @@ def test_texts_are_wrapped_between_words_and_never_in_what_people_copy() -> None
     for room in range(60, 140):
         lines = wrapped(text, room)
         assert " ".join(lines) == text
+        assert any(f"`busload batch explain {batch_id}`" in line for line in lines)
         assert max(map(len, lines)) <= max(room, 66)
     assert wrapped("x" * 25, 10) == ["x" * 10, "x" * 10, "x" * 5]
     assert wrapped('{"a":"1234567","b":"1234567"}', 14) == ['{"a":"1234567"', ',"b":"1234567"', "}"]
