@@ -47,6 +47,7 @@ from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import (
     BatchNotFoundError,
+    DatabaseUnavailable,
     InvalidOperationError,
     JobNotFoundError,
     LockWaitTimeout,
@@ -248,8 +249,8 @@ class CommandBus(Bus):
                 timeout=settings.pool_timeout.total_seconds(),
                 response_timeout=settings.response_timeout.total_seconds(),
             )
-            self._first_tries, self._waiting_room = map(asyncio.Semaphore, waiting_parts(self.settings.pool_size))
-            self._sending = Sending(self._write, self._via)
+            self._first_tries, self._waiting_room = map(asyncio.Semaphore, waiting_parts(settings.pool_size))
+            self._sending = Sending(self._write, self._via, lines=max(1, settings.pool_size // 2))
             self._completions = AsyncCompletions(
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
             )
@@ -871,11 +872,11 @@ class CommandBus(Bus):
                 committing = True
             return result
         except psycopg.OperationalError as error:
-            if committing and _connection_lost(error):
-                raise OutcomeUnknown(
-                    batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id
-                ) from error
-            raise
+            if not _connection_lost(error):
+                raise
+            if not committing:
+                raise _broken(error) from error
+            raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id) from error
 
     async def _check_schema(self, conn: AsyncConnection | Connection) -> None:
         """On the connection of the call that needs it: to wait for another one might be to wait for oneself."""
@@ -1444,11 +1445,11 @@ class SyncCommandBus(Bus):
                 committing = True
             return result
         except psycopg.OperationalError as error:
-            if committing and _connection_lost(error):
-                raise OutcomeUnknown(
-                    batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id
-                ) from error
-            raise
+            if not _connection_lost(error):
+                raise
+            if not committing:
+                raise _broken(error) from error
+            raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id) from error
 
     def _check_schema(self, conn: Connection) -> None:
         """On the connection of the call that needs it: to wait for another one might be to wait for oneself."""
@@ -1491,6 +1492,11 @@ def _check_messages(settings: Settings) -> None:
             message.keys(key.encode())
         except ValueError as error:
             raise TransportMisconfigured(f"message_key cannot be used. {error}") from None
+
+
+def _broken(error: psycopg.OperationalError) -> DatabaseUnavailable:
+    why = " ".join(str(error).split())
+    return DatabaseUnavailable(f"The connection broke before the commit, so nothing was written: {why}")
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:

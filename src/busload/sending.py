@@ -31,6 +31,10 @@ OWED_FOR = 0.005
 """Seconds after which workers are told of sends that carried none and were followed by none that did."""
 
 
+STUCK_AFTER = 1.0
+"""Seconds after which those who wait for a statement to end leave in one of their own, on another connection."""
+
+
 @dataclass(slots=True)
 class _Waiting:
     """A caller in the queue: told that its command was sent, or that it must go by itself."""
@@ -55,12 +59,25 @@ class _Waiting:
 class Sending:
     """One statement at a time. Who finds none under way leaves at once; who comes meanwhile shares the next one.
 
-    Each caller returns after the commit of its own command, or with its own error.
+    Each caller returns after the commit of its own command, or with its own error. A statement that is stuck, on a
+    connection that is dead or behind a lock, holds up its own callers only: others overtake it, in at most `lines`
+    statements at once.
     """
 
-    def __init__(self, write: Callable[[Write[Any]], Coroutine[Any, Any, Any]], via: send.Via = send.NO_BROKER) -> None:
-        self._write, self._via = write, via
+    def __init__(
+        self,
+        write: Callable[[Write[Any]], Coroutine[Any, Any, Any]],
+        via: send.Via = send.NO_BROKER,
+        *,
+        lines: int = 5,
+    ) -> None:
+        self._write, self._via, self._most_lines = write, via, lines
         self._busy = False
+        self._line = 0
+        """Which of the statements under way is the last one, and is waited for."""
+        self._lines = 0
+        self._since = 0.0
+        self._overtaking: asyncio.TimerHandle | None = None
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._callers = 0
@@ -93,6 +110,8 @@ class Sending:
         """Wait for all that is under way; more is refused."""
         self._closing = True
         await self._all_gone.wait()
+        if self._overtaking is not None:
+            self._overtaking.cancel()
         self._bell.ring_now()
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -100,35 +119,65 @@ class Sending:
     async def _wait(self, domain: str, command: NewCommand) -> bool:
         waiting = _Waiting(domain, command, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
+        if self._overtaking is None:
+            self._overtaking = asyncio.get_running_loop().call_later(STUCK_AFTER, self._overtake)
         return await waiting.sent
 
-    async def _lead(self, domain: str, command: NewCommand, chosen: bool) -> bool:
+    def _overtake(self) -> None:
+        """Those who wait go on by themselves if the statement before them does not end."""
+        self._overtaking = None
+        if not self._waiting:
+            return
+        left = self._since + STUCK_AFTER - time.monotonic()
+        if left <= 0 and self._lines < self._most_lines:
+            self._begin()
+            self._start(self._send_waiting(self._line))
+            left = STUCK_AFTER
+        self._overtaking = asyncio.get_running_loop().call_later(max(left, 0.1), self._overtake)
+
+    def _begin(self) -> int:
+        """A line of statements of which one is under way at a time; returns its number."""
         self._busy = True
+        self._since = time.monotonic()
+        self._line += 1
+        self._lines += 1
+        return self._line
+
+    def _end(self, line: int) -> None:
+        self._lines -= 1
+        if line == self._line:  # else it was overtaken, and is waited for no more
+            self._busy = False
+
+    async def _lead(self, domain: str, command: NewCommand, chosen: bool) -> bool:
+        line = self._begin()
         try:
             await self._send_one(domain, command, PATIENCE if chosen else None)
             return True
         except psycopg.errors.LockNotAvailable:
             return False
         finally:
-            if self._waiting:
-                self._start(self._send_waiting())
+            if self._waiting and line == self._line:
+                self._start(self._send_waiting(line))
             else:
-                self._busy = False
+                self._end(line)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="busload-send")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_waiting(self) -> None:
+    async def _send_waiting(self, line: int) -> None:
         try:
-            while group := list(self._next_group()):
+            while line == self._line and (group := list(self._next_group())):
+                self._since = time.monotonic()
                 await self._send_group(group)
-        finally:
-            self._busy = False
-            for waiting in self._waiting:  # only if the event loop is ending
+        except BaseException:  # only if the event loop is ending
+            for waiting in self._waiting:
                 waiting.sent.cancel()
             self._waiting.clear()
+            raise
+        finally:
+            self._end(line)
 
     def _next_group(self) -> Iterator[_Waiting]:
         count, size = 0, 0

@@ -88,11 +88,17 @@ class PostgresProxy(Proxy):
         super().__init__("tcp://127.0.0.1:0")
         self._parts = conninfo_to_dict(dsn)
 
+    def reach(self, host: str, port: int) -> None:
+        """Stand before a pooler instead."""
+        self._broker, self._parts["host"] = (host, port), None
+
     @property
     def url(self) -> str:
         return f"postgresql://{self._parts['user']}@127.0.0.1:{self.port}/{self._parts['dbname']}"
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._parts["host"] is None:
+            return await super()._open()
         return await asyncio.open_unix_connection(f"{self._parts['host']}/.s.PGSQL.{self._parts['port']}")
 
 

@@ -1,0 +1,235 @@
+"""A proxy or firewall drops what is said and closes nothing: calls end, connections are replaced, work goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from busload import (
+    BatchCommand,
+    Command,
+    CommandBus,
+    DatabaseUnavailable,
+    HandlerContext,
+    OutcomeUnknown,
+    Settings,
+    SyncCommandBus,
+    Worker,
+    WorkerSettings,
+)
+from busload.domain.ids import new_id
+from busload.store.connection import CANCEL_WITHIN, CHECK_WITHIN, RESPONSE_TIMEOUT, OwnConnection, connect
+from busload.store.listen import BATCH, AsyncListener, Listener
+from tests.brokers.proxy import PostgresProxy
+from tests.chaos.harness import folder
+from tests.given import DOMAIN, LOCKED_OUT, Database, eventually
+from tests.pgbouncer import PgBouncer
+
+WITHIN = 60.0
+"""Seconds after which a call hangs, also on a slow machine; it used to be for ever."""
+HASTY = Settings(response_timeout=timedelta(seconds=0.3), poll_every=timedelta(milliseconds=100))
+
+
+@pytest.fixture
+async def proxy(dsn: str) -> AsyncIterator[PostgresProxy]:
+    async with asyncio.timeout(3 * WITHIN), PostgresProxy(dsn) as proxy:
+        yield proxy
+
+
+async def test_a_send_whose_answer_is_swallowed_ends_and_those_behind_it_are_sent(
+    proxy: PostgresProxy, database: Database
+) -> None:
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+        await bus.send(DOMAIN, "Debit")
+        proxy.swallow()  # the server hears the question, nobody hears its answer
+        first = asyncio.create_task(bus.send(DOMAIN, "Debit"))
+        await asyncio.sleep(0)
+        behind = [asyncio.create_task(bus.send(DOMAIN, "Debit")) for _ in range(20)]
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await first
+        assert all(result.created for result in await asyncio.gather(*behind))
+        assert database.count("command") == 22
+        [command_id] = unknown.value.command_ids
+        assert await bus.get_command(DOMAIN, command_id) is not None
+        assert bus.pool.size == bus.pool.idle
+
+
+async def test_those_behind_a_stuck_send_do_not_wait_for_its_end(proxy: PostgresProxy) -> None:
+    """Its connection is doubted only after ten minutes here: they leave on another one."""
+    settings = replace(HASTY, response_timeout=timedelta(minutes=10))
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=settings) as bus:
+        await bus.send(DOMAIN, "Debit")
+        proxy.swallow_all()
+        first = asyncio.create_task(bus.send(DOMAIN, "Debit"))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            behind = [bus.send(DOMAIN, "Debit") for _ in range(20)]
+            assert all(result.created for result in await asyncio.gather(*behind))
+        assert not first.done()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
+async def test_a_cancelled_call_ends_though_its_connection_is_dead(proxy: PostgresProxy) -> None:
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url) as bus:
+        await bus.send(DOMAIN, "Debit")
+        proxy.swallow_all(new=True)  # the request to cancel is swallowed as well
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await bus.get_command(DOMAIN, new_id())
+        assert bus.pool.size == 0
+        proxy.heal()
+        assert (await bus.send(DOMAIN, "Debit")).created
+
+
+async def test_what_was_idle_is_not_trusted_after_one_connection_was_found_dead(proxy: PostgresProxy) -> None:
+    """Else each would have to be found out by a call of its own."""
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+        await asyncio.gather(*(bus.get_command(DOMAIN, new_id()) for _ in range(50)))
+        assert bus.pool.idle > 1
+        proxy.swallow_all()
+        with pytest.raises(DatabaseUnavailable):
+            await bus.get_command(DOMAIN, new_id())
+        assert await bus.get_command(DOMAIN, new_id()) is None
+
+
+async def test_a_batch_whose_connection_dies_half_way_is_not_written(proxy: PostgresProxy, database: Database) -> None:
+    commands = [BatchCommand("Debit", data={"text": "x" * 500}) for _ in range(20_000)]
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+        await bus.send(DOMAIN, "Debit")
+        creating = asyncio.create_task(bus.create_batch(DOMAIN, commands))
+        copying = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'COPY%%' AND datname = current_database()"
+        await eventually(lambda: database.rows(copying.replace("%%", "%")) or creating.done())
+        proxy.swallow_all()
+        with pytest.raises((DatabaseUnavailable, OutcomeUnknown)):
+            await creating
+        assert (await bus.send(DOMAIN, "Debit")).created
+        assert bus.pool.size == bus.pool.idle
+    assert database.count("command") == 2
+
+
+@pytest.mark.parametrize("way", ["directly", "by PgBouncer"])
+async def test_a_statement_may_take_longer_as_long_as_the_server_works_on_it(
+    way: str, dsn: str, proxy: PostgresProxy, database: Database
+) -> None:
+    settings = replace(HASTY, response_timeout=timedelta(seconds=1.2))
+    with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn) as pooler:
+        url = proxy.url if way == "directly" else pooler.url
+        async with asyncio.timeout(WITHIN), CommandBus(url, settings=settings) as bus:
+            batch = bus.open_batch(DOMAIN)
+            await batch.__aenter__()
+            with psycopg.connect(dsn) as brake:
+                brake.execute("SELECT FROM busload.batch FOR UPDATE")
+                sending = asyncio.create_task(bus.send(DOMAIN, "Debit", batch_id=batch.batch_id))
+                await eventually(lambda: database.rows(LOCKED_OUT))
+                done, _ = await asyncio.wait({sending}, timeout=3)  # more than twice what a dead one is given
+                assert not done
+            assert (await sending).created
+
+
+async def test_a_connection_that_dies_behind_pgbouncer_is_found_out(dsn: str, database: Database) -> None:
+    with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn) as pooler:
+        async with asyncio.timeout(WITHIN), PostgresProxy(dsn) as proxy:
+            proxy.reach("127.0.0.1", pooler.port)
+            async with CommandBus(proxy.url, settings=HASTY) as bus:
+                await bus.send(DOMAIN, "Debit")
+                proxy.swallow_all()
+                with pytest.raises(OutcomeUnknown):
+                    await bus.send(DOMAIN, "Debit")
+                assert (await bus.send(DOMAIN, "Debit")).created
+    assert database.count("command") == 2
+
+
+async def test_the_face_that_waits_is_not_stuck_either(proxy: PostgresProxy, database: Database) -> None:
+    def story(bus: SyncCommandBus) -> None:
+        with pytest.raises(OutcomeUnknown):
+            bus.send(DOMAIN, "Debit")
+        assert bus.send(DOMAIN, "Debit").created
+
+    with SyncCommandBus(proxy.url, settings=HASTY) as bus:
+        await asyncio.to_thread(bus.send, DOMAIN, "Debit")
+        proxy.swallow_all()
+        async with asyncio.timeout(WITHIN):
+            await asyncio.to_thread(story, bus)
+    assert database.count("command") == 2
+
+
+async def test_the_face_that_waits_lets_the_server_take_its_time(dsn: str, proxy: PostgresProxy) -> None:
+    conn = await asyncio.to_thread(connect, proxy.url, response_timeout=0.2)
+    with conn:
+        row = await asyncio.to_thread(lambda: conn.execute("SELECT 1 FROM pg_sleep(1.5)").fetchone())
+    assert row == (1,)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["old_ones", "all"])
+async def test_a_worker_goes_on_with_new_connections(
+    dsn: str, proxy: PostgresProxy, database: Database, new: bool
+) -> None:
+    ran: list[Any] = []
+    async with asyncio.timeout(2 * WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+
+        @bus.handler(DOMAIN, "Debit")
+        async def debit(command: Command, ctx: HandlerContext) -> None:
+            ran.append(command.command_id)
+            await asyncio.sleep(0.01)
+
+        with SyncCommandBus(dsn) as straight:
+            straight.send_many(DOMAIN, [BatchCommand("Debit") for _ in range(300)])
+            settings = WorkerSettings(poll_every=timedelta(milliseconds=100), sweep_every=timedelta(seconds=1))
+            worker = Worker(bus, settings=settings, concurrency=5)
+            running = asyncio.create_task(worker.run())
+            await eventually(lambda: len(ran) > 20)
+            before = proxy.accepted
+            proxy.swallow_all(new=new)
+            if new:
+                await eventually(lambda: proxy.accepted > before + 3)  # they are tried, in vain
+                proxy.heal()
+            straight.send(DOMAIN, "Debit")
+            await eventually(lambda: database.count("execution") == 301, within=WITHIN)
+            worker.stop()
+            await running
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("face", ["awaited", "waiting"])
+async def test_a_listener_notices_that_nobody_speaks_to_it_any_more(
+    face: str, proxy: PostgresProxy, database: Database
+) -> None:
+    heard: list[Any] = []
+    loop = asyncio.get_running_loop()
+
+    def hear(channel: str | None, payload: str | None) -> None:
+        loop.call_soon_threadsafe(heard.append, (channel, payload))
+
+    if face == "awaited":
+        listening = asyncio.create_task(AsyncListener(proxy.url, [BATCH], hear, check_every=0.2).run())
+    else:
+        listener = Listener(proxy.url, [BATCH], hear, check_every=0.2)
+        listener.start()
+    await eventually(lambda: heard == [(None, None)])
+    proxy.swallow_all()
+    await eventually(lambda: heard.count((None, None)) > 1, within=WITHIN)
+    database.rows(f"SELECT pg_notify('{BATCH}', 'here')")
+    await eventually(lambda: (BATCH, "here") in heard)
+    if face == "awaited":
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    else:
+        await asyncio.to_thread(listener.stop)
+
+
+async def test_the_limits_add_up_to_fifteen_seconds() -> None:
+    """What operators are promised: silence, then two seconds to connect and two for each of the question's answers."""
+    assert Settings().response_timeout.total_seconds() == RESPONSE_TIMEOUT
+    assert RESPONSE_TIMEOUT + 2 * CHECK_WITHIN <= 15
+    assert 2 * CANCEL_WITHIN <= 5
+    assert OwnConnection.response_timeout is None  # of a user's own statements, and of migrations
