@@ -158,8 +158,7 @@ async def test_a_worker_on_an_unmigrated_database_does_not_start(
     for start in (worker.run, worker.drain):
         with pytest.raises(SchemaOutdated):
             await start()
-    with pytest.raises(InvalidOperationError, match="not running"):
-        worker.stop()
+    worker.stop()
     if opened:
         assert bus.pool
     else:
