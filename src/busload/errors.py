@@ -176,7 +176,8 @@ class HandlerAlreadyRegisteredError(InvalidOperationError):
 class SchemaOutdated(BusloadError):
     def __init__(self, *, found: int, needed: int) -> None:
         super().__init__(
-            f"The database holds busload schema {found}, this release needs {needed}. "
+            f"The database holds {f'busload schema {found}' if found else 'no busload schema yet'}, "
+            f"this release needs {needed}. "
             "Run `busload schema migrate`, or call migrate() of the bus, before sending or starting workers."
         )
         self.found, self.needed = found, needed

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 from click.testing import Result
 
-from busload import BatchCommand, Stage, SyncCommandBus
+from busload import BatchCommand, RateLimit, Stage, SyncCommandBus
+from busload.store import rate
+from busload.store.rate import Ask
 from tests.cli.conftest import Busload
-from tests.given import DOMAIN, Given
+from tests.given import DOMAIN, Database, Given
 
 BATCH, TWIN = UUID("0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00"), UUID("0198c5d2-7f3b-7c11-9d2e-5b1c8a6e4f00")
 COMMAND = UUID("0298c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00")
@@ -126,6 +129,19 @@ async def test_a_domain_is_known_by_what_happened_there(busload: Busload, given:
     await given.bus.buffer("events", size=2, max_age=timedelta(1)).add(1)
     for domain in (DOMAIN, "jobs", "sent", "opened", "events"):
         assert busload("domain", "pause", domain).exit_code == 0, domain
+
+
+def test_names_of_limits_buffers_and_buses_are_guessed_too(
+    busload: Busload, sync_bus: SyncCommandBus, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.perform(rate.ask({("crm.example.com", ""): Ask(RateLimit(1), 1)}))
+    sync_bus.buffer("contact_events", size=2, max_age=timedelta(1)).add(1)
+    (tmp_path / "shop_app.py").write_text("from busload import CommandBus\nbus = CommandBus()")
+    monkeypatch.chdir(tmp_path)
+    assert "Did you mean 'crm.example.com'?" in busload("limit", "show", "crm.exmple.com").stderr
+    assert "Did you mean" not in busload("limit", "reset", "crm.example.com", "--by", "x").stderr
+    assert "Did you mean 'contact_events'?" in busload("buffer", "show", "contact_event").stderr
+    assert "'shop_app' has no 'buss'. Did you mean 'bus'?" in busload("worker", "shop_app:buss").stderr
 
 
 @pytest.mark.parametrize(

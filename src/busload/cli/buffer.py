@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from busload.bus import SyncCommandBus
+from busload.cli import did_you_mean
 from busload.cli.database import open_bus
 from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferStatus, BufferTable
@@ -156,7 +157,8 @@ def _find(bus: SyncCommandBus, name: str) -> BufferStatus:
     if name not in known:
         there_are = f"There are {', '.join(known)}." if known else "There are none in this database."
         raise InvalidOperationError(
-            f"There is no buffer {name!r:.80}. {there_are} One is known from its first event or worker on."
+            f"There is no buffer {name!r:.80}.{did_you_mean(name, known)} {there_are} "
+            "One is known from its first event or worker on."
         )
     return known[name]
 

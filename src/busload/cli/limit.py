@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import click
 
+from busload.bus import SyncCommandBus
+from busload.cli import did_you_mean
 from busload.cli.database import open_bus
 from busload.cli.output import as_json, echo_json, table
 from busload.domain.rate import LimitStatus
@@ -54,8 +56,8 @@ def show(name: str, most: int, as_json: bool) -> None:
     """
     with open_bus() as bus:
         found = bus.list_limits(name, limit=most)
-    if not found:
-        raise _unknown(name)
+        if not found:
+            raise _unknown(bus, name)
     _print(found, as_json)
 
 
@@ -72,18 +74,19 @@ def reset(name: str, by: str | None, as_json: bool) -> None:
     """
     with open_bus() as bus:
         count = bus.reset_limit(name, by)
-    if not count:
-        raise _unknown(name, by)
+        if not count:
+            raise _unknown(bus, name, by)
     if as_json:
         echo_json({"name": name, "by": by, "limits": count})
     else:
         click.echo(f"Calls under {name} may go again" + (f" ({count} values)." if count > 1 else "."))
 
 
-def _unknown(name: str, by: str | None = None) -> InvalidOperationError:
+def _unknown(bus: SyncCommandBus, name: str, by: str | None = None) -> InvalidOperationError:
     value = "" if by is None else f" by {by!r:.200}"
+    likely = did_you_mean(name, {one.name for one in bus.list_limits(limit=10_000)} - {name})
     return InvalidOperationError(
-        f"No limit {name!r:.200}{value} was used within a day. See those that were with `busload limit ls`."
+        f"No limit {name!r:.200}{value} was used within a day.{likely} See those that were with `busload limit ls`."
     )
 
 

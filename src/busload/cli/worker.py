@@ -23,7 +23,7 @@ import msgspec
 from click.core import ParameterSource
 
 from busload.bus import CommandBus, SyncCommandBus
-from busload.cli import DSN
+from busload.cli import DSN, did_you_mean
 from busload.cli.database import transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
@@ -222,7 +222,8 @@ def load(application: str) -> CommandBus | SyncCommandBus:
         raise click.BadParameter(message, param_hint="MODULE:BUS") from None
     for name in path.split("."):
         if not hasattr(found, name):
-            raise click.BadParameter(f"{module_name!r} has no {path!r}", param_hint="MODULE:BUS")
+            message = f"{module_name!r} has no {path!r}.{did_you_mean(name, dir(found))}"
+            raise click.BadParameter(message, param_hint="MODULE:BUS")
         found = getattr(found, name)
     if not isinstance(found, CommandBus | SyncCommandBus):
         message = f"{application!r} is {kind_of(found)}, wanted a CommandBus or SyncCommandBus"
