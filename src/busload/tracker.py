@@ -32,6 +32,7 @@ from busload.errors import Superseded, kind_of
 from busload.requests import Write
 from busload.store import rescue, track
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
+from busload.store.outage import Outage
 from busload.store.plan import perform
 from busload.worker.renew import beat
 
@@ -348,6 +349,7 @@ class Presence:
         self._lock = threading.Lock()
         self._dsn = ""
         self._stopping = threading.Event()
+        self._outage = Outage()
         self._thread: threading.Thread | None = None
 
     def register(self, dsn: str) -> int:
@@ -448,4 +450,4 @@ class Presence:
         self.workers.append(self.worker)
 
     def _run(self) -> None:
-        beat(self._dsn, self._every, self._stopping, self.once)
+        beat(self._dsn, self._every, self._stopping, self.once, self._outage)

@@ -321,7 +321,7 @@ async def test_a_heartbeat_survives_a_broken_connection(
         with caplog.at_level(logging.WARNING, "busload"):
             await tracker.close()
             await running_again(tracker)
-            await eventually(lambda: broken(database) and "Could not renew" in caplog.text)
+            await eventually(lambda: broken(database) and "The database cannot be reached" in caplog.text)
         before = database.value("SELECT max(seen_at) FROM busload.worker WHERE name = 'cut off'")
         newest = "SELECT max(seen_at) FROM busload.worker WHERE name = 'cut off'"
         await eventually(lambda: database.value(newest) > before)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext
 from busload.domain.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
+from busload.store.outage import Outage
 from busload.store.pool import engine_pool
 from busload.worker.held import Held
 from busload.worker.settle import Settlement, fold
@@ -94,7 +95,7 @@ async def settling(given: Given, dsn: str) -> AsyncIterator[Settling]:
             leases = list({one.lease.lease_id: one.lease for one in leased}.values())
             held.take(leases)
             patient = replace(given.settings, **{"flush_every": NEVER, **settings})
-            settlement = Settlement(pool, held, patient, 10, lambda: None)
+            settlement = Settlement(pool, held, patient, 10, lambda: None, Outage())
             stack.push_async_callback(settlement.close, timedelta(seconds=10))
             settlement.expect(leases)
             return settlement
@@ -285,7 +286,7 @@ async def test_a_connection_that_is_lost_in_a_flush_costs_no_result(
         assert (settlement.settled, settlement.stats.waiting) == (0, 3)
     await eventually(lambda: settlement.settled == 3)
     assert counts(await given.batch_now(batch_id)) == (3, 3, 0, 0, 0)
-    assert "Flush of 3 items failed, they are kept" in caplog.text
+    assert "The database cannot be reached" in caplog.text
     database.check_invariants()
 
 

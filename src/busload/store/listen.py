@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from psycopg import sql
 
 from busload.domain.retry import Backoff
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect, connect_async
+from busload.store.outage import Outage
 
-log = logging.getLogger("busload")
+LISTENING = "Listening for notifications"
 
 READY = "busload_ready"
 """Commands of a domain became ready; the payload is the domain."""
@@ -43,9 +43,16 @@ class AsyncListener:
     """
 
     def __init__(
-        self, dsn: str, channels: Sequence[str], hear: Hear, *, check_every: float = RESPONSE_TIMEOUT / 2
+        self,
+        dsn: str,
+        channels: Sequence[str],
+        hear: Hear,
+        outage: Outage | None = None,
+        *,
+        check_every: float = RESPONSE_TIMEOUT / 2,
     ) -> None:
         self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
+        self._outage = outage or Outage()
 
     async def run(self) -> None:
         backoff = Backoff()
@@ -55,12 +62,13 @@ class AsyncListener:
                     backoff.reset()
                     await self._listen(conn)
             except psycopg.Error as error:
-                log.warning("Lost the connection that listens, polling until it is back: %s", error)
+                self._outage.failed(LISTENING, error)
             await asyncio.sleep(backoff.pause())
 
     async def _listen(self, conn: AsyncConnection) -> None:
         for channel in self._channels:
             await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        self._outage.worked(LISTENING, reached=True)
         self._hear(None, None)
         while True:
             async for notification in conn.notifies(timeout=self._check_every):
@@ -72,9 +80,16 @@ class Listener:
     """The same for code without an event loop: a thread with a connection of its own."""
 
     def __init__(
-        self, dsn: str, channels: Sequence[str], hear: Hear, *, check_every: float = RESPONSE_TIMEOUT / 2
+        self,
+        dsn: str,
+        channels: Sequence[str],
+        hear: Hear,
+        outage: Outage | None = None,
+        *,
+        check_every: float = RESPONSE_TIMEOUT / 2,
     ) -> None:
         self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
+        self._outage = outage or Outage()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="busload-listen", daemon=True)
 
@@ -93,12 +108,13 @@ class Listener:
                     backoff.reset()
                     self._listen(conn)
             except psycopg.Error as error:
-                log.warning("Lost the connection that listens, polling until it is back: %s", error)
+                self._outage.failed(LISTENING, error)
             self._stopping.wait(backoff.pause())
 
     def _listen(self, conn: Connection) -> None:
         for channel in self._channels:
             conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        self._outage.worked(LISTENING, reached=True)
         self._hear(None, None)
         checked = time.monotonic()
         while not self._stopping.is_set():

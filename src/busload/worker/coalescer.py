@@ -16,6 +16,7 @@ import psycopg
 
 from busload.domain.retry import Backoff
 from busload.errors import InvalidOperationError
+from busload.store.outage import Outage
 from busload.worker.stats import EVERY, CoalescerStats
 
 log = logging.getLogger("busload")
@@ -24,6 +25,9 @@ T = TypeVar("T")
 LAST_WORDS = 5.0
 """Seconds in which a flush that was cancelled has to end."""
 NEARLY_FULL = 0.8
+STANDSTILL = 5.0
+"""Seconds without a flush that has worked after which somebody should know that a coalescer is nearly full."""
+SAY_EVERY = 60.0
 
 REFUSALS = (
     psycopg.DataError,
@@ -46,6 +50,7 @@ class Coalescer(Generic[T]):
     as many are held. `merge` may fold the items of a flush before it. With `on_refused`, a flush that fails by a
     `psycopg.DataError`, an `IntegrityError` or a limit of the server is halved until the guilty items stand alone; each
     of these is passed to `on_refused`, and the others are flushed. `stats` tells what was done, and how long it took.
+    Flushes that fail are told in the log as an `outage`, which others may share.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Coalescer(Generic[T]):
         max_bytes: int = 16 * 1024 * 1024,
         on_refused: Callable[[T, Exception], Awaitable[None]] | None = None,
         name: str = "coalescer",
+        outage: Outage | None = None,
     ) -> None:
         for name_of, value in (("max_size", max_size), ("capacity", capacity), ("max_bytes", max_bytes)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -73,6 +79,7 @@ class Coalescer(Generic[T]):
         self.stats = CoalescerStats(capacity, 4 * max_bytes if weigh is not None else None)
         self._flush, self._merge, self._on_refused = flush, merge, on_refused
         self._weigh, self._max_bytes, self._name = weigh, max_bytes, name
+        self._part = f"A flush of the {name}, whose items are kept,"
         self._max_size, self._capacity = max_size, capacity
         self._interval = max_interval.total_seconds()
         self._items: deque[T] = deque()
@@ -83,7 +90,10 @@ class Coalescer(Generic[T]):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._nearly_full = NEARLY_FULL * capacity
-        self._quiet_until = self._silent_until = 0.0
+        self._silent_until = 0.0
+        self._outage = outage or Outage()
+        self._flushed_at = time.monotonic()
+        self._watching: asyncio.TimerHandle | None = None
 
     async def put(self, item: T) -> None:
         """Hand over an item; waits while the coalescer is full, and is refused once it is closed."""
@@ -113,8 +123,8 @@ class Coalescer(Generic[T]):
         count = len(self._items)
         if count % EVERY == 1:
             stats.mark()
-            if stats.waiting >= self._nearly_full:  # the flush under way may hang
-                self._warn_when_nearly_full()
+            if stats.waiting >= self._nearly_full and self._watching is None:
+                self._watch()
         if count == self._max_size:
             self._due.set()
         elif self._timer is None:
@@ -143,8 +153,9 @@ class Coalescer(Generic[T]):
                 await asyncio.wait({self._task}, timeout=LAST_WORDS)  # a flush may not heed it
             if self._task.done() and not self._task.cancelled():
                 self._task.result()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._watching):
+            if timer is not None:
+                timer.cancel()
         left = list(self._items)
         self._items.clear()
         self.stats.waiting = self.stats.waiting_bytes = 0
@@ -178,6 +189,7 @@ class Coalescer(Generic[T]):
             self._items.extendleft(reversed(list(chain(*parts))))  # still ours: close() hands it to the caller
             raise
         self.stats.flushed(len(items), sum(map(self._weigh, items)) if self._weigh else 0, time.monotonic() - began)
+        self._flushed_at = time.monotonic()
         log.debug("The %s flushed %d items in %.1f ms", self._name, len(items), 1000 * self.stats.last_flush)
         if self.stats.waiting < self._capacity:
             self._room.set()
@@ -196,15 +208,27 @@ class Coalescer(Generic[T]):
             count = max(1, sum(total <= self._max_bytes for total in totals))
         return [self._items.popleft() for _ in range(count)]
 
-    def _warn_when_nearly_full(self) -> None:
-        now = time.monotonic()
-        if self.stats.fullness >= NEARLY_FULL and now >= self._quiet_until:
-            self._quiet_until = now + 60
+    def _watch(self, after: float | None = None) -> None:
+        """It is nearly full, as every busy one may be. Look later whether it stands still."""
+        after = STANDSTILL if after is None else after
+        self._watching = asyncio.get_running_loop().call_later(after, self._warn_at_standstill)
+
+    def _warn_at_standstill(self) -> None:
+        self._watching = None
+        if self.stats.fullness < NEARLY_FULL or self._closing:
+            return
+        still = time.monotonic() - self._flushed_at
+        if still < STANDSTILL:
+            self._watch()
+            return
+        if not self._outage.is_away:  # which is said already
             log.warning(
-                "The %s is %.0f %% full: items come faster than they can be flushed",
+                "The %s is %.0f %% full, and no flush has ended for %.0f s: look what its statements wait for",
                 self._name,
                 100 * self.stats.fullness,
+                still,
             )
+        self._watch(SAY_EVERY)
 
     async def _flush_first(self, parts: list[Sequence[T]]) -> None:
         """Flush the first part until it succeeds. One that never can is halved until the guilty stand alone."""
@@ -226,9 +250,11 @@ class Coalescer(Generic[T]):
         """
         backoff = Backoff()
         while True:
-            self._warn_when_nearly_full()
+            if self._watching is None and self.stats.fullness >= NEARLY_FULL:
+                self._watch()
             try:
                 await attempt()
+                self._outage.worked(self._part, reached=True)
                 return None
             except (Exception, asyncio.CancelledError) as error:
                 refuse_cancelled()
@@ -237,7 +263,7 @@ class Coalescer(Generic[T]):
                     log.debug("Flush of %d items failed and is halved: %r", count, error)
                     return error
                 pause = backoff.pause()
-                log.warning("Flush of %d items failed, they are kept, again in %.1f s: %r", count, pause, error)
+                self._outage.failed(self._part, error)
                 await asyncio.sleep(pause)
 
 

@@ -37,6 +37,7 @@ from busload.domain.retry import RetryPolicy
 from busload.errors import RateLimited, Superseded, TransientCommandError
 from busload.handlers import Handler
 from busload.store import settle
+from busload.store.outage import Outage
 from busload.store.plan import Plan
 from busload.store.pool import AsyncPool
 from busload.worker.calls import Calls, command_of, failure, pause_after
@@ -98,6 +99,7 @@ class Executor:
         on_free: Callable[[], None],
         limiter: Limiter,
         tallies: Tallies,
+        outage: Outage,
     ) -> None:
         self._bus, self._transactions, self._threads = bus, transactions, threads
         self._held, self._settlement = held, settlement
@@ -122,7 +124,9 @@ class Executor:
         self._chunks = ChunkRunner(
             bus, self.calls, transactions, threads, limiter, settlement, self.gatherer, failures, self._postpone
         )
-        self._groups = GroupRunner(bus, self.calls, transactions, threads, limiter, settlement, tallies, failures)
+        self._groups = GroupRunner(
+            bus, self.calls, transactions, threads, limiter, settlement, tallies, failures, outage
+        )
 
     @property
     def busy(self) -> float:

@@ -45,6 +45,7 @@ from busload.store import group as groups
 from busload.store import relation
 from busload.store.connection import AsyncConnection, is_away
 from busload.store.group import Ended, Ending, Place, Row
+from busload.store.outage import Outage
 from busload.store.plan import Plan, perform_async
 from busload.store.pool import AsyncPool, engine_pool
 from busload.store.relation import Relation
@@ -87,9 +88,11 @@ class GroupRunner:
         settlement: Settlement,
         tallies: Tallies,
         failures: FailureLog,
+        outage: Outage,
     ) -> None:
         self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
         self._limiter, self._settlement, self._tallies, self._failures = limiter, settlement, tallies, failures
+        self._outage = outage
         self._pool: AsyncPool | None = None
         self._relations: dict[str, Relation] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
@@ -124,7 +127,9 @@ class GroupRunner:
             try:
                 pool = self._connections()
                 async with self._turn(buffer), pool.connection() as conn:
-                    return await _alone(conn, plan())
+                    done = await _alone(conn, plan())
+                self._outage.worked(f"Reading and ending groups of {buffer}", reached=True)
+                return done
             except psycopg.Error as error:
                 if not is_away(error):
                     self._relations.pop(buffer, None)
@@ -132,7 +137,7 @@ class GroupRunner:
                 if leased.lease.lost:
                     raise Superseded("Another worker has this group now; the database was away.") from error
                 pause = backoff.pause()
-                log.warning("Could not reach the events of %s, trying again in %.1f s: %s", buffer, pause, error)
+                self._outage.failed(f"Reading and ending groups of {buffer}", error)
                 await asyncio.sleep(pause)
 
     def _connections(self) -> AsyncPool:

@@ -20,6 +20,7 @@ from busload.errors import RateLimited
 from busload.handlers import Handler
 from busload.store import rate
 from busload.store.connection import AsyncConnection
+from busload.store.outage import Outage
 from busload.store.plan import perform_async
 from busload.store.pool import AsyncPool
 from busload.store.rate import AHEAD, Ask, Grant, Key, Late
@@ -88,15 +89,15 @@ class Limiter:
     All calls that wait here are asked for in one statement, one at a time; none holds a lock or a connection meanwhile.
     """
 
-    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta) -> None:
+    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta, outage: Outage) -> None:
         self._pool = pool
-        self._postponement = Postponement(pool, held, deadline)
+        self._postponement = Postponement(pool, held, deadline, outage)
         self._lines: dict[Key, _Line] = {}
         self._clock = _Clock()
         self._sitting: set[_Caller] = set()
         self._expelled: Collection[str] = ()
         self._forgot = time.monotonic()
-        self.loop = Loop("Limiting", self.once)
+        self.loop = Loop("Limiting", self.once, outage)
         self.rests = Rests()
         self.asks = 0
         """Statements so far."""
@@ -442,10 +443,15 @@ class Rests:
 class Postponement:
     """Commands on their way back to wait for a limit: many in one statement, kept until it is known to have worked."""
 
-    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta) -> None:
+    def __init__(self, pool: AsyncPool, held: Held, deadline: timedelta, outage: Outage) -> None:
         self._pool, self._held, self._deadline = pool, held, deadline
         self._late: Coalescer[tuple[Leased, Postponed]] = Coalescer(
-            self._flush, max_size=1000, max_interval=timedelta(milliseconds=10), capacity=20_000, name="postponement"
+            self._flush,
+            max_size=1000,
+            max_interval=timedelta(milliseconds=10),
+            capacity=20_000,
+            name="postponement",
+            outage=outage,
         )
         self.postponed = 0
 

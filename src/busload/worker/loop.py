@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from busload.domain.retry import Backoff
-
-log = logging.getLogger("busload")
+from busload.store.outage import Outage
 
 
 class Loop:
@@ -18,8 +16,8 @@ class Loop:
     makes it spin.
     """
 
-    def __init__(self, name: str, once: Callable[[], Awaitable[float | None]]) -> None:
-        self._name, self._once = name, once
+    def __init__(self, name: str, once: Callable[[], Awaitable[float | None]], outage: Outage | None = None) -> None:
+        self._name, self._once, self._outage = name, once, outage or Outage()
         self._wake = asyncio.Event()
         self._stopping = False
         self._backoff = Backoff()
@@ -37,10 +35,11 @@ class Loop:
             self._wake.clear()
             try:
                 pause = await self._once()
+                self._outage.worked(self._name)
                 self._backoff.reset()
             except Exception as error:
                 pause = self._backoff.pause()
-                log.warning("%s failed, trying again in %.1f s: %r", self._name, pause, error)
+                self._outage.failed(self._name, error)
             if not self._stopping:
                 await self._rest(pause)
 

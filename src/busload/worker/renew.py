@@ -15,10 +15,13 @@ from datetime import timedelta
 
 from busload.store import rescue
 from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect
+from busload.store.outage import Outage
 from busload.store.plan import perform
 from busload.store.rescue import Renewal
 
 log = logging.getLogger("busload")
+
+RENEWING = "Renewing leases"
 
 
 class Heartbeat:
@@ -32,7 +35,9 @@ class Heartbeat:
         lease_for: timedelta,
         on_renewal: Callable[[Renewal], None],
         on_death: Callable[[], None],
+        outage: Outage,
     ) -> None:
+        self._outage = outage
         self._dsn, self._lease_for = dsn, lease_for
         self._facts = {"name": name, "domains": domains, "concurrency": concurrency, "lease_for": lease_for}
         self._on_renewal, self._on_death = on_renewal, on_death
@@ -75,7 +80,7 @@ class Heartbeat:
                 perform(conn, rescue.retire(worker=self.worker))
 
     def _run(self) -> None:
-        beat(self._dsn, self._every, self._stopping, self._once, before=self._watch_loop)
+        beat(self._dsn, self._every, self._stopping, self._once, self._outage, before=self._watch_loop)
 
     def _once(self, conn: Connection) -> None:
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
@@ -113,6 +118,7 @@ def beat(
     every: float,
     stopping: threading.Event,
     once: Callable[[Connection], None],
+    outage: Outage,
     before: Callable[[], None] = lambda: None,
 ) -> None:
     """Call `once` every so many seconds on a connection that is opened anew when it breaks; `before` it in any case."""
@@ -125,10 +131,11 @@ def beat(
         try:
             conn = conn if conn is not None and not conn.closed else connect(dsn, response_timeout=silence)
             once(conn)
+            outage.worked(RENEWING, reached=True)
             pause = every
         except Exception as error:  # whatever it is, the next heartbeat may come through
             pause = min(1.0, every)
-            log.warning("Could not renew leases, trying again in %.1f s: %r", pause, error)
+            outage.failed(RENEWING, error)
             if conn is not None:
                 conn.close()
                 conn = None

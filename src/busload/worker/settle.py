@@ -17,6 +17,7 @@ from psycopg.errors import LockNotAvailable
 from busload.domain.execution import COMPLETED, RESULT_INVALID, TROUBLESHOOTING, Lease, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
+from busload.store.outage import Outage
 from busload.store.plan import perform_async
 from busload.store.pool import AsyncPool
 from busload.worker.coalescer import Coalescer, refuse_cancelled
@@ -55,8 +56,9 @@ class Settlement:
         settings: WorkerSettings,
         concurrency: int,
         on_settled: Callable[[], None],
+        outage: Outage,
     ) -> None:
-        self._pool, self._held, self._on_settled = pool, held, on_settled
+        self._pool, self._held, self._on_settled, self._outage = pool, held, on_settled, outage
         self._deadline = settings.deadline
         self._capacity, self._flush_size = capacity(settings, concurrency), settings.flush_size
         self._results: Coalescer[Transition] = Coalescer(
@@ -68,6 +70,7 @@ class Settlement:
             weigh=_weigh,
             on_refused=partial(self._park, self._flush),
             name="settlement",
+            outage=outage,
         )
         self._held_up: dict[UUID, Coalescer[Transition]] = {}
         self._turn = asyncio.Lock()
@@ -210,6 +213,7 @@ class Settlement:
                 weigh=_weigh,
                 on_refused=partial(self._park, flush),
                 name=f"settlement of {key}",
+                outage=self._outage,
             )
         return line
 

@@ -28,6 +28,7 @@ from busload.store import rescue
 from busload.store.connection import connect, connect_within_async
 from busload.store.guard import GuardedAsyncConnection
 from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
+from busload.store.outage import Outage
 from busload.store.plan import Plan, perform, perform_async
 from busload.store.pool import AsyncPool, async_pool, engine_pool
 from busload.store.rescue import Renewal
@@ -399,6 +400,7 @@ class _Running:
                 bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
             )
         self._held = Held()
+        self._outage = Outage()
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
         self._threads = Threads(bus, worker.concurrency, PATIENCE)
@@ -409,8 +411,8 @@ class _Running:
             response_timeout=silence,
             connection_class=GuardedAsyncConnection,
         )
-        self._limiter = Limiter(pool, self._held, settings.deadline)
-        self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled)
+        self._limiter = Limiter(pool, self._held, settings.deadline, self._outage)
+        self._settlement = Settlement(pool, self._held, settings, worker.concurrency, self._on_settled, self._outage)
         self._executor = Executor(
             bus,
             self._transactions,
@@ -421,6 +423,7 @@ class _Running:
             self._on_free,
             self._limiter,
             self._tallies,
+            self._outage,
         )
         self._heartbeat = Heartbeat(
             bus.dsn,
@@ -430,6 +433,7 @@ class _Running:
             lease_for=settings.lease_for,
             on_renewal=self._on_renewal,
             on_death=self._held.lose_all,
+            outage=self._outage,
         )
         self._broker = None if bus.transport is None else self._assemble_broker()
         self._claimer = Claimer(
@@ -449,23 +453,23 @@ class _Running:
             Distributor(self._distribution, buffer, self._pauses, self._tallies, settings.poll_every)
             for buffer in buffers
         ]
-        self._distributing = [Loop(f"Distributing {one.name}", one.once) for one in self._distributors]
+        self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
         self._sweep = Sweep(pool, settings.sweep_every, self._number)
         deserted = DesertedLeases(self._held, self._alive, self._hand_back, settings.sweep_every)
-        self._looking = Loop("Looking for deserted leases", deserted.once)
-        self._claiming = Loop("Claiming", self._claimer.once)
-        self._promoting = Loop("Promoting", self._claimer.promote)
-        self._sweeping = Loop("Sweeping", self._sweep.once)
+        self._looking = Loop("Looking for deserted leases", deserted.once, self._outage)
+        self._claiming = Loop("Claiming", self._claimer.once, self._outage)
+        self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
+        self._sweeping = Loop("Sweeping", self._sweep.once, self._outage)
         self._pruning = []
         if settings.keep_for is not None:
             prune = Prune(bus._perform_alone, settings.keep_for, settings.archive)
-            self._pruning.append(Loop("Pruning", prune.once))
-        self._heeding = Loop("Heeding pauses", self._pauses.once)
+            self._pruning.append(Loop("Pruning", prune.once, self._outage))
+        self._heeding = Loop("Heeding pauses", self._pauses.once, self._outage)
         channels = [READY, CANCEL, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
-        self._listener = AsyncListener(bus.dsn, channels, self._hear)
+        self._listener = AsyncListener(bus.dsn, channels, self._hear, self._outage)
 
     def _assemble_broker(self) -> _Broker:
-        broker = _Broker(self._worker, self._pool, self._on_ring)
+        broker = _Broker(self._worker, self._pool, self._on_ring, self._outage)
         self._held.on_gone = broker.receiver.rings.gone
         return broker
 
@@ -572,6 +576,12 @@ class _Running:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
+        if self._rounds:
+            log.info(
+                "Stopping: nothing more is claimed. %d commands are in hand: those that run may take up to %g s more, "
+                "the others are handed back; %d results are to be settled",
+                *(self._executor.in_hand, self._settings.grace.total_seconds(), self._settlement.waiting),
+            )
         for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
         if self._broker is not None:
@@ -616,6 +626,7 @@ class _Running:
         await self._settlement.close(timedelta(0))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._heartbeat.stop)
+        self._outage.close()
         self._threads.close()
         self._report.finish()
         stats = self.stats()
@@ -662,7 +673,7 @@ class _Running:
 class _Broker:
     """What a worker runs beside its claims where a broker announces commands: relay, receiver, recovery."""
 
-    def __init__(self, worker: Worker, pool: AsyncPool, on_ring: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, pool: AsyncPool, on_ring: Callable[[], None], outage: Outage) -> None:
         bus, settings = worker._bus, worker.settings
         self._pool, self._announcer = pool, bus._announcer()
         self.relay = Relay(self._announcer, self._perform, settings.poll_every)
@@ -676,7 +687,10 @@ class _Broker:
             self._on_connect,
         )
         self._recovery = recovery
-        self._relaying, self._recovering = Loop("Relaying", self.relay.once), Loop("Recovering", recovery.once)
+        self._relaying, self._recovering = (
+            Loop("Relaying", self.relay.once, outage),
+            Loop("Recovering", recovery.once, outage),
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
