@@ -11,11 +11,21 @@ from datetime import timedelta
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
-from busload import BatchCommand, Command, CommandBus, HandlerContext, InvalidOperationError, Worker
+from busload import (
+    BatchCommand,
+    Command,
+    CommandBus,
+    DatabaseUnavailable,
+    HandlerContext,
+    InvalidOperationError,
+    Worker,
+)
 from busload.store import rescue
 from busload.store.plan import perform
 from tests.chaos.harness import Server, folder
+from tests.chaos.test_outage_lengths import outage
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, until
 
 SHORT = timedelta(milliseconds=900)
@@ -237,6 +247,58 @@ async def test_a_worker_survives_restarts_of_the_database(own_server: Server, gi
             assert batch is not None and (batch.completed_count, batch.status) == (300, "COMPLETED")
             assert database.count("lease") == 0
             database.check_invariants()
+
+
+async def test_a_worker_that_starts_before_its_database_waits_for_it(
+    own_server: Server, given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with CommandBus(own_server.dsn) as bus:
+        ran = asyncio.Event()
+
+        @bus.handler(DOMAIN, "Debit")
+        async def debit(command: Command, ctx: HandlerContext) -> None:
+            ran.set()
+
+        await bus.send(DOMAIN, "Debit")
+        await asyncio.to_thread(own_server.stop)
+        worker = Worker(bus, settings=given.settings)
+        task = asyncio.create_task(worker.run())
+        await eventually(lambda: "The database cannot be reached, waiting for it for up to 300 s" in caplog.text)
+        await asyncio.to_thread(own_server.start)
+        async with asyncio.timeout(60):
+            await ran.wait()
+        worker.stop()
+        await task
+        assert caplog.text.count("waiting for it") == 1
+
+
+async def test_a_worker_that_waits_for_its_database_can_be_stopped_and_has_a_limit(
+    own_server: Server, given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with CommandBus(own_server.dsn) as bus:
+        await asyncio.to_thread(own_server.stop)
+        worker = Worker(bus, settings=replace(given.settings, wait_for_database=None), domains=[DOMAIN])
+        task = asyncio.create_task(worker.run())
+        await eventually(lambda: "waiting for it" in caplog.text)
+        worker.stop()
+        async with asyncio.timeout(30):
+            await task
+        brief = replace(given.settings, wait_for_database=timedelta(seconds=0.2))
+        with pytest.raises(DatabaseUnavailable, match="could not be reached for"):
+            await Worker(bus, settings=brief, domains=[DOMAIN]).run()
+        await asyncio.to_thread(own_server.start)
+
+
+async def test_a_worker_does_not_wait_for_a_database_that_does_not_exist(dsn: str, given: Given) -> None:
+    async with asyncio.timeout(30), CommandBus(make_conninfo(dsn, dbname="there_is_none")) as bus:
+        with pytest.raises(psycopg.OperationalError, match="does not exist"):
+            await Worker(bus, settings=given.settings, domains=[DOMAIN]).run()
+
+
+async def test_bus_and_worker_are_back_soon_after_an_outage(own_server: Server) -> None:
+    """Not as long again as it lasted: `tests/chaos/test_outage_lengths.py` measures longer ones."""
+    back = await outage(own_server, 4.0)
+    assert max(back.sent, back.sent_by_thread, back.completed) < 15, back  # on a slow machine; the promise is 5
 
 
 async def test_a_worker_that_cannot_settle_before_it_stops_says_so(hasty: Given, database: Database, dsn: str) -> None:
