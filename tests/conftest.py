@@ -46,7 +46,7 @@ def server() -> Iterator[TestServer]:
     home = server_home()
     home.mkdir(mode=0o755, parents=True, exist_ok=True)
     config = {"deadlock_timeout": "100ms", "log_lock_waits": "on", "max_connections": "300"}
-    with TestServer(home, config=config) as server:
+    with TestServer(home, config=config | {"max_prepared_transactions": "10"}) as server:
         yield server
 
 

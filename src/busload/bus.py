@@ -53,6 +53,7 @@ from busload.errors import (
     LockWaitTimeout,
     OutcomeUnknown,
     TransportMisconfigured,
+    nothing_written,
 )
 from busload.handlers import Function, Handlers, gather
 from busload.lock_wait import LockWait, waiting_parts
@@ -871,9 +872,9 @@ class CommandBus(Bus):
                 result = await perform_async(conn, write.plan)
                 committing = True
             return result
-        except psycopg.OperationalError as error:
+        except psycopg.Error as error:
             if not _connection_lost(error):
-                raise
+                raise nothing_written(error) from error
             if not committing:
                 raise _broken(error) from error
             raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id) from error
@@ -1444,9 +1445,9 @@ class SyncCommandBus(Bus):
                 result = perform(conn, write.plan)
                 committing = True
             return result
-        except psycopg.OperationalError as error:
+        except psycopg.Error as error:
             if not _connection_lost(error):
-                raise
+                raise nothing_written(error) from error
             if not committing:
                 raise _broken(error) from error
             raise OutcomeUnknown(batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id) from error
@@ -1494,13 +1495,15 @@ def _check_messages(settings: Settings) -> None:
             raise TransportMisconfigured(f"message_key cannot be used. {error}") from None
 
 
-def _broken(error: psycopg.OperationalError) -> DatabaseUnavailable:
+def _broken(error: psycopg.Error) -> DatabaseUnavailable:
     why = " ".join(str(error).split())
     return DatabaseUnavailable(f"The connection broke before the commit, so nothing was written: {why}")
 
 
-def _connection_lost(error: psycopg.OperationalError) -> bool:
+def _connection_lost(error: psycopg.Error) -> bool:
     """Whether the server could not say how it ended; an error that carries a code, other than its own shutdown, did."""
+    if not isinstance(error, psycopg.OperationalError):
+        return False
     return error.sqlstate is None or error.sqlstate.startswith(("57P", "08"))
 
 

@@ -13,6 +13,7 @@ BusloadError
 ├── SchemaOutdated                          the database is older than this release
 ├── OutcomeUnknown                          the connection broke while COMMIT was under way
 ├── DatabaseUnavailable (also psycopg.OperationalError)  PostgreSQL cannot be reached now, or does not answer
+├── NothingWritten (also the psycopg.Error behind it)  PostgreSQL failed or refused a write, and nothing was written
 ├── LockWaitTimeout                         somebody's open transaction holds what was to be written; nothing was
 ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
 ├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
@@ -208,6 +209,27 @@ class OutcomeUnknown(BusloadError):
 
 class DatabaseUnavailable(BusloadError, psycopg.OperationalError):
     """PostgreSQL cannot be reached now, does not answer, or no connection came free in time. Calling again may work."""
+
+
+class NothingWritten(BusloadError):
+    """PostgreSQL has failed or refused a write of ours, and nothing of the call was written.
+
+    It is also an instance of the psycopg error that caused it, which is its `__cause__`: so `except
+    psycopg.errors.InsufficientPrivilege` finds it. On a connection of yours (`conn=`) psycopg's own errors are raised.
+    """
+
+
+def nothing_written(error: psycopg.Error) -> psycopg.Error:
+    """The same error, which says that nothing was written."""
+    if isinstance(error, BusloadError):
+        return error
+    found = str(error).strip() or type(error).__name__
+    kind = type(error)
+    both = _BOTH.setdefault(kind, type(kind.__name__, (NothingWritten, kind), {"__module__": kind.__module__}))
+    return both(f"{found.removesuffix('.')}. Nothing of this call was written.")
+
+
+_BOTH: dict[type[psycopg.Error], type[psycopg.Error]] = {}
 
 
 @dataclass(frozen=True, slots=True)

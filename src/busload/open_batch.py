@@ -58,7 +58,11 @@ class OpenBatch:
         reply_to: str | None = None,
         correlation_id: UUID | None = None,
     ) -> UUID:
-        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        """Add one command and return its id; every `checkpoint_size` commands are written together.
+
+        Until then it is in the memory of this process only. It is durable when the next checkpoint has returned: by
+        `checkpoint()`, by the call that completes the number, or by the end of the block.
+        """
         command = BatchCommand(
             command_type,
             command_id,
@@ -83,7 +87,10 @@ class OpenBatch:
         return checked.command_id
 
     async def checkpoint(self) -> None:
-        """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
+        """Write what was added so far; when this returns, it is durable.
+
+        What exists already is refused; the rest is kept for the next checkpoint.
+        """
         async with self._writing:  # what others add meanwhile is for the next one
             waiting = dict(self._waiting)
             write = self._bus._requests.checkpoint(self.domain, list(waiting.values()), self.batch_id, self._dedup)
@@ -154,7 +161,11 @@ class SyncOpenBatch:
         reply_to: str | None = None,
         correlation_id: UUID | None = None,
     ) -> UUID:
-        """Add one command and return its id; every `checkpoint_size` commands are written together."""
+        """Add one command and return its id; every `checkpoint_size` commands are written together.
+
+        Until then it is in the memory of this process only. It is durable when the next checkpoint has returned: by
+        `checkpoint()`, by the call that completes the number, or by the end of the block.
+        """
         command = BatchCommand(
             command_type,
             command_id,
@@ -179,7 +190,10 @@ class SyncOpenBatch:
         return checked.command_id
 
     def checkpoint(self) -> None:
-        """Write what was added so far. What exists already is refused; the rest is kept for the next checkpoint."""
+        """Write what was added so far; when this returns, it is durable.
+
+        What exists already is refused; the rest is kept for the next checkpoint.
+        """
         with self._writing:  # what others add meanwhile is for the next one
             waiting = dict(self._waiting)
             write = self._bus._requests.checkpoint(self.domain, list(waiting.values()), self.batch_id, self._dedup)

@@ -205,3 +205,22 @@ def test_a_connection_in_pipeline_mode_is_refused(sync_bus: SyncCommandBus, dsn:
     with psycopg.connect(dsn) as conn, conn.pipeline(), pytest.raises(InvalidOperationError, match="pipeline"):
         sync_bus.send(DOMAIN, "Debit", conn=conn)
     assert database.count("command") == 0
+
+
+async def test_a_transaction_that_has_sent_cannot_be_prepared_and_leaves_nothing(
+    bus: CommandBus, dsn: str, database: Database
+) -> None:
+    """PostgreSQL refuses it after a NOTIFY, and rolls back; a transaction that has not sent can be prepared"""
+    database.rows("CREATE TABLE mine (n integer)")
+    name = f"'{database.value('SELECT current_database()')}'"  # of all databases together, it must be the only one
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+        await conn.execute("BEGIN; INSERT INTO mine VALUES (1)")
+        await bus.send(DOMAIN, "Debit", conn=conn)
+        with pytest.raises(psycopg.errors.FeatureNotSupported, match="NOTIFY"):
+            await conn.execute(f"PREPARE TRANSACTION {name}".encode())
+        assert database.count("command") == database.value("SELECT count(*) FROM mine") == 0
+
+        await conn.execute("BEGIN; INSERT INTO mine VALUES (1)")
+        await conn.execute(f"PREPARE TRANSACTION {name}".encode())
+        await conn.execute(f"COMMIT PREPARED {name}".encode())
+    assert database.value("SELECT count(*) FROM mine") == 1

@@ -246,3 +246,15 @@ async def test_an_open_batch_refuses_what_it_could_not_write(bus: CommandBus) ->
     [problem] = refused.value.problems
     assert (problem.code, problem.path, problem.index) == ("NON_FINITE_NUMBER", "/data/a", 0)
     assert opened.added == 0
+
+
+async def test_what_was_added_is_durable_when_its_checkpoint_has_returned(bus: CommandBus, given: Given) -> None:
+    """And not before: it is in memory until then"""
+    async with bus.open_batch(DOMAIN, checkpoint_size=3) as batch:
+        await batch.add("Debit")
+        assert given.database.count("command") == 0
+        await batch.checkpoint()
+        assert given.database.count("command") == 1
+        for _ in range(3):
+            await batch.add("Debit")
+        assert given.database.count("command") == 4, "the third one completes the number"

@@ -84,7 +84,7 @@ def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
             try:
                 answer = _answer(conn, step)
             except Exception as error:
-                step = plan.throw(error)
+                step = plan.throw(_as_lost(conn, error))
             else:
                 step = plan.send(answer)
     except StopIteration as done:
@@ -98,7 +98,7 @@ async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
             try:
                 answer = await _answer_async(conn, step)
             except Exception as error:
-                step = plan.throw(error)
+                step = plan.throw(_as_lost(conn, error))
             else:
                 step = plan.send(answer)
     except StopIteration as done:
@@ -159,6 +159,15 @@ async def _answer_async(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
             cursor.format = Format.TEXT
         await cursor.execute(step.sql, step.params)
         return await cursor.fetchall() if cursor.rownumber is not None else []
+
+
+def _as_lost(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], error: Exception) -> Exception:
+    """The end of a connection in psycopg's words, where Python speaks of its file descriptor."""
+    if not conn.closed or not isinstance(error, ValueError | OSError):
+        return error
+    lost = psycopg.OperationalError(f"the connection is lost: {error}")
+    lost.__cause__ = error
+    return lost
 
 
 def _flush(pgconn: PGconn) -> Generator[Wait, Ready | int, None]:
