@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from busload import BatchCommand, BatchNotFoundError, SyncCommandBus
 from busload.cli import NOUNS, main
 from busload.cli.output import shown
 from busload.testing import TestServer
-from tests.cli.conftest import NOWHERE, Busload, Spawn
+from tests.cli.conftest import NOWHERE, Busload, Spawn, Until
 from tests.cli.terminal import at_terminal
+from tests.given import LOCKED_OUT, Database
 
 
 def verbs() -> Iterator[tuple[str, click.Command]]:
@@ -207,6 +209,18 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(spawn: Spawn, sync_bus: Syn
     os.close(writing)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, b"")
+
+
+def test_an_interrupted_command_ends_with_130_and_says_nothing(
+    spawn: Spawn, sync_bus: SyncCommandBus, database: Database, until: Until
+) -> None:
+    with psycopg.connect(sync_bus.dsn) as holder:
+        holder.execute("LOCK TABLE busload.batch")
+        process = spawn("batch", "ls", "--domain", "payments", stderr=subprocess.PIPE)
+        until(lambda: database.rows(LOCKED_OUT))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, b"")
 
 
 def test_a_terminal_that_wants_no_colours_gets_none(sync_bus: SyncCommandBus, monkeypatch: pytest.MonkeyPatch) -> None:
