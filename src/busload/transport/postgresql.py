@@ -28,7 +28,7 @@ from busload.errors import (
     TransportUnavailable,
 )
 from busload.store import message as store
-from busload.store.connection import PARAMETERS, AsyncConnection, is_away, is_turned_away
+from busload.store.connection import PARAMETERS, AsyncConnection, OwnAsyncConnection, is_away, is_turned_away
 from busload.store.listen import MESSAGE, AsyncListener
 from busload.store.plan import Plan, perform_async
 from busload.transport.base import Delivery, Message, Transport, Turn
@@ -171,7 +171,7 @@ class PostgresqlTransport(Transport):
     async def _connected(self) -> AsyncConnection:
         async with self._connecting():
             if self._conn is None or self._conn.closed:
-                self._conn = await psycopg.AsyncConnection.connect(
+                self._conn = await OwnAsyncConnection.connect(
                     self._dsn, autocommit=True, prepare_threshold=None, **self._parameters
                 )
             return self._conn
