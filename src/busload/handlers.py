@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferSettings
 from busload.domain.cause import RESOLVE
@@ -76,6 +76,8 @@ class Handlers:
         """Whether there is a bulk handler."""
         self.limits = False
         """Whether there is a handler with a limit."""
+        self.threaded = False
+        """Whether there is a handler written with `def`."""
 
     def register(
         self,
@@ -177,6 +179,7 @@ class Handlers:
             )
             self.gathers = self.gathers or gathering is not None
             self.limits = self.limits or rate_limit is not None
+            self.threaded = self.threaded or not is_async(function)
             return function
 
         return add
@@ -192,6 +195,11 @@ class Handlers:
 
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
+
+    def threads(self, domain: str) -> Literal["none", "some", "all"]:
+        """Which of a domain's handlers run in threads."""
+        kinds = {handler.is_async for handler in self.of_domain(domain)}
+        return "some" if len(kinds) == 2 else "all" if kinds == {False} else "none"
 
     def of_domain(self, domain: str) -> list[Handler]:
         return [handler for (of, _), handler in self._handlers.items() if of == domain]

@@ -41,6 +41,7 @@ class WorkerSettings:
     """How a worker paces itself. Times are the database's, never the worker's own clock."""
 
     concurrency: int = 100
+    threads: int | None = None
     lease_for: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
     sweep_every: timedelta = timedelta(seconds=5)
@@ -57,6 +58,11 @@ class WorkerSettings:
     broker_poll_every: timedelta = timedelta(seconds=5)
     recover_every: timedelta = timedelta(minutes=5)
     ring_again_after: timedelta = timedelta(minutes=5)
+
+    @property
+    def most_threads(self) -> int:
+        """How many `def` handlers run at a time: `threads`, or as many as `ThreadPoolExecutor` would have."""
+        return min(32, (os.cpu_count() or 1) + 4) if self.threads is None else self.threads
 
     @property
     def deadline(self) -> timedelta:

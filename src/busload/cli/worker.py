@@ -66,6 +66,13 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
     show_default=True,
     help="How many commands a process runs at a time.",
 )
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 10_000),
+    default=DEFAULTS.most_threads,
+    show_default="cores + 4, at most 32",
+    help="How many of them may be of handlers written with `def`: each takes a thread.",
+)
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True)
 @click.option(
     "--grace",
@@ -132,6 +139,7 @@ def worker(
     application: str,
     domains: str | None,
     concurrency: int,
+    threads: int,
     processes: int,
     grace: float,
     wait: float,
@@ -169,6 +177,7 @@ def worker(
         raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
     settings = WorkerSettings(
         concurrency=concurrency,
+        threads=threads,
         lease_for=timedelta(seconds=lease),
         grace=timedelta(seconds=grace),
         wait_for_database=timedelta(seconds=wait),
@@ -186,7 +195,18 @@ def worker(
     if processes == 1:
         _serve(serving, listening)
         return
-    options = ["--domains", ",".join(served), "--concurrency", concurrency, "--grace", grace, "--lease", lease]
+    options = [
+        "--domains",
+        ",".join(served),
+        "--concurrency",
+        concurrency,
+        "--threads",
+        threads,
+        "--grace",
+        grace,
+        "--lease",
+        lease,
+    ]
     options += ["--wait", wait, "--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
     options += [] if keep_for is None else ["--keep-for", f"{keep_for.total_seconds():.0f}s"]
     options += ["--archive"] if archive else []

@@ -107,16 +107,20 @@ class Claimer:
             return too_soon
         if self._leaving:
             await self._hand_back_leaving()
-        in_hand = self._executor.in_hand
+        if self._executor.waiting_for_threads:
+            await self._watch_threads()
+        waiting = self._executor.waiting_for_threads
+        in_hand = self._executor.in_hand - waiting  # what waits for a thread has no slot, and keeps none from others
+        concurrency = self._slots()
         ahead = self._pace.ahead(self._executor.finished, self._executor.busy)
         ahead = self.ahead = min(ahead, self._farthest)
         # Half of what is ahead may be used up before the next claim, so that a claim is worth its round trip.
-        low_water = self._concurrency - 1 + ahead // 2
+        low_water = concurrency - 1 + ahead // 2
         # Each command in hand becomes a result, and there must be room for it.
-        limit = min(self._concurrency + ahead, self._settlement.room) - in_hand
+        limit = min(concurrency + ahead, self._settlement.room - waiting) - in_hand
         self.waits_for_room = limit <= 0
         if in_hand > low_water or limit <= 0:
-            self._executor.low_water = min(low_water, in_hand - 1)
+            self._executor.low_water = min(low_water, in_hand - 1) + waiting
             limit = 0
         wanted = self._wanted(limit)
         if not wanted:
@@ -144,26 +148,41 @@ class Claimer:
             self._executor.low_water = 0
         else:
             pause = min(pause, await self._watch_line() or math.inf)
+        if waiting:
+            pause = min(pause, self._quarter_lease / 4)
         return min(pause, LONGEST_EMPTY) if self._left_out else pause
 
     def _wanted(self, limit: int) -> list[tuple[list[str], int]]:
         """What to claim: domains, and how many commands of them.
 
         Where there are bulk handlers only, as many as chunks may hold, whatever the slots do. Where there are others
-        too, no more than the slots can take, since nobody knows beforehand of which type a command is.
+        too, no more than the slots can take, since nobody knows beforehand of which type a command is. Where all
+        handlers are written with `def`, no more than the threads can take; where some are, until as many wait for a
+        thread as there are slots.
         """
-        if not self._handlers.gathers:
+        if not self._handlers.gathers and not self._handlers.threaded:
             return [(self._domains, limit)] if limit else []
         if self._executor.in_hand < self._concurrency:
             self._gatherer.slot_is_free()
         single: list[str] = []
+        threaded: list[str] = []
         wanted: list[tuple[list[str], int]] = []
         for domain in self._domains:
             room = self._gatherer.room(domain)
             if room is None or (room and not self._gatherer.only_gathers(domain)):
-                single.append(domain)
+                threads = self._handlers.threads(domain)
+                if threads == "all":
+                    threaded.append(domain)
+                elif threads == "none" or self._executor.waiting_for_threads < self._concurrency:
+                    single.append(domain)
             elif room:
                 wanted.append(([domain], room))
+        if self._handlers.threaded:
+            # As with slots: half of what is ahead may be used up before the next claim.
+            enough = 1 + self.ahead // 2 - self.ahead
+            if threaded and limit and self._executor.free_threads >= enough:
+                wanted.append((threaded, min(limit, self._executor.free_threads + self.ahead)))
+            self._executor.wants_threads = enough
         if not single or not limit:
             self._left_out = False
             return wanted
@@ -172,6 +191,14 @@ class Claimer:
         due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
         self._left_out = len(due) < len(wanted)
         return [(single, limit), *due]
+
+    def _slots(self) -> int:
+        """How many commands can run at a time: where all need threads, no more than there are."""
+        threads = self._executor.threads
+        if not self._handlers.threaded or threads >= self._concurrency:
+            return self._concurrency
+        all_need_them = all(self._handlers.threads(domain) == "all" for domain in self._domains)
+        return threads if all_need_them else self._concurrency
 
     def _note_empty(self, wanted: list[tuple[list[str], int]], found: list[tuple[claim.Claim, int]]) -> None:
         if self._handlers.gathers:
@@ -352,6 +379,13 @@ class Claimer:
         unknown = [one for one in leased if (one.lease.domain, one.command_type) in strange]
         await self._give_back(unknown, pause=self._settings.no_handler_pause.total_seconds())
         return [one for one in leased if (one.lease.domain, one.command_type) not in strange]
+
+    async def _watch_threads(self) -> None:
+        """Threads that got stuck must not keep what waits for one from other workers."""
+        stuck = self._executor.abandon_stuck(time.monotonic(), self._quarter_lease)
+        if stuck:
+            log.info("Handing back %d commands that have waited %.1f s for a thread", len(stuck), self._quarter_lease)
+            await self._hand_back(stuck)
 
     async def _watch_line(self) -> float | None:
         """Slots that got stuck must not keep what stands in line from other workers."""

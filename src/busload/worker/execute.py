@@ -73,11 +73,12 @@ class Waiting(msgspec.Struct, eq=False):
 class Slot:
     """Runs one command at a time. Its task serves many, until one of them may have kept a hand on it."""
 
-    __slots__ = ("leased", "name", "task")
+    __slots__ = ("in_thread", "leased", "name", "task")
     task: asyncio.Task[None]
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.in_thread = False
         self.leased: Leased | Gathered | None = None
 
 
@@ -106,6 +107,11 @@ class Executor:
         self._concurrency, self._on_free, self._limiter = concurrency, on_free, limiter
         self._limits = bus.settings.limits.payload
         self._line: deque[Leased | Gathered] = deque()
+        self._for_threads: deque[Leased | Gathered] = deque()
+        """What was first in line and needs a thread when none is free: others need not wait for that."""
+        self._in_threads = 0
+        self.wants_threads: int | None = None
+        """How many threads must be free for whoever fills the line to be told, once; None: it need not be."""
         self._resting: list[asyncio.Future[None]] = []
         self._slots: list[Slot] = []
         self._context = copy_context()
@@ -135,7 +141,20 @@ class Executor:
 
     @property
     def in_line(self) -> int:
-        return len(self._line)
+        return len(self._line) + len(self._for_threads)
+
+    @property
+    def threads(self) -> int:
+        return self._threads.most
+
+    @property
+    def waiting_for_threads(self) -> int:
+        return len(self._for_threads)
+
+    @property
+    def free_threads(self) -> int:
+        """How many more commands threads could take now; negative if some wait for one."""
+        return self._threads.most - self._in_threads - len(self._for_threads)
 
     def waited(self, now: float) -> float | None:
         """How long the first in line has waited for a slot; None if nobody stands there."""
@@ -144,14 +163,22 @@ class Executor:
 
     def stuck_chunks(self, now: float, patience: float) -> list[Gathered]:
         """Chunks that have waited for a slot for longer than that; they do not stand in line any more."""
-        waiting = [one for one in self._line if isinstance(one, Gathered) and now - one.lease.claimed > patience]
-        if waiting:
-            stuck = set(map(id, waiting))
-            others = [one for one in self._line if id(one) not in stuck]
-            self._line.clear()
-            self._line.extend(others)
-            self._fewer(len(waiting))
-        return waiting
+        found: list[Gathered] = []
+        for line in self._lines:
+            waiting = [one for one in line if isinstance(one, Gathered) and now - one.lease.claimed > patience]
+            if waiting:
+                stuck = set(map(id, waiting))
+                others = [one for one in line if id(one) not in stuck]
+                line.clear()
+                line.extend(others)
+                found += waiting
+        if found:
+            self._fewer(len(found))
+        return found
+
+    @property
+    def _lines(self) -> tuple[deque[Leased | Gathered], ...]:
+        return self._for_threads, self._line
 
     @property
     def running(self) -> list[Leased]:
@@ -160,7 +187,8 @@ class Executor:
 
     def alive(self) -> Counter[UUID]:
         """How many commands of each lease stand in line or run."""
-        held = [*self.running, *self.gatherer.gathered, *(one for item in self._line for one in _commands(item))]
+        lines = (one for line in self._lines for item in line for one in _commands(item))
+        held = [*self.running, *self.gatherer.gathered, *lines]
         return Counter(one.lease.lease_id for one in held)
 
     def revive(self) -> None:
@@ -185,13 +213,24 @@ class Executor:
         self.in_hand += len(leased)
         self._wake_two()
 
+    def abandon_stuck(self, now: float, patience: float) -> list[Leased]:
+        """Do not start what has waited for a thread for longer than that, and return it: it is to be handed back."""
+        waiting, self._for_threads = self._for_threads, deque()
+        stuck = [one for one in waiting if isinstance(one, Leased) and now - one.lease.claimed > patience]
+        gone = set(map(id, stuck))
+        self._for_threads.extend(one for one in waiting if id(one) not in gone)
+        if stuck:
+            self._fewer(len(stuck))
+        return stuck
+
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
     def abandon_line(self) -> list[Leased | Gathered]:
         """Do not start what has not started, and return it: it is to be handed back."""
-        abandoned = list(self._line)
-        self._line.clear()
+        abandoned = [*self._for_threads, *self._line]
+        for line in self._lines:
+            line.clear()
         if abandoned:
             self._fewer(len(abandoned))
         return abandoned
@@ -215,7 +254,7 @@ class Executor:
 
         The new one begins with the rest of what was to be done: nothing that a handler left behind can disturb it.
         """
-        task, line = slot.task, self._line
+        task, line, handlers = slot.task, self._line, self._bus.handlers
         hands = hands_on(task)
         if rest is not None:
             await self._finish(slot, rest)
@@ -225,6 +264,8 @@ class Executor:
                 self._wake_two()
                 continue
             leased = slot.leased = line.popleft()
+            if handlers.threaded and self._needs_thread(leased) and not self._take_thread(slot, leased):
+                continue
             begun = self._begin(leased)
             if isinstance(begun, Waiting):
                 rest = self._resume(begun, await begun.suspended)
@@ -246,8 +287,38 @@ class Executor:
         """Give a slot a new task. No factory of the application makes it: it must not begin at once."""
         slot.task = asyncio.Task(self._serve(slot, rest), name=slot.name)
 
+    def _needs_thread(self, leased: Leased | Gathered) -> bool:
+        if isinstance(leased, Gathered):
+            return not leased.handler.is_async
+        handler = self._bus.handlers.find(leased.lease.domain, leased.command_type)
+        return handler is not None and not handler.is_async
+
+    def _take_thread(self, slot: Slot, leased: Leased | Gathered) -> bool:
+        """Whether there is a thread for it; if not, it waits for one beside the line, and the slot is free."""
+        if self._in_threads < self._threads.most:
+            self._in_threads += 1
+            slot.in_thread = True
+            return True
+        slot.leased = None
+        self._for_threads.append(leased)
+        if not self._line:
+            self._on_free()
+        return False
+
+    def _leave_thread(self, slot: Slot) -> None:
+        slot.in_thread = False
+        self._in_threads -= 1
+        if self._for_threads:
+            self._line.appendleft(self._for_threads.popleft())
+            self._wake_two()
+        if self.wants_threads is not None and self.free_threads >= self.wants_threads:
+            self.wants_threads = None
+            self._on_free()
+
     def _done(self, slot: Slot) -> None:
         slot.leased = None
+        if slot.in_thread:
+            self._leave_thread(slot)
         self.finished += 1
         self.in_hand -= 1
         if self.in_hand <= self.low_water or self.in_hand == 0:

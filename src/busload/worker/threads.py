@@ -20,8 +20,10 @@ L = TypeVar("L")
 
 
 class Threads:
-    def __init__(self, bus: CommandBus, concurrency: int, patience: float) -> None:
-        self._async_bus, self._concurrency, self._patience = bus, concurrency, patience
+    def __init__(self, bus: CommandBus, most: int, patience: float) -> None:
+        self._async_bus, self._patience = bus, patience
+        self.most = most
+        """Calls at a time; whoever submits them sees to it that there are no more."""
         self._bus: SyncCommandBus | None = None
         self._transactions: Pool | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
@@ -48,11 +50,11 @@ class Threads:
         return [one for leased in self._running.values() for one in leased]
 
     def submit(self, call: Callable[[], Any], context: Context, leased: Sequence[Leased]) -> asyncio.Future[Any]:
-        """Run a call in a thread and a context. There are never more calls than slots, so none waits for a thread."""
+        """Run a call in a thread and a context. None waits for a thread, as there are never more calls than that."""
         future = asyncio.get_running_loop().create_future()
         self._running[future] = leased
         future.add_done_callback(self._forget)
-        if len(self._threads) < min(len(self._running), self._concurrency):
+        if len(self._threads) < min(len(self._running), self.most):
             # A daemon, unlike the threads of the standard library's executor: a handler that never returns must not
             # keep the process from ending.
             thread = threading.Thread(target=self._serve, name=f"busload-handler-{len(self._threads)}", daemon=True)

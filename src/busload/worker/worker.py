@@ -69,10 +69,12 @@ PATIENCE = 24 * 3600.0
 class Worker:
     """Runs the commands of some domains: all that have handlers on the bus, unless `domains` says which.
 
-    `concurrency` commands run at a time. `async with Worker(bus):` works beside your own code, `await run()` works
-    until `stop()`, and `await drain()` works until nothing is ready or due: for tests and scripts. To stop means: claim
-    no more, let what runs finish within the grace time, settle every result, and hand the rest back without burning an
-    attempt. Signals are left to your program, unless it asks for them by `run(signals=True)`.
+    `concurrency` commands run at a time; at most `threads` of them have a handler written with `def`.
+
+    `async with Worker(bus):` works beside your own code, `await run()` works until `stop()`, and `await drain()` works
+    until nothing is ready or due: for tests and scripts. To stop means: claim no more, let what runs finish within the
+    grace time, settle every result, and hand the rest back without burning an attempt. Signals are left to your
+    program, unless it asks for them by `run(signals=True)`.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Worker:
         *,
         domains: Sequence[str] | None = None,
         concurrency: int | None = None,
+        threads: int | None = None,
         settings: WorkerSettings | None = None,
         name: str | None = None,
     ) -> None:
         self.settings = settings or WorkerSettings()
         self.concurrency = self.settings.concurrency if concurrency is None else concurrency
+        self.threads = self.settings.most_threads if threads is None else threads
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._bus = bus if isinstance(bus, CommandBus) else _async_face(bus)
         if isinstance(domains, str):
@@ -99,7 +103,7 @@ class Worker:
         self._left_behind: list[Leased] = []
         unused = WorkerStats(self.concurrency, CoalescerStats(capacity(self.settings, self.concurrency)))
         self._stats: Callable[[], WorkerStats] = lambda: unused
-        _check(self.concurrency, self.settings)
+        _check(self.concurrency, self.threads, self.settings)
 
     @property
     def domains(self) -> list[str]:
@@ -403,7 +407,7 @@ class _Running:
         self._outage = Outage()
         self._tallies = Tallies()
         self._pauses = Pauses(pool, worker.domains, settings.sweep_every, self._on_pauses)
-        self._threads = Threads(bus, worker.concurrency, PATIENCE)
+        self._threads = Threads(bus, worker.threads, PATIENCE)
         self._transactions = async_pool(
             bus.dsn,
             bus.settings.pool_size,
@@ -755,11 +759,10 @@ def _async_face(bus: SyncCommandBus) -> CommandBus:
     return face
 
 
-def _check(concurrency: int, settings: WorkerSettings) -> None:
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise ValueError(f"concurrency must be a whole number from 1 on, found {concurrency!r}.")
-    if isinstance(settings.flush_size, bool) or not isinstance(settings.flush_size, int) or settings.flush_size < 1:
-        raise ValueError(f"flush_size must be a whole number from 1 on, found {settings.flush_size!r}.")
+def _check(concurrency: int, threads: int, settings: WorkerSettings) -> None:
+    for name, value in (("concurrency", concurrency), ("threads", threads), ("flush_size", settings.flush_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
     more_than_zero = (
         *("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for"),
         *("broker_poll_every", "recover_every", "ring_again_after"),
