@@ -111,8 +111,12 @@ async def test_a_worker_that_was_declared_dead_goes_on_under_a_new_number(
     command_id = await hasty.sent()
     async with hasty.running(concurrency=2):
         await eventually(lambda: runs)
-        assert bury(database) == 1
-        await eventually(lambda: database.count("worker") == 2)
+        with database._conn.transaction():
+            assert bury(database) == 1
+            [taken] = hasty.claimed()  # by another one, before it can take it up again
+        await eventually(lambda: told)
+        assert database.count("worker") == 3
+        database.perform(rescue.release([taken.lease.lease_id]))
         await eventually(lambda: database.count("execution") == 1)
         gate.set()
         await hasty.sent()

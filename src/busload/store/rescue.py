@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
+from busload.domain.execution import Lease
+from busload.domain.ids import POSITIONS
 from busload.store import cancel
 from busload.store.plan import Plan, execute
 from busload.store.statements import statements
@@ -47,6 +49,26 @@ def renew(*, worker: int, settled: timedelta) -> Plan[Renewal | None]:
     return Renewal(*map(frozenset, rows[0])) if rows else None
 
 
+def come_back(
+    *, buried: int, leases: Sequence[Lease], name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta
+) -> Plan[tuple[int, frozenset[UUID]]]:
+    """A worker that was declared dead lives: give it a new number, and what nobody has taken over; needs a transaction.
+
+    Returns the number and the leases that it holds again.
+    """
+    worker = yield from register(name=name, domains=domains, concurrency=concurrency, lease_for=lease_for)
+    if not leases:
+        return worker, frozenset()
+    held = yield from execute(
+        SQL.resume,
+        worker=worker,
+        buried=buried,
+        leases=[lease.lease_id for lease in leases],
+        loads=list({lease.lo // POSITIONS for lease in leases}),
+    )
+    return worker, frozenset(lease_id for (lease_id,) in held)
+
+
 def retire(*, worker: int) -> Plan[None]:
     yield from execute(SQL.retire, worker=worker)
 
@@ -59,13 +81,17 @@ def release(leases: Sequence[UUID]) -> Plan[Returned]:
     return (yield from _return(leases, blame=False))
 
 
-def rescue(*, free_only: bool = False, patience: int | None = None) -> Plan[Returned]:
+def rescue(
+    *, worker: int | None = None, judge: bool = True, free_only: bool = False, patience: int | None = None
+) -> Plan[Returned]:
     """Take back what dead workers held; needs a transaction.
 
+    Without `judge`, nobody is declared dead, and only what those held is taken back who were before. `worker` is who
+    asks.
     With `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold a batch for longer; with
     `free_only`, what belongs to such a batch stays for the next time.
     """
-    leases = yield from execute(SQL.bury, free_only=free_only)
+    leases = yield from execute(SQL.bury, worker=worker, judge=judge, free_only=free_only)
     if not leases:
         return Returned()
     if patience is not None:

@@ -23,11 +23,13 @@ UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint A
 -- name: bury
 -- Declare workers dead that were not seen for as long as their leases last, and hold the leases of every worker that is
 -- not alive: dead, stopped, or without a row. A heartbeat that arrives now waits for us and then finds itself refused.
+-- Only who was in touch with the database itself may `judge`, and nobody is judged by themselves (`worker`): who asks lives.
 -- With `free_only`, leases of batches that somebody else holds right now are left for later.
 WITH dead AS (
     UPDATE busload.worker SET stopped_at = now(), lost = true
      WHERE worker IN (SELECT worker FROM busload.worker
-                       WHERE stopped_at IS NULL AND seen_at < now() - lease_for ORDER BY worker FOR UPDATE SKIP LOCKED)
+                       WHERE stopped_at IS NULL AND seen_at < now() - lease_for AND %(judge)s::boolean
+                         AND worker IS DISTINCT FROM %(worker)s::bigint ORDER BY worker FOR UPDATE SKIP LOCKED)
     RETURNING worker
 )
 SELECT lease_id FROM busload.lease AS l
@@ -71,7 +73,7 @@ WITH lease AS MATERIALIZED (
       FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran GROUP BY worker
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.canceled, l.since,
-           blamed, CASE WHEN NOT blamed THEN l.crashes
+           blamed, l.crashes AS before, CASE WHEN NOT blamed THEN l.crashes
                 WHEN i.lo = i.hi AND (l.crashes > 0 OR scene.alone) THEN greatest(l.crashes, 1) + 1
                 ELSE greatest(l.crashes, 1) END AS crashes
       FROM island AS i JOIN lease AS l USING (lease_id) JOIN scene USING (worker)
@@ -97,7 +99,7 @@ WITH lease AS MATERIALIZED (
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
     SELECT CASE WHEN %(blame)s::boolean THEN 'LEASE_LOST' ELSE 'RELEASED' END, lo, hi, batch_id, attempt, lease_id, worker,
-           json_build_object('since', since, 'crashes', crashes)
+           json_build_object('since', since, 'crashes', crashes, 'crashes_before', before)
       FROM load
     UNION ALL
     SELECT route, lo, hi, batch_id, attempt, lease_id, worker,
@@ -115,6 +117,56 @@ WITH lease AS MATERIALIZED (
 SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
        (SELECT count(*) FROM routed WHERE route = 'PARKED')::integer
   FROM told;
+
+-- name: resume
+-- A worker that was declared dead is back and still runs these leases, so it did not crash. What was taken from it and still
+-- waits becomes its own again, under the same lease, if all of that lease does: then nobody else has begun it. Of what others
+-- have by now, only the blame is taken back. Returns the leases that it holds again.
+WITH lost AS MATERIALIZED (
+    SELECT lease_id, lo, hi, attempt, batch_id, (details ->> 'since')::timestamptz AS since,
+           coalesce((details ->> 'crashes_before')::smallint, 0::smallint) AS before
+      FROM busload.event
+     WHERE lo >> 10 = ANY (%(loads)b::bigint[]) AND type = 'LEASE_LOST' AND lease_id = ANY (%(leases)b::uuid[])
+       AND worker = %(buried)s::bigint
+), waiting AS MATERIALIZED (
+    SELECT q.*, l.lease_id, l.before, l.since FROM lost AS l CROSS JOIN LATERAL (
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, replies FROM busload.queue
+         WHERE hi BETWEEN l.lo AND l.hi AND lo >= l.lo AND attempt = l.attempt FOR UPDATE SKIP LOCKED) AS q
+), again AS MATERIALIZED (
+    SELECT lease_id, w.lo, w.hi, w.open
+      FROM (SELECT lease_id, sum((hi - lo + 1)::integer) AS commands FROM lost GROUP BY lease_id) AS l
+      JOIN (SELECT lease_id, min(lo) AS lo, max(hi) AS hi, sum((hi - lo + 1)::integer) AS open FROM waiting GROUP BY lease_id) AS w
+     USING (lease_id) WHERE w.open = l.commands
+), taken AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM waiting WHERE lease_id IN (SELECT lease_id FROM again)))
+), leased AS (
+    INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, since, open, returned)
+    SELECT DISTINCT ON (lease_id) lease_id, a.lo, a.hi, w.domain, w.batch_id, w.priority, w.attempt, w.forgiven, w.before, w.replies,
+           %(worker)s::bigint, w.since, a.open::integer,
+           ARRAY(SELECT c.id FROM busload.command AS c   -- between those that it held: given back before, one by one
+                  WHERE c.id BETWEEN a.lo AND a.hi
+                    AND NOT EXISTS (SELECT FROM lost AS l WHERE l.lease_id = a.lease_id AND c.id BETWEEN l.lo AND l.hi)
+                    AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = w.attempt OFFSET 0))
+      FROM again AS a JOIN waiting AS w USING (lease_id) ORDER BY lease_id
+    RETURNING lease_id
+), cleared AS (
+    UPDATE busload.queue AS q SET crashes = w.before FROM waiting AS w
+     WHERE q.hi = w.hi AND q.crashes > w.before AND w.lease_id NOT IN (SELECT lease_id FROM again)
+), cleared_later AS (
+    UPDATE busload.scheduled AS s SET crashes = l.before FROM lost AS l
+     WHERE s.hi BETWEEN l.lo AND l.hi AND s.lo >= l.lo AND s.attempt = l.attempt AND s.crashes > l.before
+), elsewhere AS MATERIALIZED (
+    SELECT e.lease_id, l.before FROM lost AS l JOIN busload.lease AS e
+        ON e.hi BETWEEN l.lo AND l.hi AND e.lo >= l.lo AND e.attempt = l.attempt AND e.crashes > l.before
+     ORDER BY e.lease_id FOR UPDATE OF e SKIP LOCKED
+), cleared_elsewhere AS (
+    UPDATE busload.lease AS e SET crashes = o.before FROM elsewhere AS o WHERE e.lease_id = o.lease_id
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT 'NOT_CRASHED', lo, hi, batch_id, attempt, lease_id, %(worker)s::bigint,
+           json_build_object('resumed', lease_id IN (SELECT lease_id FROM again)) FROM lost
+)
+SELECT lease_id FROM leased;
 
 -- name: canceling_batches
 -- Canceled batches that have something waiting all the same, locked in order, as every other statement locks them.

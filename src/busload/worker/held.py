@@ -94,11 +94,17 @@ class Held:
             self._leases[lease_id].lost = True
         return list(deserted)
 
-    def lose_all(self) -> None:
-        self.lost += len(self._leases)
+    @property
+    def leases(self) -> list[Lease]:
+        return list(self._leases.values())
+
+    def lose_all(self, but: Set[UUID] = frozenset()) -> None:
+        """This worker was declared dead; `but` these are its own again."""
         for lease_id, lease in list(self._leases.items()):
-            lease.lost = True
-            self._let_go(lease_id)
+            if lease_id not in but:
+                self.lost += 1
+                lease.lost = True
+                self._let_go(lease_id)
 
     def _let_go(self, lease_id: UUID) -> None:
         lease = self._leases.pop(lease_id, None)

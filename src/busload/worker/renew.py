@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from uuid import UUID
 
+from busload.domain.execution import Lease
 from busload.store import rescue
 from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect
 from busload.store.outage import Outage
@@ -33,14 +37,15 @@ class Heartbeat:
         domains: Sequence[str],
         concurrency: int,
         lease_for: timedelta,
+        holding: Callable[[], list[Lease]],
         on_renewal: Callable[[Renewal], None],
-        on_death: Callable[[], None],
+        on_death: Callable[[frozenset[UUID]], None],
         outage: Outage,
     ) -> None:
         self._outage = outage
         self._dsn, self._lease_for = dsn, lease_for
         self._facts = {"name": name, "domains": domains, "concurrency": concurrency, "lease_for": lease_for}
-        self._on_renewal, self._on_death = on_renewal, on_death
+        self._holding, self._on_renewal, self._on_death = holding, on_renewal, on_death
         # Renew at a third of the lease, so that two renewals may fail before the commands are lost.
         self._every = lease_for.total_seconds() / 3
         self._loop = asyncio.get_running_loop()
@@ -50,6 +55,17 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="busload-renew", daemon=True)
         self._starting = threading.Lock()
         self.worker = 0
+        self._heard_at = self._back_at = -math.inf
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether this worker has heard of the database for as long as a lease, and may judge who has not.
+
+        After an outage others are on their way back as well. None of them is declared dead before they had a lease's
+        time for that.
+        """
+        now, lease_for = time.monotonic(), self._lease_for.total_seconds()
+        return now - self._heard_at <= lease_for / 2 and now - self._back_at >= lease_for
 
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
@@ -58,6 +74,7 @@ class Heartbeat:
                 return
             with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                 self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
+            self._heard_at = time.monotonic()
             self._answered.set()
             self._thread.start()
 
@@ -85,14 +102,24 @@ class Heartbeat:
     def _once(self, conn: Connection) -> None:
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
         renewal = perform(conn, rescue.renew(worker=self.worker, settled=self._lease_for * 2 / 3))
+        now = time.monotonic()
+        if now - self._heard_at > self._lease_for.total_seconds() / 2:  # else it is one that failed
+            self._back_at = now
+        self._heard_at = now
         if renewal is not None:
             self._tell(lambda: self._on_renewal(renewal))
             return
+        leases = self._holding()
+        plan = rescue.come_back(buried=self.worker, leases=leases, **self._facts)  # type: ignore[arg-type]
+        with conn.transaction():
+            self.worker, resumed = perform(conn, plan)
         log.warning(
-            "This worker was declared dead and its commands were given to others; it goes on under a new number"
+            "This worker was declared dead though it lives: of its %d leases it has taken up %d again, and others have "
+            "the rest. It goes on under a new number",
+            len(leases),
+            len(resumed),
         )
-        self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
-        self._tell(self._on_death)
+        self._tell(lambda: self._on_death(resumed))
 
     def _tell(self, what: Callable[[], None]) -> None:
         if not self._loop.is_closed():

@@ -22,8 +22,10 @@ PATIENCE = 1000
 
 
 class Sweep:
-    def __init__(self, pool: AsyncPool, every: timedelta, worker: Callable[[], int]) -> None:
-        self._pool, self._every, self._worker = pool, every, worker
+    def __init__(
+        self, pool: AsyncPool, every: timedelta, worker: Callable[[], int], in_touch: Callable[[], bool]
+    ) -> None:
+        self._pool, self._every, self._worker, self._in_touch = pool, every, worker, in_touch
 
     async def once(self) -> float:
         async with self._pool.connection() as conn:
@@ -41,15 +43,15 @@ class Sweep:
             log.info("Canceled %d commands that came back to a canceled batch", canceled)
         return self._every.total_seconds()
 
-    @staticmethod
-    async def _rescue(conn: AsyncConnection) -> rescue.Returned:
+    async def _rescue(self, conn: AsyncConnection) -> rescue.Returned:
         """What belongs to a batch that somebody holds must not keep all else from being taken back."""
+        worker, judge = self._worker(), self._in_touch()
         try:
             async with conn.transaction():
-                return await perform_async(conn, rescue.rescue(patience=PATIENCE))
+                return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, patience=PATIENCE))
         except LockNotAvailable:
             async with conn.transaction():
-                return await perform_async(conn, rescue.rescue(free_only=True))
+                return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
 
 
 class DesertedLeases:

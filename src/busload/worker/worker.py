@@ -435,6 +435,7 @@ class _Running:
             domains=worker.domains,
             concurrency=worker.concurrency,
             lease_for=settings.lease_for,
+            holding=lambda: self._held.leases,
             on_renewal=self._on_renewal,
             on_death=self._held.lose_all,
             outage=self._outage,
@@ -458,7 +459,7 @@ class _Running:
             for buffer in buffers
         ]
         self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
-        self._sweep = Sweep(pool, settings.sweep_every, self._number)
+        self._sweep = Sweep(pool, settings.sweep_every, self._number, lambda: self._heartbeat.in_touch)
         deserted = DesertedLeases(self._held, self._alive, self._hand_back, settings.sweep_every)
         self._looking = Loop("Looking for deserted leases", deserted.once, self._outage)
         self._claiming = Loop("Claiming", self._claimer.once, self._outage)

@@ -1,0 +1,247 @@
+"""Workers that were cut off from the database and come back: nobody is blamed for an outage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from busload import CommandBus, HandlerContext, Worker
+from busload.domain.command import Command
+from busload.domain.execution import Leased
+from busload.store import claim, rescue
+from busload.store.pool import engine_pool
+from busload.worker.sweep import Sweep
+from tests.brokers.proxy import PostgresProxy
+from tests.given import DOMAIN, Database, Given, eventually
+
+LEASE = timedelta(seconds=3)
+LOST = "SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'"
+CRASHES = (
+    "SELECT max(crashes) FROM (SELECT crashes FROM busload.queue UNION ALL SELECT crashes FROM busload.lease) AS l"
+)
+SILENT = "UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL AND name = %s"
+
+
+class Line(PostgresProxy):
+    """The way to the database, which may be down."""
+
+    down = False
+
+    async def break_down(self) -> None:
+        self.down = True
+        await self.cut()
+
+    def repair(self) -> None:
+        self.down = False
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.down:
+            writer.close()
+        else:
+            await super()._serve(reader, writer)
+
+
+class Long:
+    """A handler that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.began, self.go = 0, asyncio.Event()
+
+    async def __call__(self, command: Command, ctx: HandlerContext) -> None:
+        self.began += 1
+        await self.go.wait()
+
+
+@asynccontextmanager
+async def behind(line: Line, given: Given, name: str, handler: Any, domain: str = DOMAIN) -> AsyncIterator[Worker]:
+    async with CommandBus(line.url, settings=given.bus.settings) as bus:
+        bus.handler(domain, "Debit")(handler)
+        cut_off = Given(bus, given.database, replace(given.settings, lease_for=LEASE))
+        async with cut_off.running(name=name, domains=[domain]) as worker:
+            await eventually(lambda: hasattr(worker._stats, "__self__"))  # it has begun
+            try:
+                yield worker
+            finally:
+                line.repair()
+
+
+def in_touch(worker: Worker) -> bool:
+    running = worker._stats.__self__  # type: ignore[attr-defined]
+    return bool(running._heartbeat.in_touch)
+
+
+async def test_after_an_outage_for_everybody_what_runs_goes_on_and_who_died_is_found(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """What they run goes on, and who died meanwhile is found all the same, a lease later."""
+    long, quick = Long(), Long()
+    quick.go.set()
+    async with Line(dsn) as line, behind(line, given, "busy", long) as busy:
+        await given.sent()
+        await eventually(lambda: long.began == 1)
+        async with behind(line, given, "idle", quick, "others") as idle:
+            await line.break_down()
+            dead = given.registered_worker()
+            await given.bus.send("others", "Debit")
+            assert len(database.perform(claim.claim(worker=dead, domains=["others"], limit=1)).leased) == 1
+            given.died(dead)
+            for worker in (busy, idle):
+                database.rows(SILENT, worker.name)
+            await eventually(lambda: not in_touch(busy) and not in_touch(idle))
+            line.repair()
+            seen = "SELECT count(*) FROM busload.worker WHERE seen_at > now() - interval '2 s' AND stopped_at IS NULL"
+            await eventually(lambda: database.value(seen) == 2)
+            await eventually(lambda: quick.began == 1)
+            assert in_touch(busy) or in_touch(idle)
+        long.go.set()
+        await eventually(lambda: database.count("lease") == 0)
+    assert long.began == 1
+    assert database.rows("SELECT DISTINCT outcome FROM busload.execution") == [("COMPLETED",)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("in_touch", [True, False])
+async def test_who_has_lost_touch_with_the_database_declares_nobody_dead(
+    given: Given, database: Database, dsn: str, in_touch: bool
+) -> None:
+    await given.batch(2)
+    silent, ended, judge = (given.registered_worker() for _ in range(3))
+    assert len(given.claimed(by=silent)) == len(given.claimed(by=ended)) == 1
+    given.died(silent)
+    given.died(judge)  # its own heartbeat is late, too, but it lives: it asks
+    database.perform(rescue.retire(worker=ended))
+    async with engine_pool(dsn, 1) as pool:
+        await Sweep(pool, LEASE, lambda: judge, lambda: in_touch).once()
+    lost = "SELECT worker FROM busload.event WHERE type = 'LEASE_LOST' ORDER BY worker"
+    assert database.rows(lost) == ([(silent,), (ended,)] if in_touch else [(ended,)])
+    dead = database.rows("SELECT worker FROM busload.worker WHERE lost")
+    assert dead == ([(silent,)] if in_touch else [])
+    database.check_invariants()
+
+
+async def test_a_worker_that_was_declared_dead_takes_up_again_what_nobody_has_taken_over(
+    given: Given, database: Database, dsn: str
+) -> None:
+    long = Long()
+    async with (
+        Line(dsn) as line,
+        Line(dsn) as other,
+        behind(other, given, "judge", Long(), "others"),
+        behind(line, given, "cut off", long) as worker,
+    ):
+        command_id = await given.sent()
+        await eventually(lambda: long.began == 1)
+        await line.break_down()
+        database.rows(SILENT, worker.name)
+        await eventually(lambda: database.value(LOST) == 1)
+        line.repair()
+        await eventually(lambda: database.count("lease") == 1)
+        assert database.value(CRASHES) == 0
+        long.go.set()
+        await eventually(lambda: database.count("lease") == 0)
+    assert long.began == 1
+    assert (await given.command_now(command_id)).status == "COMPLETED"
+    assert database.rows("SELECT details ->> 'resumed' FROM busload.event WHERE type = 'NOT_CRASHED'") == [("true",)]
+    database.check_invariants()
+
+
+def lost_and_back(given: Given, database: Database, leased: list[Leased], worker: int) -> tuple[int, frozenset[UUID]]:
+    """A worker is silent for longer than its lease, is declared dead, and comes back."""
+    given.died(worker)
+    assert given.rescued().parked == 0
+    plan = rescue.come_back(
+        buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+    )
+    back: tuple[int, frozenset[UUID]] = database.perform(plan)
+    return back
+
+
+@pytest.mark.parametrize("commands", [1, 8])
+async def test_no_number_of_outages_parks_a_command_whose_worker_lives(
+    given: Given, database: Database, commands: int
+) -> None:
+    batch_id = await given.batch(commands)
+    worker = given.registered_worker()
+    leased = given.claimed(commands, by=worker)
+    for _ in range(5):
+        worker, resumed = lost_and_back(given, database, leased, worker)
+        assert resumed == {leased[0].lease.lease_id}
+        assert database.value(CRASHES) == 0
+        database.check_invariants()
+    assert given.settled(leased) == {one.id for one in leased}
+    assert (await given.batch_now(batch_id)).completed_count == commands
+    database.check_invariants()
+
+
+async def test_what_was_settled_or_given_back_before_stays_so(given: Given, database: Database) -> None:
+    await given.batch(6)
+    worker = given.registered_worker()
+    leased = given.claimed(6, by=worker)
+    given.settled(leased[2:3])
+    database.perform(claim.give_back({leased[0].lease: [leased[3].id]}, pause=0, details=["{}"]))
+    worker, resumed = lost_and_back(given, database, leased, worker)
+    assert len(resumed) == 1
+    database.check_invariants()
+    rest = [one for one in leased if one not in leased[2:4]]
+    assert given.settled(rest) == {one.id for one in rest}
+    assert database.count("lease") == 0
+    database.check_invariants()
+
+
+async def test_of_what_another_worker_has_begun_only_the_blame_is_taken_back(given: Given, database: Database) -> None:
+    """There is one winner: the lease of the worker that came back stays lost."""
+    await given.batch(1)
+    worker = given.registered_worker()
+    leased = given.claimed(by=worker)
+    for _ in range(4):
+        given.died(worker)
+        assert given.rescued().parked == 0
+        heir = given.registered_worker()
+        taken = given.claimed(by=heir)
+        assert len(taken) == 1
+        plan = rescue.come_back(
+            buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        )
+        _, resumed = database.perform(plan)
+        assert resumed == frozenset() and database.value(CRASHES) == 0
+        assert given.settled(leased) == set()
+        worker, leased = heir, taken
+    assert given.settled(leased) == {leased[0].id}
+    database.check_invariants()
+
+
+async def test_a_command_that_kills_its_workers_is_still_parked(given: Given, database: Database) -> None:
+    await given.batch(1)
+    for parked in (0, 0, 1):
+        worker = given.registered_worker()
+        assert len(given.claimed(by=worker)) == 1
+        given.died(worker)
+        assert given.rescued().parked == parked
+    database.check_invariants()
+
+
+async def test_a_lease_of_which_others_have_begun_a_part_is_not_taken_up_again(
+    given: Given, database: Database
+) -> None:
+    await given.batch(8)
+    worker = given.registered_worker()
+    leased = given.claimed(8, by=worker)
+    given.died(worker)
+    given.rescued()
+    taken = given.claimed(4)
+    assert len(taken) == 4
+    plan = rescue.come_back(
+        buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+    )
+    _, resumed = database.perform(plan)
+    assert resumed == frozenset() and database.value(CRASHES) == 0
+    assert given.settled(leased) == set()
+    assert len(given.settled(taken)) == 4 and len(given.settled(given.claimed(8))) == 4
+    database.check_invariants()
