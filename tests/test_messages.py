@@ -22,9 +22,13 @@ from busload import (
     InvalidOperationError,
     OutcomeUnknown,
     RateLimit,
+    RetryPolicy,
+    Settings,
     Stage,
     SyncCommandBus,
     TaskTracker,
+    Worker,
+    WorkerSettings,
     public,
     task_key,
 )
@@ -32,6 +36,7 @@ from busload.domain.payload import PayloadRefused, encode
 from busload.errors import kind_of
 
 WRITTEN = "Nothing was written"
+NOWHERE = "postgresql://nowhere"
 
 QUESTIONS: dict[str, Callable[[CommandBus], Any]] = {
     "get_batch": lambda bus: bus.get_batch("a b", uuid4()),
@@ -134,6 +139,32 @@ async def test_what_is_no_list_of_commands_is_refused(bus: CommandBus, wrong: An
     for call in (bus.create_batch, bus.send_many):
         with pytest.raises(InvalidCommandError, match=r"/commands: found .*, wanted a list of BatchCommand"):
             await call("payments", wrong)
+
+
+def test_what_is_of_another_kind_is_told_by_its_kind() -> None:
+    any_kind: Any = WorkerSettings()
+    with pytest.raises(ValueError, match=r"must be a Settings, found a busload\.settings\.WorkerSettings\."):
+        CommandBus(NOWHERE, settings=any_kind)
+    any_kind = Settings()
+    with pytest.raises(ValueError, match=r"must be a WorkerSettings, found a busload\.settings\.Settings\."):
+        Worker(CommandBus(NOWHERE), settings=any_kind)
+    any_kind = NOWHERE
+    with pytest.raises(ValueError, match=r"A Worker needs a CommandBus or SyncCommandBus, found a str\."):
+        Worker(any_kind)
+    any_kind = 10
+    with pytest.raises(ValueError, match=r"backoff must hold seconds, e\.g\. \(10, 60\), found 10\."):
+        RetryPolicy(3, any_kind)
+
+
+async def test_a_time_limit_that_is_none_is_refused(bus: CommandBus, sync_bus: SyncCommandBus) -> None:
+    wrong: Any
+    for wrong in ("5s", float("nan"), [5]):
+        for wait in (bus.wait_batch, bus.wait_job):
+            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, found"):
+                await wait("payments", uuid4(), timeout=wrong)
+        for wait_here in (sync_bus.wait_batch, sync_bus.wait_job):
+            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, found"):
+                wait_here("payments", uuid4(), timeout=wrong)
 
 
 class Session:

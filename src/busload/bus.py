@@ -53,6 +53,7 @@ from busload.errors import (
     LockWaitTimeout,
     OutcomeUnknown,
     TransportMisconfigured,
+    kind_of,
     nothing_written,
 )
 from busload.handlers import Function, Handlers, gather
@@ -94,6 +95,8 @@ class Bus:
         dispatch: str | None = None,
         settings: Settings | None = None,
     ) -> None:
+        if not isinstance(settings, Settings | None):
+            raise ValueError(f"settings must be a Settings, found {kind_of(settings)}.")
         self.settings = settings or Settings()
         self.handlers = Handlers()
         transport = transport or self.settings.transport_url
@@ -1513,7 +1516,10 @@ def _tell(what: str, done: bool, domain: str, operator: str | None) -> None:
 
 
 def _seconds(timeout: timedelta | float | None) -> float | None:
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None or (isinstance(seconds, int | float) and seconds == seconds):  # NaN is not
+        return seconds
+    raise ValueError(f"timeout must be a timedelta or seconds, found {timeout!r:.80}.")
 
 
 def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:

@@ -35,6 +35,8 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int) or self.max_attempts < 1:
             raise ValueError(f"max_attempts must be a whole number from 1 on, found {self.max_attempts!r}.")
+        if not isinstance(self.backoff, tuple | list):
+            raise ValueError(f"backoff must hold seconds, e.g. (10, 60), found {self.backoff!r:.80}.")
         if any(isinstance(s, bool) or not isinstance(s, int | float) or not 0 <= s < 10**9 for s in self.backoff):
             raise ValueError(f"backoff must hold seconds from 0 on, found {self.backoff!r}.")
         object.__setattr__(self, "backoff", tuple(self.backoff))

@@ -22,7 +22,7 @@ from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
 from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased
 from busload.domain.retention import LONGEST
-from busload.errors import InvalidOperationError
+from busload.errors import InvalidOperationError, kind_of
 from busload.settings import WorkerSettings
 from busload.store import rescue
 from busload.store.connection import connect, connect_within_async
@@ -87,6 +87,10 @@ class Worker:
         settings: WorkerSettings | None = None,
         name: str | None = None,
     ) -> None:
+        if not isinstance(bus, CommandBus | SyncCommandBus):
+            raise ValueError(f"A Worker needs a CommandBus or SyncCommandBus, found {kind_of(bus)}.")
+        if not isinstance(settings, WorkerSettings | None):
+            raise ValueError(f"settings must be a WorkerSettings, found {kind_of(settings)}.")
         self.settings = settings or WorkerSettings()
         self.concurrency = self.settings.concurrency if concurrency is None else concurrency
         self.threads = self.settings.most_threads if threads is None else threads
