@@ -35,14 +35,14 @@ CHECK_WITHIN = 2.0
 CANCEL_WITHIN = 1.0
 """Seconds in which the server must take a request to cancel, and again to obey it; else the connection is given up."""
 
-ABOUT = """SELECT pg_backend_pid(), pg_catalog.current_setting('synchronous_commit'),
+ABOUT = """SELECT pg_catalog.pg_backend_pid(), pg_catalog.current_setting('synchronous_commit'),
                   pg_catalog.current_setting('default_transaction_isolation')"""
 ISOLATE = "SET default_transaction_isolation = 'read committed'"
 """Who waits for a row must then see it as it is: a snapshot from before would be a reason to fail."""
 
 SERVED = """SELECT EXISTS (
     SELECT FROM pg_catalog.pg_stat_activity
-     WHERE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' AND pid <> pg_backend_pid()
+     WHERE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' AND pid <> pg_catalog.pg_backend_pid()
        AND CASE WHEN %(pooled)s::boolean
                 THEN usename = current_user AND datname = current_database()
                      AND application_name = current_setting('application_name')
