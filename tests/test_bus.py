@@ -196,8 +196,9 @@ async def test_many_first_calls_check_the_schema_on_the_connections_they_have(
     async def another(dsn: str) -> None:
         pytest.fail("connected for the check alone")
 
+    bus = await CommandBus(dsn).open()
     monkeypatch.setattr(connection, "connect_async", another)
-    async with CommandBus(dsn) as bus:
+    async with bus:
         assert await asyncio.gather(*(bus.get_command(DOMAIN, uuid4()) for _ in range(500))) == [None] * 500
         assert bus._schema_checked
         assert bus.pool.size <= bus.settings.pool_size

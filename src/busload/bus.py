@@ -99,11 +99,11 @@ class Bus:
             raise ValueError(f"settings must be a Settings, found {kind_of(settings)}.")
         self.settings = settings or Settings()
         self.handlers = Handlers()
-        transport = transport or self.settings.transport_url
+        transport = self.settings.transport_url if transport is None else transport
         self.transport = find_transport(transport) if isinstance(transport, str) else transport
         self.dispatch = _strategy(dispatch or self.settings.dispatch, self.transport)
         _check_messages(self.settings)
-        self._dsn = dsn or self.settings.database_url
+        self._dsn = self.settings.database_url if dsn is None else dsn
         self._embedded: EmbeddedPostgres | None = None
         self._via = Via(self.transport.name) if self.transport else NO_BROKER
         self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus), via=self._via)
@@ -243,9 +243,16 @@ class CommandBus(Bus):
         self._refuse_after_fork()
         return self._pool
 
-    async def open(self) -> Self:
+    async def open(self, *, wait: timedelta | float | None = 0) -> Self:
+        """Find the database, and see that it can be used: what is wrong with the DSN or the server is told here.
+
+        A server that cannot be reached is waited for as long as `wait` says, in seconds if it is a number. With None
+        it is not looked for: the bus opens while its database is away, and calls find it when it is back.
+        """
         if self._pool is None:
             await asyncio.to_thread(self._find_database)
+            if wait is not None:
+                await self._look_for_database(wait)
             settings = self.settings
             self._pool = async_pool(
                 self.dsn,
@@ -259,6 +266,13 @@ class CommandBus(Bus):
                 self.dsn, self._existing_batches, self.settings.poll_every.total_seconds()
             )
         return self
+
+    async def _look_for_database(self, wait: timedelta | float) -> None:
+        try:
+            await connection.look_async(self.dsn, _seconds(wait) or 0.0)
+        except BaseException:
+            self._leave_database()
+            raise
 
     async def close(self) -> None:
         if self._sending is not None:
@@ -920,9 +934,12 @@ class SyncCommandBus(Bus):
         self._refuse_after_fork()
         return self._pool
 
-    def open(self) -> Self:
+    def open(self, *, wait: timedelta | float | None = 0) -> Self:
+        """Find the database, and see that it can be used; see `CommandBus.open`."""
         if self._pool is None:
             self._find_database()
+            if wait is not None:
+                self._look_for_database(wait)
             settings = self.settings
             self._pool = pool(
                 self.dsn,
@@ -932,6 +949,13 @@ class SyncCommandBus(Bus):
             )
             self._completions = Completions(self.dsn, self._existing_batches, self.settings.poll_every.total_seconds())
         return self
+
+    def _look_for_database(self, wait: timedelta | float) -> None:
+        try:
+            connection.look(self.dsn, _seconds(wait) or 0.0)
+        except BaseException:
+            self._leave_database()
+            raise
 
     def close(self) -> None:
         if self._completions is not None:

@@ -92,7 +92,7 @@ class Settings:
     so it is warned about.
     """
 
-    database_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_DATABASE_URL"), repr=False)
+    database_url: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_DATABASE_URL"), repr=False)
     home: Path = field(default_factory=lambda: _path_from_environment("BUSLOAD_HOME") or HOME.expanduser())
     pg_bin: Path | None = field(default_factory=lambda: _path_from_environment("BUSLOAD_PG_BIN"))
     limits: InputLimits = InputLimits()
@@ -101,12 +101,12 @@ class Settings:
     response_timeout: timedelta = timedelta(seconds=10)
     lock_timeout: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
-    transport_url: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
+    transport_url: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
     queue_prefix: str = field(default_factory=lambda: _from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
     envelope_size: int = 100
     message_per_command: bool = False
-    message_key: str | None = field(default_factory=lambda: _from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)
+    message_key: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_MESSAGE_KEY"), repr=False)
 
     def __post_init__(self) -> None:
         for name in os.environ:

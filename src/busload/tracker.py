@@ -238,7 +238,7 @@ class SyncTaskTracker(Tracker):
         with _after_fork.lock:
             bus = self._opened or self._given
             if bus._pool is not None and bus._process != os.getpid():
-                bus = self._opened = SyncCommandBus(bus.dsn, settings=bus.settings).open()
+                bus = self._opened = SyncCommandBus(bus.dsn, settings=bus.settings).open(wait=None)
             return bus
 
     def __enter__(self) -> Self:

@@ -135,7 +135,7 @@ def test_what_is_no_connection_string_is_refused_without_being_repeated(offline:
     else:
         result = offline("batch", "ls", url=wrong)
         assert result.exit_code == 1
-    assert "wanted e.g. postgresql://user@host:5432/database" in result.stderr
+    assert "Wanted e.g. postgresql://user:password@host:5432/database" in result.stderr
     assert "geheim" not in result.output
 
 

@@ -198,7 +198,7 @@ def test_a_log_for_programs_is_one_json_object_per_line(
         ("nowhere:bus", "there is no module 'nowhere'"),
         ("app.inner:bus", "there is no module 'app.inner'"),
         ("app:missing", "'app' has no 'missing'"),
-        ("app:number", "'app:number' is a int, wanted a CommandBus or SyncCommandBus"),
+        ("app:number", "'app:number' is an int, wanted a CommandBus or SyncCommandBus"),
         ("app:empty", "'app:empty' has no handlers; register some with @bus.handler"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_scheme_finds_its_transport(url: str, kind: str) -> None:
         (f"ampq://user:{SECRET}@host/", r"found the scheme 'ampq', wanted one of amqp, .*Did you mean 'amqp'\?"),
         (f"carrier-pigeon://user:{SECRET}@host/", r"found the scheme 'carrier-pigeon', wanted one of amqp, .*"),
         (f"user {SECRET} host", "found no scheme, wanted one of amqp, .*"),
-        ("", "found no scheme"),
+        ("", "The URL of the transport is empty"),
     ],
 )
 def test_a_url_that_no_transport_fits_is_refused(url: str, said: str) -> None:

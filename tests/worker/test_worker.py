@@ -358,7 +358,7 @@ async def test_a_give_back_that_fails_does_not_keep_the_other_commands_for_ever(
     database.rows("CREATE SEQUENCE tries")
     database.rows(
         "CREATE FUNCTION fail_once() RETURNS trigger LANGUAGE plpgsql AS"
-        " 'BEGIN IF nextval(''tries'') = 1 THEN RAISE ''out of order''; END IF; RETURN NULL; END'"
+        " 'BEGIN IF nextval(''public.tries'') = 1 THEN RAISE ''out of order''; END IF; RETURN NULL; END'"
     )
     database.rows(
         "CREATE TRIGGER fail_once AFTER INSERT ON busload.scheduled FOR EACH ROW EXECUTE FUNCTION fail_once()"

@@ -146,14 +146,13 @@ def _pass_dsn_on(ctx: click.Context, param: click.Parameter, dsn: str | None) ->
 @contextmanager
 def _database_url(dsn: str) -> Iterator[None]:
     """Pass it on where every bus looks for it: in this process and, out of sight of other users, in its children."""
-    import psycopg
-    from psycopg.conninfo import conninfo_to_dict
+    from busload.errors import DatabaseUnusable
+    from busload.store.dsn import read
 
     try:
-        parts = conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError:
-        # The reason is not shown: it quotes the text, and that may hold a password.
-        raise click.BadParameter("wanted e.g. postgresql://user@host:5432/database", param_hint="--dsn") from None
+        parts = read(dsn)
+    except DatabaseUnusable as error:  # which does not repeat it: it may hold a password
+        raise click.BadParameter(str(error), param_hint="--dsn") from None
     if parts.get("password"):
         click.echo(
             "Warning: --dsn holds a password, which every user of this machine can see. "

@@ -20,7 +20,7 @@ from busload.cli.output import aligned, shown
 from busload.domain.command import check_name, refuse
 from busload.errors import InvalidOperationError, TransportMisconfigured
 from busload.settings import Settings
-from busload.store import connection, find, report
+from busload.store import find, report
 from busload.store.embedded import EmbeddedPostgres
 from busload.store.find import Found, IdRange
 from busload.store.plan import Plan
@@ -113,7 +113,6 @@ def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
     """
     settings = Settings() if transport else replace(Settings(), transport_url=None)
     if settings.database_url is not None:
-        reach(settings.database_url)
         with SyncCommandBus(settings.database_url, settings=settings) as bus:
             yield bus
         return
@@ -121,12 +120,6 @@ def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
         click.echo(server.info.notice, err=True)
         with SyncCommandBus(server.dsn(), settings=settings) as bus:
             yield bus
-
-
-def reach(dsn: str) -> None:
-    """Fail at once and say why, where a pool would go on trying."""
-    with connection.connect(dsn) as conn:
-        connection.refuse_server(conn)
 
 
 def everywhere(

@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 import msgspec
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from busload.errors import DatabaseUnusable
 from busload.settings import Settings
+from busload.store.dsn import read
 from busload.store.embedded import EmbeddedPostgres
 
 
@@ -107,7 +108,7 @@ def _run_psql(dsn: str, arguments: tuple[str, ...], program: str | None) -> int:
     if program is None:
         raise click.ClickException("There is no psql on the PATH. Install the client of PostgreSQL.")
     # The password goes by the environment: arguments can be read by every user of the machine.
-    parts = conninfo_to_dict(dsn)
+    parts = read(dsn)
     password = {"PGPASSWORD": str(parts.pop("password"))} if "password" in parts else {}
     # Ctrl-C is psql's: it cancels a query there, and must not end us, who hold the lease.
     before = signal.signal(signal.SIGINT, lambda *_: None)

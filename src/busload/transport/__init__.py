@@ -16,6 +16,11 @@ GROUP = "busload.transports"
 
 def find_transport(url: str) -> Transport:
     """The transport that a URL names; nothing is connected yet."""
+    if not url.strip():
+        raise TransportMisconfigured(
+            "The URL of the transport is empty. Wanted e.g. amqp://user@host/; to have none, so that PostgreSQL "
+            "delivers, unset BUSLOAD_TRANSPORT_URL, leave out --transport."
+        )
     scheme, separator, _ = url.partition(":")
     offered = {point.name: point for point in entry_points(group=GROUP)}
     if not separator or scheme not in offered:

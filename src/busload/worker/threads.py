@@ -34,7 +34,7 @@ class Threads:
         """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
-            self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open()
+            self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open(wait=None)
             self._transactions = pool(
                 dsn,
                 settings.pool_size,

@@ -245,7 +245,7 @@ class _Running:
         self._heed()
         self._opened_bus, self._assembled = self._bus._pool is None, False
         try:
-            await self._bus.open()
+            await self._bus.open(wait=None)
             await self._find_database()
             self._assemble()
             self._assembled = True
