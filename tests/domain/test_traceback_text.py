@@ -177,3 +177,9 @@ def test_of_a_long_message_the_head_is_kept_with_the_innermost_frames() -> None:
     except ValueError as error:
         told = traceback_text(error)
     assert "ValueError: begins here xxx" in told and "raise ValueError(" in told
+
+
+def test_a_circle_of_causes_is_told_once() -> None:
+    told = traceback_text(circular())
+    assert told.count("KeyError: 'one'") == told.count("KeyError: 'other'") == 1
+    assert "[What comes before is told already]" in told
