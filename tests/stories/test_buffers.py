@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -16,9 +16,9 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import BufferTable, CommandBus, Group, RetryPolicy, Settings, SyncCommandBus
+from busload import BufferTable, CommandBus, Group, HandlerContext, RetryPolicy, Settings, SyncCommandBus
 from busload.store.relation import all_ddl
-from tests.given import Database, Given, eventually
+from tests.given import LOCKED_OUT, Database, Given, eventually
 
 NOW = timedelta(0)
 CRM = """
@@ -338,3 +338,74 @@ async def test_a_newer_event_of_a_subject_in_flight_is_the_next_one_a_thousand_t
         await events.add(round, key="a")
         await given.drained(domains=None)
     assert received == list(range(2000))
+
+
+UPDATED = "UPDATE contact SET name = 'new' WHERE id = 2"
+
+
+@pytest.mark.parametrize("ends", ["all", "some", "in its transaction"])
+async def test_an_update_of_a_row_while_its_group_runs_is_delivered_too(
+    bus: CommandBus, given: Given, database: Database, dsn: str, ends: str
+) -> None:
+    """The row would be deleted as it is, though its handler has seen what it was"""
+    database.rows(
+        "CREATE TABLE contact (id integer PRIMARY KEY, name text NOT NULL, group_id uuid,"
+        " created_at timestamptz NOT NULL DEFAULT now());"
+        " CREATE UNIQUE INDEX ON contact (name) WHERE group_id IS NULL;"
+        " INSERT INTO contact SELECT n, 'old' || n FROM generate_series(1, 4) AS n"
+    )
+    events = bus.buffer("contacts", size=10, table="contact")
+    delivered: list[dict[int, str]] = []
+
+    @events.handler(retry=RetryPolicy(max_attempts=2, backoff=(0,)))
+    async def sync(group: Group, ctx: HandlerContext) -> None:
+        delivered.append({item.id: item.data["name"] for item in group})
+        async with AsyncExitStack() as stack:
+            if ends == "in its transaction":
+                conn = await stack.enter_async_context(ctx.transaction())
+                await conn.execute("UPDATE contact SET name = 'mine' WHERE id = 1")
+                async with conn.transaction():
+                    await conn.execute("UPDATE contact SET name = 'mine too' WHERE id = 3")
+        if len(delivered) == 1:
+            database.rows(UPDATED)
+            if ends == "some":
+                for item in group:
+                    (group.fail(item, "later") if item.id == 4 else group.succeed(item))
+
+    await events.flush()
+    await given.drained(domains=None)
+    assert delivered[0] == {1: "old1", 2: "old2", 3: "old3", 4: "old4"}
+    later = {2: "new"} | ({4: "old4"} if ends == "some" else {})
+    assert sorted(pair for call in delivered[1:] for pair in call.items()) == sorted(later.items())
+    assert database.rows("SELECT id, name FROM contact") == []
+    assert (await events.status()).done == 5
+    database.check_invariants()
+
+
+async def test_an_update_that_commits_while_its_row_is_deleted_is_delivered_too(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    """The delete waits for the transaction that updates, and then finds another row than it has read"""
+    database.rows(
+        "CREATE TABLE contact (id integer PRIMARY KEY, name text NOT NULL, group_id uuid,"
+        " created_at timestamptz NOT NULL DEFAULT now());"
+        " INSERT INTO contact VALUES (1, 'old'), (2, 'old')"
+    )
+    events = bus.buffer("contacts", size=10, table="contact")
+    delivered: list[list[str]] = []
+
+    async with await psycopg.AsyncConnection.connect(dsn) as conn:
+
+        @events.handler()
+        async def sync(group: Group, ctx: HandlerContext) -> None:
+            delivered.append([item.data["name"] for item in group])
+            if len(delivered) == 1:
+                await conn.execute(UPDATED)
+
+        await events.flush()
+        working = asyncio.create_task(given.drained(domains=None))
+        await eventually(lambda: database.rows(LOCKED_OUT))
+        await conn.commit()
+        await working
+    assert delivered == [["old", "old"], ["new"]]
+    assert database.rows("SELECT id FROM contact") == []

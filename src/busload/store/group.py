@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +28,17 @@ MOST_PROBES = 200
 """Statements that look for rows that cannot be deleted, at most; those that are not found by then share their fate."""
 BY_COLUMN = {"payload": "(SELECT row_to_json(one) FROM (SELECT {data}) AS one)"}
 """A row of an application's table as its handler has it."""
+WITH_VERSION = {"version": "b.xmin::text || ' ' || {content}"}
+"""Of a row of an application's table: the transaction that wrote it, and a hash of what it holds."""
+AS_READ = {
+    "these": """((b.{id}, b.xmin::text) IN (SELECT id, pg_catalog.split_part(version, ' ', 1) FROM {as_read})
+                 OR (b.{id}, {content}) IN (SELECT id, pg_catalog.split_part(version, ' ', 2) FROM {as_read})
+                 OR pg_catalog.pg_xact_status((pg_catalog.pg_current_xact_id()::text::numeric
+                                               - pg_catalog.pg_current_xact_id()::xid::text::numeric
+                                               + b.xmin::text::numeric)::text::xid8) = 'in progress')"""
+}
+"""Rows that nobody has updated since they were read, but for the handler's own transaction. A migration that rewrites
+their table updates none of them, though it writes them anew."""
 UNREADABLE = (psycopg.DataError, ValueError, ArithmeticError, RecursionError)
 """What values raise that Python has no room for: times without end or before Christ, numbers of 5,000 digits."""
 UNKNOWN_TIME = datetime.fromtimestamp(0, UTC)
@@ -39,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     id: Any
     key: str | None
     created_at: datetime
+    version: str | None
+    """What tells whether it is updated later; None for busload's own table."""
     data: Any
     flaw: Exception | None = None
     """Why Python cannot hold this row; then it has no data, and its time is not known."""
@@ -54,6 +67,8 @@ class Place:
     partition: str | None = None
     told: int | None = None
     """How many events its command says it holds."""
+    versions: Mapping[Any, str | None] = field(default_factory=dict)
+    """The rows of an application's table as they were read: one that is updated since was not delivered as it is."""
 
     @property
     def group_id(self) -> UUID:
@@ -96,7 +111,7 @@ def read(relation: Relation, group_id: UUID) -> Plan[list[Row]]:
     """The events of a group. A table's come as text: a type that only the application knows would be bytes else."""
     params = {"buffer": relation.buffer, "group_id": group_id}
     try:
-        rows = yield Statement(relation.spell(SQL.read), params, binary=relation.own)
+        rows = yield Statement(_with_version(relation, SQL.read), params, binary=relation.own)
     except UNREADABLE as error:
         if getattr(error, "sqlstate", None) is not None:
             raise
@@ -112,12 +127,12 @@ def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
     while parts:
         part = parts.pop()
         try:
-            rows = yield Statement(relation.spell(SQL.read_some), params | {"ids": part}, binary=relation.own)
+            rows = yield Statement(_with_version(relation, SQL.read_some), params | {"ids": part}, binary=relation.own)
         except UNREADABLE as error:
             if getattr(error, "sqlstate", None) is not None:
                 raise
             if len(part) == 1:
-                found[part[0]] = Row(part[0], keys[part[0]], UNKNOWN_TIME, None, error)
+                found[part[0]] = Row(part[0], keys[part[0]], UNKNOWN_TIME, None, None, error)
             else:
                 parts += _halves(part)
         else:
@@ -125,11 +140,18 @@ def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
     return [found[id] for id in keys if id in found]
 
 
+def _with_version(relation: Relation, statement: bytes) -> bytes:
+    """Nobody but busload updates its own table."""
+    return relation.spell(statement) if relation.own else relation.spell(statement, **WITH_VERSION)
+
+
 def _rows(relation: Relation, rows: Sequence[Any]) -> list[Row]:
     if relation.own:
         return [Row(*row) for row in rows]
     names = [column.name for column in relation.columns]
-    return [Row(id, key, since, dict(zip(names, data, strict=True))) for id, key, since, *data in rows]
+    return [
+        Row(id, key, since, version, dict(zip(names, data, strict=True))) for id, key, since, version, *data in rows
+    ]
 
 
 def _halves(ids: Sequence[Any]) -> list[list[Any]]:
@@ -255,13 +277,28 @@ def _hold(place: Place) -> Plan[bool]:
     return bool(held)
 
 
-def _end(place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE") -> Plan[int]:
-    """Delete rows. Fewer than expected have vanished, if they are not there; if they are, somebody has kept them."""
+def _end(
+    place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE", late: bool = False
+) -> Plan[int]:
+    """Delete rows. Fewer than expected have vanished, if they are not there; if they are, somebody has kept them.
+
+    Rows that were updated since they were read become a group of their own, to be delivered as they are now. The group
+    of another worker, who has read them later, is left alone.
+    """
     if ids is not None and not ids:
         return 0
     about = place.about() | {"ids": None if ids is None else list(ids)}
-    at = place.relation
-    [(ended,)] = yield from execute(at.spell(SQL.end_items), **about, archive=place.archive, outcome=outcome)
+    at, more = place.relation, {}
+    if place.versions:
+        known = list(place.versions if ids is None else ids)
+        about |= {"ids": known, "versions": [place.versions.get(id) for id in known]}
+        more = AS_READ
+    [(ended,)] = yield from execute(at.spell(SQL.end_items, **more), **about, archive=place.archive, outcome=outcome)
+    if ended < expected and more and not late:
+        updated = yield Statement(at.spell(SQL.updated, **more), about, binary=False)
+        if updated:
+            ended += yield from _part(place, [id for (id,) in updated], error=None)
+    about.pop("versions", None)
     if ended < expected:
         [(kept,)] = yield from execute(at.spell(SQL.kept), **about)
         if kept:
@@ -275,7 +312,7 @@ def _end(place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str
 
 def _end_late(place: Place, ids: Sequence[Any] | None) -> Plan[int]:
     """What was delivered leaves also the group of another worker, who need not wonder where it went."""
-    done = yield from _end(place, ids, expected=0 if ids is None else len(ids))
+    done = yield from _end(place, ids, expected=0 if ids is None else len(ids), late=True)
     if done:
         yield from execute(SQL.deliver_late, command=place.leased.id, done=done, partition=place.partition)
     return done

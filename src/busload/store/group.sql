@@ -1,6 +1,6 @@
 -- name: read
--- The events of a group, oldest first.
-SELECT b.{id}, {key}, {since}, {data} FROM {table} AS b
+-- The events of a group, oldest first, each with what tells whether it is updated later.
+SELECT b.{id}, {key}, {since}, {version}, {data} FROM {table} AS b
  WHERE {filter} AND b.{group_id} = %(group_id)s::uuid ORDER BY b.{created_at}, b.{id};
 
 -- name: read_keys
@@ -9,7 +9,7 @@ SELECT b.{id}, {key} FROM {table} AS b
  WHERE {filter} AND b.{group_id} = %(group_id)s::uuid ORDER BY b.{created_at}, b.{id};
 
 -- name: read_some
-SELECT b.{id}, {key}, {since}, {data} FROM {table} AS b
+SELECT b.{id}, {key}, {since}, {version}, {data} FROM {table} AS b
  WHERE {filter} AND b.{group_id} = %(group_id)s::uuid AND b.{id} IN (SELECT unnest(%(ids)b::{id_type}[]));
 
 -- name: kept
@@ -23,14 +23,18 @@ SELECT count(*)::integer FROM {table} AS b
 -- on, by the same statement.
 WITH gone AS (
     DELETE FROM {table} AS b
-     WHERE {filter} AND b.{group_id} = %(group_id)s::uuid
-       AND (%(ids)b::{id_type}[] IS NULL OR b.{id} IN (SELECT unnest(%(ids)b::{id_type}[])))
+     WHERE {filter} AND b.{group_id} = %(group_id)s::uuid AND {these}
     RETURNING b.{id}::text AS id, {key} AS key, CASE WHEN %(archive)s::boolean THEN {whole} END AS data, {since} AS created_at
 ), archived AS (
     INSERT INTO busload.buffer_archive (buffer, id, key, data, group_id, created_at, outcome)
     SELECT %(buffer)s::text, id, key, data, %(group_id)s::uuid, created_at, %(outcome)s::text FROM gone WHERE %(archive)s::boolean
 )
 SELECT count(*)::integer FROM gone;
+
+-- name: updated
+-- Those of these events that were updated after they were read: what was delivered is not what they are now.
+SELECT b.{id} FROM {table} AS b
+ WHERE {filter} AND b.{group_id} = %(group_id)s::uuid AND b.{id} IN (SELECT unnest(%(ids)b::{id_type}[])) AND NOT {these};
 
 -- name: part
 -- Some events of a group become a group of their own, at the same attempt: with an error it waits for a person at once, without

@@ -212,6 +212,7 @@ class _Run:
             self._buffer.archive,
             partition if isinstance(partition, str) else None,
             expected if type(expected) is int else None,
+            {} if found.own else {row.id: row.version for row in rows},
         )
         self._refuse_other_table(found, rows)
         self._events = Events.of(rows, self._buffer.merge, own=found.own)
