@@ -140,9 +140,9 @@ _USUAL = {
     "answer": "(SELECT count(*)::integer FROM taken)",
     "names": "{key_column}",
     "payload": "{whole}",
-    "version": "NULL::text",
     "content": "pg_catalog.hashtextextended((b.*)::text, 0)::text",
     "as_read": "unnest(%(ids)b::{id_type}[], %(versions)b::text[]) AS r (id, version)",
+    "version": "NULL::text",
     "these": "(%(ids)b::{id_type}[] IS NULL OR b.{id} IN (SELECT unnest(%(ids)b::{id_type}[])))",
     "values": "%(v0)s::text",
     "due_in": "CASE WHEN {early} THEN -1"
