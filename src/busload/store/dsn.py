@@ -28,8 +28,6 @@ def read(dsn: str) -> dict[str, Any]:
             f"The DSN begins with {driver[1]}{driver[2]}://, as SQLAlchemy names a driver. busload has its own: leave "
             f"out {driver[2]}, so that it begins with {driver[1]}://."
         )
-    if (url := re.match(r"\s*postgres(?:ql)?://", dsn)) and (wrong := _misplaced(dsn[url.end() :])):
-        raise DatabaseUnusable(f"The DSN has {wrong}. {ENCODE} {WANTED}")
     try:
         found = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
@@ -46,16 +44,6 @@ def place(dsn: str) -> str:
     host = found.get("host") or found.get("hostaddr") or defaults["host"] or "the local socket"
     database = found.get("dbname") or defaults["dbname"] or "the default database"
     return f"{database} at {host}, port {found.get('port') or defaults['port']}"
-
-
-def _misplaced(rest: str) -> str | None:
-    """What is wrong with the signs of a URL, after its scheme."""
-    before_query = re.split(r"\?(?=\w+=)", rest, maxsplit=1)[0]
-    if before_query.count("@") > 1:
-        return "more than one @"
-    if "@" in before_query and re.search(r"[/?].*@", before_query):
-        return "a / or ? before the @"
-    return None
 
 
 def _nonsense(found: dict[str, Any]) -> str | None:
