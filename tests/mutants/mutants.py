@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "claims-without-room-for-the-results",
         "worker/claim.py",
-        "limit = min(self._concurrency + ahead, self._settlement.room) - in_hand",
-        "limit = self._concurrency + ahead - in_hand",
+        "limit = min(concurrency + ahead, self._settlement.room - waiting) - in_hand",
+        "limit = concurrency + ahead - in_hand",
         COALESCING + "test_results_that_were_handed_over_and_not_flushed_run_again_and_no_others",
         "A kill would cost more than the settlement may hold.",
     ),
