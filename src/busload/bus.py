@@ -500,7 +500,15 @@ class CommandBus(Bus):
 
         Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
         What waits in troubleshooting stays there for its operator.
+
+        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
+        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
         """
+        if conn is None:
+            canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
+            for plan in canceling.plans():
+                await self._write(Write(plan, batch_id=batch_id))
+            return canceling.canceled
         return await self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
     async def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
@@ -607,6 +615,11 @@ class CommandBus(Bus):
 
         Returns how many commands were canceled. A job that is COMPLETED or CANCELED is left as it is.
         """
+        if conn is None:
+            canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
+            for plan in canceling.plans():
+                await self._write(Write(plan, job_id=job_id))
+            return canceling.canceled
         return await self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 
     async def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
@@ -1147,6 +1160,11 @@ class SyncCommandBus(Bus):
         conn: Connection | None = None,
     ) -> int:
         """Cancel what has not started yet, and return how many that was; see `CommandBus.cancel_batch`."""
+        if conn is None:
+            canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
+            for plan in canceling.plans():
+                self._write(Write(plan, batch_id=batch_id))
+            return canceling.canceled
         return self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
     def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
@@ -1211,6 +1229,11 @@ class SyncCommandBus(Bus):
         conn: Connection | None = None,
     ) -> int:
         """Stop a job and cancel the batch of its stage; see `CommandBus.cancel_job`."""
+        if conn is None:
+            canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
+            for plan in canceling.plans():
+                self._write(Write(plan, job_id=job_id))
+            return canceling.canceled
         return self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 
     def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:

@@ -350,6 +350,13 @@ class Requests:
         self._check_operation(domain, batch_id, "batch_id", operator, reason)
         return Write(store.cancel.cancel_batch(domain, batch_id, reason=reason, operator=operator), batch_id)
 
+    def cancel_batch_in_pages(
+        self, domain: str, batch_id: UUID, *, reason: str, operator: str | None
+    ) -> store.cancel.Canceling:
+        self._check_operation(domain, batch_id, "batch_id", operator, reason)
+        begin = store.cancel.begin(domain, batch_id, reason=reason, operator=operator, in_pages=True)
+        return store.cancel.Canceling(begin, reason=reason, operator=operator)
+
     def retry(self, domain: str, command_id: UUID, *, operator: str | None) -> Write[None]:
         self._check_operation(domain, command_id, "command_id", operator)
         return Write(store.operate.retry(domain, command_id, operator=operator), command_ids=[command_id])
@@ -436,6 +443,13 @@ class Requests:
     def cancel_job(self, domain: str, job_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
         self._check_operation(domain, job_id, "job_id", operator, reason)
         return Write(store.job.cancel_job(domain, job_id, reason=reason, operator=operator), job_id=job_id)
+
+    def cancel_job_in_pages(
+        self, domain: str, job_id: UUID, *, reason: str, operator: str | None
+    ) -> store.cancel.Canceling:
+        self._check_operation(domain, job_id, "job_id", operator, reason)
+        begin = store.job.begin_to_cancel(domain, job_id, reason=reason, operator=operator, in_pages=True)
+        return store.cancel.Canceling(begin, reason=reason, operator=operator)
 
     def get_job(self, domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
         refuse(self._name(domain) + check_uuid(job_id, "job_id"), writes=False)

@@ -1,8 +1,10 @@
 -- name: mark_canceled
--- From here on nothing of the batch is tried again, and it takes no more commands. The row is held until the end of the
--- transaction, so that it can complete only after everything that waits was canceled.
+-- From here on nothing of the batch is tried again, it takes no more commands, and with `in_pages` nobody claims any of it for
+-- as long as it is canceled page by page.
 WITH marked AS (
-    UPDATE busload.batch SET canceled_at = now(), sealed_at = coalesce(sealed_at, now())
+    UPDATE busload.batch
+       SET canceled_at = now(), sealed_at = coalesce(sealed_at, now()),
+           canceling_until = CASE WHEN %(in_pages)s::boolean THEN now() + %(hold)s::interval END
      WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND completed_at IS NULL
     RETURNING batch_id
 ), noted AS (
@@ -11,18 +13,44 @@ WITH marked AS (
 )
 SELECT batch_id, pg_notify('busload_cancel', batch_id::text) FROM marked;
 
--- name: cancel_waiting
--- Cancel what has not started. A load that a claim is splitting is waited for, and what is left of it is canceled. Loads are
--- locked in order, as a mark does.
-WITH waiting AS (
+-- name: hold_batch
+-- Before each page: the batch's row comes before its loads. Who cancels page by page says how long it will be at it.
+UPDATE busload.batch
+   SET canceling_until = CASE WHEN canceling_until IS NULL OR %(hold)s::interval IS NULL THEN canceling_until
+                              ELSE now() + %(hold)s::interval END
+ WHERE batch_id = %(batch_id)s::uuid;
+
+-- name: let_batch_go
+UPDATE busload.batch SET canceling_until = NULL WHERE batch_id = %(batch_id)s::uuid AND canceling_until IS NOT NULL;
+
+-- name: cancel_page
+-- Cancel the next of what has not started, in the order of loads: those after the command `after`, until there are `limit`
+-- commands. A load that a claim is splitting is waited for, and what is left of it is canceled. Returns how many that were, and after
+-- which command the next page begins; null if there is none.
+WITH numbered AS MATERIALIZED (
+    SELECT id FROM busload.command
+     WHERE batch_id = %(batch_id)s::uuid AND id & 1023 = 0 AND id >= %(after)s::bigint >> 10 << 10 ORDER BY id LIMIT %(limit)s::integer
+), placed AS MATERIALIZED (
+    SELECT p.hi, sum((p.hi - p.lo + 1)::integer) OVER (ORDER BY p.hi) - (p.hi - p.lo + 1)::integer AS before
+      FROM numbered AS n CROSS JOIN LATERAL (
+            SELECT lo, hi FROM busload.queue WHERE hi BETWEEN n.id AND (n.id | 1023)
+            UNION ALL SELECT lo, hi FROM busload.scheduled WHERE hi BETWEEN n.id AND (n.id | 1023)
+            UNION ALL SELECT lo, hi FROM busload.outbox WHERE hi BETWEEN n.id AND (n.id | 1023)) AS p
+     WHERE p.hi > %(after)s::bigint
+), page AS MATERIALIZED (
+    SELECT array_agg(hi) FILTER (WHERE before < %(limit)s::integer) AS his, max(hi) FILTER (WHERE before < %(limit)s::integer) AS last,
+           bool_or(before >= %(limit)s::integer) AS more FROM placed
+), waiting AS (
     DELETE FROM busload.queue
-     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue WHERE batch_id = ANY (%(batch_ids)b::uuid[]) ORDER BY hi FOR UPDATE))
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue WHERE hi = ANY ((SELECT his FROM page)::bigint[]) ORDER BY hi FOR UPDATE))
     RETURNING lo, hi, batch_id, attempt, replies
 ), later AS (
-    DELETE FROM busload.scheduled WHERE batch_id = ANY (%(batch_ids)b::uuid[]) RETURNING lo, hi, batch_id, attempt, replies
+    DELETE FROM busload.scheduled
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled WHERE hi = ANY ((SELECT his FROM page)::bigint[]) ORDER BY hi FOR UPDATE))
+    RETURNING lo, hi, batch_id, attempt, replies
 ), unannounced AS (
     DELETE FROM busload.outbox
-     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE batch_id = ANY (%(batch_ids)b::uuid[]) ORDER BY hi FOR UPDATE))
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE hi = ANY ((SELECT his FROM page)::bigint[]) ORDER BY hi FOR UPDATE))
     RETURNING lo, hi, batch_id, attempt, replies
 ), load AS (
     SELECT * FROM waiting UNION ALL SELECT * FROM later UNION ALL SELECT * FROM unannounced
@@ -35,4 +63,8 @@ WITH waiting AS (
 ), told AS (
     SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM replied) AS domains WHERE domain IS NOT NULL
 )
-SELECT coalesce(sum(hi - lo + 1), 0)::integer, (SELECT * FROM told) FROM load;
+SELECT coalesce(sum((hi - lo + 1)::integer), 0)::integer,
+       (SELECT CASE WHEN p.more THEN p.last WHEN n.found = %(limit)s::integer THEN n.last | 1023 END
+          FROM page AS p CROSS JOIN (SELECT count(*) AS found, max(id) AS last FROM numbered) AS n),
+       (SELECT * FROM told)
+  FROM load;

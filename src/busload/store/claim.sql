@@ -3,7 +3,7 @@
 -- loads are locked as hold that many commands, because a locked load is invisible to the other workers. Of equal priority,
 -- domains take turns: what is before a load in its own domain counts, then chance, so none starves behind another's backlog.
 -- Neighbours that were sent one by one are leased as one. Loads that were there when a worker died are suspects: a worker
--- runs one of them at a time, so that the next crash has a name.
+-- runs one of them at a time, so that the next crash has a name. Batches that are being canceled are left out.
 -- The first claim of a batch starts it, if its row is free; otherwise the first settlement will. A worker that was declared
 -- dead gets nothing until its heartbeat has given it a new number: it would be taken away again, as from a dead one.
 -- A claim does not wait for the disk: if a crash undoes it, the commands are ready again, and a result of theirs cannot be
@@ -15,15 +15,15 @@ WITH alive AS (
      CROSS JOIN LATERAL (
         SELECT count(*) AS loads, sum(size) AS commands FROM (
             SELECT size, sum(size) OVER (ORDER BY priority DESC, hi) - size AS before
-              FROM (SELECT hi, priority, (hi - lo + 1)::integer AS size FROM busload.queue
+              FROM (SELECT hi, priority, (hi - lo + 1)::integer AS size FROM busload.ready
                      WHERE domain = d.domain AND crashes = 0 ORDER BY priority DESC, hi LIMIT %(limit)s::integer) AS q
         ) AS q WHERE before < %(limit)s::integer) AS q
 ), ready AS (
     SELECT q.*, w.turn FROM wanted AS w CROSS JOIN LATERAL (
-        SELECT * FROM busload.queue
+        SELECT * FROM busload.ready
          WHERE domain = w.domain AND crashes = 0 ORDER BY priority DESC, hi LIMIT w.loads FOR UPDATE SKIP LOCKED) AS q
 ), suspect AS (
-    SELECT *, random() AS turn FROM busload.queue
+    SELECT *, random() AS turn FROM busload.ready
      WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
      ORDER BY priority DESC, hi LIMIT %(suspects)s::integer * (SELECT count(*) FROM alive) FOR UPDATE SKIP LOCKED
 ), lined_up AS (
@@ -85,12 +85,12 @@ WITH alive AS (
     SELECT r.*, load << 10 AS first FROM alive CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
 ), ready AS MATERIALIZED (
     SELECT q.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
-        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.queue
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.ready
          WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
          FOR UPDATE SKIP LOCKED) AS q
 ), boxed AS MATERIALIZED (
     SELECT o.*, r.load, r.wanted FROM ring AS r CROSS JOIN LATERAL (
-        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.outbox
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM busload.unmarked
          WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
          FOR UPDATE SKIP LOCKED) AS o
 ), taken AS (

@@ -211,10 +211,18 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
 
 
 def cancel_job(domain: str, job_id: UUID, *, reason: str, operator: str | None) -> Plan[int]:
-    """Stop a job and cancel what has not started of its stage; needs a transaction."""
+    """Stop a job and cancel what has not started of its stage, all in one transaction, which this needs."""
+    begun = yield from begin_to_cancel(domain, job_id, reason=reason, operator=operator, in_pages=False)
+    return (yield from cancel.finish(begun, reason=reason, operator=operator))
+
+
+def begin_to_cancel(
+    domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool
+) -> Plan[cancel.Begun]:
+    """Stop a job and mark the batch of its stage as canceled; needs a transaction."""
     job = yield from _hold(domain, job_id)
     if job.status not in (JobStatus.IN_PROGRESS, JobStatus.FAILED):
-        return 0
+        return 0, None
     yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
     yield from execute(SQL.drop_parts, job_id=job_id)
@@ -222,10 +230,10 @@ def cancel_job(domain: str, job_id: UUID, *, reason: str, operator: str | None) 
     if here.status == StageStatus.PLANNING:
         about = {"domain": domain, "plan_id": here.plan_id}
         [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
-        return int(ended)
+        return int(ended), None
     if here.status != StageStatus.IN_PROGRESS:
-        return 0
-    return (yield from cancel.cancel_batch(domain, here.batch_id, reason=reason, operator=operator))
+        return 0, None
+    return (yield from cancel.begin(domain, here.batch_id, reason=reason, operator=operator, in_pages=in_pages))
 
 
 def job(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:

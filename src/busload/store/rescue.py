@@ -100,15 +100,17 @@ def rescue(
 
 
 def cancel_stragglers() -> Plan[int]:
-    """Cancel what came back to a place while its batch was being canceled; needs a transaction."""
-    batches = yield from execute(SQL.canceling_batches)
-    if not batches:
-        return 0
-    return (
-        yield from cancel.cancel_waiting(
-            [batch_id for (batch_id,) in batches], reason="the batch was canceled", operator=None
-        )
-    )
+    """Cancel what came back to a place while its batch was being canceled, or what was left by one who died at it.
+
+    A page at a time; needs a transaction.
+    """
+    total = 0
+    for batch_id, after, reason in (yield from execute(SQL.canceling_batches)):
+        canceled, _ = yield from cancel.page(batch_id, after, reason=reason, operator=None, hold=None)
+        total += canceled
+        if total >= cancel.PAGE:
+            break
+    return total
 
 
 def start_batches(*, worker: int) -> Plan[int]:

@@ -169,11 +169,18 @@ WITH lost AS MATERIALIZED (
 SELECT lease_id FROM leased;
 
 -- name: canceling_batches
--- Canceled batches that have something waiting all the same, locked in order, as every other statement locks them.
-SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL
-   AND (batch_id IN (SELECT batch_id FROM busload.queue) OR batch_id IN (SELECT batch_id FROM busload.scheduled)
-        OR batch_id IN (SELECT batch_id FROM busload.outbox))
- ORDER BY batch_id LIMIT 100 FOR NO KEY UPDATE SKIP LOCKED;
+-- Canceled batches that have something waiting all the same, unless somebody is at it; locked in order, as every other statement
+-- locks them. With the command after which it waits, and what was said when they were canceled.
+SELECT b.batch_id, w.after, (SELECT v.details ->> 'reason' FROM busload.event AS v
+                              WHERE v.batch_id = b.batch_id AND v.lo IS NULL AND v.type = 'BATCH_CANCELED' ORDER BY v.event DESC LIMIT 1)
+  FROM busload.batch AS b JOIN (
+        SELECT batch_id, min(hi) - 1 AS after
+          FROM (SELECT batch_id, hi FROM busload.queue UNION ALL SELECT batch_id, hi FROM busload.scheduled
+                UNION ALL SELECT batch_id, hi FROM busload.outbox) AS place
+         WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL))
+         GROUP BY batch_id) AS w USING (batch_id)
+ WHERE b.canceled_at IS NOT NULL AND b.completed_at IS NULL AND (b.canceling_until IS NULL OR b.canceling_until < now())
+ ORDER BY b.batch_id LIMIT 100 FOR NO KEY UPDATE OF b SKIP LOCKED;
 
 -- name: start_batches
 -- Batches that have begun while their row was taken by somebody else.

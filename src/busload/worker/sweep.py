@@ -30,8 +30,7 @@ class Sweep:
     async def once(self) -> float:
         async with self._pool.connection() as conn:
             returned = await self._rescue(conn)
-            async with conn.transaction():
-                canceled = await perform_async(conn, rescue.cancel_stragglers())
+            canceled = await self._cancel(conn)
             await perform_async(conn, rescue.start_batches(worker=self._worker()))
         if returned.commands:
             log.warning(
@@ -42,6 +41,18 @@ class Sweep:
         if canceled:
             log.info("Canceled %d commands that came back to a canceled batch", canceled)
         return self._every.total_seconds()
+
+    @staticmethod
+    async def _cancel(conn: AsyncConnection) -> int:
+        """A transaction per page, until nothing is left."""
+        total = canceled = 0
+        while total == 0 or canceled:
+            async with conn.transaction():
+                canceled = await perform_async(conn, rescue.cancel_stragglers())
+            total += canceled
+            if not canceled:
+                break
+        return total
 
     async def _rescue(self, conn: AsyncConnection) -> rescue.Returned:
         """What belongs to a batch that somebody holds must not keep all else from being taken back."""

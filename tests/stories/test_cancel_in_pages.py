@@ -1,0 +1,124 @@
+"""The cancel of a large batch: many short transactions, and nobody else waits for it."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from busload import BatchCommand, CommandBus, SyncCommandBus
+from busload.store import cancel, claim
+from busload.store.plan import perform
+from tests.given import DOMAIN, Database, Given, counts
+
+PAGES = """SELECT xmin, sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED' GROUP BY xmin"""
+COMPLETIONS = "SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED'"
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page holds up to a load more than this."""
+    monkeypatch.setattr(cancel, "PAGE", 100)
+
+
+async def large(bus: CommandBus, **options: object) -> UUID:
+    """A batch of loads of one command, and of larger ones."""
+    single = [BatchCommand("Debit", data=n, priority=n % 300, **options) for n in range(600)]  # type: ignore[arg-type]
+    return await bus.create_batch(DOMAIN, single)
+
+
+async def test_a_large_batch_is_canceled_by_many_small_transactions(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    batch_id = await large(bus, reply_to="answers")
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="no") == 600
+    pages = database.rows(PAGES)
+    assert len(pages) >= 6 and max(commands for _, commands in pages) <= 110
+    assert counts(await given.batch_now(batch_id)) == (600, 0, 0, 600, 0)
+    assert database.value("SELECT count(*) FROM busload.queue WHERE domain = 'answers'") == 600
+    assert database.value(COMPLETIONS) == 1
+    database.check_invariants()
+
+
+def test_also_without_await(sync_bus: SyncCommandBus, database: Database) -> None:
+    commands = [BatchCommand("Debit", data=n, priority=n % 300) for n in range(600)]
+    batch_id = sync_bus.create_batch(DOMAIN, commands)
+    assert sync_bus.cancel_batch(DOMAIN, batch_id, reason="no") == 600
+    assert len(database.rows(PAGES)) >= 6
+    database.check_invariants()
+
+
+async def test_a_cancel_that_joins_a_transaction_is_part_of_it(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await large(bus)
+    async with await psycopg.AsyncConnection.connect(dsn) as conn:
+        assert await bus.cancel_batch(DOMAIN, batch_id, reason="no", conn=conn) == 600
+        await conn.rollback()
+        assert counts(await given.batch_now(batch_id)) == (600, 0, 0, 0, 0)
+        assert await bus.cancel_batch(DOMAIN, batch_id, reason="no", conn=conn) == 600
+        await conn.commit()
+    assert len(database.rows(PAGES)) == 1
+    assert counts(await given.batch_now(batch_id)) == (600, 0, 0, 600, 0)
+    database.check_invariants()
+
+
+def canceling(bus: CommandBus, batch_id: UUID) -> cancel.Canceling:
+    return bus._requests.cancel_batch_in_pages(DOMAIN, batch_id, reason="Wrong list.", operator="rosa")
+
+
+async def test_between_pages_others_claim_and_nothing_of_the_batch_starts(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Also while what is canceled stands before all else in the queue; and counters are exact after each page."""
+    batch_id = await large(bus)
+    other = await given.sent()
+    worker = given.registered_worker()
+    pages = canceling(bus, batch_id)
+    for n, plan in enumerate(pages.plans()):
+        database.perform(plan)
+        database.check_invariants()
+        leased = given.claimed(1000, by=worker)
+        assert [one.command_id for one in leased] == ([other] if n == 0 else [])
+        assert (await given.batch_now(batch_id)).canceled_count == pages.canceled
+    assert pages.canceled == 600 and n >= 6
+    assert database.value(COMPLETIONS) == 1
+
+
+async def test_a_cancel_whose_process_died_between_pages_is_finished_by_a_worker(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    seen = given.handler()
+    batch_id = await large(bus, reply_to="answers")
+    plans = canceling(bus, batch_id).plans()
+    for _ in range(3):
+        database.perform(next(plans))
+    assert (await given.batch_now(batch_id)).canceled_count < 600
+    await given.drained()
+    assert seen == []  # somebody is at it
+    database.rows("UPDATE busload.batch SET canceling_until = now() - interval '1 s'")
+    await given.drained()
+    assert seen == []
+    assert counts(await given.batch_now(batch_id)) == (600, 0, 0, 600, 0)
+    assert max(commands for _, commands in database.rows(PAGES)) <= 110
+    said = "SELECT DISTINCT details ->> 'reason' FROM busload.event WHERE type = 'CANCELED'"
+    assert database.rows(said) == [("Wrong list.",)]
+    assert database.value("SELECT canceling_until FROM busload.batch") is None
+    assert database.value(COMPLETIONS) == 1
+    database.check_invariants()
+
+
+async def test_what_runs_goes_on_and_other_batches_are_claimed_after_a_cancel(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    batch_id = await given.batch(5)
+    later = await given.batch(5)
+    leased = given.claimed(2)
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="no") == 3
+    assert len(given.settled(leased)) == 2
+    assert counts(await given.batch_now(batch_id)) == (5, 2, 0, 3, 0)
+    with psycopg.connect(dsn) as conn:
+        taken = perform(conn, claim.claim(worker=given.registered_worker(), domains=[DOMAIN], limit=10))
+    assert {one.lease.batch_id for one in taken.leased} == {later}
+    database.check_invariants()
