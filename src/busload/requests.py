@@ -657,10 +657,10 @@ class Requests:
         data = metadata or {}
         execution_id = store.track.new_execution_id()
         command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
-        existing = dedup is not None and dedup.on_conflict == "return_existing"
 
         def plan() -> Plan[Execution | None]:
             send = self.send(queue, command, None, dedup, via=NO_BROKER)  # another queue tells of it
+            existing = dedup is not None and dedup.on_conflict == "return_existing"
             return store.track.enqueue(send.plan, queue, task_id, data, existing=existing)
 
         return _patient(plan, None, [execution_id])
