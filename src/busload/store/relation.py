@@ -143,7 +143,7 @@ _USUAL = {
     "content": "pg_catalog.hashtextextended((b.*)::text, 0)::text",
     "as_read": "unnest(%(ids)b::{id_type}[], %(versions)b::text[]) AS r (id, version)",
     "version": "NULL::text",
-    "these": "(%(ids)b::{id_type}[] IS NULL OR b.{id} IN (SELECT unnest(%(ids)b::{id_type}[])))",
+    "these": "(%(ids)b::{id_type}[] IS NULL OR b.{id} IN (SELECT pg_catalog.unnest(%(ids)b::{id_type}[])))",
     "values": "%(v0)s::text",
     "due_in": "CASE WHEN {early} THEN -1"
     " WHEN isfinite(since) THEN extract(epoch FROM since + %(max_age)s::interval - clock_timestamp())"
