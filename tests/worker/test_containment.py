@@ -315,6 +315,7 @@ async def test_a_cancellation_that_a_handler_leaves_behind_hits_nobody_else(
 
     async def innocent(command: Command, ctx: HandlerContext) -> int:
         async with asyncio.timeout(60):
+            await asyncio.sleep(0)
             while vandal.pending:
                 await asyncio.sleep(0.001)
         return current().cancelling()

@@ -317,7 +317,8 @@ def test_after_the_grace_time_the_process_ends_whatever_its_handlers_do(
         process.kill()
         process.wait()
     assert process.returncode == 3, log
-    assert f"{kind} {command_id}" in log if kind != "Block" else "its event loop is blocked" in log
+    assert ("its event loop is blocked" in log) == (kind == "Block"), log
+    assert kind == "Block" or f"{kind} {command_id}" in log
     found = sync_bus.get_command(DOMAIN, command_id)
     assert found is not None and found.status == "PENDING"
     assert set(database.rows("SELECT attempt, crashes FROM busload.queue")) == {(1, 0)}, "no attempt was burnt"

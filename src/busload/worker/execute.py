@@ -267,13 +267,16 @@ class Executor:
             if handlers.threaded and self._needs_thread(leased) and not self._take_thread(slot, leased):
                 continue
             begun = self._begin(leased)
-            if isinstance(begun, Waiting):
+            if begun is None:
+                rest = None
+                self._done(slot)
+            elif isinstance(begun, Waiting):
                 rest = self._resume(begun, await begun.suspended)
                 del begun  # what the handler held is let go
+                if rest is None:
+                    self._done(slot)
             else:
                 rest = begun
-            if rest is None:
-                self._done(slot)
             if hands_on(task) != hands and not self._stopping:
                 self._employ(slot, rest)
                 return
