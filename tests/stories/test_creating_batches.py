@@ -166,15 +166,24 @@ def test_the_batch_table_has_the_columns_that_were_promised(database: Database) 
     )
     columns = {name: (kind, length, nullable, default) for name, kind, length, nullable, default in found}
     assert columns["batch_id"] == ("uuid", None, "NO", None)
-    assert columns["domain"] == ("character varying", 255, "NO", None)
-    assert columns["name"] == ("character varying", 255, "YES", None)
+    assert columns["domain"] == ("text", None, "NO", None)
+    assert columns["name"] == ("text", None, "YES", None)
     assert columns["custom_data"] == ("jsonb", None, "YES", None)
-    assert columns["status"] == ("character varying", 50, "NO", "'PENDING'::character varying")
+    assert columns["status"] == ("text", None, "NO", "'PENDING'::text")
     for counter in ("total", "completed", "failed", "canceled", "in_troubleshooting"):
         assert columns[f"{counter}_count"] == ("integer", None, "NO", "0")
     assert columns["created_at"] == ("timestamp with time zone", None, "NO", "now()")
     for moment in ("started_at", "completed_at"):
         assert columns[moment] == ("timestamp with time zone", None, "YES", None)
+
+
+@pytest.mark.parametrize("column", ["domain", "name"])
+async def test_a_batch_has_a_domain_and_a_name_of_at_most_255_characters(given: Given, column: str) -> None:
+    """S4-03: also for those who write past the bus."""
+    await given.batch()
+    given.database.rows(f"UPDATE busload.batch SET {column} = repeat('x', 255)")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        given.database.rows(f"UPDATE busload.batch SET {column} = repeat('x', 256)")
 
 
 async def test_a_batch_has_one_of_four_statuses(given: Given) -> None:

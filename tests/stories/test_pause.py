@@ -166,7 +166,7 @@ async def test_what_a_claim_under_way_brings_after_the_pause_does_not_start(
 
 WAITING_CLAIMS = """
     SELECT count(*) FROM pg_stat_activity
-     WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%wanted AS (%'"""
+     WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%wanted AS%'"""
 
 
 async def test_the_commands_of_other_domains_in_the_same_line_stay_in_it(

@@ -18,6 +18,7 @@ from busload import (
     Command,
     CommandBus,
     DatabaseUnavailable,
+    DatabaseUnusable,
     HandlerContext,
     InvalidOperationError,
     Worker,
@@ -294,8 +295,9 @@ async def test_a_worker_that_waits_for_its_database_can_be_stopped_and_has_a_lim
 
 
 async def test_a_worker_does_not_wait_for_a_database_that_does_not_exist(dsn: str, given: Given) -> None:
-    async with asyncio.timeout(30), CommandBus(make_conninfo(dsn, dbname="there_is_none")) as bus:
-        with pytest.raises(psycopg.OperationalError, match="does not exist"):
+    bus = CommandBus(make_conninfo(dsn, dbname="there_is_none"))
+    with pytest.raises(DatabaseUnusable, match="does not exist"):
+        async with asyncio.timeout(30):
             await Worker(bus, settings=given.settings, domains=[DOMAIN]).run()
 
 

@@ -103,6 +103,8 @@ class Lease(msgspec.Struct, eq=False):
     """When it was claimed, on the worker's own clock."""
     canceled: bool = False
     lost: bool = False
+    refused: bool = False
+    """Whether the database has refused a result because it did not know the lease: that command has to run again."""
 
     @property
     def round_attempt(self) -> int:

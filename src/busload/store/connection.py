@@ -212,20 +212,20 @@ async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConne
 
 def look(dsn: str, seconds: float) -> None:
     """See that the database is there and can be used. A server that is away is waited for so many seconds."""
-    with _told(dsn), connect_within(dsn, seconds) as conn:
+    with told(dsn), connect_within(dsn, seconds) as conn:
         refuse_server(conn)
 
 
 async def look_async(dsn: str, seconds: float) -> None:
     """The same, awaited."""
-    with _told(dsn):
+    with told(dsn):
         async with await connect_within_async(dsn, seconds) as conn:
             refuse_server(conn)
 
 
 @contextmanager
-def _told(dsn: str) -> Iterator[None]:
-    """Say which database it was."""
+def told(dsn: str, patience: str = "open(wait=30) waits for it that many seconds") -> Iterator[None]:
+    """Say which database it was, and how to be more patient with one that is away."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -236,7 +236,7 @@ def _told(dsn: str) -> Iterator[None]:
             ) from error
         raise DatabaseUnavailable(
             f"The database cannot be reached: {place(dsn)}: {said}. Check host and port of the DSN, and whether the "
-            "server runs; open(wait=30) waits for it that many seconds."
+            f"server runs; {patience}."
         ) from error
 
 

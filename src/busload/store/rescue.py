@@ -64,6 +64,7 @@ def come_back(
         worker=worker,
         buried=buried,
         leases=[lease.lease_id for lease in leases],
+        whole=[lease.lease_id for lease in leases if not lease.refused],
         loads=list({lease.lo // POSITIONS for lease in leases}),
     )
     return worker, frozenset(lease_id for (lease_id,) in held)

@@ -121,7 +121,7 @@ SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
 -- name: resume
 -- A worker that was declared dead is back and still runs these leases, so it did not crash. What was taken from it and still
 -- waits becomes its own again, under the same lease, if all of that lease does: then nobody else has begun it. Of what others
--- have by now, only the blame is taken back. Returns the leases that it holds again.
+-- have by now, and of leases that are not `whole` because a result was refused, only the blame is taken back. Returns the leases that it holds again.
 WITH lost AS MATERIALIZED (
     SELECT lease_id, lo, hi, attempt, batch_id, (details ->> 'since')::timestamptz AS since,
            coalesce((details ->> 'crashes_before')::smallint, 0::smallint) AS before
@@ -136,7 +136,7 @@ WITH lost AS MATERIALIZED (
     SELECT lease_id, w.lo, w.hi, w.open
       FROM (SELECT lease_id, sum((hi - lo + 1)::integer) AS commands FROM lost GROUP BY lease_id) AS l
       JOIN (SELECT lease_id, min(lo) AS lo, max(hi) AS hi, sum((hi - lo + 1)::integer) AS open FROM waiting GROUP BY lease_id) AS w
-     USING (lease_id) WHERE w.open = l.commands
+     USING (lease_id) WHERE w.open = l.commands AND lease_id = ANY (%(whole)b::uuid[])
 ), taken AS (
     DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM waiting WHERE lease_id IN (SELECT lease_id FROM again)))
 ), leased AS (

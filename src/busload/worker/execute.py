@@ -487,7 +487,7 @@ class Executor:
                 await self._keep(transition, settled=True)
                 return
         except Superseded as superseded:
-            _say_superseded(leased, superseded)
+            self._say_superseded(leased, superseded)
             return
         except BaseException as refused:  # the commit was
             error = refused
@@ -570,7 +570,7 @@ class Executor:
             await self._postpone([leased], postponed)
             return
         except Superseded as superseded:
-            _say_superseded(leased, superseded)
+            self._say_superseded(leased, superseded)
             return
         except BaseException as error:  # of the commit
             ended = Ended(error=error)
@@ -599,7 +599,7 @@ class Executor:
         except Postponed as postponed:
             await self._postpone([leased], postponed)
         except Superseded as superseded:  # never the handler's: what that raises is the judgement of its items
-            _say_superseded(leased, superseded)
+            self._say_superseded(leased, superseded)
         except Undecodable as error:
             await self._put(self._decide(leased, Unreadable(error), RetryPolicy()))
         except BaseException as error:
@@ -621,6 +621,10 @@ class Executor:
     async def _put(self, transition: Transition) -> None:
         transition.finished = time.monotonic()
         await self._settlement.put(transition)
+
+    def _say_superseded(self, leased: Leased, superseded: Superseded) -> None:
+        log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)
+        self._settlement.superseded(leased)
 
     @staticmethod
     def _settle_now(transition: Transition) -> Plan[set[int]]:
@@ -651,7 +655,3 @@ def _is_done(transition: Transition | None) -> TypeGuard[Transition]:
 
 def _commands(held: Leased | Gathered) -> Iterator[Leased]:
     return iter([held] if isinstance(held, Leased) else held.leased)
-
-
-def _say_superseded(leased: Leased, superseded: Superseded) -> None:
-    log.warning("Execution %s was superseded: %s", leased.execution_id, superseded)

@@ -143,6 +143,11 @@ class Settlement:
         self._ran(leased.lease)
         self._on_settled()
 
+    def superseded(self, leased: Leased) -> None:
+        """The handler's own transaction found that the lease is gone: this attempt has ended and counts for nothing."""
+        leased.lease.refused = True
+        self._ran(leased.lease)
+
     def flush_soon(self) -> None:
         self._results.flush_soon()
 
@@ -245,6 +250,9 @@ class Settlement:
         if late := len(transitions) - len(credited):
             log.warning("%d results came after their lease was lost and do not count", late)
             self.late += late
+            for transition in transitions:
+                if transition.leased.id not in credited:
+                    transition.leased.lease.refused = True
             transitions = [transition for transition in transitions if transition.leased.id in credited]
         self.outcomes.update(map(attrgetter("outcome"), transitions))
         self._on_settled()

@@ -25,7 +25,7 @@ from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError, kind_of
 from busload.settings import WorkerSettings
 from busload.store import rescue
-from busload.store.connection import connect, connect_within_async
+from busload.store.connection import connect, connect_within_async, told
 from busload.store.guard import GuardedAsyncConnection
 from busload.store.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.store.outage import Outage
@@ -294,7 +294,9 @@ class _Running:
             await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not finding.done():
                 raise _StoppedEarly
-            async with await finding as conn:
+            with told(self._bus.dsn, "wait_for_database says how long a worker waits for it"):
+                conn = await finding
+            async with conn:
                 await self._bus._check_schema(conn)
         finally:
             for task in (finding, stopping):

@@ -5,7 +5,11 @@
 -- search_path of their session.
 
 DROP VIEW busload.dispatch_recent;
-ALTER TABLE busload.batch ALTER COLUMN domain TYPE text, ALTER COLUMN name TYPE text, ALTER COLUMN status TYPE text, ALTER COLUMN stage TYPE text;
+ALTER TABLE busload.batch
+    ALTER COLUMN domain TYPE text, ALTER COLUMN name TYPE text, ALTER COLUMN status TYPE text, ALTER COLUMN stage TYPE text,
+    ALTER COLUMN status SET DEFAULT 'PENDING',
+    ADD CONSTRAINT longest_domain CHECK (length(domain) <= 255),
+    ADD CONSTRAINT longest_name CHECK (length(name) <= 255);
 ALTER TABLE busload.archived_batch
     ALTER COLUMN domain TYPE text, ALTER COLUMN name TYPE text, ALTER COLUMN status TYPE text, ALTER COLUMN stage TYPE text;
 ALTER TABLE busload.job ALTER COLUMN domain TYPE text, ALTER COLUMN name TYPE text;
