@@ -189,7 +189,10 @@ def fleet(server: TestServer, **options: float) -> Iterator[tuple[Workers, Datab
 
 
 def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = False) -> None:
-    """SIGSTOP beyond the lease while a handler runs, SIGCONT after another worker has taken over."""
+    """SIGSTOP beyond the lease while a handler runs, SIGCONT after another worker has taken over.
+
+    Who wakes up may take up again what nobody else has begun. What the other one has begun is never credited to it.
+    """
     credited = refused = 0
     with fleet(server, lease_for=1.2, concurrency=3) as (workers, database, bus, path):
         for _ in range(zombies // at_once):
@@ -212,14 +215,22 @@ def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = Fal
             woke = lambda pids=pids: {p for fact, _, _, p in workers.notes() if fact == "end"} >= set(pids)  # noqa: E731
             until(woke, 30)
             assert set(workers.stop()) == {0}, workers.last_words()
-            winners = database.rows("SELECT lease_id FROM busload.execution WHERE batch_id = %s", batch_id)
-            credited += sum(lease_id in leases for (lease_id,) in winners)
-            refused += len(leases)
+            winners = database.rows(
+                "SELECT c.command_id, e.lease_id"
+                "  FROM busload.execution AS e JOIN busload.command AS c ON c.id = e.command WHERE e.batch_id = %s",
+                batch_id,
+            )
+            taken_over = {command for _, command, _, pid in workers.notes() if pid not in pids}
+            credited += sum(lease_id in leases for command, lease_id in winners if command in taken_over)
+            refused += sum(command in taken_over for command, _ in winners)
         assert credited == 0
+        assert refused > 0
         database.check_invariants()
         assert database.count("lease") == 0
     if report:
-        print(f"zombies: {zombies} workers frozen beyond their lease, {refused} leases taken over, {credited} credited")
+        print(
+            f"zombies: {zombies} workers frozen beyond their lease, {refused} commands taken over, {credited} credited"
+        )
 
 
 def held(database: Database) -> set[UUID]:

@@ -146,18 +146,19 @@ async def test_the_face_that_waits_is_not_stuck_either(proxy: PostgresProxy, dat
             bus.send(DOMAIN, "Debit")
         assert bus.send(DOMAIN, "Debit").created
 
-    with SyncCommandBus(proxy.url, settings=HASTY) as bus:
-        await asyncio.to_thread(bus.send, DOMAIN, "Debit")
-        proxy.swallow_all()
-        async with asyncio.timeout(WITHIN):
-            await asyncio.to_thread(story, bus)
+    bus = await asyncio.to_thread(SyncCommandBus(proxy.url, settings=HASTY).open)  # the proxy needs this loop
+    await asyncio.to_thread(bus.send, DOMAIN, "Debit")
+    proxy.swallow_all()
+    async with asyncio.timeout(WITHIN):
+        await asyncio.to_thread(story, bus)
+    await asyncio.to_thread(bus.close)
     assert database.count("command") == 2
 
 
 async def test_the_face_that_waits_lets_the_server_take_its_time(dsn: str, proxy: PostgresProxy) -> None:
-    conn = await asyncio.to_thread(connect, proxy.url, response_timeout=0.2)
+    conn = await asyncio.to_thread(connect, proxy.url, response_timeout=0.5)
     with conn:
-        row = await asyncio.to_thread(lambda: conn.execute("SELECT 1 FROM pg_sleep(1.5)").fetchone())
+        row = await asyncio.to_thread(lambda: conn.execute("SELECT 1 FROM pg_sleep(2)").fetchone())
     assert row == (1,)
 
 

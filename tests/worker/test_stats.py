@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 
 from busload import (
@@ -24,6 +25,8 @@ from busload import (
     TransientCommandError,
     WorkerStats,
 )
+from busload.store import claim, rescue
+from busload.store.plan import perform
 from busload.worker import stats as stats_module
 from busload.worker.metrics import metrics_text
 from busload.worker.stats import Report, percentile
@@ -474,7 +477,7 @@ async def test_a_lost_lease_and_its_late_results_are_counted(given: Given, datab
         assert worker.stats.settled == 0
 
 
-async def test_a_worker_that_was_declared_dead_has_lost_all_its_leases(given: Given, database: Database) -> None:
+async def test_a_worker_that_was_declared_dead_has_lost_what_others_have_begun(given: Given, dsn: str) -> None:
     started, go = asyncio.Event(), asyncio.Event()
 
     async def wait(command: Command, ctx: HandlerContext) -> None:
@@ -487,7 +490,13 @@ async def test_a_worker_that_was_declared_dead_has_lost_all_its_leases(given: Gi
     settings = replace(given.settings, lease_for=timedelta(seconds=1.2))
     async with given.running(settings=settings, concurrency=2) as worker:
         await eventually(lambda: worker.stats.in_hand == 2)
-        database.rows("UPDATE busload.worker SET stopped_at = now(), lost = true")
+        with psycopg.connect(dsn) as conn:  # in one transaction: it would take up again what nobody else has
+            conn.execute("UPDATE busload.worker SET stopped_at = now(), lost = true")
+            assert perform(conn, rescue.rescue()).commands == 2
+            heir = perform(
+                conn, rescue.register(name="heir", domains=[], concurrency=2, lease_for=timedelta(minutes=1))
+            )
+            assert len(perform(conn, claim.claim(worker=heir, domains=[DOMAIN], limit=2, suspects=True)).leased) == 1
         await eventually(lambda: worker.stats.lost_leases >= 1)
         go.set()
 
