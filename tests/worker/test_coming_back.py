@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 
 from busload import CommandBus, HandlerContext, Worker
@@ -17,6 +19,7 @@ from busload.domain.command import Command
 from busload.domain.execution import Leased
 from busload.store import claim, rescue
 from busload.store.pool import engine_pool
+from busload.worker.held import Held
 from busload.worker.sweep import Sweep
 from tests.brokers.proxy import PostgresProxy
 from tests.given import DOMAIN, Database, Given, eventually
@@ -157,7 +160,7 @@ def lost_and_back(given: Given, database: Database, leased: list[Leased], worker
     given.died(worker)
     assert given.rescued().parked == 0
     plan = rescue.come_back(
-        buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
     )
     back: tuple[int, frozenset[UUID]] = database.perform(plan)
     return back
@@ -207,7 +210,7 @@ async def test_of_what_another_worker_has_begun_only_the_blame_is_taken_back(giv
         taken = given.claimed(by=heir)
         assert len(taken) == 1
         plan = rescue.come_back(
-            buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+            buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
         )
         _, resumed = database.perform(plan)
         assert resumed == frozenset() and database.value(CRASHES) == 0
@@ -238,10 +241,122 @@ async def test_a_lease_of_which_others_have_begun_a_part_is_not_taken_up_again(
     taken = given.claimed(4)
     assert len(taken) == 4
     plan = rescue.come_back(
-        buried=worker, leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
     )
     _, resumed = database.perform(plan)
     assert resumed == frozenset() and database.value(CRASHES) == 0
     assert given.settled(leased) == set()
     assert len(given.settled(taken)) == 4 and len(given.settled(given.claimed(8))) == 4
     database.check_invariants()
+
+
+def declared_dead(given: Given, database: Database) -> None:
+    """Every worker was silent for too long, as somebody else finds."""
+    database.rows("UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL")
+    given.rescued()
+
+
+class DeclaredDead:
+    """A handler during whose first attempt its worker is declared dead. It ends before the worker has noticed."""
+
+    def __init__(self, given: Given, *, transaction: bool, notices_first: bool) -> None:
+        self._given, self._transaction, self._notices_first = given, transaction, notices_first
+        self.crashes: list[int] = []
+
+    async def __call__(self, command: Command, ctx: HandlerContext) -> None:
+        if self._transaction:
+            async with ctx.transaction():
+                pass
+        self.crashes.append(ctx._leased.lease.crashes)
+        if len(self.crashes) == 1:
+            declared_dead(self._given, self._given.database)
+            if self._notices_first:
+                asyncio.get_running_loop().call_soon(self._block)
+
+    def _block(self) -> None:
+        """What the database has answered waits until the heartbeat, in its thread, has brought the worker back."""
+        given_up = time.monotonic() + 30
+        while not self._given.database.value(BACK) and time.monotonic() < given_up:
+            time.sleep(0.01)
+
+
+BACK = "SELECT count(*) FROM busload.event WHERE type = 'NOT_CRASHED'"
+
+
+@pytest.mark.parametrize("notices_first", [False, True])
+@pytest.mark.parametrize("transaction", [False, True])
+async def test_a_command_whose_result_was_refused_runs_again_and_nobody_is_blamed(
+    given: Given, database: Database, transaction: bool, notices_first: bool
+) -> None:
+    handler = DeclaredDead(given, transaction=transaction, notices_first=notices_first)
+    given.bus.handler(DOMAIN, "Debit")(handler)
+    settings = replace(given.settings, lease_for=timedelta(seconds=1.5), settle="immediate")
+    async with given.running(settings=settings):
+        command_id = await given.sent()
+        await eventually(lambda: database.value("SELECT count(*) FROM busload.execution") == 1)
+    assert handler.crashes in ([0], [0, 0])
+    assert (await given.command_now(command_id)).status == "COMPLETED"
+    assert database.value(BACK) == 1
+    database.check_invariants()
+
+
+async def test_a_worker_comes_back_though_its_first_try_is_not_committed(given: Given, database: Database) -> None:
+    long = Long()
+    given.bus.handler(DOMAIN, "Debit")(long)
+    async with given.running(settings=replace(given.settings, lease_for=timedelta(seconds=1.5))):
+        await given.sent()
+        await eventually(lambda: long.began == 1)
+        database.rows("CREATE SEQUENCE public.tries")
+        try:
+            database.rows(
+                """CREATE FUNCTION public.stumble() RETURNS trigger LANGUAGE plpgsql AS $$
+                   BEGIN
+                       IF nextval('public.tries') = 1 THEN RAISE 'The server stumbles.'; END IF;
+                       RETURN NULL;
+                   END $$"""
+            )
+            database.rows(
+                "CREATE CONSTRAINT TRIGGER stumble AFTER INSERT ON busload.worker DEFERRABLE INITIALLY DEFERRED "
+                "FOR EACH ROW EXECUTE FUNCTION public.stumble()"
+            )
+            declared_dead(given, database)
+            await eventually(lambda: database.value("SELECT last_value FROM public.tries") == 2)
+            await eventually(lambda: database.value(BACK) == 1)
+        finally:
+            database.rows("DROP FUNCTION IF EXISTS public.stumble() CASCADE")
+            database.rows("DROP SEQUENCE public.tries")
+        assert database.rows("SELECT details ->> 'resumed' FROM busload.event WHERE type = 'NOT_CRASHED'") == [
+            ("true",)
+        ]
+        long.go.set()
+        await eventually(lambda: database.count("lease") == 0)
+    assert long.began == 1
+    database.check_invariants()
+
+
+async def test_a_lease_that_nobody_has_taken_back_yet_goes_on(given: Given, database: Database, dsn: str) -> None:
+    """Its batch was held by somebody while its worker was declared dead."""
+    batch_id = await given.batch(2)
+    worker = given.registered_worker()
+    leased = given.claimed(2, by=worker)
+    given.died(worker)
+    with psycopg.connect(dsn) as holder:
+        holder.execute("SELECT FROM busload.batch WHERE batch_id = %s FOR NO KEY UPDATE", [batch_id])
+        assert database.perform(rescue.rescue(free_only=True)).commands == 0
+    plan = rescue.come_back(
+        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+    )
+    _, resumed = database.perform(plan)
+    assert resumed == {leased[0].lease.lease_id}
+    assert given.rescued().commands == 0
+    assert given.settled(leased) == {one.id for one in leased}
+    database.check_invariants()
+
+
+async def test_what_was_claimed_meanwhile_is_not_lost_with_the_rest(given: Given) -> None:
+    await given.batch(2)
+    before, after = (given.claimed()[0].lease for _ in range(2))
+    held = Held()
+    held.take([before, after])
+    held.lose({before.lease_id})
+    assert (held.lease_ids, before.lost, after.lost) == ([after.lease_id], True, False)

@@ -50,11 +50,17 @@ def renew(*, worker: int, settled: timedelta) -> Plan[Renewal | None]:
 
 
 def come_back(
-    *, buried: int, leases: Sequence[Lease], name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta
+    *,
+    buried: Sequence[int],
+    leases: Sequence[Lease],
+    name: str,
+    domains: Sequence[str],
+    concurrency: int,
+    lease_for: timedelta,
 ) -> Plan[tuple[int, frozenset[UUID]]]:
     """A worker that was declared dead lives: give it a new number, and what nobody has taken over; needs a transaction.
 
-    Returns the number and the leases that it holds again.
+    `buried` are the numbers that it had. Returns the new one and the leases that it holds again.
     """
     worker = yield from register(name=name, domains=domains, concurrency=concurrency, lease_for=lease_for)
     if not leases:
@@ -62,7 +68,7 @@ def come_back(
     held = yield from execute(
         SQL.resume,
         worker=worker,
-        buried=buried,
+        buried=list(buried),
         leases=[lease.lease_id for lease in leases],
         whole=[lease.lease_id for lease in leases if not lease.refused],
         loads=list({lease.lo // POSITIONS for lease in leases}),

@@ -121,13 +121,19 @@ SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
 -- name: resume
 -- A worker that was declared dead is back and still runs these leases, so it did not crash. What was taken from it and still
 -- waits becomes its own again, under the same lease, if all of that lease does: then nobody else has begun it. Of what others
--- have by now, and of leases that are not `whole` because a result was refused, only the blame is taken back. Returns the leases that it holds again.
-WITH lost AS MATERIALIZED (
+-- have by now, and of leases that are not `whole` because a result was refused, only the blame is taken back. A lease that nobody
+-- has taken back yet, as its batch was held, only changes hands. Returns the leases that it holds again.
+WITH left_alone AS MATERIALIZED (
+    SELECT lease_id FROM busload.lease
+     WHERE lease_id = ANY (%(whole)b::uuid[]) AND worker = ANY (%(buried)b::bigint[]) ORDER BY lease_id FOR UPDATE SKIP LOCKED
+), kept AS (
+    UPDATE busload.lease SET worker = %(worker)s::bigint WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM left_alone)) RETURNING lease_id
+), lost AS MATERIALIZED (
     SELECT lease_id, lo, hi, attempt, batch_id, (details ->> 'since')::timestamptz AS since,
            coalesce((details ->> 'crashes_before')::smallint, 0::smallint) AS before
       FROM busload.event
      WHERE lo >> 10 = ANY (%(loads)b::bigint[]) AND type = 'LEASE_LOST' AND lease_id = ANY (%(leases)b::uuid[])
-       AND worker = %(buried)s::bigint
+       AND worker = ANY (%(buried)b::bigint[])
 ), waiting AS MATERIALIZED (
     SELECT q.*, l.lease_id, l.before, l.since FROM lost AS l CROSS JOIN LATERAL (
         SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, replies FROM busload.queue
@@ -166,7 +172,7 @@ WITH lost AS MATERIALIZED (
     SELECT 'NOT_CRASHED', lo, hi, batch_id, attempt, lease_id, %(worker)s::bigint,
            json_build_object('resumed', lease_id IN (SELECT lease_id FROM again)) FROM lost
 )
-SELECT lease_id FROM leased;
+SELECT lease_id FROM leased UNION ALL SELECT lease_id FROM kept;
 
 -- name: canceling_batches
 -- Canceled batches that have something waiting all the same, unless somebody is at it; locked in order, as every other statement

@@ -13,6 +13,7 @@ from busload.domain.execution import Lease, Leased
 class Held:
     def __init__(self) -> None:
         self._leases: dict[UUID, Lease] = {}
+        self._refused: dict[UUID, Lease] = {}
         self._missing: set[UUID] = set()
         self._deserted: set[UUID] = set()
         self.lost = 0
@@ -55,6 +56,16 @@ class Held:
                 if one.lease.unsettled <= 0:
                     self._let_go(one.lease.lease_id)
 
+    def refused(self, leased: Leased) -> None:
+        """The database refused its result, as it did not know the lease.
+
+        This worker may have been declared dead. The lease is remembered until that is known, so that the blame can be
+        taken back.
+        """
+        leased.lease.refused = True
+        self._refused[leased.lease.lease_id] = leased.lease
+        self.settled([leased])
+
     def drop(self, lease_ids: Iterable[UUID]) -> None:
         for lease_id in lease_ids:
             self._let_go(lease_id)
@@ -71,6 +82,7 @@ class Held:
         A lease that was just claimed or closed may be in one picture and not yet in the other, so it is lost only when
         it is missing twice in a row.
         """
+        self._refused.clear()  # it is not dead
         missing = self._leases.keys() - present
         lost = missing & self._missing
         self._missing = missing
@@ -96,15 +108,16 @@ class Held:
 
     @property
     def leases(self) -> list[Lease]:
-        return list(self._leases.values())
+        """What it holds, and what it has just held and may have lost."""
+        return list({**self._refused, **self._leases}.values())
 
-    def lose_all(self, but: Set[UUID] = frozenset()) -> None:
-        """This worker was declared dead; `but` these are its own again."""
-        for lease_id, lease in list(self._leases.items()):
-            if lease_id not in but:
-                self.lost += 1
-                lease.lost = True
-                self._let_go(lease_id)
+    def lose(self, lease_ids: Set[UUID]) -> None:
+        """This worker was declared dead, and others have these."""
+        self._refused.clear()
+        for lease_id in lease_ids & self._leases.keys():
+            self.lost += 1
+            self._leases[lease_id].lost = True
+            self._let_go(lease_id)
 
     def _let_go(self, lease_id: UUID) -> None:
         lease = self._leases.pop(lease_id, None)

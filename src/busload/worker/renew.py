@@ -39,7 +39,7 @@ class Heartbeat:
         lease_for: timedelta,
         holding: Callable[[], list[Lease]],
         on_renewal: Callable[[Renewal], None],
-        on_death: Callable[[frozenset[UUID]], None],
+        on_death: Callable[[set[UUID]], None],
         outage: Outage,
     ) -> None:
         self._outage = outage
@@ -55,6 +55,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="busload-renew", daemon=True)
         self._starting = threading.Lock()
         self.worker = 0
+        self._buried: list[int] = []
+        """Numbers that this worker had: the answer to a new one may have been lost."""
         self._heard_at = self._back_at = -math.inf
 
     @property
@@ -107,19 +109,22 @@ class Heartbeat:
             self._back_at = now
         self._heard_at = now
         if renewal is not None:
+            self._buried.clear()
             self._tell(lambda: self._on_renewal(renewal))
             return
         leases = self._holding()
-        plan = rescue.come_back(buried=self.worker, leases=leases, **self._facts)  # type: ignore[arg-type]
+        self._buried.append(self.worker)
+        plan = rescue.come_back(buried=self._buried, leases=leases, **self._facts)  # type: ignore[arg-type]
         with conn.transaction():
             self.worker, resumed = perform(conn, plan)
+        self._buried.clear()
         log.warning(
             "This worker was declared dead though it lives: of its %d leases it has taken up %d again, and others have "
             "the rest. It goes on under a new number",
             len(leases),
             len(resumed),
         )
-        self._tell(lambda: self._on_death(resumed))
+        self._tell(lambda: self._on_death({lease.lease_id for lease in leases} - resumed))
 
     def _tell(self, what: Callable[[], None]) -> None:
         if not self._loop.is_closed():

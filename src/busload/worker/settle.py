@@ -145,7 +145,7 @@ class Settlement:
 
     def superseded(self, leased: Leased) -> None:
         """The handler's own transaction found that the lease is gone: this attempt has ended and counts for nothing."""
-        leased.lease.refused = True
+        self._held.refused(leased)
         self._ran(leased.lease)
 
     def flush_soon(self) -> None:
@@ -252,7 +252,7 @@ class Settlement:
             self.late += late
             for transition in transitions:
                 if transition.leased.id not in credited:
-                    transition.leased.lease.refused = True
+                    self._held.refused(transition.leased)
             transitions = [transition for transition in transitions if transition.leased.id in credited]
         self.outcomes.update(map(attrgetter("outcome"), transitions))
         self._on_settled()

@@ -443,7 +443,7 @@ class _Running:
             lease_for=settings.lease_for,
             holding=lambda: self._held.leases,
             on_renewal=self._on_renewal,
-            on_death=self._held.lose_all,
+            on_death=self._held.lose,
             outage=self._outage,
         )
         self._broker = None if bus.transport is None else self._assemble_broker()
