@@ -60,7 +60,7 @@ from busload.handlers import Function, Handlers, gather
 from busload.lock_wait import LockWait, waiting_parts
 from busload.open_batch import OpenBatch, SyncOpenBatch
 from busload.outbox import Outbox, SyncOutbox
-from busload.requests import Requests, Write
+from busload.requests import Requests, Write, in_pages
 from busload.sending import Sending
 from busload.settings import Settings
 from busload.store import connection, report
@@ -506,8 +506,8 @@ class CommandBus(Bus):
         """
         if conn is None:
             canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
-            for plan in canceling.plans():
-                await self._write(Write(plan, batch_id=batch_id))
+            for write in in_pages(canceling, batch_id=batch_id):
+                await self._write(write)
             return canceling.canceled
         return await self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
@@ -617,8 +617,8 @@ class CommandBus(Bus):
         """
         if conn is None:
             canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
-            for plan in canceling.plans():
-                await self._write(Write(plan, job_id=job_id))
+            for write in in_pages(canceling, job_id=job_id):
+                await self._write(write)
             return canceling.canceled
         return await self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 
@@ -1162,8 +1162,8 @@ class SyncCommandBus(Bus):
         """Cancel what has not started yet, and return how many that was; see `CommandBus.cancel_batch`."""
         if conn is None:
             canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
-            for plan in canceling.plans():
-                self._write(Write(plan, batch_id=batch_id))
+            for write in in_pages(canceling, batch_id=batch_id):
+                self._write(write)
             return canceling.canceled
         return self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
@@ -1231,8 +1231,8 @@ class SyncCommandBus(Bus):
         """Stop a job and cancel the batch of its stage; see `CommandBus.cancel_job`."""
         if conn is None:
             canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
-            for plan in canceling.plans():
-                self._write(Write(plan, job_id=job_id))
+            for write in in_pages(canceling, job_id=job_id):
+                self._write(write)
             return canceling.canceled
         return self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 

@@ -248,7 +248,7 @@ class LockHolder:
 
 
 class LockWaitTimeout(BusloadError):
-    """A task key, a command id or a batch was waited for, and the transaction that holds it did not end in time.
+    """A task key, a command, a batch or a job was waited for, and the transaction that holds it did not end in time.
 
     Nothing was written, so the call can be repeated. `holders` are the sessions that may hold it, the oldest first.
     """
@@ -256,8 +256,8 @@ class LockWaitTimeout(BusloadError):
     def __init__(self, waited: timedelta, holders: Sequence[LockHolder]) -> None:
         who = "; or ".join(map(str, holders)) or "transactions that followed each other"
         super().__init__(
-            f"Waited {waited.total_seconds():g} s for a task key, command id or batch that an open transaction holds: "
-            f"most likely {who}. Nothing was written. End that transaction and repeat the call."
+            f"Waited {waited.total_seconds():g} s for a task key, command, batch or job that an open transaction "
+            f"holds: most likely {who}. Nothing was written. End that transaction and repeat the call."
         )
         self.waited, self.holders = waited, tuple(holders)
 

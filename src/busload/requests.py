@@ -328,7 +328,7 @@ class Requests:
 
     def seal(self, domain: str, batch_id: UUID) -> Write[bool]:
         refuse(self._name(domain) + check_uuid(batch_id, "batch_id"))
-        return Write(store.send.seal(domain, batch_id), batch_id)
+        return _patient(partial(store.send.seal, domain, batch_id), batch_id)
 
     def check(self, domain: str, command: BatchCommand) -> NewCommand:
         """Refuse a bad command now rather than with its checkpoint."""
@@ -354,23 +354,24 @@ class Requests:
         self, domain: str, batch_id: UUID, *, reason: str, operator: str | None
     ) -> store.cancel.Canceling:
         self._check_operation(domain, batch_id, "batch_id", operator, reason)
-        begin = store.cancel.begin(domain, batch_id, reason=reason, operator=operator, in_pages=True)
+        begin = partial(store.cancel.begin, domain, batch_id, reason=reason, operator=operator, in_pages=True)
         return store.cancel.Canceling(begin, reason=reason, operator=operator)
 
     def retry(self, domain: str, command_id: UUID, *, operator: str | None) -> Write[None]:
         self._check_operation(domain, command_id, "command_id", operator)
-        return Write(store.operate.retry(domain, command_id, operator=operator), command_ids=[command_id])
+        plan = partial(store.operate.retry, domain, command_id, operator=operator)
+        return _patient(plan, command_ids=[command_id])
 
     def complete(self, domain: str, command_id: UUID, *, result: Any, operator: str | None) -> Write[None]:
         self._check_operation(domain, command_id, "command_id", operator)
         text = None if result is None else self._encode(result, "/result")
-        plan = store.operate.complete(domain, command_id, result=text, operator=operator)
-        return Write(plan, command_ids=[command_id])
+        plan = partial(store.operate.complete, domain, command_id, result=text, operator=operator)
+        return _patient(plan, command_ids=[command_id])
 
     def cancel(self, domain: str, command_id: UUID, *, reason: str, operator: str | None) -> Write[None]:
         self._check_operation(domain, command_id, "command_id", operator, reason)
-        plan = store.operate.cancel(domain, command_id, reason=reason, operator=operator)
-        return Write(plan, command_ids=[command_id])
+        plan = partial(store.operate.cancel, domain, command_id, reason=reason, operator=operator)
+        return _patient(plan, command_ids=[command_id])
 
     def get_batch(self, domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
         refuse(self._name(domain) + check_uuid(batch_id, "batch_id"), writes=False)
@@ -437,8 +438,8 @@ class Requests:
 
     def resume_job(self, domain: str, job_id: UUID, *, operator: str | None) -> Write[None]:
         self._check_operation(domain, job_id, "job_id", operator)
-        plan = store.job.resume(domain, job_id, operator=operator, via=self._via)
-        return Write(_then(plan, None), job_id=job_id)
+        plan = partial(store.job.resume, domain, job_id, operator=operator, via=self._via)
+        return _patient(lambda: _then(plan(), None), job_id=job_id)
 
     def cancel_job(self, domain: str, job_id: UUID, *, reason: str, operator: str | None) -> Write[int]:
         self._check_operation(domain, job_id, "job_id", operator, reason)
@@ -448,7 +449,7 @@ class Requests:
         self, domain: str, job_id: UUID, *, reason: str, operator: str | None
     ) -> store.cancel.Canceling:
         self._check_operation(domain, job_id, "job_id", operator, reason)
-        begin = store.job.begin_to_cancel(domain, job_id, reason=reason, operator=operator, in_pages=True)
+        begin = partial(store.job.begin_to_cancel, domain, job_id, reason=reason, operator=operator, in_pages=True)
         return store.cancel.Canceling(begin, reason=reason, operator=operator)
 
     def get_job(self, domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
@@ -882,9 +883,23 @@ def _bulk(send: Callable[..., Plan[Any]], result: T, batch_id: UUID | None, comm
     return Write(_then(send(), result), batch_id, ids, one_statement=True, again=lambda: _then(again(), result))
 
 
-def _patient(plan: Callable[[], Plan[T]], batch_id: UUID | None, command_ids: Sequence[UUID]) -> Write[T]:
+def _patient(
+    plan: Callable[[], Plan[T]],
+    batch_id: UUID | None = None,
+    command_ids: Sequence[UUID] = (),
+    job_id: UUID | None = None,
+) -> Write[T]:
     """Several statements, of which one may have to wait for a transaction of somebody else."""
-    return Write(plan(), batch_id, command_ids, again=lambda: store.send.hurried(plan(), PATIENCE))
+    return Write(plan(), batch_id, command_ids, job_id=job_id, again=lambda: store.send.hurried(plan(), PATIENCE))
+
+
+def in_pages(
+    canceling: store.cancel.Canceling, *, batch_id: UUID | None = None, job_id: UUID | None = None
+) -> Iterator[Write[None]]:
+    """What a cancel writes, one by one. Once it has begun, nobody sends into the batch: no page waits long."""
+    yield _patient(canceling.begin, batch_id, job_id=job_id)
+    for page in canceling.pages():
+        yield Write(page, batch_id, job_id=job_id)
 
 
 def _check_dedup(dedup: object) -> None:

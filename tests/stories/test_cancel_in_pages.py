@@ -8,6 +8,7 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, SyncCommandBus
+from busload.requests import in_pages
 from busload.store import cancel, claim
 from busload.store.plan import perform
 from tests.given import DOMAIN, Database, Given, counts
@@ -76,8 +77,8 @@ async def test_between_pages_others_claim_and_nothing_of_the_batch_starts(
     other = await given.sent()
     worker = given.registered_worker()
     pages = canceling(bus, batch_id)
-    for n, plan in enumerate(pages.plans()):
-        database.perform(plan)
+    for n, write in enumerate(in_pages(pages)):
+        database.perform(write.plan)
         database.check_invariants()
         leased = given.claimed(1000, by=worker)
         assert [one.command_id for one in leased] == ([other] if n == 0 else [])
@@ -91,9 +92,9 @@ async def test_a_cancel_whose_process_died_between_pages_is_finished_by_a_worker
 ) -> None:
     seen = given.handler()
     batch_id = await large(bus, reply_to="answers")
-    plans = canceling(bus, batch_id).plans()
+    writes = in_pages(canceling(bus, batch_id))
     for _ in range(3):
-        database.perform(next(plans))
+        database.perform(next(writes).plan)
     assert (await given.batch_now(batch_id)).canceled_count < 600
     await given.drained()
     assert seen == []  # somebody is at it

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,7 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BusloadError,
     CommandBus,
     Dedup,
     DuplicateCommandError,
@@ -48,6 +50,8 @@ CALLS: dict[str, Call] = {
     "command id": lambda bus, batch_id: bus.send(DOMAIN, "Bill", command_id=COMMAND_ID),
     "command id in a list": lambda bus, batch_id: bus.send_many(DOMAIN, [BatchCommand("Bill", COMMAND_ID)]),
     "batch": lambda bus, batch_id: bus.send(DOMAIN, "Bill", batch_id=batch_id),
+    "seal": lambda bus, batch_id: bus.seal_batch(DOMAIN, batch_id),
+    "cancel of a batch": lambda bus, batch_id: bus.cancel_batch(DOMAIN, batch_id, reason="wrong file"),
     "list into a batch": lambda bus, batch_id: bus.send_many(DOMAIN, [BatchCommand("Bill")], batch_id=batch_id),
 }
 BY_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
@@ -85,6 +89,30 @@ async def test_who_waits_for_what_a_transaction_holds_leaves_connections_to_all_
         async with asyncio.timeout(SOON):
             ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert not [one for one in ended if isinstance(one, BaseException) and not isinstance(one, DuplicateCommandError)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("action", ["retry", "complete", "cancel"])
+async def test_operators_who_wait_for_each_other_leave_connections_to_all_others(
+    bus: CommandBus, dsn: str, database: Database, given: Given, action: str
+) -> None:
+    """One operator has decided in a transaction that is not over, and the same command is decided upon by others."""
+    _, [command_id] = await given.in_troubleshooting()
+    decide = partial(getattr(bus.troubleshooting, action), DOMAIN, command_id)
+    if action == "cancel":
+        decide = partial(decide, reason="paid by phone")
+    with psycopg.connect(dsn, application_name="shop") as conn, SyncCommandBus(dsn) as other:
+        other.troubleshooting.retry(DOMAIN, command_id, conn=conn)
+        waiting = [asyncio.create_task(decide()) for _ in range(20)]
+        await eventually(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+        async with asyncio.timeout(SOON):
+            for _ in range(10):
+                await bus.send_many(DOMAIN, [BatchCommand("Debit")])
+        assert not any(task.done() for task in waiting)
+    async with asyncio.timeout(SOON):
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert not [one for one in ended if isinstance(one, BaseException) and not isinstance(one, BusloadError)]
+    assert not [one for one in ended if isinstance(one, LockWaitTimeout)]
     database.check_invariants()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeAlias
 from uuid import UUID
@@ -27,21 +27,21 @@ Begun: TypeAlias = tuple[int, UUID | None]
 
 
 class Canceling:
-    """A cancel in pages: perform `plans()` one by one, each in a transaction of its own."""
+    """A cancel in pages: perform `begin()`, then `pages()` one by one, each in a transaction of its own."""
 
-    def __init__(self, begin: Plan[Begun], *, reason: str, operator: str | None) -> None:
+    def __init__(self, begin: Callable[[], Plan[Begun]], *, reason: str, operator: str | None) -> None:
         self._first, self._reason, self._operator = begin, reason, operator
         self._batch_id: UUID | None = None
         self._after = BEGINNING
         self.canceled = 0
 
-    def plans(self) -> Iterator[Plan[None]]:
-        yield self._begin()
+    def begin(self) -> Plan[None]:
+        """It may be performed again, if its transaction came to nothing."""
+        self.canceled, self._batch_id = yield from self._first()
+
+    def pages(self) -> Iterator[Plan[None]]:
         while self._batch_id is not None:
             yield self._page(self._batch_id)
-
-    def _begin(self) -> Plan[None]:
-        self.canceled, self._batch_id = yield from self._first
 
     def _page(self, batch_id: UUID) -> Plan[None]:
         canceled, after = yield from page(
