@@ -110,6 +110,9 @@ def test_a_postgresql_that_happens_to_be_installed_is_not_started(
         ("postgresql://u@h:54x2/db", "port that is no number"),
         ("postgresql://u@h:99999/db", "port that is no number"),
         ("host=h pasword=x", "did you mean password?"),
+        ("postgresql://u@h/db?connect_timeout=5s", "connect_timeout that is no number"),
+        ("postgresql://u@127.0.0.1:1/db?sslmode=on", "invalid sslmode value.*, database and options of the DSN"),
+        ("service=there_is_none", 'definition of service "there_is_none" not found'),
     ],
 )
 async def test_a_dsn_that_makes_no_sense_is_told_by_open(dsn: str, told: str) -> None:
@@ -137,11 +140,30 @@ def test_a_dsn_that_postgresql_understands_is_taken(dsn: str) -> None:
     assert place(dsn).startswith("db at ")
 
 
+class Url:
+    """As SQLAlchemy and pydantic have one."""
+
+
+@pytest.mark.parametrize(("found", "hint"), [(Url(), "Pass the text of it"), (Settings(), "Pass it as settings=")])
+@pytest.mark.parametrize("face", [CommandBus, SyncCommandBus])
+def test_a_dsn_that_is_no_text_is_refused(face: type[CommandBus | SyncCommandBus], found: object, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"The DSN must be text, found a .*\.(Url|Settings)\. {hint}"):
+        face(found)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"The DSN must be text, found a .*Url"):
+        face(settings=Settings(database_url=Url()))  # type: ignore[arg-type]
+
+
+def test_a_transport_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="transport must be a URL or a Transport, found an int"):
+        CommandBus(NOWHERE, transport=5672)  # type: ignore[arg-type]
+
+
 async def test_a_server_that_is_not_there_is_told_by_open_with_its_place() -> None:
     dsn = f"postgresql://user:{CANARY}@127.0.0.1:{PORT}/shop"
     with pytest.raises(DatabaseUnavailable, match=rf"shop at 127.0.0.1, port {PORT}.*open\(wait=30\)") as told:
         await opened(dsn)
     assert CANARY not in str(told.value)
+    assert "?." not in str(told.value)
     with pytest.raises(DatabaseUnavailable, match=rf"shop at 127.0.0.1, port {PORT}"):
         opened_in_sync(dsn)
 
@@ -153,6 +175,25 @@ async def test_a_database_that_does_not_exist_is_told_by_open(dsn: str) -> None:
         await opened(wrong)
     with pytest.raises(DatabaseUnusable, match="does not let us into missing at "):
         opened_in_sync(wrong)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_worker_tells_once_which_database_it_did_not_reach(processes: str, dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(
+        "from busload import CommandBus\nbus = CommandBus()\nbus.handler('shop', 'Ok')(lambda command, ctx: None)\n"
+    )
+    worker = ["worker", "shop:bus", "--wait", "0.2", "--processes", processes]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    away = shell(worker, env | {"BUSLOAD_DATABASE_URL": f"postgresql://u@{NOWHERE}"})
+    assert away.returncode == 1
+    [error] = [line for line in away.stderr.splitlines() if line.startswith("Error: ")]
+    assert error.count("reached") == 1
+    assert f"The DSN names db at 127.0.0.1, port {PORT}" in error
+    assert "--wait" in error
+    wrong = dsn.replace(str(conninfo_to_dict(dsn)["dbname"]), "missing")
+    missing = shell(worker, env | {"BUSLOAD_DATABASE_URL": wrong})
+    assert missing.returncode == 1
+    assert "does not let us into missing at " in missing.stderr
 
 
 @contextmanager

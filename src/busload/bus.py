@@ -100,10 +100,17 @@ class Bus:
         self.settings = settings or Settings()
         self.handlers = Handlers()
         transport = self.settings.transport_url if transport is None else transport
+        if not isinstance(transport, Transport | str | None):
+            raise ValueError(f"transport must be a URL or a Transport, found {kind_of(transport)}.")
         self.transport = find_transport(transport) if isinstance(transport, str) else transport
         self.dispatch = _strategy(dispatch or self.settings.dispatch, self.transport)
         _check_messages(self.settings)
         self._dsn = self.settings.database_url if dsn is None else dsn
+        if not isinstance(self._dsn, str | None):
+            raise ValueError(
+                f"The DSN must be text, found {kind_of(self._dsn)}. Pass "
+                f"{'it as settings=' if isinstance(self._dsn, Settings) else 'the text of it'}."
+            )
         self._embedded: EmbeddedPostgres | None = None
         self._via = Via(self.transport.name) if self.transport else NO_BROKER
         self._requests = Requests(self.settings.limits, awaits=isinstance(self, CommandBus), via=self._via)

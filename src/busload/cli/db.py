@@ -48,7 +48,7 @@ def info(as_json: bool) -> None:
         _echo_json(facts)
         return
     if not facts.pop("in_use"):
-        click.echo("BUSLOAD_DATABASE_URL is set, so busload does not use this server.")
+        click.echo("BUSLOAD_DATABASE_URL is set, or --dsn given, so busload does not use this server.")
     for name, value in facts.items():
         click.echo(f"{name:<11} {_for_people(value)}")
 

@@ -218,7 +218,10 @@ def worker(
 
     with SyncCommandBus(bus._dsn, settings=bus.settings).open(wait=None) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
-        with connection.connect_within(probe.dsn, wait) as conn:
+        with (
+            connection.told(probe.dsn, "--wait says how long a worker waits for it"),
+            connection.connect_within(probe.dsn, wait) as conn,
+        ):
             probe._check_schema(conn)
         longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
         code = asyncio.run(Processes(processes, arguments, longest).run())

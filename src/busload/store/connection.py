@@ -232,11 +232,14 @@ def told(dsn: str, patience: str = "open(wait=30) waits for it that many seconds
         said = " ".join(str(error).split())
         if is_turned_away(error):
             raise DatabaseUnusable(
-                f"PostgreSQL does not let us into {place(dsn)}: {said}. Check user, password and database of the DSN."
+                f"PostgreSQL does not let us into {place(dsn)}: {said}. Check user, password, database and options of "
+                "the DSN."
             ) from error
+        if not isinstance(error, DatabaseUnavailable):
+            said = f"The database cannot be reached: {said}"
         raise DatabaseUnavailable(
-            f"The database cannot be reached: {place(dsn)}: {said}. Check host and port of the DSN, and whether the "
-            f"server runs; {patience}."
+            f"{said}{'' if said.endswith('?') else '.'} The DSN names {place(dsn)}: check host and port, and whether "
+            f"the server runs; {patience}."
         ) from error
 
 
@@ -279,6 +282,7 @@ def is_turned_away(error: Exception) -> bool:
 _TURNED_AWAY = re.compile(
     "authentication failed|pg_hba.conf|no password supplied|does not exist|permission denied|no such (database|user)"
     "|not permitted to log in|server does not support SSL"
+    r"|invalid \w+ value|definition of service"  # options that libpq does not understand: nobody was asked
 )
 
 

@@ -51,6 +51,10 @@ def _nonsense(found: dict[str, Any]) -> str | None:
     for port in str(found.get("port") or "").split(","):
         if port and not (port.isdecimal() and 0 < int(port) < 65536):
             return "a port that is no number from 1 to 65535"
+    try:
+        int(float(found.get("connect_timeout", 0)))  # as psycopg does, with an error of its own
+    except (ValueError, OverflowError):
+        return "a connect_timeout that is no number"
     if re.search(r"[@\s]|://", str(found.get("host") or "")):
         return "a host with a sign that no host has"
     if re.search(r"@|://", str(found.get("dbname") or "")):

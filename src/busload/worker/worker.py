@@ -294,7 +294,7 @@ class _Running:
             await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not finding.done():
                 raise _StoppedEarly
-            with told(self._bus.dsn, "wait_for_database says how long a worker waits for it"):
+            with told(self._bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
                 conn = await finding
             async with conn:
                 await self._bus._check_schema(conn)
