@@ -33,6 +33,8 @@ from tests.pgbouncer import PgBouncer
 
 WITHIN = 60.0
 """Seconds after which a call hangs, also on a slow machine; it used to be for ever."""
+SHORT = b"SELECT 1 FROM pg_sleep(1.3)"
+LONG = f"SELECT 1 FROM pg_sleep({CHECK_WITHIN + 1.5})".encode()
 HASTY = Settings(response_timeout=timedelta(seconds=0.3), poll_every=timedelta(milliseconds=100))
 
 
@@ -125,6 +127,42 @@ async def test_a_statement_may_take_longer_as_long_as_the_server_works_on_it(
         async with asyncio.timeout(WITHIN), CommandBus(url, settings=settings) as bus, bus.pool.connection() as conn:
             cursor = await conn.execute("SELECT 1 FROM pg_sleep(3)")
             assert await cursor.fetchone() == (1,)
+
+
+async def test_statements_that_take_all_connections_of_a_pooler_are_not_given_up(dsn: str) -> None:
+    """Then the pooler has none for the question whether the server works on them."""
+    with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn, pool_size=2) as pooler:
+
+        def wait() -> tuple[int] | None:
+            with SyncCommandBus(pooler.url, settings=HASTY) as bus, bus.pool.connection() as conn:
+                return conn.execute(LONG).fetchone()
+
+        async with (
+            asyncio.timeout(WITHIN),
+            CommandBus(pooler.url, settings=HASTY) as bus,
+            bus.pool.connection() as conn,
+        ):
+            waiting = asyncio.create_task(asyncio.to_thread(wait))
+            cursor = await conn.execute(LONG)
+            assert (await cursor.fetchone(), await waiting) == ((1,), (1,))
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_an_answer_that_comes_while_the_server_is_asked_counts(face: str, dsn: str) -> None:
+    """A pooler with one connection answers the question after the statement: nobody works on it any more."""
+    with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn, pool_size=1) as pooler:
+
+        def wait() -> tuple[int] | None:
+            with SyncCommandBus(pooler.url, settings=HASTY) as bus, bus.pool.connection() as conn:
+                return conn.execute(SHORT).fetchone()
+
+        async with asyncio.timeout(WITHIN), CommandBus(pooler.url, settings=HASTY) as bus:
+            if face == "sync":
+                assert await asyncio.to_thread(wait) == (1,)
+                return
+            async with bus.pool.connection() as conn:
+                cursor = await conn.execute(SHORT)
+                assert await cursor.fetchone() == (1,)
 
 
 async def test_a_connection_that_dies_behind_pgbouncer_is_found_out(dsn: str, database: Database) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import select
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ CHECK_WITHIN = 2.0
 
 CANCEL_WITHIN = 1.0
 """Seconds in which the server must take a request to cancel, and again to obey it; else the connection is given up."""
+
+BUSY_FOR = 120.0
+"""Seconds of silence for which a pooler that has no connection for a question is believed to be busy with ours."""
 
 ABOUT = """SELECT pg_catalog.pg_backend_pid(), pg_catalog.current_setting('synchronous_commit'),
                   pg_catalog.current_setting('default_transaction_isolation')"""
@@ -75,7 +79,8 @@ class OwnConnection(psycopg.Connection[Any]):
     """One whose statements come to an end even if the network swallows their answer, and nothing breaks.
 
     A statement may take its time, as long as the server works on it. If no byte has come for `response_timeout`
-    seconds, the server is asked on another connection whether it does; if not, this one is closed.
+    seconds, the server is asked on another connection whether it does. If not, and no answer has come meanwhile, this
+    one is closed.
     """
 
     response_timeout: float | None = None
@@ -87,23 +92,27 @@ class OwnConnection(psycopg.Connection[Any]):
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
         if self.response_timeout is None:
             return super().wait(gen, *args, **kwargs)
+        silent = 0.0
         while True:
             try:
                 return super().wait(_watch(gen, self.pgconn, self.response_timeout), *args, **kwargs)
             except _Silence:
-                if not (self.asks and self._is_served()):
+                silent += self.response_timeout
+                if not (self.asks and (self._is_served(silent) or was_spoken_to(self))):
                     raise _give_up(self) from None
 
-    def _is_served(self) -> bool:
+    def _is_served(self, silent: float) -> bool:
+        busy = False
         try:
             with OwnConnection.connect(self.conninfo, **_QUESTION) as other:
+                busy = self.pooled and silent < BUSY_FOR  # a pooler has let us in, and a full one may say no more
                 other.response_timeout, other.asks = CHECK_WITHIN, False
                 with other.transaction():
                     other.execute(LOOK_NOWHERE_NOW)
                     row = other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled}).fetchone()
                 return row is not None and bool(row[0])
         except psycopg.Error as error:
-            return is_full(error)
+            return is_full(error) or (busy and isinstance(error, DatabaseUnavailable))
 
 
 class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
@@ -116,6 +125,7 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
     conninfo = ""
 
     async def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
+        silent = 0.0
         while True:
             watched = gen if self.response_timeout is None else _watch(gen, self.pgconn, self.response_timeout)
             try:
@@ -124,7 +134,8 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                 await self._cancel(gen)
                 raise
             except _Silence:
-                if not (self.asks and await self._is_served()):
+                silent += self.response_timeout or 0.0
+                if not (self.asks and (await self._is_served(silent) or was_spoken_to(self))):
                     raise _give_up(self) from None
 
     async def _cancel(self, gen: Generator[Any, Any, T]) -> None:
@@ -139,9 +150,11 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
             if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
                 _give_up(self)
 
-    async def _is_served(self) -> bool:
+    async def _is_served(self, silent: float) -> bool:
+        busy = False
         try:
             async with await OwnAsyncConnection.connect(self.conninfo, **_QUESTION) as other:
+                busy = self.pooled and silent < BUSY_FOR  # a pooler has let us in, and a full one may say no more
                 other.response_timeout, other.asks = CHECK_WITHIN, False
                 async with other.transaction():
                     await other.execute(LOOK_NOWHERE_NOW)
@@ -149,7 +162,7 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                     row = await cursor.fetchone()
                 return row is not None and bool(row[0])
         except psycopg.Error as error:
-            return is_full(error)
+            return is_full(error) or (busy and isinstance(error, DatabaseUnavailable))
 
 
 class _Silence(Exception):
@@ -169,6 +182,13 @@ def _watch(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> Gener
                 raise _Silence
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
+
+
+def was_spoken_to(conn: Connection | AsyncConnection) -> bool:
+    """Whether a connection has something to read: the kernel knows at once, the server after a round trip."""
+    poll = select.poll()
+    poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
+    return bool(poll.poll(0))
 
 
 def connect(dsn: str, *, response_timeout: float | None = None) -> OwnConnection:

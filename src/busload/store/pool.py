@@ -8,7 +8,6 @@ somebody waits for a connection, so all are served as soon as it is back.
 from __future__ import annotations
 
 import asyncio
-import select
 import threading
 import time
 from collections import deque
@@ -36,6 +35,7 @@ from busload.store.connection import (
     configure_async,
     is_away,
     is_turned_away,
+    was_spoken_to,
 )
 
 UNUSED_FOR = 600.0
@@ -159,7 +159,7 @@ class AsyncPool(_Kept):
         self._refuse_closed()
         while self._idle:
             _, conn = self._idle.pop()
-            if not _was_spoken_to(conn) or await self._answers(conn):
+            if not was_spoken_to(conn) or await self._answers(conn):
                 return self._hand_out(conn)
         seconds = self.timeout if timeout is None else timeout
         loop = asyncio.get_running_loop()
@@ -356,7 +356,7 @@ class Pool(_Kept):
         end = time.monotonic() + seconds
         while True:
             conn = self._take(seconds, end) or self._make(seconds, end)
-            if not _was_spoken_to(conn) or self._answers(conn):
+            if not was_spoken_to(conn) or self._answers(conn):
                 conn._pool = self  # type: ignore[assignment] # then psycopg leaves it open at the end of `with conn`
                 return conn
 
@@ -467,13 +467,6 @@ class Pool(_Kept):
 def _may_pass(error: Exception) -> bool:
     """Whether the same try may succeed later, with nobody changing anything."""
     return isinstance(error, psycopg.Error) and is_away(error) and not is_turned_away(error)
-
-
-def _was_spoken_to(conn: Connection | AsyncConnection) -> bool:
-    """Whether an idle connection has something to read: the kernel knows at once, the server after a round trip."""
-    poll = select.poll()
-    poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
-    return bool(poll.poll(0))
 
 
 def _new(kind: type[OwnConnection], conninfo: str, response_timeout: float) -> OwnConnection:
