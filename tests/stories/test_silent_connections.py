@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from busload import (
     BatchCommand,
@@ -117,13 +118,15 @@ async def test_a_batch_whose_connection_dies_half_way_is_not_written(proxy: Post
     assert database.count("command") == 2
 
 
-@pytest.mark.parametrize("way", ["directly", "by PgBouncer"])
+@pytest.mark.parametrize("way", ["directly", "by PgBouncer", "untracked"])
 async def test_a_statement_may_take_longer_as_long_as_the_server_works_on_it(
     way: str, dsn: str, proxy: PostgresProxy
 ) -> None:
     settings = replace(HASTY, response_timeout=timedelta(seconds=1.2))
     with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn) as pooler:
-        url = proxy.url if way == "directly" else pooler.url
+        url = pooler.url if way == "by PgBouncer" else proxy.url
+        if way == "untracked":
+            url = make_conninfo(url, options="-c track_activities=off")
         async with asyncio.timeout(WITHIN), CommandBus(url, settings=settings) as bus, bus.pool.connection() as conn:
             cursor = await conn.execute("SELECT 1 FROM pg_sleep(3)")
             assert await cursor.fetchone() == (1,)

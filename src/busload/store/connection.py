@@ -48,7 +48,8 @@ ISOLATE = "SET default_transaction_isolation = 'read committed'"
 
 SERVED = """SELECT EXISTS (
     SELECT FROM pg_catalog.pg_stat_activity
-     WHERE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' AND pid <> pg_catalog.pg_backend_pid()
+     WHERE pid <> pg_catalog.pg_backend_pid() AND wait_event_type IS DISTINCT FROM 'Client'
+       AND state IN ('active', 'disabled')  -- the latter by track_activities = off
        AND CASE WHEN %(pooled)s::boolean
                 THEN usename = current_user AND datname = current_database()
                      AND application_name = current_setting('application_name')
