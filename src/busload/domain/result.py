@@ -20,7 +20,7 @@ from uuid import UUID
 
 import msgspec
 
-from busload.domain.payload import PayloadLimits, PayloadRefused, encode, storable
+from busload.domain.payload import PayloadLimits, PayloadRefused, encode, safe_str, storable
 from busload.errors import PermanentCommandError
 
 INSTEAD = "Return None, or a dict, a dataclass or a model of what is to be kept."
@@ -57,8 +57,8 @@ def encode_result(result: object, limits: PayloadLimits) -> str:
         raise
     except RecursionError:
         raise ResultNotKept(f"The result contains itself, or is nested too deep. {INSTEAD}") from None
-    except Exception as error:  # of a model's own conversion, or about a key
-        said = storable(f"{type(error).__name__}: {error!s:.300}", 500)
+    except BaseException as error:  # of a model's own conversion, or about a key; also a SystemExit
+        said = f"{type(error).__name__}: {safe_str(error, 300)}"
         raise ResultNotKept(f"A part of the result could not be converted to JSON ({said}). {INSTEAD}") from None
     return encode(plain, limits, path="/result")
 
@@ -82,7 +82,7 @@ def refuse_result_type(function: Callable[..., Any]) -> None:
 
 
 def _refuse_not_run(result: object) -> None:
-    if not isinstance(result, Awaitable | GeneratorType | AsyncGeneratorType):
+    if not issubclass(type(result), Awaitable | GeneratorType | AsyncGeneratorType):  # a proxy's __class__ may raise
         return
     if inspect.iscoroutine(result):
         result.close()  # nobody will await it

@@ -480,8 +480,10 @@ class Executor:
     ) -> None:
         """Settle what a handler has returned or raised. Its own transaction does that, if it has one."""
         transaction, error = context._transaction, ended.error
-        transition = None if error is not None else complete(leased, ended.result, self._limits)
+        transition: Transition | None = None
         try:
+            if error is None:
+                transition = complete(leased, ended.result, self._limits)
             if transaction is not None and transaction.conn is not None and _is_done(transition):
                 await transaction.commit(self._settle_now(transition))
                 await self._keep(transition, settled=True)
