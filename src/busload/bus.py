@@ -901,7 +901,7 @@ class CommandBus(Bus):
 
     async def _commit(self, conn: AsyncConnection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
-        committing = write.one_statement
+        committing = write.one_statement or write.goes_on
         try:
             if write.one_statement:
                 return await perform_async(conn, write.plan)
@@ -1494,7 +1494,7 @@ class SyncCommandBus(Bus):
 
     def _commit(self, conn: Connection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
-        committing = write.one_statement
+        committing = write.one_statement or write.goes_on
         try:
             if write.one_statement:
                 return perform(conn, write.plan)

@@ -75,6 +75,8 @@ class Write(Generic[T]):
     one_statement: bool = False
     job_id: UUID | None = None
     again: Callable[[], Plan[T]] | None = None
+    goes_on: bool = False
+    """The call has written before, so of a connection that breaks nobody can say that nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -899,7 +901,7 @@ def in_pages(
     """What a cancel writes, one by one. Once it has begun, nobody sends into the batch: no page waits long."""
     yield _patient(canceling.begin, batch_id, job_id=job_id)
     for page in canceling.pages():
-        yield Write(page, batch_id, job_id=job_id)
+        yield Write(page, batch_id, job_id=job_id, goes_on=True)
 
 
 def _check_dedup(dedup: object) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from uuid import UUID
 
 import psycopg
 import pytest
 
-from busload import BatchCommand, CommandBus, SyncCommandBus
+from busload import BatchCommand, CommandBus, OutcomeUnknown, SyncCommandBus
 from busload.requests import in_pages
 from busload.store import cancel, claim
 from busload.store.plan import perform
-from tests.given import DOMAIN, Database, Given, counts
+from tests.given import DOMAIN, Database, Given, counts, eventually
 
 PAGES = """SELECT xmin, sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED' GROUP BY xmin"""
 COMPLETIONS = "SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED'"
@@ -108,6 +109,21 @@ async def test_a_cancel_whose_process_died_between_pages_is_finished_by_a_worker
     assert database.value("SELECT canceling_until FROM busload.batch") is None
     assert database.value(COMPLETIONS) == 1
     database.check_invariants()
+
+
+async def test_a_cancel_that_breaks_between_pages_does_not_say_that_nothing_was_written(
+    bus: CommandBus, dsn: str, database: Database
+) -> None:
+    batch_id = await large(bus)
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SELECT FROM busload.queue FOR UPDATE")
+        canceling = asyncio.create_task(bus.cancel_batch(DOMAIN, batch_id, reason="Wrong list."))
+        waits = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        await eventually(lambda: database.rows(waits))
+        with pytest.raises(OutcomeUnknown, match="Repeat the call"):
+            await canceling
+    assert database.value("SELECT canceled_at FROM busload.batch") is not None
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="Wrong list.") == 600
 
 
 async def test_what_runs_goes_on_and_other_batches_are_claimed_after_a_cancel(
