@@ -7,6 +7,7 @@ import threading
 from uuid import UUID
 
 import psycopg
+import pytest
 
 from busload import (
     Chunk,
@@ -18,6 +19,7 @@ from busload import (
     TransientCommandError,
 )
 from busload.domain.command import Command
+from busload.worker.calls import MOST_COLLISIONS
 from busload.worker.context import ChunkContext
 from tests.given import DOMAIN, Database, Given
 from tests.worker.test_locked_batches import open_batch
@@ -166,4 +168,38 @@ async def test_two_decisions_about_commands_of_the_same_batches_do_not_deadlock(
     assert database.value(DEADLOCKS) == before
     for batch_id in batches:
         assert (await given.batch_now(batch_id)).completed_count == 60
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("kind", ["async", "def", "chunk"])
+async def test_a_transaction_that_always_collides_is_a_failure_in_the_end(
+    bus: CommandBus, given: Given, database: Database, kind: str
+) -> None:
+    """It is made again some times without burning an attempt, but not for ever: a person has to see it."""
+    calls: list[int] = []
+    collide = "DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"
+
+    async def alone(command: Command, ctx: HandlerContext) -> None:
+        calls.append(1)
+        async with ctx.transaction() as conn:
+            await conn.execute(collide)
+
+    def in_thread(command: Command, ctx: SyncHandlerContext) -> None:
+        calls.append(1)
+        with ctx.transaction() as conn:
+            conn.execute(collide)
+
+    async def together(chunk: Chunk, ctx: ChunkContext) -> None:
+        calls.append(1)
+        async with ctx.transaction() as conn:
+            await conn.execute(collide)
+
+    if kind == "chunk":
+        bus.bulk_handler(DOMAIN, "Debit", size=1, retry=ONCE)(together)
+    else:
+        bus.handler(DOMAIN, "Debit", retry=ONCE)(alone if kind == "async" else in_thread)
+    await given.sent()
+    await given.drained()
+    assert len(calls) == MOST_COLLISIONS + 1
+    assert database.rows("SELECT reason, attempt FROM busload.troubleshooting") == [("EXHAUSTED", 1)]
     database.check_invariants()

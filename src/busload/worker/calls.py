@@ -25,6 +25,10 @@ class Collided(Exception):
     """The handler's transaction met others that wanted the same rows, and was rolled back; the call is made again."""
 
 
+MOST_COLLISIONS = 10
+"""How many times in a row one attempt is made again; a transaction that meets others each time is at fault itself."""
+
+
 def pause_after(collisions: int) -> float:
     """Seconds until a command is tried again whose transaction has met others so many times in a row.
 
@@ -88,7 +92,9 @@ class Calls:
                 if isinstance(context, HandlerContext | ChunkContext):
                     return await self._await(handler, bulk, context, end, before)
                 return await self._in_thread(handler, bulk, context, end, before)
-            except Collided:
+            except Collided as collided:
+                if collisions == MOST_COLLISIONS and collided.__cause__ is not None:
+                    return Call(_undone(bulk.judgement(collided.__cause__), collided.__cause__))
                 collisions += 1
                 bulk._forget()
                 context._transaction = None
@@ -259,5 +265,9 @@ def _failed(
         return judgement
     if context._transaction.collided(error):
         raise Collided from error
+    return _undone(judgement, error)
+
+
+def _undone(judgement: Judgement, error: BaseException) -> Judgement:
     undone = [(item, error) for item in judgement.done]
     return Judgement([], judgement.failed + undone, {}, answered=bool(judgement.failed) and judgement.answered)

@@ -40,7 +40,7 @@ from busload.store import settle
 from busload.store.outage import Outage
 from busload.store.plan import Plan
 from busload.store.pool import AsyncPool
-from busload.worker.calls import Calls, command_of, failure, pause_after
+from busload.worker.calls import MOST_COLLISIONS, Calls, command_of, failure, pause_after
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
 from busload.worker.contain import Ended, Suspended, hands_on, in_own_task, timed_out
 from busload.worker.context import HandlerContext, SyncHandlerContext
@@ -520,7 +520,8 @@ class Executor:
     ) -> None:
         if self._stopping and isinstance(error, asyncio.CancelledError):
             raise error  # it is handed back
-        if context is not None and context._transaction is not None and context._transaction.collided(error):
+        transaction = None if context is None else context._transaction
+        if transaction is not None and transaction.collided(error) and leased.collisions < MOST_COLLISIONS:
             await self._try_again(leased)
             return
         told = deciding(error)
