@@ -301,7 +301,9 @@ class _Running:
         finally:
             for task in (finding, stopping):
                 task.cancel()
-            await asyncio.gather(finding, stopping, return_exceptions=True)
+            found, _ = await asyncio.gather(finding, stopping, return_exceptions=True)
+            if not isinstance(found, BaseException):  # the start may have been cancelled before it was used
+                await found.close()
 
     def wake(self) -> None:
         """See what the worker was asked for; from any thread, and from a signal's handler."""
