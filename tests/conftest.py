@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +69,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("opened outside of the run's folder: use tmp_path, or a folder below TMPDIR", red=True)
         for line in outside:
             terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test() -> Iterator[None]:
+    """What still runs would write into the log of the next test, and knock at a database that is gone."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("busload-") and thread.name != "busload-embedded":
+            if not isinstance(thread, threading.Timer) or thread.finished.is_set():  # else it was not cancelled
+                thread.join(10)
+            assert not thread.is_alive(), f"The thread {thread.name} was left running."
 
 
 @pytest.fixture

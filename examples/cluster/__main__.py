@@ -60,7 +60,7 @@ async def story(kill: Callable[[], str], batches: int) -> None:
             ended = [await completed(bus, batch_id) for batch_id in batch_ids]
         print(f"{sum(batch.completed_count for batch in ended)} of {batches * BATCH} commands are completed")
         noted, once, hosts = await insist(lambda: ledger(bus))
-        print(f"The ledger has {noted} notes about {once} commands, by {hosts} workers")
+        print(f"The ledger has {noted} notes about {once} commands, by {hosts} of 2 workers")
 
 
 async def ledger(bus: CommandBus) -> tuple[int, int, int]:

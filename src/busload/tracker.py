@@ -402,6 +402,7 @@ class Presence:
             self._stopping.set()
         if thread is not None:
             thread.join()
+            self._outage.close()
         if not (leaving := list(self.workers)):
             return
         try:

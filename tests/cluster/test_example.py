@@ -25,4 +25,4 @@ def test_the_example_kills_a_server_and_loses_nothing() -> None:
     _, killed, completed, ledger = said.splitlines()
     assert killed.endswith("is killed, which most were connected to")
     assert completed == "500 of 500 commands are completed"
-    assert ledger == "The ledger has 500 notes about 500 commands, by 2 workers"
+    assert ledger.startswith("The ledger has 500 notes about 500 commands, by ")  # one may have been quick enough alone

@@ -8,17 +8,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import uuid4
 
 import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from busload import Command, HandlerContext, TaskTracker
+from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
 from busload.store import outage as outages
 from busload.store.outage import Outage
-from tests.given import Given, eventually
+from tests.given import Given, eventually, until
 
 AWAY = psycopg.OperationalError("connection refused")
 
@@ -98,6 +99,21 @@ async def test_a_tracker_tells_of_an_outage_once(bus: CommandBus, dsn: str, capl
         await eventually(lambda: "is back after" in caplog.text)
         await tracker.complete(taken)
     assert len(warnings(caplog)) == 2
+
+
+def test_a_bus_that_is_closed_says_nothing_more(dsn: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A line that came a second later would be read as one about whatever runs then."""
+
+    def about_to_speak() -> list[threading.Timer]:
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        return [timer for timer in timers if timer.name == "busload-outage" and not timer.finished.is_set()]
+
+    with SyncCommandBus(dsn) as bus:
+        bus.create_batch("payments", [BatchCommand("Debit", uuid4(), {})], on_complete=lambda batch: None)
+        with away(dsn):
+            until(lambda: "The database cannot be reached" in caplog.text)
+        until(about_to_speak)
+    assert not about_to_speak()
 
 
 async def test_an_ordinary_drain_at_full_speed_warns_of_nothing(given: Given, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,9 +52,16 @@ class AsyncListener:
         check_every: float = RESPONSE_TIMEOUT / 2,
     ) -> None:
         self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
-        self._outage = outage or Outage()
+        self._outage, self._outage_is_mine = outage or Outage(), outage is None
 
     async def run(self) -> None:
+        try:
+            await self._insist()
+        finally:
+            if self._outage_is_mine:
+                self._outage.close()
+
+    async def _insist(self) -> None:
         backoff = Backoff()
         while True:
             try:
@@ -89,7 +96,7 @@ class Listener:
         check_every: float = RESPONSE_TIMEOUT / 2,
     ) -> None:
         self._dsn, self._channels, self._hear, self._check_every = dsn, channels, hear, check_every
-        self._outage = outage or Outage()
+        self._outage, self._outage_is_mine = outage or Outage(), outage is None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="busload-listen", daemon=True)
 
@@ -99,6 +106,8 @@ class Listener:
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
+        if self._outage_is_mine:
+            self._outage.close()
 
     def _run(self) -> None:
         backoff = Backoff()

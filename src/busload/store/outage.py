@@ -93,6 +93,7 @@ class Outage:
         """Look again after a while whether it has stayed well."""
         if self._timer is None:
             self._timer = threading.Timer(QUIET, self._look)
+            self._timer.name = "busload-outage"
             self._timer.daemon = True
             self._timer.start()
 

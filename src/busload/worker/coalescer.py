@@ -91,7 +91,7 @@ class Coalescer(Generic[T]):
         self._closing = False
         self._nearly_full = NEARLY_FULL * capacity
         self._silent_until = 0.0
-        self._outage = outage or Outage()
+        self._outage, self._outage_is_mine = outage or Outage(), outage is None
         self._flushed_at = time.monotonic()
         self._watching: asyncio.TimerHandle | None = None
 
@@ -156,6 +156,8 @@ class Coalescer(Generic[T]):
         for timer in (self._timer, self._watching):
             if timer is not None:
                 timer.cancel()
+        if self._outage_is_mine:
+            self._outage.close()
         left = list(self._items)
         self._items.clear()
         self.stats.waiting = self.stats.waiting_bytes = 0
