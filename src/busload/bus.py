@@ -36,6 +36,7 @@ from busload.domain.command import (
     CommandMetadata,
     SendResult,
 )
+from busload.domain.counted import counted
 from busload.domain.dedup import Dedup
 from busload.domain.dispatch import DispatchReport, Recovered, Strategy
 from busload.domain.execution import Execution
@@ -47,11 +48,13 @@ from busload.domain.retention import Pruned
 from busload.domain.retry import RetryPolicy
 from busload.errors import (
     BatchNotFoundError,
+    BusloadError,
     DatabaseUnavailable,
     InvalidOperationError,
     JobNotFoundError,
     LockWaitTimeout,
     OutcomeUnknown,
+    PartlyDone,
     TransportMisconfigured,
     kind_of,
     nothing_written,
@@ -63,7 +66,7 @@ from busload.outbox import Outbox, SyncOutbox
 from busload.requests import Requests, Write, in_pages
 from busload.sending import Sending
 from busload.settings import Settings
-from busload.store import connection, report
+from busload.store import cancel, connection, report
 from busload.store.connection import AsyncConnection, Connection
 from busload.store.embedded import EmbeddedPostgres
 from busload.store.listen import BATCH
@@ -513,9 +516,7 @@ class CommandBus(Bus):
         """
         if conn is None:
             canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
-            for write in in_pages(canceling, batch_id=batch_id):
-                await self._write(write)
-            return canceling.canceled
+            return await self._cancel(canceling, batch_id=batch_id)
         return await self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
     async def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
@@ -624,9 +625,7 @@ class CommandBus(Bus):
         """
         if conn is None:
             canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
-            for write in in_pages(canceling, job_id=job_id):
-                await self._write(write)
-            return canceling.canceled
+            return await self._cancel(canceling, job_id=job_id)
         return await self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 
     async def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
@@ -853,12 +852,26 @@ class CommandBus(Bus):
         if write.again is not None:
             return await self._write_patiently(write, write.again)
         pool = self.pool
-        own = await pool.getconn()
+        own = await _connection_async(pool, write)
         try:
             await self._check_schema(own)
             return await self._commit(own, write)
         finally:
             await pool.putconn(own)
+
+    async def _cancel(
+        self, canceling: cancel.Canceling, *, batch_id: UUID | None = None, job_id: UUID | None = None
+    ) -> int:
+        done: int | None = None
+        try:
+            for write in in_pages(canceling, batch_id=batch_id, job_id=job_id):
+                await self._write(write)
+                done = canceling.canceled
+        except (BusloadError, psycopg.Error) as error:
+            if done is None:
+                raise
+            raise _partly_canceled(done, error, batch_id, job_id) from error
+        return canceling.canceled
 
     async def _write_patiently(self, write: Write[T], again: Callable[[], Plan[T]]) -> T:
         """Try until the transaction ends that holds what this needs, and have no connection in between.
@@ -869,7 +882,7 @@ class CommandBus(Bus):
         room = self._first_tries
         while True:
             async with room:
-                own = await pool.getconn()
+                own = await _connection_async(pool, write)
                 try:
                     await self._check_schema(own)
                     return await self._commit(own, replace(write, plan=again()))
@@ -901,7 +914,7 @@ class CommandBus(Bus):
 
     async def _commit(self, conn: AsyncConnection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
-        committing = write.one_statement or write.goes_on
+        committing = write.one_statement
         try:
             if write.one_statement:
                 return await perform_async(conn, write.plan)
@@ -910,6 +923,8 @@ class CommandBus(Bus):
                 committing = True
             return result
         except psycopg.Error as error:
+            if write.goes_on:
+                raise
             if not _connection_lost(error):
                 raise nothing_written(error) from error
             if not committing:
@@ -1169,9 +1184,7 @@ class SyncCommandBus(Bus):
         """Cancel what has not started yet, and return how many that was; see `CommandBus.cancel_batch`."""
         if conn is None:
             canceling = self._requests.cancel_batch_in_pages(domain, batch_id, reason=reason, operator=operator)
-            for write in in_pages(canceling, batch_id=batch_id):
-                self._write(write)
-            return canceling.canceled
+            return self._cancel(canceling, batch_id=batch_id)
         return self._write(self._requests.cancel_batch(domain, batch_id, reason=reason, operator=operator), conn)
 
     def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
@@ -1238,9 +1251,7 @@ class SyncCommandBus(Bus):
         """Stop a job and cancel the batch of its stage; see `CommandBus.cancel_job`."""
         if conn is None:
             canceling = self._requests.cancel_job_in_pages(domain, job_id, reason=reason, operator=operator)
-            for write in in_pages(canceling, job_id=job_id):
-                self._write(write)
-            return canceling.canceled
+            return self._cancel(canceling, job_id=job_id)
         return self._write(self._requests.cancel_job(domain, job_id, reason=reason, operator=operator), conn)
 
     def wait_job(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
@@ -1456,12 +1467,24 @@ class SyncCommandBus(Bus):
         if write.again is not None:
             return self._write_patiently(write, write.again)
         pool = self.pool
-        own = pool.getconn()
+        own = _connection(pool, write)
         try:
             self._check_schema(own)
             return self._commit(own, write)
         finally:
             pool.putconn(own)
+
+    def _cancel(self, canceling: cancel.Canceling, *, batch_id: UUID | None = None, job_id: UUID | None = None) -> int:
+        done: int | None = None
+        try:
+            for write in in_pages(canceling, batch_id=batch_id, job_id=job_id):
+                self._write(write)
+                done = canceling.canceled
+        except (BusloadError, psycopg.Error) as error:
+            if done is None:
+                raise
+            raise _partly_canceled(done, error, batch_id, job_id) from error
+        return canceling.canceled
 
     def _write_patiently(self, write: Write[T], again: Callable[[], Plan[T]]) -> T:
         """Try until the transaction ends that holds what this needs; see `CommandBus`."""
@@ -1469,7 +1492,7 @@ class SyncCommandBus(Bus):
         room = self._first_tries
         while True:
             with room:
-                own = pool.getconn()
+                own = _connection(pool, write)
                 try:
                     self._check_schema(own)
                     return self._commit(own, replace(write, plan=again()))
@@ -1494,7 +1517,7 @@ class SyncCommandBus(Bus):
 
     def _commit(self, conn: Connection, write: Write[T]) -> T:
         """A transaction whose COMMIT can be told from its statements when the connection breaks."""
-        committing = write.one_statement or write.goes_on
+        committing = write.one_statement
         try:
             if write.one_statement:
                 return perform(conn, write.plan)
@@ -1503,6 +1526,8 @@ class SyncCommandBus(Bus):
                 committing = True
             return result
         except psycopg.Error as error:
+            if write.goes_on:
+                raise
             if not _connection_lost(error):
                 raise nothing_written(error) from error
             if not committing:
@@ -1550,6 +1575,35 @@ def _check_messages(settings: Settings) -> None:
             message.keys(key.encode())
         except ValueError as error:
             raise TransportMisconfigured(f"message_key cannot be used. {error}") from None
+
+
+def _connection(pool: Pool, write: Write[Any]) -> Connection:
+    try:
+        return pool.getconn()
+    except DatabaseUnavailable as error:
+        raise _no_connection(write, error) from error
+
+
+async def _connection_async(pool: AsyncPool, write: Write[Any]) -> AsyncConnection:
+    try:
+        return await pool.getconn()
+    except DatabaseUnavailable as error:
+        raise _no_connection(write, error) from error
+
+
+def _no_connection(write: Write[Any], error: DatabaseUnavailable) -> DatabaseUnavailable:
+    """A pool cannot know what its connections are for."""
+    return DatabaseUnavailable(str(error) if write.goes_on else f"{error} Nothing was written.")
+
+
+def _partly_canceled(commands: int, why: BaseException, batch_id: UUID | None, job_id: UUID | None) -> PartlyDone:
+    what = f"batch {batch_id}" if job_id is None else f"job {job_id}"
+    return PartlyDone(
+        f"The cancel of {what} has begun, and {counted(commands, 'command is', 'commands are')} canceled so far",
+        commands,
+        why,
+        todo="None of the others starts. Repeat the call to cancel them now; else a worker does so within a minute.",
+    )
 
 
 def _broken(error: psycopg.Error) -> DatabaseUnavailable:

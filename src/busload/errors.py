@@ -17,6 +17,7 @@ BusloadError
 ├── LockWaitTimeout                         somebody's open transaction holds what was to be written; nothing was
 ├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
 ├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
+├── PartlyDone                              a call of many transactions stopped after some of them; it can be repeated
 ├── TransportError                          about the broker
 │   ├── TransportMisconfigured              a person must change the URL, a right or a queue
 │   ├── TransportUnavailable                it cannot be reached now
@@ -282,6 +283,19 @@ class DispatchIncomplete(BusloadError):
             f"batch_id=UUID('{batch_id}')."
         )
         self.batch_id, self.report = batch_id, report
+
+
+class PartlyDone(BusloadError):
+    """A call that is many transactions stopped after some of them, which stay.
+
+    `commands` is how many commands they were about; of the transaction that failed nobody may know. Repeat the call: it
+    goes on with the rest. `__cause__` is why it stopped.
+    """
+
+    def __init__(self, done: str, commands: int, why: BaseException, *, todo: str) -> None:
+        said = " ".join(str(why).split()).removesuffix(".") or type(why).__name__
+        super().__init__(f"{done}. Then it stopped: {said}. {todo}")
+        self.commands = commands
 
 
 class TransportError(BusloadError):

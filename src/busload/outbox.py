@@ -14,10 +14,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import psycopg
+
 from busload.domain import message
+from busload.domain.counted import counted
 from busload.domain.dispatch import OutboxEntry, Reconciliation
 from busload.domain.message import UnreadableMessage
-from busload.errors import InvalidOperationError
+from busload.errors import BusloadError, InvalidOperationError, PartlyDone
 from busload.requests import Write
 from busload.store import dispatch
 from busload.store import outbox as store
@@ -82,12 +85,17 @@ class Outbox:
         if dry_run:
             return _reroutable(await self.list(domain=domain, batch_id=batch_id), failed_only)
         rerouted = 0
-        for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
-            moved = await self._bus._write(write)
-            if not moved:
-                break
-            rerouted += moved
-        await self._bus._write(Write(dispatch.close(), one_statement=True))
+        try:
+            for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
+                moved = await self._bus._write(replace(write, goes_on=bool(rerouted)))
+                if not moved:
+                    break
+                rerouted += moved
+            await self._bus._write(Write(dispatch.close(), one_statement=True, goes_on=bool(rerouted)))
+        except (BusloadError, psycopg.Error) as error:
+            if not rerouted:
+                raise
+            raise _partly_rerouted(rerouted, error) from error
         _tell(rerouted, operator)
         return rerouted
 
@@ -255,12 +263,17 @@ class SyncOutbox:
         if dry_run:
             return _reroutable(self.list(domain=domain, batch_id=batch_id), failed_only)
         rerouted = 0
-        for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
-            moved = self._bus._write(write)
-            if not moved:
-                break
-            rerouted += moved
-        self._bus._write(Write(dispatch.close(), one_statement=True))
+        try:
+            for write in self._bus._requests.reroute(domain, batch_id, failed_only=failed_only, operator=operator):
+                moved = self._bus._write(replace(write, goes_on=bool(rerouted)))
+                if not moved:
+                    break
+                rerouted += moved
+            self._bus._write(Write(dispatch.close(), one_statement=True, goes_on=bool(rerouted)))
+        except (BusloadError, psycopg.Error) as error:
+            if not rerouted:
+                raise
+            raise _partly_rerouted(rerouted, error) from error
         _tell(rerouted, operator)
         return rerouted
 
@@ -353,4 +366,10 @@ def _reroutable(entries: Sequence[OutboxEntry], failed_only: bool) -> int:
 
 def _tell(rerouted: int, operator: str | None) -> None:
     if rerouted:
-        log.info("Rerouted %d commands to PostgreSQL%s", rerouted, f", by {operator}" if operator else "")
+        by = f", by {operator}" if operator else ""
+        log.info("Rerouted %s to PostgreSQL%s", counted(rerouted, "command"), by)
+
+
+def _partly_rerouted(commands: int, why: BaseException) -> PartlyDone:
+    done = f"{counted(commands, 'command is', 'commands are')} rerouted to PostgreSQL so far"
+    return PartlyDone(done, commands, why, todo="Repeat the call to reroute the rest.")

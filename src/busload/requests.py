@@ -76,7 +76,7 @@ class Write(Generic[T]):
     job_id: UUID | None = None
     again: Callable[[], Plan[T]] | None = None
     goes_on: bool = False
-    """The call has written before, so of a connection that breaks nobody can say that nothing was."""
+    """The call has written before: who made it says so, and errors come as they are."""
 
 
 @dataclass(frozen=True, slots=True)

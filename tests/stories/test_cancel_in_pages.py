@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
 
-from busload import BatchCommand, CommandBus, OutcomeUnknown, SyncCommandBus
-from busload.requests import in_pages
+from busload import BatchCommand, CommandBus, DatabaseUnavailable, PartlyDone, Settings, SyncCommandBus
+from busload.requests import Write, in_pages
 from busload.store import cancel, claim
 from busload.store.plan import perform
 from tests.given import DOMAIN, Database, Given, counts, eventually
@@ -120,10 +122,59 @@ async def test_a_cancel_that_breaks_between_pages_does_not_say_that_nothing_was_
         canceling = asyncio.create_task(bus.cancel_batch(DOMAIN, batch_id, reason="Wrong list."))
         waits = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
         await eventually(lambda: database.rows(waits))
-        with pytest.raises(OutcomeUnknown, match="Repeat the call"):
+        with pytest.raises(PartlyDone, match=r"0 commands are canceled so far.*Repeat the call") as told:
             await canceling
+    assert "othing was written" not in str(told.value) and "may or may not" not in str(told.value)
     assert database.value("SELECT canceled_at FROM busload.batch") is not None
     assert await bus.cancel_batch(DOMAIN, batch_id, reason="Wrong list.") == 600
+
+
+async def test_a_cancel_whose_later_page_gets_no_connection_says_what_was_done(
+    bus: CommandBus, dsn: str, database: Database
+) -> None:
+    batch_id = await large(bus)
+    settings = Settings(pool_size=1, pool_timeout=timedelta(seconds=0.2))
+    async with CommandBus(dsn, settings=settings) as narrow:
+        with psycopg.connect(dsn) as conn:
+            conn.execute("SELECT FROM busload.queue FOR UPDATE")
+            canceling = asyncio.create_task(narrow.cancel_batch(DOMAIN, batch_id, reason="Wrong list."))
+            waits = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            await eventually(lambda: database.rows(waits))
+            next_in_line = asyncio.create_task(narrow.pool.getconn(timeout=60))
+            await asyncio.sleep(0)
+        taken = await next_in_line  # right after the first page
+        with pytest.raises(
+            PartlyDone, match=rf"batch {batch_id} has begun, and \d+ commands are canceled so far"
+        ) as told:
+            await canceling
+        with pytest.raises(DatabaseUnavailable, match=r"The only connection was in use.*Nothing was written"):
+            await narrow.cancel_batch(DOMAIN, batch_id, reason="Wrong list.")
+        await narrow.pool.putconn(taken)
+        assert "othing was written" not in str(told.value)
+        assert isinstance(told.value.__cause__, DatabaseUnavailable)
+        canceled = told.value.commands
+        assert 0 < canceled < 600 and canceled == (await bus.get_batch(DOMAIN, batch_id)).canceled_count  # type: ignore[union-attr]
+        assert await narrow.cancel_batch(DOMAIN, batch_id, reason="Wrong list.") == 600 - canceled
+
+
+def test_so_does_one_without_await(sync_bus: SyncCommandBus, dsn: str, database: Database) -> None:
+    batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Debit", data=n, priority=n % 300) for n in range(600)])
+    settings = Settings(pool_size=1, pool_timeout=timedelta(seconds=0.2))
+    with SyncCommandBus(dsn, settings=settings) as narrow:
+        performed = 0
+        write = narrow._write
+
+        def take_the_connection_after_two(what: Write[Any], conn: Any = None) -> Any:
+            nonlocal performed
+            if performed == 2:
+                narrow.pool.getconn()
+            performed += 1
+            return write(what, conn)
+
+        narrow._write = take_the_connection_after_two  # type: ignore[method-assign, assignment]
+        with pytest.raises(PartlyDone, match=r"1\d\d commands are canceled so far") as told:
+            narrow.cancel_batch(DOMAIN, batch_id, reason="no")
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED'") == told.value.commands
 
 
 async def test_what_runs_goes_on_and_other_batches_are_claimed_after_a_cancel(

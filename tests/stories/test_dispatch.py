@@ -52,6 +52,7 @@ from busload import (
     DispatchStatus,
     HandlerContext,
     InvalidOperationError,
+    PartlyDone,
     Settings,
     SyncCommandBus,
     TaskTracker,
@@ -64,6 +65,7 @@ from busload.domain import message
 from busload.domain.dispatch import DispatchReport
 from busload.domain.message import Envelope
 from busload.errors import Refusal, RefusalReason
+from busload.requests import Write
 from busload.store.claim import Rung
 from busload.store.dispatch import Outcome
 from busload.store.plan import perform_async
@@ -821,6 +823,28 @@ async def test_the_sync_face_tells_relays_to_hurry(
         done = sync_bus.recover()
         assert (done.due, done.relayed) == (5, 0)
         assert sync_bus.outbox.reroute(operator="rosa") == 5
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.queue") == 5
+
+
+async def test_a_reroute_that_gets_no_connection_half_way_says_what_was_done(
+    dsn: str, bus: CommandBus, transport: FaultyTransport, database: Database
+) -> None:
+    transport.refuse(AWAY)
+    await bus.create_batch(DOMAIN, commands(5))
+    settings = Settings(pool_size=1, pool_timeout=timedelta(seconds=0.1))
+    with SyncCommandBus(dsn, transport=transport, settings=settings) as narrow:
+        first = narrow._write
+
+        def leave_no_connection(write: Write[Any], conn: Any = None) -> Any:
+            result = first(write, conn)
+            narrow.pool.getconn()
+            narrow._write = first  # type: ignore[method-assign]
+            return result
+
+        narrow._write = leave_no_connection  # type: ignore[method-assign]
+        with pytest.raises(PartlyDone, match="5 commands are rerouted to PostgreSQL so far") as told:
+            narrow.outbox.reroute()
+    assert told.value.commands == 5 and "othing was written" not in str(told.value)
     assert database.value("SELECT sum(hi - lo + 1) FROM busload.queue") == 5
 
 

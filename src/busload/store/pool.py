@@ -105,11 +105,12 @@ class _Kept:
         if self._why is not None:
             why = " ".join(str(self._why).split())
             return DatabaseUnavailable(
-                f"There was no connection to PostgreSQL for {seconds:g} s, so nothing was written: {why}"
+                f"There was no connection to PostgreSQL for {seconds:g} s: {why.removesuffix('.')}."
             )
+        all_of_them = "The only connection was" if self.max_size == 1 else f"All {self.max_size} connections were"
         return DatabaseUnavailable(
-            f"All {self.max_size} connections were in use for {seconds:g} s, so nothing was written. Give them back "
-            "sooner, or raise pool_size; pool_timeout says how long to wait for one."
+            f"{all_of_them} in use for {seconds:g} s. Give connections back sooner, or raise pool_size; pool_timeout "
+            "says how long to wait for one."
         )
 
 
