@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
+from redis.asyncio import Connection, Redis
 
 from busload.errors import RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing.transport import SECRET, connected, messages, receiving, refusals, said_by
+from busload.testing.transport import SECRET, WITHIN, connected, messages, receiving, refusals, said_by
 from busload.transport import find_transport
 from busload.transport import redis as adapter
 from tests.brokers.proxy import Proxy
@@ -317,6 +318,25 @@ async def test_a_frozen_server_is_unreachable_until_it_thaws(tmp_path: Path, que
             server.thaw()
             await transport.publish(some)
             assert set(await transport.peek(queue, limit=4000) or []) == {message.body for message in some}
+
+
+async def test_one_who_is_cancelled_just_when_a_command_has_gone_out_does_not_wait_on(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Python 3.12 the client forgets such a cancellation, and goes on as if nothing had happened."""
+    send = Connection._send_packed_command
+
+    async def send_and_be_cancelled(connection: Connection, command: Any) -> None:
+        await send(connection, command)
+        if any(b"XREADGROUP" in part for part in command):
+            waiting.cancel()
+
+    async with connected(redis_url) as transport:
+        deliveries = transport.deliveries(queue, prefetch=1)
+        monkeypatch.setattr(Connection, "_send_packed_command", send_and_be_cancelled)
+        waiting = asyncio.ensure_future(anext(deliveries))
+        await asyncio.wait({waiting}, timeout=WITHIN)
+        assert waiting.cancelled()
 
 
 @asynccontextmanager

@@ -152,3 +152,14 @@ async def give_back(deliveries: AsyncIterator[Delivery]) -> None:
     close = getattr(deliveries, "aclose", None)
     if close is not None:
         await close()
+
+
+def heed_cancellation() -> None:
+    """For an adapter that is about to wait for a message: end the task if it was cancelled, though a library went on.
+
+    Before Python 3.12 `asyncio.wait_for`, which the libraries use, forgets a cancellation that comes just when what it
+    waits for is done. Whoever has cancelled us would wait as long as no message comes.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

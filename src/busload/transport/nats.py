@@ -33,7 +33,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, Turn, short_name
+from busload.transport.base import Delivery, Message, Transport, Turn, heed_cancellation, short_name
 from busload.transport.options import TLS_FILES, read_options, seconds, tls_context
 
 CONSUMER = "workers"
@@ -359,6 +359,7 @@ class _Loans:
             if self._broken:
                 raise TransportUnavailable(self._broken)
             await self._ask_for_more()
+            heed_cancellation()
             await self._wait()
 
     async def end(self, delivery: NatsDelivery, verdict: bytes) -> None:

@@ -33,7 +33,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, Turn, short_name
+from busload.transport.base import Delivery, Message, Transport, Turn, heed_cancellation, short_name
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload")
@@ -118,6 +118,7 @@ class RabbitmqTransport(Transport):
                 async with self._in_time():
                     await channel.basic_qos(prefetch_count=min(prefetch, MOST_PREFETCHED))
                     await channel.basic_consume(_spelled(queue), hear)
+                heed_cancellation()
                 while (message := await arrived.get()) is not None:
                     yield RabbitmqDelivery(queue, message)
         raise TransportUnavailable(f"RabbitMQ no longer delivers {queue}: the connection ended, or the queue is gone.")

@@ -33,7 +33,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport
+from busload.transport.base import Delivery, Message, Transport, heed_cancellation
 from busload.transport.options import TLS_FILES, read_options, seconds, tls_context
 
 GROUP = "workers"
@@ -248,6 +248,7 @@ class _Loans:
                     return delivery
             if self._closed:
                 raise TransportUnavailable("The connection to Redis was closed")
+            heed_cancellation()
             room = self._prefetch - len(self._held) - len(self._ending) - self._told
             if room <= 0:
                 await self._wait_for_room()

@@ -45,7 +45,7 @@ from busload.errors import (
     TransportMisconfigured,
     TransportUnavailable,
 )
-from busload.transport.base import Delivery, Message, Transport, Turn, hashed_name
+from busload.transport.base import Delivery, Message, Transport, Turn, hashed_name, heed_cancellation
 from busload.transport.options import read_options, seconds
 
 log = logging.getLogger("busload.transport")
@@ -115,6 +115,7 @@ class ServicebusTransport(Transport):
                 came: list[ServiceBusReceivedMessage] = []
                 while True:
                     room = await desk.room()
+                    heed_cancellation()
                     # For one message the SDK returns at once; for several it waits a moment whether more come.
                     asked_at = time.monotonic()
                     came = await receiver.receive_messages(room if came else 1, max_wait_time=IDLE_FOR)
