@@ -129,12 +129,8 @@ def test_a_password_on_the_command_line_is_warned_about_and_not_repeated(offline
 @pytest.mark.parametrize("by", ["--dsn", "environment"])
 def test_what_is_no_connection_string_is_refused_without_being_repeated(offline: Busload, by: str) -> None:
     wrong = "postgresql//ada:geheim@127.0.0.1:1/shop"
-    if by == "--dsn":
-        result = offline("--dsn", wrong, "batch", "ls")
-        assert result.exit_code == 2
-    else:
-        result = offline("batch", "ls", url=wrong)
-        assert result.exit_code == 1
+    result = offline("--dsn", wrong, "batch", "ls") if by == "--dsn" else offline("batch", "ls", url=wrong)
+    assert result.exit_code == 2
     assert "Wanted e.g. postgresql://user:password@host:5432/database" in result.stderr
     assert "geheim" not in result.output
 
@@ -150,6 +146,24 @@ def test_a_server_that_cannot_be_reached_is_one_line_and_at_once(offline: Busloa
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
     assert line.startswith("Error: The database cannot be reached: ")
+    assert "busload --wait 30" in line and "open(" not in line
+
+
+@pytest.mark.parametrize("words", [("batch", "ls", "--wait", "0.3"), ("--wait", "0.3", "troubleshooting", "ls")])
+def test_a_server_that_cannot_be_reached_is_waited_for_as_long_as_it_is_said(
+    offline: Busload, words: tuple[str, ...]
+) -> None:
+    result = offline(*words)
+    assert result.exit_code == 1
+    assert "Error: The database could not be reached for 0.3 s" in result.stderr
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_url_is_wrong_input_however_it_is_given(offline: Busload, empty: str) -> None:
+    by_option, by_variable = offline("--dsn", empty, "batch", "ls"), offline("batch", "ls", url=empty)
+    assert by_option.exit_code == by_variable.exit_code == 2
+    assert "Error: Invalid value for BUSLOAD_DATABASE_URL: The DSN is empty." in by_variable.stderr
+    assert by_variable.stderr == by_option.stderr.replace("for --dsn", "for BUSLOAD_DATABASE_URL")
 
 
 def test_a_database_without_our_schema_is_told_how_to_get_it(offline: Busload, server: TestServer) -> None:

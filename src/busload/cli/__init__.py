@@ -41,7 +41,7 @@ NOUNS = {
     "worker": "Run the commands of an application.",
 }
 
-DSN, DEBUG = "busload.dsn", "busload.debug"
+DSN, WAIT, DEBUG = "busload.dsn", "busload.wait", "busload.debug"
 """Where the context keeps what was given for the options that every command takes."""
 
 
@@ -86,7 +86,7 @@ class _Nouns(click.Group):
         except Exception as error:
             if ctx.meta.get(DEBUG):
                 raise
-            raise _explained(error) from error
+            raise _wrong_environment(ctx, error) or _explained(error) from error
 
 
 class WrongInput(click.ClickException):
@@ -123,14 +123,32 @@ def _give_common_options(command: click.Command) -> None:
     if any(option.name == "dsn" for option in command.params):
         return
     dsn = "The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one."
+    wait = "How long to wait for a server that cannot be reached; default not at all."
     debug = "Show the traceback of an error."
     command.params += [
         click.Option(["--dsn"], metavar="URL", callback=_pass_dsn_on, expose_value=False, help=dsn),
+    ]
+    if not any(option.name == "wait" for option in command.params):  # some verbs wait for something else
+        seconds = click.FloatRange(0, 86_400)
+        command.params.append(
+            click.Option(
+                ["--wait"], type=seconds, metavar="SECONDS", callback=_keep_wait, expose_value=False, help=wait
+            )
+        )
+    command.params += [
         click.Option(["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help=debug),
     ]
     if isinstance(command, click.Group):
         for verb in command.commands.values():
             _give_common_options(verb)
+
+
+def _keep_wait(ctx: click.Context, param: click.Parameter, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    if seconds != seconds:
+        raise click.BadParameter("found nan, wanted a number of seconds")
+    ctx.meta[WAIT] = seconds
 
 
 def _keep_debug(ctx: click.Context, param: click.Parameter, debug: bool) -> None:
@@ -168,6 +186,26 @@ def _database_url(dsn: str) -> Iterator[None]:
             del os.environ["BUSLOAD_DATABASE_URL"]
         else:
             os.environ["BUSLOAD_DATABASE_URL"] = before
+
+
+def _wrong_environment(ctx: click.Context, error: Exception) -> click.ClickException | None:
+    """A variable whose text cannot be is refused as the same text given for its option is."""
+    from busload.errors import DatabaseUnusable, TransportMisconfigured
+    from busload.store.dsn import read
+    from busload.transport import find_transport
+
+    checks = (
+        ("BUSLOAD_DATABASE_URL", DatabaseUnusable, read),
+        ("BUSLOAD_TRANSPORT_URL", TransportMisconfigured, find_transport),
+    )
+    for name, kind, check in checks:
+        text = os.environ.get(name)
+        if isinstance(error, kind) and text is not None:
+            try:
+                check(text)
+            except kind as wrong:  # which does not repeat it: it may hold a password
+                return click.BadParameter(str(wrong), ctx, param_hint=name)
+    return None
 
 
 def _explained(error: Exception) -> click.ClickException:

@@ -15,12 +15,12 @@ from uuid import UUID
 import click
 
 from busload.bus import QUEUE_PREFIX, SyncCommandBus
-from busload.cli import WrongInput, did_you_mean
+from busload.cli import WAIT, WrongInput, did_you_mean
 from busload.cli.output import aligned, shown
 from busload.domain.command import check_name, refuse
 from busload.errors import InvalidOperationError, TransportMisconfigured
 from busload.settings import Settings
-from busload.store import find, report
+from busload.store import connection, find, report
 from busload.store.embedded import EmbeddedPostgres
 from busload.store.find import Found, IdRange
 from busload.store.plan import Plan
@@ -113,7 +113,9 @@ def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
     """
     settings = Settings() if transport else replace(Settings(), transport_url=None)
     if settings.database_url is not None:
-        with SyncCommandBus(settings.database_url, settings=settings) as bus:
+        with SyncCommandBus(settings.database_url, settings=settings).open(wait=None) as bus:
+            wait = click.get_current_context().meta.get(WAIT, 0.0)
+            connection.look(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
             yield bus
         return
     with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:

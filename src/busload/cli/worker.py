@@ -23,7 +23,7 @@ import msgspec
 from click.core import ParameterSource
 
 from busload.bus import CommandBus, SyncCommandBus
-from busload.cli import DSN, did_you_mean
+from busload.cli import DSN, WAIT, did_you_mean
 from busload.cli.database import transport_option
 from busload.cli.metrics import Address, MetricsServer, address
 from busload.cli.prune import age
@@ -173,6 +173,9 @@ def worker(
     served = _domains(domains, bus, application)
     if archive and keep_for is None:
         raise click.UsageError("--archive needs --keep-for, which says how old what is moved must be, e.g. 30d.")
+    ctx = click.get_current_context()
+    if ctx.get_parameter_source("wait") is ParameterSource.DEFAULT:
+        wait = ctx.meta.get(WAIT, wait)
     if any(map(math.isnan, (lease, grace, wait))):
         raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
     settings = WorkerSettings(

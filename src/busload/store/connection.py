@@ -231,9 +231,12 @@ async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConne
             await asyncio.sleep(waiting.pause(error))
 
 
-def look(dsn: str, seconds: float) -> None:
+PATIENCE = "open(wait=30) waits for it that many seconds"
+
+
+def look(dsn: str, seconds: float, patience: str = PATIENCE) -> None:
     """See that the database is there and can be used. A server that is away is waited for so many seconds."""
-    with told(dsn), connect_within(dsn, seconds) as conn:
+    with told(dsn, patience), connect_within(dsn, seconds) as conn:
         refuse_server(conn)
 
 
@@ -245,7 +248,7 @@ async def look_async(dsn: str, seconds: float) -> None:
 
 
 @contextmanager
-def told(dsn: str, patience: str = "open(wait=30) waits for it that many seconds") -> Iterator[None]:
+def told(dsn: str, patience: str = PATIENCE) -> Iterator[None]:
     """Say which database it was, and how to be more patient with one that is away."""
     try:
         yield
@@ -277,7 +280,7 @@ class _Waiting:
         if self._seconds is not None and waited >= self._seconds:
             if not self._seconds:
                 raise error
-            raise DatabaseUnavailable(f"The database could not be reached for {waited:.0f} s: {said}") from error
+            raise DatabaseUnavailable(f"The database could not be reached for {self._seconds:g} s: {said}") from error
         if not self._backoff.tries:
             limit = "" if self._seconds is None else f" for up to {self._seconds:g} s"
             log.warning("The database cannot be reached, waiting for it%s: %s", limit, said)
