@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from busload.domain.retry import Backoff
 from busload.errors import DatabaseUnavailable, InvalidOperationError
@@ -200,9 +200,11 @@ class AsyncPool(_Kept):
     def _put(self, conn: OwnAsyncConnection) -> None:
         """Take a connection back. It never waits, so no cancellation can lose one."""
         status = conn.pgconn.transaction_status
-        if status in (TransactionStatus.INTRANS, TransactionStatus.INERROR) and not self._closed:
+        if _is_piping(conn) or self._closed:
+            self._discard(conn)
+        elif status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
             self._start(self._roll_back(conn))
-        elif status != TransactionStatus.IDLE or self._closed or self._is_old(conn):
+        elif status != TransactionStatus.IDLE or self._is_old(conn):
             self._discard(conn)
         else:
             self._offer(conn)
@@ -364,7 +366,9 @@ class Pool(_Kept):
     def putconn(self, conn: Connection) -> None:
         """Give a connection of this pool back."""
         assert isinstance(conn, OwnConnection)
-        if conn.pgconn.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+        if _is_piping(conn):
+            conn.pgconn.finish()
+        elif conn.pgconn.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
             try:
                 conn.rollback()
             except Exception:
@@ -463,6 +467,11 @@ class Pool(_Kept):
                     return
                 _, conn = self._idle.pop()
             self._discard(conn)
+
+
+def _is_piping(conn: OwnConnection | OwnAsyncConnection) -> bool:
+    """Whether somebody has left a pipeline open, and with it answers that nobody has read."""
+    return conn.pgconn.pipeline_status != PipelineStatus.OFF
 
 
 def _may_pass(error: Exception) -> bool:

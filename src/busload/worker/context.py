@@ -18,7 +18,7 @@ from busload.domain.execution import Lease, Leased, Transition
 from busload.domain.ids import new_id
 from busload.errors import InvalidOperationError, Superseded
 from busload.store.connection import AsyncConnection, Connection
-from busload.store.guard import GuardedAsyncConnection, GuardedConnection
+from busload.store.guard import GuardedAsyncConnection, GuardedConnection, refuse_unfinished
 from busload.store.plan import Plan, perform, perform_async
 from busload.store.pool import AsyncPool, Pool
 from busload.store.settle import lock
@@ -259,6 +259,7 @@ class HandlerTransaction(_Transaction):
         if self.conn is None:
             return None
         try:
+            refuse_unfinished(self.conn)
             settled = await perform_async(self.conn, self._end(settle))
             await self.conn.commit_guarded()
             return settled
@@ -272,10 +273,8 @@ class HandlerTransaction(_Transaction):
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
             self._look()
-            self.conn.guarded = False
             try:
-                if not self.conn.closed:
-                    await self.conn.rollback()
+                await self.conn.rollback_guarded()
             finally:
                 await self._leave()
 
@@ -388,6 +387,7 @@ class SyncHandlerTransaction(_Transaction):
         if self.conn is None:
             return None
         try:
+            refuse_unfinished(self.conn)
             settled = perform(self.conn, self._end(settle))
             self.conn.commit_guarded()
             return settled
@@ -401,10 +401,8 @@ class SyncHandlerTransaction(_Transaction):
         """Undo what was not committed, and let the connection go."""
         if self.conn is not None:
             self._look()
-            self.conn.guarded = False
             try:
-                if not self.conn.closed:
-                    self.conn.rollback()
+                self.conn.rollback_guarded()
             finally:
                 self._leave()
 
