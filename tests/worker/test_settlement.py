@@ -95,7 +95,9 @@ async def settling(given: Given, dsn: str) -> AsyncIterator[Settling]:
             leases = list({one.lease.lease_id: one.lease for one in leased}.values())
             held.take(leases)
             patient = replace(given.settings, **{"flush_every": NEVER, **settings})
-            settlement = Settlement(pool, held, patient, 10, lambda: None, Outage())
+            outage = Outage()
+            stack.callback(outage.close)
+            settlement = Settlement(pool, held, patient, 10, lambda: None, outage)
             stack.push_async_callback(settlement.close, timedelta(seconds=10))
             settlement.expect(leases)
             return settlement
@@ -237,7 +239,7 @@ async def test_it_also_does_if_some_of_its_commands_settle_in_their_own_transact
     given.handler("Write", write)
     async with busy(given):
         batch_id = await given.bus.create_batch(DOMAIN, [BatchCommand("Debit"), BatchCommand("Write")])
-        await eventually(lambda: status(database, batch_id) == "COMPLETED", within=10)
+        await eventually(lambda: status(database, batch_id) == "COMPLETED")
     database.check_invariants()
 
 
