@@ -18,8 +18,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
 from busload.store import outage as outages
+from busload.store.connection import Connection, was_spoken_to
 from busload.store.outage import Outage
-from tests.given import Given, eventually, until
+from busload.worker.renew import beat
+from tests.given import Database, Given, eventually, until
 
 AWAY = psycopg.OperationalError("connection refused")
 
@@ -31,8 +33,9 @@ def away(dsn: str) -> Iterator[None]:
     allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
     with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
         admin.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
-        admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
         try:
+            until(lambda: not admin.execute(end, [name]).fetchall())  # also who had been let in, and was not there yet
             yield
         finally:
             admin.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
@@ -101,8 +104,11 @@ async def test_a_tracker_tells_of_an_outage_once(bus: CommandBus, dsn: str, capl
     assert len(warnings(caplog)) == 2
 
 
-def test_a_bus_that_is_closed_says_nothing_more(dsn: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bus_that_is_closed_says_nothing_more(
+    dsn: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line that came a second later would be read as one about whatever runs then."""
+    monkeypatch.setattr(outages, "QUIET", 600.0)  # it is about to speak for so long that the test sees it
 
     def about_to_speak() -> list[threading.Timer]:
         timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
@@ -114,6 +120,28 @@ def test_a_bus_that_is_closed_says_nothing_more(dsn: str, caplog: pytest.LogCapt
             until(lambda: "The database cannot be reached" in caplog.text)
         until(about_to_speak)
     assert not about_to_speak()
+
+
+def test_a_heartbeat_that_slept_through_an_outage_does_not_tell_of_another_one(
+    dsn: str, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others have said long before that the database is back."""
+    stopping, beats = threading.Event(), list[Connection]()
+
+    def end_its_connection() -> None:
+        if beats:
+            database.rows("SELECT pg_terminate_backend(%s)", beats[-1].info.backend_pid)
+            until(lambda: was_spoken_to(beats[-1]))
+
+    def once(conn: Connection) -> None:
+        conn.execute("SELECT")
+        beats.append(conn)
+        if len(beats) == 3:
+            stopping.set()
+
+    beat(dsn, 0.01, stopping, once, Outage(), before=end_its_connection)
+    assert len(set(beats)) == 3
+    assert warnings(caplog) == []
 
 
 async def test_an_ordinary_drain_at_full_speed_warns_of_nothing(given: Given, caplog: pytest.LogCaptureFixture) -> None:

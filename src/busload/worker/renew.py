@@ -18,7 +18,7 @@ from uuid import UUID
 
 from busload.domain.execution import Lease
 from busload.store import rescue
-from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect
+from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect, was_spoken_to
 from busload.store.outage import Outage
 from busload.store.plan import perform
 from busload.store.rescue import Renewal
@@ -161,7 +161,11 @@ def beat(
     while not stopping.wait(pause):
         before()
         try:
-            conn = conn if conn is not None and not conn.closed else connect(dsn, response_timeout=silence)
+            if conn is not None and (conn.closed or was_spoken_to(conn)):  # by its end: the server may be back already
+                conn.close()
+                conn = None
+            if conn is None:
+                conn = connect(dsn, response_timeout=silence)
             once(conn)
             outage.worked(RENEWING, reached=True)
             pause = every
