@@ -316,7 +316,7 @@ async def test_a_stopping_worker_does_not_start_what_it_has_gathered_while_other
     gate = asyncio.Event()
     calls: list[int] = []
 
-    @bus.bulk_handler(DOMAIN, "Push", size=5, max_wait=0.5)
+    @bus.bulk_handler(DOMAIN, "Push", size=5, max_wait=AN_HOUR)
     async def handle(chunk: Chunk, ctx: ChunkContext) -> None:
         calls.append(len(chunk))
         await gate.wait()
@@ -748,7 +748,7 @@ async def test_a_call_that_takes_too_long_fails_what_it_did_not_judge(
         assert ctx.cancelled
 
     handle = slow if kind == "def" else slow_async
-    bus.bulk_handler(DOMAIN, "Push", size=3, retry=ONCE, timeout=0.1)(handle)
+    bus.bulk_handler(DOMAIN, "Push", size=3, retry=ONCE, timeout=1.0)(handle)  # a thread may not begin at once
     batch_id = await given.batch(3, "Push")
     try:
         async with given.running():

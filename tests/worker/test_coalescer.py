@@ -300,7 +300,7 @@ async def test_one_item_heavier_than_everything_still_goes_through_and_alone(bef
     coalescer = Coalescer(sink, max_size=100, max_interval=SOON, weigh=weigh, max_bytes=10)
     for _ in range(before):
         assert coalescer.offer(1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         await coalescer.put(1000)
         await coalescer.put(2)
         await coalescer.close()
@@ -312,7 +312,7 @@ async def test_one_that_is_full_of_bytes_does_not_wait_for_the_interval() -> Non
     """Nobody can hand over another item, so waiting for more would only be waiting."""
     sink = Sink()
     coalescer = Coalescer(sink, max_size=100, max_interval=NEVER, weigh=weigh, max_bytes=10)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         for item in [10, 10, 10, 10, 5, 39]:
             await coalescer.put(item)
     await coalescer.close()
@@ -399,7 +399,7 @@ async def test_close_returns_at_its_deadline_although_a_flush_hangs() -> None:
     await coalescer.put(1)
     await eventually(lambda: sink.tries == 1)
     await coalescer.put(2)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(25):
         assert await coalescer.close(timedelta(milliseconds=50)) == [1, 2]
 
 
@@ -430,7 +430,7 @@ async def test_what_a_halved_flush_has_written_is_not_returned_by_close() -> Non
     coalescer = Coalescer(sink, max_size=8, max_interval=NEVER, on_refused=hang)
     for item in range(8):
         await coalescer.put(item)
-    await asyncio.wait_for(hangs.wait(), 10)
+    await asyncio.wait_for(hangs.wait(), 25)
     left = await coalescer.close(timedelta(milliseconds=20))
     assert sink.items == [0, 1, 2, 3, 4]
     assert left == [5, 6, 7]
@@ -454,7 +454,7 @@ async def test_a_put_that_waits_for_room_is_refused_by_close_and_not_left_hangin
     waiting = asyncio.create_task(coalescer.put(2))
     await eventually(lambda: sink.tries == 1)
     closing = asyncio.create_task(coalescer.close())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         with pytest.raises(InvalidOperationError):
             await waiting
     sink.open.set()
@@ -479,7 +479,7 @@ async def test_an_item_handed_over_while_it_closes_is_flushed_or_refused(rounds:
             else:
                 accepted.append(item)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         producers = [asyncio.create_task(produce(50 * n)) for n in range(10)]
         await turns(5 * rounds)
         left, *_ = await asyncio.gather(coalescer.close(), *producers)
@@ -776,7 +776,7 @@ def test_every_item_is_flushed_refused_or_returned_exactly_once(
         await turns(close_after)
         for n in cancelled & set(range(len(tasks))):
             tasks[n].cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(25):
             left, *_ = await asyncio.gather(coalescer.close(deadline), *tasks, return_exceptions=True)
             assert isinstance(left, list)
             assert await coalescer.close(deadline) == []

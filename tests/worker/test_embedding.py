@@ -235,7 +235,7 @@ async def test_a_run_that_leaves_handlers_behind_ends_and_names_their_commands(
     bus.handler(DOMAIN, "Debit")(swallow if kind == "async" else stuck)
     given.handler("Quick")
     command_id = await given.sent()
-    short = replace(given.settings, grace=timedelta(0), flush_deadline=timedelta(milliseconds=200))
+    short = replace(given.settings, grace=timedelta(0), flush_deadline=timedelta(seconds=2))  # for each of its steps
     try:
         async with given.worker(settings=short) as worker:
             await eventually(started.is_set)

@@ -90,7 +90,7 @@ async def test_stop_iteration_does_not_take_the_slot_with_it(bus: CommandBus, gi
 
     bus.handler(DOMAIN, "Debit", retry=ONCE)(empty if kind == "def" else empty_async)
     await given.batch(commands=2)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await given.drained(concurrency=1) == 2
     assert given.database.count("troubleshooting") == 2
 
@@ -223,13 +223,13 @@ async def test_a_thread_that_outlives_the_worker_changes_nothing(
 
     bus.handler(DOMAIN, "Slow")(slow)
     await given.sent("Slow")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async with given.running() as worker:
-            await asyncio.to_thread(started.wait, 10)
+            await asyncio.to_thread(started.wait, 60)
             worker.stop(hurry=True)
     assert database.count("lease") == 0 and database.count("queue") == 1
     gate.set()
-    assert await asyncio.to_thread(ended.wait, 10)
+    assert await asyncio.to_thread(ended.wait, 60)
     idle = "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in%' AND datname = current_database()"
     await eventually(lambda: database.value(idle) == 0)
     assert database.value("SELECT count(*) FROM effect") == 0
@@ -374,7 +374,7 @@ async def test_peer_awx_13398(given: Given, database: Database) -> None:
 
     given.handler("Debit", answer)
     batch_id = await given.batch(commands=64)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await given.drained(concurrency=64) == 64
     assert counts(await given.batch_now(batch_id)) == (64, 63, 0, 0, 1)
     assert answers == []

@@ -1113,7 +1113,7 @@ async def test_a_call_that_takes_too_long_fails_and_what_it_judged_counts(
         gate.wait(30)
         assert ctx.cancelled
 
-    events.handler(retry=ONCE, timeout=0.1)(slow if kind == "def" else slow_async)
+    events.handler(retry=ONCE, timeout=1.0)(slow if kind == "def" else slow_async)  # a thread may not begin at once
     await events.add_many(["a", "b"])
     try:
         async with given.running(domains=[EVENTS]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
@@ -48,12 +47,24 @@ def bury(database: Database) -> int:
     return returned.commands
 
 
+RENEWED = """SELECT min(seen_at - 2 * lease_for) > (SELECT max(since) FROM busload.lease)
+               FROM busload.worker WHERE stopped_at IS NULL"""
+"""Whether leases have been kept alive for twice as long as they last."""
+
+
+def block_for_two_leases(database: Database) -> None:
+    """And then rescue what dead workers hold: nothing, as there are heartbeats all the while."""
+    until(lambda: database.value(RENEWED))
+    with database._conn.transaction():  # its clock stands still: however slow the machine is, this heartbeat is fresh
+        until(lambda: database.value("SELECT min(seen_at) > now() FROM busload.worker WHERE stopped_at IS NULL"))
+        assert perform(database._conn, rescue.rescue()).commands == 0
+
+
 async def test_a_handler_that_blocks_the_loop_keeps_its_lease_and_is_reported(
     hasty: Given, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def thoughtless(command: Command, ctx: HandlerContext) -> str:
-        began = time.monotonic()
-        until(lambda: hasty.rescued().commands or time.monotonic() - began > 2.5 * SHORT.total_seconds())
+        block_for_two_leases(database)
         return "done"
 
     hasty.handler("Debit", thoughtless)
@@ -186,7 +197,7 @@ async def test_a_lease_that_was_taken_away_is_noticed(hasty: Given, database: Da
     async def wait(command: Command, ctx: HandlerContext) -> None:
         if not started.is_set():
             started.set()
-            await eventually(lambda: ctx.cancelled, within=10)
+            await eventually(lambda: ctx.cancelled)
             told.append(True)
 
     hasty.handler("Debit", wait)
@@ -304,7 +315,7 @@ async def test_a_worker_does_not_wait_for_a_database_that_does_not_exist(dsn: st
 async def test_bus_and_worker_are_back_soon_after_an_outage(own_server: Server) -> None:
     """Not as long again as it lasted: `tests/chaos/test_outage_lengths.py` measures longer ones."""
     back = await outage(own_server, 4.0)
-    assert max(back.sent, back.sent_by_thread, back.completed) < 15, back  # on a slow machine; the promise is 5
+    assert max(back.sent, back.sent_by_thread, back.completed) < 30, back  # on a slow machine; the promise is 5
 
 
 async def test_a_worker_that_cannot_settle_before_it_stops_says_so(hasty: Given, database: Database, dsn: str) -> None:
@@ -317,7 +328,7 @@ async def test_a_worker_that_cannot_settle_before_it_stops_says_so(hasty: Given,
     task = asyncio.create_task(worker.run())
     await eventually(lambda: database.rows(LOCKED_OUT))
     worker.stop()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         with pytest.raises(InvalidOperationError, match="could not be settled"):
             await task
     brake.close()
@@ -338,8 +349,7 @@ async def test_peer_prefect_21184(hasty: Given, database: Database) -> None:
 
     async def block(command: Command, ctx: HandlerContext) -> None:
         runs.append(1)
-        began = "SELECT min(since) + interval '2 s' < clock_timestamp() FROM busload.lease"
-        until(lambda: hasty.rescued().commands or database.value(began))
+        block_for_two_leases(database)
 
     hasty.handler("Debit", block)
     await hasty.sent()
@@ -353,9 +363,9 @@ async def test_peer_kombu_337(hasty: Given, database: Database) -> None:
 
     async def long(command: Command, ctx: HandlerContext) -> None:
         runs.append(1)
-        began = asyncio.get_running_loop().time()
-        await eventually(lambda: asyncio.get_running_loop().time() - began > 3 * SHORT.total_seconds())
+        await eventually(lambda: database.value(RENEWED))
 
+    hasty.settings = replace(hasty.settings, lease_for=timedelta(seconds=1.5))
     hasty.handler("Debit", long)
     await hasty.sent()
     async with hasty.running():
@@ -376,7 +386,7 @@ async def test_peer_bullmq_4729(given: Given, database: Database) -> None:
             database.rows("SELECT pg_terminate_backend(%s)", pid)
             await eventually(lambda pid=pid: (pid,) not in database.rows(listener))  # type: ignore[misc]
             await given.sent()
-            await eventually(lambda n=n: len(seen) == n + 1, within=10)  # type: ignore[misc]
+            await eventually(lambda n=n: len(seen) == n + 1)  # type: ignore[misc]
 
 
 async def test_peer_pgqueuer_224(own_server: Server, given: Given, caplog: pytest.LogCaptureFixture) -> None:
@@ -399,6 +409,6 @@ async def test_peer_pgqueuer_224(own_server: Server, given: Given, caplog: pytes
         with Database(own_server.dsn) as database:
             await eventually(lambda: database.count("execution") == 1)
             worker.stop()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await task
             assert database.count("lease") == 0

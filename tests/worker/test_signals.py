@@ -60,7 +60,7 @@ def test_what_runs_is_finished_and_the_rest_is_left(
     workers.kill(pid, number)
     until(lambda: not pending(pid))
     (path / "gate").touch()
-    until(lambda: pid in workers.look(), within=10)
+    until(lambda: pid in workers.look())
     assert workers.ended[pid] == 0, workers.log.read_text()
     assert len(workers.noted("start")) == len(workers.noted("end")) == 5, "no new claim after the signal"
     nothing_was_burnt(database, executions=5, left=15)
@@ -74,9 +74,9 @@ def test_what_does_not_finish_within_the_grace_time_is_handed_back(
     waiting(sync_bus, workers)
     began = time.monotonic()
     workers.kill(pid, signal.SIGTERM)
-    until(lambda: pid in workers.look(), within=10)
+    until(lambda: pid in workers.look())
     assert workers.ended[pid] == 0, workers.last_words()
-    assert time.monotonic() - began < 0.5 + 2.5
+    assert time.monotonic() - began < 0.5 + 15
     nothing_was_burnt(database, executions=0, left=20)
 
 
@@ -206,7 +206,7 @@ def hurried(workers: Workers, sync_bus: SyncCommandBus, database: Database, firs
     until(lambda: not pending(pid))  # two that arrive together are one
     assert pid not in workers.look()
     workers.kill(pid, second)
-    until(lambda: pid in workers.look(), within=10)
+    until(lambda: pid in workers.look())
     assert workers.ended[pid] == 0, workers.last_words()
 
 
@@ -237,7 +237,7 @@ def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> 
     until(lambda: database.count("worker") == 1)
     until(lambda: database.value("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"))
     workers.kill(pid, signal.SIGTERM)
-    until(lambda: pid in workers.look(), within=5)
+    until(lambda: pid in workers.look())
     assert workers.ended[pid] == 0, workers.last_words()
 
 
@@ -251,7 +251,7 @@ def interrupted_at_start(
         [pid] = workers.start()
         until(lambda n=n: time.monotonic() * 1000 % 8 // 1 == n % 8)  # type: ignore[misc]  # a little later each time
         workers.kill(pid, number)
-        until(lambda pid=pid: pid in workers.look(), within=10)  # type: ignore[misc]
+        until(lambda pid=pid: pid in workers.look())  # type: ignore[misc]
         # Before it listens to signals, the system ends it; on SIGINT Python does, with an exception.
         by_python = (1, DID_NOT_START) if number == signal.SIGINT else ()
         assert workers.ended[pid] in (0, -number, *by_python), workers.last_words()
@@ -308,7 +308,7 @@ def test_a_thread_that_never_ends_does_not_keep_the_process(
     try:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=5) == 0
+        assert process.wait(timeout=30) == 0
     finally:
         process.kill()
         process.communicate()
@@ -320,7 +320,7 @@ def test_peer_pgqueuer_630(workers: Workers, sync_bus: SyncCommandBus, database:
     [pid] = workers.start(grace=0.1)
     waiting(sync_bus, workers)
     workers.kill(pid, signal.SIGTERM)
-    until(lambda: pid in workers.look(), within=10)
+    until(lambda: pid in workers.look())
     (workers.ledger.parent / "gate").touch()
     workers.start()
     until(lambda: database.value("SELECT completed_at IS NOT NULL FROM busload.batch"))

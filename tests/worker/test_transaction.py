@@ -326,7 +326,7 @@ async def test_a_connection_that_is_lost_in_a_transaction_is_given_back(
         await bus.send(DOMAIN, "Debit")
     worker = given.worker()
     worker._bus = bus
-    async with asyncio.timeout(25):
+    async with asyncio.timeout(60):
         await worker.drain()
     assert effects.rows("SELECT outcome, count(*) FROM busload.execution GROUP BY outcome ORDER BY outcome") == [
         ("COMPLETED", 2),
