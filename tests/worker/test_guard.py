@@ -31,6 +31,9 @@ INSERT = "INSERT INTO effect VALUES (%s)"
 EFFECTS = "SELECT array_agg(n ORDER BY n) FROM effect"
 TEXTS = [
     "SET CONSTRAINTS ALL IMMEDIATE; COMMIT",
+    "COMMIT /* SET CONSTRAINTS ALL IMMEDIATE */",
+    "DO $$ BEGIN SET CONSTRAINTS ALL IMMEDIATE; COMMIT; END $$",
+    "SAVEPOINT a; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO a; COMMIT",
     "COMMIT",
     "/* done */ cOmMiT",
     "END",
@@ -54,6 +57,9 @@ def effects(database: Database) -> Database:
     database.rows(
         "CREATE PROCEDURE commit_in_between() LANGUAGE plpgsql AS"
         " $$ BEGIN INSERT INTO effect VALUES (3); COMMIT; INSERT INTO effect VALUES (4); END $$"
+    )
+    database.rows(
+        "CREATE FUNCTION check_all() RETURNS void LANGUAGE plpgsql AS $$ BEGIN SET CONSTRAINTS ALL IMMEDIATE; END $$"
     )
     return database
 
@@ -133,7 +139,20 @@ async def test_a_handlers_connection_refuses_to_end_its_transaction(
     assert effects.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)]
 
 
-@pytest.mark.parametrize("text", ["SET CONSTRAINTS ALL IMMEDIATE", " set  constraints all immediate ; "])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SET CONSTRAINTS ALL IMMEDIATE",
+        " set  constraints all immediate ; ",
+        "/* now */ SET CONSTRAINTS ALL IMMEDIATE",
+        "-- now\nSET CONSTRAINTS ALL IMMEDIATE",
+        "DO $$ BEGIN SET CONSTRAINTS ALL IMMEDIATE; END $$",
+        "SELECT check_all()",
+        "SET CONSTRAINTS ALL IMMEDIATE; SET CONSTRAINTS ALL DEFERRED",
+        "SET CONSTRAINTS ALL IMMEDIATE; SET CONSTRAINTS ALL IMMEDIATE; SELECT 1",
+        "SAVEPOINT a; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO a; SET CONSTRAINTS ALL IMMEDIATE; RELEASE a",
+    ],
+)
 async def test_constraints_may_be_checked_within_a_handlers_transaction(
     bus: CommandBus, given: Given, effects: Database, text: str
 ) -> None:
@@ -143,6 +162,26 @@ async def test_constraints_may_be_checked_within_a_handlers_transaction(
     assert effects.value(EFFECTS) == [1, 2]
     assert effects.value("SELECT count(*) FROM busload.guard") == 0
     assert effects.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)]
+
+
+async def test_a_constraint_that_does_not_hold_fails_when_it_is_checked(
+    bus: CommandBus, given: Given, effects: Database
+) -> None:
+    effects.rows("ALTER TABLE effect ADD CONSTRAINT once UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
+    effects.rows("INSERT INTO effect VALUES (1)")
+    errors = []
+
+    async def check(conn: psycopg.AsyncConnection[Any]) -> None:
+        try:
+            await conn.execute("/* now */ SET CONSTRAINTS ALL IMMEDIATE")
+        except psycopg.Error as error:
+            errors.append(type(error))
+            raise
+
+    ends(bus, "async", check)
+    await given.sent()
+    await given.drained()
+    assert errors == [psycopg.errors.UniqueViolation]
 
 
 async def test_a_check_of_constraints_leaves_the_guard_where_it_was(
