@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -185,6 +188,56 @@ async def test_a_context_variable_that_a_handler_sets_is_not_seen_by_the_next(
     await filled(bus, domain, 200)
     await given.drained(domains=[domain], concurrency=5)
     assert len(seen) >= 20 and set(seen) == {None}
+    assert TENANT.get() is None
+
+
+class Taking(partial[Any]):
+    """An async function that does something as soon as it is called, before anybody awaits it."""
+
+    def __call__(self, *args: Any) -> Any:
+        self.keywords["first"]()
+        return self.func(*args)
+
+
+def taking(function: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
+    """The same as a plain function that is marked to return a coroutine."""
+
+    def call(given: Any, ctx: Any) -> Any:
+        first()
+        return function(given, ctx)
+
+    mark: Callable[..., Callable[..., Any]] = inspect.markcoroutinefunction  # type: ignore[attr-defined] # since 3.12
+    return mark(call)
+
+
+@pytest.mark.parametrize("form", ["partial", "marked"])
+@pytest.mark.parametrize("kind", ["plain", "limited", "bulk", "buffer"])
+async def test_what_a_handler_does_before_it_is_awaited_is_contained(
+    bus: CommandBus, given: Given, kind: str, form: str
+) -> None:
+    if form == "marked" and sys.version_info < (3, 12):
+        pytest.skip("Python marks coroutine functions since 3.12.")
+    seen: list[str | None] = []
+
+    def take_over() -> None:
+        seen.append(TENANT.get())
+        TENANT.set("somebody")
+
+    async def work(work: Any, ctx: Any) -> None:
+        seen.append(TENANT.get())
+
+    function = Taking(work, first=take_over) if form == "partial" else taking(work, take_over)
+    domain = DOMAIN
+    if kind == "buffer":
+        events(bus).handler()(function)
+        domain = "events"
+    elif kind == "bulk":
+        bus.bulk_handler(DOMAIN, "Debit", size=10, max_wait=0.01)(function)
+    else:
+        bus.handler(DOMAIN, "Debit", timeout=60 if kind == "limited" else None)(function)
+    await filled(bus, domain, 30)
+    await given.drained(domains=[domain], concurrency=1)
+    assert len(seen) >= 6 and seen == [None, "somebody"] * (len(seen) // 2)
     assert TENANT.get() is None
 
 

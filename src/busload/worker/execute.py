@@ -387,13 +387,13 @@ class Executor:
             except Undecodable as error:
                 return partial(self._put, self._decide(leased, Unreadable(error), RetryPolicy()))
             context = HandlerContext(leased, self._bus, self._transactions)
-            try:
-                coroutine = handler.function(command, context)
-                if type(coroutine) is not CoroutineType:  # what looks like a coroutine function may return others
+            own = self._context.copy()
+            try:  # what is only marked as a coroutine function may do anything when it is called, and return others
+                coroutine = own.run(handler.function, command, context)
+                if type(coroutine) is not CoroutineType:
                     coroutine = _await(coroutine)
             except BaseException as error:
                 return partial(self._end, leased, handler, context, Ended(error=error))
-            own = self._context.copy()
             try:
                 yielded = own.run(coroutine.send, None)
             except StopIteration as stop:
