@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 import psycopg
 
 from busload.announcer import Announcer
+from busload.domain.counted import counted
 from busload.domain.dispatch import Recovered
 from busload.errors import RefusalReason
 from busload.store import dispatch, outbox
@@ -86,7 +87,8 @@ async def recover(announcer: Announcer, perform: Perform, *, ring_again_after: t
         reachable = rung.unreachable is None and not rung.throttled
     closed = await perform(dispatch.close())
     if relayed or rung_again:
-        log.info("Recovered: announced %d commands, rang again for %d that nobody had come for", relayed, rung_again)
+        commands = counted(relayed, "command")
+        log.info("Recovered: announced %s, rang again for %d that nobody had come for", commands, rung_again)
     return Recovered(relayed, rung_again, closed)
 
 

@@ -1631,7 +1631,11 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
 
 
 def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
-    progress = f"{batch.finished_count} of {batch.total_count} commands have ended" if batch else "nothing was seen"
+    progress = (
+        f"{batch.finished_count:,} of {counted(batch.total_count, 'command has', 'commands have')} ended"
+        if batch
+        else "nothing was seen"
+    )
     return TimeoutError(f"Batch {batch_id} is not complete after {_seconds(timeout)} s: {progress}.")
 
 

@@ -19,6 +19,7 @@ import msgspec
 import psycopg
 
 from busload.announcer import Announcer
+from busload.domain.counted import counted
 from busload.domain.dispatch import DispatchReport, DispatchStatus, Input, Strategy, checkpoint_name
 from busload.domain.ids import new_id
 from busload.errors import (
@@ -132,10 +133,10 @@ class Dispatcher:
 
     async def _insert(self, run: _Run, plan: Plan[Any], commands: Sequence[Any]) -> Any:
         batch_id = run.batch.batch_id
-        log.debug("Batch %s: writing %d commands", batch_id, len(commands))
+        log.debug("Batch %s: writing %s", batch_id, counted(len(commands), "command"))
         with run.taking("insert_ms"):
             written = await self._write(Write(plan, batch_id, [command.command_id for command in commands]))
-        log.debug("Batch %s: wrote %d commands", batch_id, len(commands))
+        log.debug("Batch %s: wrote %s", batch_id, counted(len(commands), "command"))
         return written
 
     async def _announce(self, run: _Run, ranges: Sequence[Range], mark: Callable[[list[Piece]], Plan[Any]]) -> None:
@@ -144,14 +145,16 @@ class Dispatcher:
         left = [Unannounced(lo, hi, batch.domain, batch.batch_id, 0) for lo, hi in ranges]
         while left:
             page, left = left[:size], left[size:]
-            log.debug("Batch %s: announcing %d loads through %s", batch.batch_id, len(page), self._transport)
+            loads = counted(len(page), "load")
+            log.debug("Batch %s: announcing %s through %s", batch.batch_id, loads, self._transport)
             with run.taking("send_ms"):
                 pieces = await self._announcer.announce(page)
             if pieces and all(piece.reason == RefusalReason.UNREACHABLE for piece in pieces):
                 pieces += [replace(pieces[0], lo=load.lo, hi=load.hi) for load in left]
                 left = []
             run.hear(pieces)
-            log.debug("Batch %s: %d commands confirmed, %d refused", batch.batch_id, run.confirmed, run.refused)
+            confirmed = counted(run.confirmed, "command")
+            log.debug("Batch %s: %s confirmed, %d refused", batch.batch_id, confirmed, run.refused)
             await self._mark(run, mark(pieces))
 
     async def _mark(self, run: _Run, plan: Plan[Any]) -> None:
@@ -170,8 +173,8 @@ class Dispatcher:
         outcome = run.outcome()
         if run.refused:
             log.warning(
-                "The broker (%s) did not confirm %d commands of batch %s, a relay announces them: %s",
-                *(self._transport, run.refused, run.batch.batch_id, outcome.error),
+                "The broker (%s) did not confirm %s of batch %s; a relay announces what is left: %s",
+                *(self._transport, counted(run.refused, "command"), run.batch.batch_id, outcome.error),
             )
         log.info("%s", _event(run, outcome, self._transport))
         try:
@@ -314,28 +317,29 @@ def _go_on(run: _Run, cursor: Cursor) -> bool:
     """Move to where the batch stands; returns whether it has all its commands. Other ones than before are refused."""
     batch_id, given = run.batch.batch_id, run.input
     if given.total is not None and cursor.total is not None and given.total != cursor.total:
-        raise _other_input(batch_id, f"{cursor.total:,} commands", f"{given.total:,}")
+        raise _other_input(batch_id, counted(cursor.total, "command"), f"{given.total:,}")
     before = given.position
     if cursor.commands < before:
+        found = counted(cursor.commands, "command")
         raise InvalidOperationError(
-            f"Batch {batch_id} stands before what was written: it has {cursor.commands:,} commands, wanted {before:,}. "
+            f"Batch {batch_id} stands before what was written: it has {found}, wanted {before:,}. "
             "The database may have failed over to a standby that lacks the last ones. Repeat the call with the same "
             "batch_id to go on from there."
         )
     last = given.move_to(cursor.commands)
     if given.position < cursor.commands:
-        raise _other_input(batch_id, f"{cursor.commands:,} commands so far", f"{given.position:,}")
+        raise _other_input(batch_id, f"{counted(cursor.commands, 'command')} so far", f"{given.position:,}")
     if before < cursor.commands and last is not None and last.command_id not in (None, cursor.last_command):
         position = f"command {cursor.last_command} at position {cursor.commands - 1:,}"
         raise _other_input(batch_id, position, f"{last.command_id}")
     if not cursor.sealed and given.ended:
-        raise _other_input(batch_id, f"more than {cursor.commands:,} commands", "no more")
+        raise _other_input(batch_id, f"more than {counted(cursor.commands, 'command')}", "no more")
     if not cursor.sealed:
         return False
     if cursor.total != cursor.commands:
         raise BatchSealedError(run.batch.domain, batch_id, canceled=cursor.canceled)
     if not given.ended:
-        raise _other_input(batch_id, f"{cursor.commands:,} commands", "more")
+        raise _other_input(batch_id, counted(cursor.commands, "command"), "more")
     return True
 
 

@@ -42,6 +42,8 @@ from uuid import UUID
 
 import psycopg
 
+from busload.domain.counted import counted
+
 if TYPE_CHECKING:
     from busload.domain.dispatch import DispatchReport
 
@@ -118,7 +120,7 @@ class DuplicateTaskError(BusloadError):
 
     def __init__(self, domain: str, holders: Mapping[str, UUID]) -> None:
         [(task_key, command_id), *others] = holders.items()
-        more = f", and {len(others)} more keys are held" if others else ""
+        more = f", and {counted(len(others), 'more key is', 'more keys are')} held" if others else ""
         super().__init__(
             f"In domain {domain!r} the task {task_key!r:.200} is held by command {command_id}{more}. Nothing was "
             'written; wait until it has ended, or send with Dedup(on_conflict="skip").'
@@ -197,7 +199,9 @@ class OutcomeUnknown(BusloadError):
         self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = (), job_id: UUID | None = None
     ) -> None:
         commands = (
-            f"command {command_ids[0]}" if len(command_ids) == 1 else f"a call with {len(command_ids):,} commands"
+            f"command {command_ids[0]}"
+            if len(command_ids) == 1
+            else f"a call with {counted(len(command_ids), 'command')}"
         )
         what = f"batch {batch_id}" if batch_id else commands if command_ids else "this"
         what = f"job {job_id}" if job_id else what

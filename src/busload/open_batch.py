@@ -13,6 +13,7 @@ from uuid import UUID
 
 from busload.domain.batch import BatchCompletionCallback, SyncBatchCompletionCallback
 from busload.domain.command import BatchCommand, NewCommand
+from busload.domain.counted import counted
 from busload.domain.dedup import Dedup
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.requests import Write
@@ -124,7 +125,8 @@ class OpenBatch:
             await self.seal()
         else:
             self._entered = False
-            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+            commands = counted(self.added, "command")
+            log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
 
 
 class SyncOpenBatch:
@@ -227,7 +229,8 @@ class SyncOpenBatch:
             self.seal()
         else:
             self._entered = False
-            log.warning("Batch %s stays open with %d commands: %r", self.batch_id, self.added, error)
+            commands = counted(self.added, "command")
+            log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
 
 
 def _refused(waiting: Mapping[UUID, NewCommand], duplicate: DuplicateCommandError | DuplicateTaskError) -> list[UUID]:

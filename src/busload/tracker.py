@@ -26,6 +26,7 @@ import psycopg
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_text, refuse
+from busload.domain.counted import counted
 from busload.domain.dedup import Dedup, task_key
 from busload.domain.execution import Execution, Failed, Succeeded
 from busload.errors import Superseded, kind_of
@@ -412,7 +413,8 @@ class Presence:
             log.warning("The tracker could not say that it has stopped: %s", error)
             return
         if left and not hand_back:
-            log.warning("The tracker was closed while %d executions ran; others may take them over later", left)
+            executions = counted(left, "execution")
+            log.warning("The tracker was closed with %s under way, for others to take over later", executions)
             return
         with self._lock:
             self.workers = [worker for worker in self.workers if worker not in leaving]
@@ -441,7 +443,7 @@ class Presence:
         if unknown:
             with conn.transaction():
                 perform(conn, rescue.release(unknown))
-            log.warning("Handed back %d tasks whose claim was never answered", len(unknown))
+            log.warning("Handed back %s whose claim was never answered", counted(len(unknown), "task"))
 
     def _register(self, conn: Connection) -> None:
         register = rescue.register(

@@ -210,7 +210,7 @@ async def test_an_unknown_buffer_is_refused_with_those_there_are(busload: Busloa
     assert none.exit_code == 1 and "There is no buffer 'contacts'. There are none" in none.stderr
     await events.add(1)
     one = busload("buffer", verb, "contacts")
-    assert one.exit_code == 1 and f"There are {NAME}." in one.stderr
+    assert one.exit_code == 1 and f"Known: {NAME}." in one.stderr
 
 
 def test_ddl_prints_what_a_table_lacks(busload: Busload, database: Database) -> None:

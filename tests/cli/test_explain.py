@@ -20,7 +20,7 @@ async def test_batch_explain_has_a_line_that_sums_up_and_the_advice_below_each_r
     result = busload("batch", "explain", batch_id)
     summary, empty, code, message, advice = result.stdout.splitlines()
     assert (result.exit_code, empty) == (0, "")
-    assert summary == "Not finished: 0 of 1 commands have ended; 1 waiting for a person."
+    assert summary == "Not finished: 0 of 1 command has ended; 1 waiting for a person."
     assert code.startswith("IN_TROUBLESHOOTING, since ")
     assert message.endswith("PERMANENT: PermanentCommandError: CLOSED: account closed.")
     assert advice.startswith(f"  → Decide: `busload troubleshooting retry {command_id}`")

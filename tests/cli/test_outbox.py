@@ -145,7 +145,7 @@ def test_what_needs_no_broker_does_not_mind_one_that_cannot_be(dsn: str, command
 def test_what_needs_a_broker_says_what_is_wrong_with_it(spawn: Spawn, dsn: str, tmp_path: Path) -> None:
     variables = {"BUSLOAD_TRANSPORT_URL": "carrier://ada:geheim@pigeon"}
     result = run(dsn, "outbox", "reconcile", **variables)
-    assert (result.exit_code, "found the scheme 'carrier'" in result.stderr) == (1, True)
+    assert (result.exit_code, "found the scheme 'carrier'" in result.stderr) == (2, True)
     helped = spawn("demo", "--help", env={**os.environ, **variables})
     assert helped.wait(30) == 0, (tmp_path / "said.txt").read_text()
 

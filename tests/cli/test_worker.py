@@ -115,7 +115,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process(
     process.terminate()
     assert process.wait(timeout=30) == 3
     assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
-    assert "Left behind 1 commands whose handlers did not end in time" in (tmp_path / "said.txt").read_text()
+    assert "Left behind and handed back 1 command that did not end in time" in (tmp_path / "said.txt").read_text()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -176,7 +176,7 @@ def test_results_that_cannot_be_settled_are_an_error(
     (tmp_path / "go").touch()
     process.terminate()
     assert process.wait(timeout=60) == 1
-    assert "1 results could not be settled before the worker stopped" in (tmp_path / "said.txt").read_text()
+    assert "1 result could not be settled before the worker stopped" in (tmp_path / "said.txt").read_text()
 
 
 def test_a_log_for_programs_is_one_json_object_per_line(

@@ -735,7 +735,7 @@ async def test_a_tracker_that_closes_keeps_what_it_runs(
     running = await claimed(tracker)
     with caplog.at_level(logging.WARNING, "busload"):
         await tracker.close()
-    assert "closed while 1 executions ran" in caplog.text
+    assert "closed with 1 execution under way" in caplog.text
     assert await other.claim(TASK, str(running.execution_id)) is None
     assert (await tracker.complete(running)).status == "completed"
 

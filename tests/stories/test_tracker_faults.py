@@ -259,7 +259,7 @@ async def test_a_claim_whose_answer_was_lost_is_handed_back(
         database.rows("UPDATE busload.lease SET since = since - interval '1 min'")
         with caplog.at_level(logging.WARNING, "busload"):
             zombie._presence.once(conn)
-    assert "Handed back 1 tasks" in caplog.text
+    assert "Handed back 1 task whose" in caplog.text
     execution = await redelivered(living, queued)
     assert execution is not None
     await living.complete(execution)

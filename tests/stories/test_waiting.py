@@ -185,7 +185,7 @@ async def test_the_sync_bus_polls_when_its_listener_is_cut(given: Given, dsn: st
 def test_the_sync_bus_says_how_far_it_came(sync_bus: SyncCommandBus) -> None:
     """S043, S081"""
     batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")])
-    with pytest.raises(TimeoutError, match="0 of 1 commands have ended"):
+    with pytest.raises(TimeoutError, match="0 of 1 command has ended"):
         sync_bus.wait_batch(DOMAIN, batch_id, timeout=timedelta(milliseconds=50))
 
 

@@ -639,7 +639,7 @@ async def test_rows_that_vanish_while_they_are_in_a_group_are_counted_and_not_fa
     ]
     status = await events.status()
     assert (status.calls, status.done, status.vanished) == (1, 3, 7)
-    assert "have vanished" in caplog.text
+    assert "vanished from group" in caplog.text
     database.check_invariants()
 
 

@@ -168,9 +168,7 @@ async def test_a_worker_says_when_it_begins_to_stop_and_what_it_waits_for(
         await eventually(lambda: "Stopping" in caplog.text)
         go.set()
     [said] = [line for line in caplog.messages if "Stopping" in line]
-    assert said.startswith(
-        "Stopping: nothing more is claimed. 3 commands are in hand: those that run may take up to 5 s"
-    )
+    assert said.startswith("Stopping: nothing more is claimed. 3 commands are in hand: what runs may take up to 5 s")
 
 
 def test_what_fails_for_a_reason_of_its_own_is_told_by_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -343,7 +343,7 @@ async def test_results_of_a_lease_that_was_lost_do_not_count_and_this_is_said(
     await put(settlement, mine + kept)
     await settlement.close(timedelta(seconds=10))
     assert settlement.settled == 1
-    assert "1 results came after their lease was lost and do not count" in caplog.text
+    assert "Did not count 1 result, which came after the lease was lost" in caplog.text
     assert database.rows("SELECT command, lease_id FROM busload.execution") == [(kept[0].id, kept[0].lease.lease_id)]
     database.check_invariants()
 

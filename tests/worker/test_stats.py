@@ -523,7 +523,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 LINE = re.compile(
     r"In the last minute (\d+) results were settled in (\d+) flushes of (\d+\.\d) on average, (\d+) by handlers' own "
-    r"transactions; from result to commit p50 \d+\.\d ms, p95 \d+\.\d ms, p99 \d+\.\d ms; (\d+) % full, (\d+) flushes "
+    r"transactions; from result to commit p50 \d+\.\d ms, p95 \d+\.\d ms, p99 \d+\.\d ms; (\d+) % full, (\d+) flush "
     "repeated"
 )
 
@@ -550,7 +550,7 @@ async def test_the_log_says_what_was_settled_in_the_last_minute_and_nothing_when
         await coalescer.put(item)
     await coalescer.close()
     await report.once()
-    assert "In the last minute 4 results were settled in 1 flushes of 4.0 on average" in lines(caplog)[1]
+    assert "In the last minute 4 results were settled in 1 flush of 4.0 on average" in lines(caplog)[1]
     report.finish()
     assert "In this run 12 results were settled in 3 flushes of 4.0 on average" in lines(caplog)[2]
 

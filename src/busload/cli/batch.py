@@ -18,8 +18,9 @@ from busload.cli.database import (
     open_bus,
     operator,
 )
-from busload.cli.output import as_json, counters, echo_json, facts, many, progress, table
+from busload.cli.output import as_json, counters, echo_json, facts, progress, table
 from busload.domain.batch import BatchMetadata, BatchStatus
+from busload.domain.counted import counted
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.store.find import IdRange
 
@@ -148,7 +149,7 @@ def cancel(batch: IdRange, reason: str, operator: str, domain: str | None, as_js
     if as_json:
         echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
     else:
-        click.echo(f"Canceled {many(canceled, 'command')}.")
+        click.echo(f"Canceled {counted(canceled, 'command')}.")
 
 
 @batch.command()

@@ -15,6 +15,7 @@ from busload.cli.database import open_bus
 from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
 from busload.domain.buffer import EXHAUSTED, GROUP, BufferStatus, BufferTable
 from busload.domain.command import TroubleshootingItem
+from busload.domain.counted import counted
 from busload.domain.explanation import _span
 from busload.errors import InvalidOperationError
 from busload.store import relation
@@ -155,7 +156,7 @@ def ddl(
 def _find(bus: SyncCommandBus, name: str) -> BufferStatus:
     known = {status.name: status for status in bus.list_buffers()}
     if name not in known:
-        there_are = f"There are {', '.join(known)}." if known else "There are none in this database."
+        there_are = f"Known: {', '.join(known)}." if known else "There are none in this database."
         raise InvalidOperationError(
             f"There is no buffer {name!r:.80}.{did_you_mean(name, known)} {there_are} "
             "One is known from its first event or worker on."
@@ -209,7 +210,7 @@ def _print_status(status: BufferStatus, paused: bool) -> None:
 def _print_parked(group: TroubleshootingItem) -> None:
     """Why a group waits for a person, event by event, and what that person can do."""
     items = _items(group)
-    attempts = "1 attempt" if group.attempts == 1 else f"{group.attempts:,} attempts"
+    attempts = counted(group.attempts, "attempt")
     click.echo()
     paragraph(f"{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
     for item in items[:MOST_ITEMS]:
@@ -288,7 +289,7 @@ def _waiting(status: BufferStatus) -> str:
 
 def _events(count: int) -> str:
     """How many, as far as they were counted."""
-    return "1 event" if count == 1 else f"{count:,} events{' or more' if count >= COUNTED else ''}"
+    return counted(count, "event") + (" or more" if count >= COUNTED else "")
 
 
 def _per_call(status: BufferStatus) -> str | None:

@@ -26,6 +26,7 @@ from busload.cli.demo_invoices import DOMAIN, invoices
 from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table, width, wrapped
 from busload.domain.batch import BatchMetadata
 from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
+from busload.domain.counted import counted
 from busload.domain.ids import new_id
 from busload.store import report
 
@@ -286,7 +287,10 @@ class _Teller:
 
     def queue(self, waiting: Sequence[TroubleshootingItem]) -> None:
         """The newest of each cause: the whole queue would be pages of the same."""
-        self.step("Inspect", f"the troubleshooting queue, where {len(waiting)} commands wait for a person")
+        self.step(
+            "Inspect",
+            f"the troubleshooting queue, where {counted(len(waiting), 'command waits', 'commands wait')} for a person",
+        )
         if self._silent:
             return
         shown = list({(item.reason, item.last_error_code): item for item in reversed(waiting)}.values())

@@ -6,7 +6,8 @@ import click
 
 from busload.cli.database import domain_option, everywhere, find_job, id_or_beginning, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, facts, many, paragraph, table
+from busload.cli.output import as_json, echo_json, facts, paragraph, table
+from busload.domain.counted import counted
 from busload.domain.job import JobMetadata, JobStatus, StageMetadata
 from busload.errors import JobNotFoundError
 from busload.store.find import IdRange
@@ -135,8 +136,8 @@ def cancel(job: IdRange, reason: str, domain: str | None, operator: str, as_json
     if as_json:
         echo_json({"job_id": job_id, "canceled": canceled, "status": None if found is None else found.status})
     elif found is not None:
-        were = "was" if canceled == 1 else "were"
-        paragraph(f"Job {job_id} is {found.status}; {many(canceled, 'command')} {were} canceled.")
+        were = counted(canceled, "command was", "commands were")
+        paragraph(f"Job {job_id} is {found.status}; {were} canceled.")
 
 
 def _where(job: JobMetadata) -> str:

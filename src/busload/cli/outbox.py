@@ -18,7 +18,8 @@ from busload.cli.database import (
     transport_option,
 )
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, many, table
+from busload.cli.output import as_json, echo_json, table
+from busload.domain.counted import counted
 from busload.domain.dispatch import Reconciliation
 from busload.store import report
 from busload.store.find import IdRange
@@ -86,8 +87,8 @@ def retry(domain: str | None, batch: IdRange | None, dry_run: bool, as_json: boo
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
-        are = "is" if count == 1 else "are"
-        click.echo(f"{many(count, 'command')} {'would be tried again' if dry_run else f'{are} due now'}.")
+        due = counted(count, "command is", "commands are")
+        click.echo(f"{counted(count, 'command')} would be tried again." if dry_run else f"{due} due now.")
 
 
 @outbox.command()
@@ -118,7 +119,7 @@ def reroute(
     if as_json:
         echo_json({"commands": count, "dry_run": dry_run})
     else:
-        commands = many(count, "command")
+        commands = counted(count, "command")
         click.echo(f"{commands} would be rerouted." if dry_run else f"Rerouted {commands}.")
 
 

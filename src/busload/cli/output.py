@@ -184,11 +184,6 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def many(count: int, noun: str) -> str:
-    """`1 command`, `1,000 commands`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def counters(batch: BatchMetadata) -> dict[str, int]:
     """The five counters of a batch without the total, in our words."""
     values = (batch.completed_count, batch.failed_count, batch.canceled_count, batch.in_troubleshooting_count)

@@ -12,6 +12,7 @@ import click
 
 from busload.cli.database import open_bus
 from busload.cli.output import PLAIN_EVERY, as_json, at_terminal, console, echo_json
+from busload.domain.counted import counted
 from busload.domain.retention import LONGEST, Pruned
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -91,7 +92,7 @@ def _progress(done: str, *, silent: bool) -> Iterator[Callable[[Pruned], None]]:
 
 
 def _line(done: str, pruned: Pruned) -> str:
-    counts = [f"{count:,} {name if count != 1 else SINGULAR[name]}" for name, count in _fields(pruned).items()]
+    counts = [counted(count, SINGULAR[name], name) for name, count in _fields(pruned).items()]
     return f"{done} {', '.join(counts[:-1])} and {counts[-1]}"
 
 

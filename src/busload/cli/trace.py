@@ -17,12 +17,12 @@ from busload.cli.output import (
     as_json,
     at_terminal,
     echo_json,
-    many,
     shown,
     tracebacks,
     width,
     wrapped,
 )
+from busload.domain.counted import counted
 from busload.domain.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
 from busload.store import find
@@ -99,7 +99,7 @@ def timeline(found: Sequence[Execution], now: datetime, room: int | None = None)
     begin = min(one.enqueued_at for one in found)
     end = max(one.finished_at or now for one in found)
     commands = [list(attempts) for _, attempts in groupby(found, key=lambda one: (one.queue, one.command_id))]
-    lines = [f"{shown(found[0].task_key)}: {many(len(commands), 'command')}, {many(len(found), 'attempt')}"]
+    lines = [f"{shown(found[0].task_key)}: {counted(len(commands), 'command')}, {counted(len(found), 'attempt')}"]
     for attempts in commands:
         first = attempts[0]
         lines += ["", f"{first.command_id} in {first.queue}, sent {shown(first.enqueued_at)}"]

@@ -14,6 +14,7 @@ import psycopg
 from busload.cli.database import note_unknown_domain, open_bus
 from busload.cli.output import as_json, echo_json, table
 from busload.cli.prune import age
+from busload.domain.counted import counted
 from busload.domain.execution import Execution
 from busload.store import track
 from busload.store.connection import Connection, connect
@@ -120,7 +121,7 @@ def compare(
         echo_json(found)
     else:
         rows = [(one.task_id, one.problem, one.here, one.there) for one in found]
-        nothing = f"{comparison.tasks:,} tasks, no disagreement."
+        nothing = f"{counted(comparison.tasks, 'task')}, no disagreement."
         table(("TASK", "PROBLEM", "HERE", "THERE"), rows, nothing=nothing, elastic="TASK")
     if found:
         raise click.exceptions.Exit(1)

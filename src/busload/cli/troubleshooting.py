@@ -14,9 +14,10 @@ from busload.bus import SyncCommandBus
 from busload.cli.batch import follow
 from busload.cli.database import domain_option, everywhere, find_command, id_or_beginning, note_unknown_domain, open_bus
 from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, facts, many, paragraph, shown, table, tracebacks
+from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table, tracebacks
 from busload.domain.cause import FINGERPRINT, CauseGroup, GroupAction
 from busload.domain.command import TroubleshootingItem
+from busload.domain.counted import counted
 from busload.domain.payload import decode_strict
 from busload.errors import InvalidOperationError
 from busload.store import operate, report
@@ -320,11 +321,11 @@ def _print_action(do: str, domain: str, action: GroupAction, *, dry_run: bool) -
     if action.count == 0:
         paragraph(f"Nothing waits for the cause {action.fingerprint} in {domain} any more.")
     elif dry_run:
-        paragraph(f"Would {do} {many(action.count, 'command')} in {domain}; nothing was done.")
+        paragraph(f"Would {do} {counted(action.count, 'command')} in {domain}; nothing was done.")
         rows = [(item.command_id, item.before, item.after) for item in action.sample]
         table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
     else:
-        paragraph(f"Batch {action.batch_id} will {do} {many(action.count, 'command')} in {domain}.")
+        paragraph(f"Batch {action.batch_id} will {do} {counted(action.count, 'command')} in {domain}.")
 
 
 def _text(argument: str) -> str | bytes:

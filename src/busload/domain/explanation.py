@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
+from busload.domain.counted import counted
 from busload.domain.dedup import TRACKED
 from busload.domain.pause import Pause
 
@@ -369,7 +370,7 @@ class _Subject:
             said = " ".join((held.error or "").split())[:200].removesuffix(".")
             when = "is due now" if held.next_try <= self.now else f"is {_until(self.now, held.next_try)}"
             next_try = f"The next try {when}." if nobody is None else f"Nobody tries again: {nobody}."
-            rounds = f"{held.rounds} round{'' if held.rounds == 1 else 's'}"
+            rounds = counted(held.rounds, "round")
             yield Reason(
                 Blocker.NOT_CONFIRMED,
                 held.count,
@@ -540,7 +541,7 @@ class _Subject:
         else:
             then = "Its lease has ended;"
         seen = f", not seen for {_span(self.now - last.seen_at)}" if last.seen_at else ""
-        others = f" and {len(lost) - 1} more workers" if len(lost) > 1 else ""
+        others = f" and {counted(len(lost) - 1, 'more worker')}" if len(lost) > 1 else ""
         yield Reason(
             Blocker.WORKER_LOST,
             count,
@@ -622,7 +623,7 @@ class _Subject:
         verb = "complete" if self.canceled_at else "retry"
         verbs = "complete or cancel" if self.canceled_at else "retry, complete or cancel"
         if cause.count == 1:
-            deletes = "" if self.events is None else f" Complete and cancel delete its {_events(self.events)}."
+            deletes = "" if self.events is None else f" Complete and cancel delete its {counted(self.events, 'event')}."
             return f"Decide: `busload troubleshooting {verb} {cause.command_id}` ({verbs}).{deletes}"
         return (
             f"See one: `busload command show {cause.command_id}`. Then decide for all of this cause: "
@@ -685,11 +686,12 @@ _LABELS = {
 
 def _batch_summary(facts: BatchFacts, reasons: Sequence[Reason]) -> str:
     if facts.completed_at is not None:
-        done = f"{facts.status}: all {facts.total:,} commands ended {_ago(facts.now, facts.completed_at)}"
+        all_of_them = "its command" if facts.total == 1 else f"all {counted(facts.total, 'command')}"
+        done = f"{facts.status}: {all_of_them} ended {_ago(facts.now, facts.completed_at)}"
         if facts.callback is None:
             return f"{done}."
         return f"{done}; the callback is {facts.callback.status}."
-    ended = f"{facts.ended:,} of {facts.total:,} commands have ended"
+    ended = f"{facts.ended:,} of {counted(facts.total, 'command has', 'commands have')} ended"
     if reasons:
         return f"Not finished: {ended}; {_labels(reasons)}."
     ready = sum(ready.count for ready in facts.places.ready)
@@ -704,14 +706,10 @@ def _batch_summary(facts: BatchFacts, reasons: Sequence[Reason]) -> str:
 def _command_summary(facts: CommandFacts, reasons: Sequence[Reason]) -> str:
     if facts.ended:
         return f"{facts.status}: it has ended."
-    it = "it" if facts.events is None else f"this group of {_events(facts.events)} of buffer {facts.domain!r}"
+    it = "it" if facts.events is None else f"this group of {counted(facts.events, 'event')} of buffer {facts.domain!r}"
     if reasons:
         return f"Not finished: {it} is {facts.status}; {_labels(reasons)}."
     return f"On its way: {it} is {facts.status}."
-
-
-def _events(count: int) -> str:
-    return f"{count:,} event{'' if count == 1 else 's'}"
 
 
 def _labels(reasons: Sequence[Reason]) -> str:
@@ -730,15 +728,15 @@ def _said(failure: Failure | Cause) -> str:
 
 
 def _commands(count: int) -> str:
-    return f"{count:,} command" + ("" if count == 1 else "s")
+    return counted(count, "command")
 
 
 def _are(count: int) -> str:
-    return f"{_commands(count)} {'is' if count == 1 else 'are'}"
+    return counted(count, "command is", "commands are")
 
 
 def _have(count: int) -> str:
-    return f"{_commands(count)} {'has' if count == 1 else 'have'}"
+    return counted(count, "command has", "commands have")
 
 
 def _oldest(times: Iterator[datetime | None]) -> datetime | None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
+from busload.domain.counted import counted
 from busload.domain.payload import safe_str, storable
 
 MOST_BYTES = 8 * 1024
@@ -106,14 +107,14 @@ def _words(error: BaseException) -> str:
     if isinstance(notes, list | tuple):
         text += "".join(f"{storable(note, NOTE_BYTES)}\n" for note in notes[:MOST_NOTES] if isinstance(note, str))
         if len(notes) > MOST_NOTES:
-            text += f"[{len(notes) - MOST_NOTES} more notes]\n"
+            text += f"[{counted(len(notes) - MOST_NOTES, 'more note')}]\n"
     return text
 
 
 def _members(group: BaseExceptionGroup[BaseException], budget: _Budget, depth: int) -> Iterator[str]:
     for number, member in enumerate(group.exceptions, 1):
         if depth == DEEPEST or id(member) in budget.seen or not budget.left:
-            yield f"  | [{len(group.exceptions) - number + 1} more sub-exceptions]\n"
+            yield f"  | [{counted(len(group.exceptions) - number + 1, 'more sub-exception')}]\n"
             return
         yield f"  +---------------- {number} ----------------\n"
         lines = "".join(_chain(member, budget, depth + 1)).splitlines()
@@ -130,7 +131,7 @@ def _frames(trace: TracebackType | None) -> Iterator[str]:
     places = places[first:]
     if len(places) <= MOST_FRAMES:
         return (_frame(*place) for place in places)
-    left_out = f"  [{len(places) - MOST_FRAMES} frames left out]\n"
+    left_out = f"  [{counted(len(places) - MOST_FRAMES, 'frame')} left out]\n"
     inner = places[OUTERMOST - MOST_FRAMES :]
     return iter([*(_frame(*one) for one in places[:OUTERMOST]), left_out, *(_frame(*one) for one in inner)])
 

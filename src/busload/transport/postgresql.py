@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from busload.domain.counted import counted
 from busload.errors import (
     PublishFailed,
     Refusal,
@@ -152,7 +153,7 @@ class PostgresqlTransport(Transport):
                 try:
                     await self._perform(store.renew(receiver.queue, dict(receiver.held), loan=self._loan))
                 except TransportError as error:
-                    log.warning("Could not renew %d messages on loan: %s", len(receiver.held), error)
+                    log.warning("Could not renew %s on loan: %s", counted(len(receiver.held), "message"), error)
 
     async def _give_back(self, receiver: _Receiver) -> None:
         held, receiver.held = receiver.held, {}

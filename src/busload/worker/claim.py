@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from uuid import UUID
 
+from busload.domain.counted import counted
 from busload.domain.execution import Lease, Leased, Transition
 from busload.domain.ids import LOAD_SIZE
 from busload.domain.payload import encode
@@ -384,7 +385,8 @@ class Claimer:
         """Threads that got stuck must not keep what waits for one from other workers."""
         stuck = self._executor.abandon_stuck(time.monotonic(), self._quarter_lease)
         if stuck:
-            log.info("Handing back %d commands that have waited %.1f s for a thread", len(stuck), self._quarter_lease)
+            commands = counted(len(stuck), "command")
+            log.info("Handing back %s after %.1f s of waiting for a thread", commands, self._quarter_lease)
             await self._hand_back(stuck)
 
     async def _watch_line(self) -> float | None:
@@ -400,7 +402,8 @@ class Claimer:
             return self._quarter_lease / 4 if self._executor.in_line else None
         patience = min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)
         if waited > patience:
-            log.info("Handing back %d commands that have waited %.1f s for a slot", self._executor.in_line, waited)
+            commands = counted(self._executor.in_line, "command")
+            log.info("Handing back %s after %.1f s of waiting for a slot", commands, waited)
             line = self._executor.abandon_line()
             self._executor.take([one for one in line if not isinstance(one, Leased)])
             await self._hand_back([one for one in line if isinstance(one, Leased)])

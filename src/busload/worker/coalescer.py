@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 import psycopg
 
+from busload.domain.counted import counted
 from busload.domain.retry import Backoff
 from busload.errors import InvalidOperationError
 from busload.store.outage import Outage
@@ -101,8 +102,8 @@ class Coalescer(Generic[T]):
             self._room.clear()
             if time.monotonic() >= self._silent_until:  # the first to wait says so, and not every time
                 self._silent_until = time.monotonic() + 60
-                held = self.stats.waiting
-                log.error("The %s is full with %d items; waiting to hand over %.200r", self._name, held, item)
+                held = counted(self.stats.waiting, "item")
+                log.error("The %s is full with %s; waiting to hand over %.200r", self._name, held, item)
             self.flush_soon()  # also if bytes are what it is full of: no further item can come
             await self._room.wait()
 
@@ -192,7 +193,8 @@ class Coalescer(Generic[T]):
             raise
         self.stats.flushed(len(items), sum(map(self._weigh, items)) if self._weigh else 0, time.monotonic() - began)
         self._flushed_at = time.monotonic()
-        log.debug("The %s flushed %d items in %.1f ms", self._name, len(items), 1000 * self.stats.last_flush)
+        flushed = counted(len(items), "item")
+        log.debug("The %s flushed %s in %.1f ms", self._name, flushed, 1000 * self.stats.last_flush)
         if self.stats.waiting < self._capacity:
             self._room.set()
         return len(items)
@@ -262,7 +264,7 @@ class Coalescer(Generic[T]):
                 refuse_cancelled()
                 self.stats.failures += 1
                 if (halve and isinstance(error, REFUSALS)) or (isinstance(error, TimeoutError) and count > 1):
-                    log.debug("Flush of %d items failed and is halved: %r", count, error)
+                    log.debug("Flush of %s failed and is halved: %r", counted(count, "item"), error)
                     return error
                 pause = backoff.pause()
                 self._outage.failed(self._part, error)

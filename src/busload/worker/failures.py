@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from typing import TypeAlias
 
+from busload.domain.counted import counted
 from busload.domain.execution import (
     COMPLETED,
     FAILED_ATTEMPT,
@@ -113,9 +115,9 @@ class FailureLog:
             return
         log.log(
             told.level,
-            "... and %d more like this within %.0f s: %s in %s.%s",
+            "... and %d more like this within %s: %s in %s.%s",
             told.more,
-            time.monotonic() - told.since,
+            counted(math.ceil(time.monotonic() - told.since), "second"),
             told.command_type,
             told.domain,
             told.what,

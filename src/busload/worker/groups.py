@@ -18,6 +18,7 @@ from busload.bus import CommandBus
 from busload.domain.buffer import EXHAUSTED, BufferSettings, Merge
 from busload.domain.bulk import Group, Item, Judgement
 from busload.domain.command import Command
+from busload.domain.counted import counted
 from busload.domain.execution import (
     COMPLETED,
     FAILED,
@@ -375,8 +376,11 @@ class _Run:
         if not ending.exhausted:
             self._runner._failures.tell(transition, error)
             return
-        fate = "were deleted" if ending.delete else "wait for a person"
-        then = f"its attempts are used up with {ending.left or 'no'} events left, which {fate}"
+        if ending.delete:
+            fate = counted(ending.left, "event was", "events were") + " deleted"
+        else:
+            fate = counted(ending.left, "event waits", "events wait") + " for a person"
+        then = f"its attempts are used up; {fate}"
         self._runner._failures.tell(transition, error, then, level=logging.ERROR)
 
     def _settle(self, judgement: Judgement) -> Plan[Ended]:
@@ -474,8 +478,8 @@ class _Run:
             self._vanished += rows
             self._runner._tallies.add(self._buffer.name, vanished=rows)
             log.warning(
-                "%d events of group %s in buffer %s have vanished: deleted by others while they were in the group",
-                rows,
+                "%s vanished from group %s in buffer %s: deleted by others meanwhile",
+                counted(rows, "event"),
                 self._leased.command_id,
                 self._buffer.name,
             )
@@ -585,7 +589,7 @@ def _moment(text: str) -> datetime:
 def _described(failed: Sequence[tuple[Item, BaseException]], total: int, *, answered: bool, listed: bool) -> str:
     """The errors of an attempt: that of the first item speaks for all, and each is told if they differ."""
     described = decode(describe(failed[0][1]))
-    if answered:
+    if answered and total > 1:
         described["message"] = f"{len(failed)} of {total} items failed: {described['message']}"
     if listed:
         details: dict[str, Any] = {"items": [_told(item, error) for item, error in failed[:MOST_TOLD]]}

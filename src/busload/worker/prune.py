@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from busload.domain.counted import counted
 from busload.domain.retention import Pruned
 from busload.store.plan import Plan
 from busload.store.prune import Pruning, take_turn
@@ -54,9 +55,9 @@ class Prune:
     def _report(self, pruned: Pruned) -> None:
         if pruned != Pruned():
             log.info(
-                "%s %d commands and %d batches that ended more than %s ago",
+                "%s %s and %s that ended more than %s ago",
                 "Archived" if self._archive else "Removed",
-                pruned.commands,
-                pruned.batches,
+                counted(pruned.commands, "command"),
+                counted(pruned.batches, "batch", "batches"),
                 self._keep_for,
             )

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from busload.announcer import Announcer
 from busload.domain import message
+from busload.domain.counted import counted
 from busload.domain.execution import Lease
 from busload.domain.ids import POSITIONS
 from busload.domain.message import Envelope, UnreadableMessage
@@ -239,7 +240,8 @@ class Receiver:
         if self._tasks:
             _, stubborn = await asyncio.wait(self._tasks, timeout=within)
             if stubborn:
-                log.warning("The broker takes long to take %d queues' messages back; it will notice", len(stubborn))
+                queues = counted(len(stubborn), "queue")
+                log.warning("The broker takes long to take back the messages of %s; it will notice", queues)
         self._tasks = []
 
     async def _receive(self, domain: str) -> None:
@@ -312,7 +314,7 @@ class Receiver:
             results = await asyncio.gather(*(delivery.ack() for delivery in settled), return_exceptions=True)
             failed = [result for result in results if isinstance(result, Exception)]
             if failed:
-                log.debug("Could not acknowledge %d messages: %r", len(failed), failed[0])
+                log.debug("Could not acknowledge %s: %r", counted(len(failed), "message"), failed[0])
 
 
 def prefetch_of(concurrency: int) -> int:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from busload.announcer import Announcer
 from busload.announcing import Perform, Round, announce_page, recover
+from busload.domain.counted import counted
 from busload.errors import RefusalReason
 from busload.store import outbox
 from busload.store.outbox import Lag
@@ -141,9 +142,9 @@ class Relay:
         for reason in waiting.keys() - self._said.keys():
             log.log(
                 logging.WARNING if reason in PASSING else logging.ERROR,
-                "The transport %s does not confirm messages about %d commands or more (%s); they stay in the outbox "
+                "The transport %s does not confirm messages about %s or more (%s); they stay in the outbox "
                 "and are tried again: %s",
-                *(self._announcer.transport.name, waiting[reason], reason, errors[reason]),
+                *(self._announcer.transport.name, counted(waiting[reason], "command"), reason, errors[reason]),
             )
         self._said |= dict.fromkeys(waiting, time.monotonic())
 
@@ -168,9 +169,9 @@ class Relay:
             if lag.transport != ours and lag.oldest > STRANDED_AFTER and lag.transport not in self._stranded:
                 self._stranded.add(lag.transport)
                 log.warning(
-                    "%d commands have waited %.0f s for the transport %s, and this worker announces by %s. If nobody "
-                    "relays to it any more, let PostgreSQL deliver them: `busload outbox reroute --all`",
-                    *(lag.commands, lag.oldest, lag.transport, ours),
+                    "%s waited %.0f s for the transport %s, and this worker announces by %s. If nobody relays to it "
+                    "any more, let PostgreSQL deliver: `busload outbox reroute --all`",
+                    *(counted(lag.commands, "command has", "commands have"), lag.oldest, lag.transport, ours),
                 )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from uuid import UUID
 
+from busload.domain.counted import counted
 from busload.domain.execution import Lease
 from busload.store import rescue
 from busload.store.connection import RESPONSE_TIMEOUT, Connection, connect, was_spoken_to
@@ -119,9 +120,9 @@ class Heartbeat:
             self.worker, resumed = perform(conn, plan)
         self._buried.clear()
         log.warning(
-            "This worker was declared dead though it lives: of its %d leases it has taken up %d again, and others have "
-            "the rest. It goes on under a new number",
-            len(leases),
+            "This worker was declared dead though it lives: of its %s it has taken up %d again, and others have the "
+            "rest. It goes on under a new number",
+            counted(len(leases), "lease"),
             len(resumed),
         )
         self._tell(lambda: self._on_death({lease.lease_id for lease in leases} - resumed))

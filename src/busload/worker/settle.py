@@ -14,6 +14,7 @@ from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
 
+from busload.domain.counted import counted
 from busload.domain.execution import COMPLETED, RESULT_INVALID, TROUBLESHOOTING, Lease, Leased, Transition, describe
 from busload.settings import WorkerSettings
 from busload.store import settle
@@ -238,7 +239,8 @@ class Settlement:
                     return
                 except LockNotAvailable:
                     refuse_cancelled()
-                    log.debug("%d results still wait for batch %s, which others hold", len(transitions), key)
+                    results = counted(len(transitions), "result")
+                    log.debug("%s for batch %s must wait: others hold it", results, key)
 
     async def _settle(self, transitions: Sequence[Transition], patience: float) -> None:
         """A lost answer is safe to repeat. What takes too long is halved; one alone has all the time of a lease."""
@@ -248,7 +250,7 @@ class Settlement:
             credited = await perform_async(conn, plan)
         self._held.settled(transition.leased for transition in transitions)
         if late := len(transitions) - len(credited):
-            log.warning("%d results came after their lease was lost and do not count", late)
+            log.warning("Did not count %s, which came after the lease was lost", counted(late, "result"))
             self.late += late
             for transition in transitions:
                 if transition.leased.id not in credited:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from busload.domain.counted import counted
+
 log = logging.getLogger("busload")
 
 SAMPLES = 1024
@@ -259,8 +261,9 @@ def _say(when: str, earlier: WorkerStats, now: WorkerStats) -> None:
         return
     p50, p95, p99 = (1000 * flushed.latency(percent) for percent in (50, 95, 99))
     log.info(
-        "%s %d results were settled in %d flushes of %.1f on average, %d by handlers' own transactions; "
-        "from result to commit p50 %.1f ms, p95 %.1f ms, p99 %.1f ms; %.0f %% full, %d flushes repeated",
-        *(when, flushed.items, flushed.flushes, flushed.flush_size, alone),
-        *(p50, p95, p99, 100 * flushed.fullness, flushed.failures),
+        "%s %s settled in %s of %.1f on average, %d by handlers' own transactions; "
+        "from result to commit p50 %.1f ms, p95 %.1f ms, p99 %.1f ms; %.0f %% full, %s repeated",
+        *(when, counted(flushed.items, "result was", "results were")),
+        *(counted(flushed.flushes, "flush", "flushes"), flushed.flush_size, alone),
+        *(p50, p95, p99, 100 * flushed.fullness, counted(flushed.failures, "flush", "flushes")),
     )

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
 
+from busload.domain.counted import counted
 from busload.store import rescue
 from busload.store.connection import AsyncConnection
 from busload.store.plan import perform_async
@@ -34,12 +35,12 @@ class Sweep:
             await perform_async(conn, rescue.start_batches(worker=self._worker()))
         if returned.commands:
             log.warning(
-                "Took back %d commands from dead workers, %d of them to troubleshooting",
-                returned.commands,
+                "Took back %s from dead workers, %d to troubleshooting",
+                counted(returned.commands, "command"),
                 returned.parked,
             )
         if canceled:
-            log.info("Canceled %d commands that came back to a canceled batch", canceled)
+            log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
         return self._every.total_seconds()
 
     @staticmethod
@@ -82,6 +83,7 @@ class DesertedLeases:
 
     async def once(self) -> float:
         if deserted := self._held.deserted(self._alive()):
-            log.error("Handing back %d leases whose commands have neither run to an end nor wait to run", len(deserted))
+            leases = counted(len(deserted), "lease")
+            log.error("Handing back %s whose commands have neither run to an end nor wait to run", leases)
             await self._hand_back(deserted)
         return self._every.total_seconds()

@@ -20,6 +20,7 @@ import psycopg
 
 from busload.bus import CommandBus, SyncCommandBus
 from busload.domain.command import check_name, refuse
+from busload.domain.counted import counted
 from busload.domain.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased
 from busload.domain.retention import LONGEST
 from busload.errors import InvalidOperationError, kind_of
@@ -568,7 +569,7 @@ class _Running:
         strange = renewal.settled.difference(self._held.lease_ids)
         lost = self._held.reconcile(present=renewal.leases, canceled=renewal.canceled)
         if lost:
-            log.warning("Lost %d leases; what their commands return will not count", lost)
+            log.warning("Lost %s; what these commands return will not count", counted(lost, "lease"))
         # An answer that waits behind a blocked loop is not lost; a claim sent later than that cannot be the one.
         asked_at = self._claimer.asked_at
         if strange and (asked_at is None or time.monotonic() - asked_at < self._settings.lease_for.total_seconds() / 3):
@@ -585,15 +586,17 @@ class _Running:
         self._held.drop(lease_ids)
         self._handed_back += returned.commands
         if returned.commands:
-            log.info("Handed back %d commands", returned.commands)
+            log.info("Handed back %s", counted(returned.commands, "command"))
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
         if self._rounds:
             log.info(
-                "Stopping: nothing more is claimed. %d commands are in hand: those that run may take up to %g s more, "
-                "the others are handed back; %d results are to be settled",
-                *(self._executor.in_hand, self._settings.grace.total_seconds(), self._settlement.waiting),
+                "Stopping: nothing more is claimed. %s in hand: what runs may take up to %g s more, the rest is handed "
+                "back; %s to be settled",
+                counted(self._executor.in_hand, "command is", "commands are"),
+                self._settings.grace.total_seconds(),
+                counted(self._settlement.waiting, "result is", "results are"),
             )
         for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
@@ -620,7 +623,8 @@ class _Running:
             log.warning("Could not hand back what is left; others will take it when the lease ends: %r", error)
         if abandoned:
             raise InvalidOperationError(
-                f"{abandoned} results could not be settled before the worker stopped; their commands will run again."
+                f"{counted(abandoned, 'result')} could not be settled before the worker stopped: what they are of runs "
+                "again."
             )
 
     async def _end(self) -> None:
@@ -658,8 +662,8 @@ class _Running:
             named = [f"{one.command_type} {one.command_id}" for one in list(left.values())[:MOST_NAMED]]
             more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
             log.warning(
-                "Left behind %d commands whose handlers did not end in time; they were handed back: %s%s",
-                len(left),
+                "Left behind and handed back %s that did not end in time: %s%s",
+                counted(len(left), "command"),
                 ", ".join(named),
                 more,
             )
