@@ -15,6 +15,7 @@ from typing import Annotated, Any, NewType, Protocol, TypedDict
 from uuid import UUID
 
 import msgspec
+import psycopg
 import pytest
 
 from busload.domain.payload import PayloadLimits, PayloadRefused
@@ -199,6 +200,25 @@ def test_a_handler_that_may_return_what_is_kept_is_registered(annotation: Any) -
 def test_a_handler_that_says_it_returns_what_has_no_json_form_is_refused(annotation: Any) -> None:
     with pytest.raises(ValueError, match="is annotated to return Session, which has no JSON form"):
         refuse_result_type(returning(annotation))
+
+
+@pytest.mark.parametrize("session", [psycopg.Connection, psycopg.AsyncConnection, psycopg.Cursor])
+def test_a_database_session_as_a_result_is_refused_though_there_are_subclasses_of_it(session: type) -> None:
+    assert type.__subclasses__(session)
+    with pytest.raises(ValueError, match=f"is annotated to return {session.__name__}, which has no JSON form"):
+        refuse_result_type(returning(session))
+
+
+def test_a_base_class_is_accepted_if_a_subclass_of_a_subclass_has_a_json_form() -> None:
+    class Base: ...
+
+    class Between(Base): ...
+
+    @dataclass
+    class Kept(Between):
+        id: int
+
+    refuse_result_type(returning(Base))
 
 
 def test_a_generator_is_no_handler() -> None:

@@ -138,7 +138,7 @@ def _is_kept(kind: type) -> bool:
         or hasattr(kind, "model_dump")
         or inspect.isabstract(kind)
         or getattr(kind, "_is_protocol", False)
-        or bool(type.__subclasses__(kind))
+        or any(map(_is_kept, type.__subclasses__(kind)))
     )
 
 

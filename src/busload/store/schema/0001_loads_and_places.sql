@@ -324,7 +324,7 @@ CREATE FUNCTION busload.reply(command bigint, outcome text, details json) RETURN
     SELECT domain FROM reply
 $$;
 
--- Where a command is: what people, list_batch_commands and the dashboard read. Its load number finds its row in a place.
+-- Where a command is: what people and list_batch_commands read. Its load number finds its row in a place.
 CREATE VIEW busload.command_status AS
 SELECT c.id, c.domain, c.command_id, c.command_type, c.data, c.batch_id, c.task_key,
        coalesce(c.correlation_id, c.command_id) AS correlation_id, c.reply_to, c.priority, c.max_attempts, c.created_at,
