@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -273,6 +274,36 @@ async def test_a_limit_never_makes_the_search_in_a_group_begin_anew(
     assert refused
     assert [len(call) for call in calls].count(4) == 2
     assert database.rows("SELECT data FROM busload.buffered") == [(2,)]
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("kind", ["async", "def"])
+async def test_a_call_whose_turn_passed_before_it_began_is_not_counted(
+    given: Given, bus: CommandBus, database: Database, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    late: list[limiting.Entered] = []
+    refuse = limiting.Entered.refuse_late
+
+    def refuse_the_first(entered: limiting.Entered) -> None:
+        if not late:
+            late.append(replace(entered, until=0.0))
+            refuse(late[0])
+
+    monkeypatch.setattr(limiting.Entered, "refuse_late", refuse_the_first)
+    events, calls = bus.buffer("events", size=4), list[int]()
+
+    async def push(group: Group, ctx: HandlerContext) -> None:
+        calls.append(len(group))
+
+    def push_in_thread(group: Group, ctx: Any) -> None:
+        calls.append(len(group))
+
+    events.handler(rate_limit=RateLimit(100))(push if kind == "async" else push_in_thread)
+    await events.add_many(range(4))
+    async with given.running(domains=["events"]) as worker:
+        await eventually(lambda: calls)
+    assert late and calls == [4]
+    assert ((await events.status()).calls, worker.stats.bulk_calls, worker.stats.bulk_items) == (1, 1, 4)
     database.check_invariants()
 
 

@@ -18,6 +18,7 @@ from busload.handlers import Handler
 from busload.store.plan import Plan
 from busload.worker.contain import in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, SyncChunkContext, SyncHandlerContext
+from busload.worker.limit import Postponed
 from busload.worker.threads import Threads
 
 
@@ -86,12 +87,14 @@ class Calls:
         """
         collisions = 0
         while True:
-            self.made += 1
-            self.items += len(bulk)
+            made = True
             try:
                 if isinstance(context, HandlerContext | ChunkContext):
                     return await self._await(handler, bulk, context, end, before)
                 return await self._in_thread(handler, bulk, context, end, before)
+            except Postponed:  # its turn had passed before it could begin
+                made = False
+                raise
             except Collided as collided:
                 if collisions == MOST_COLLISIONS and collided.__cause__ is not None:
                     return Call(_undone(bulk.judgement(collided.__cause__), collided.__cause__))
@@ -99,6 +102,10 @@ class Calls:
                 bulk._forget()
                 context._transaction = None
                 await asyncio.sleep(pause_after(collisions))
+            finally:
+                if made:
+                    self.made += 1
+                    self.items += len(bulk)
 
     async def _await(
         self, handler: Handler, bulk: Group | Chunk, context: HandlerContext | ChunkContext, end: End, before: Before

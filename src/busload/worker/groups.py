@@ -278,10 +278,17 @@ class _Run:
                 raise Superseded("Another worker has this group now.")
             if not patient:  # the time of the attempt begins after that in which it waited
                 self._leased.started = time.monotonic()
-        self._calls += 1
-        runner._tallies.add(name, calls=1)
-        late = None if entered is None else entered.refuse_late
-        call = await runner._calls.call(handler, group, self._context(), end, late)
+        made = self._calls
+
+        def begin() -> None:
+            if entered is not None:
+                entered.refuse_late()
+            self._calls += 1
+
+        try:
+            call = await runner._calls.call(handler, group, self._context(), end, begin)
+        finally:
+            runner._tallies.add(name, calls=self._calls - made)
         if call.refusal is not None:
             self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
         return call
