@@ -61,6 +61,9 @@ def pending(pid: int) -> bool:
 LOCKED_OUT = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 """Connections that wait for a lock. Not by `pg_locks`, which knows those of other tests' databases, too."""
 
+LISTENERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+"""How many connections have begun to listen, in this test's database."""
+
 
 class Database:
     """A second pair of eyes: plain SQL on the test's database, and plans performed at will."""

@@ -14,7 +14,7 @@ from busload import BatchCommand, CommandBus, DatabaseUnavailable, PartlyDone, S
 from busload.requests import Write, in_pages
 from busload.store import cancel, claim
 from busload.store.plan import perform
-from tests.given import DOMAIN, Database, Given, counts, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
 PAGES = """SELECT xmin, sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED' GROUP BY xmin"""
 COMPLETIONS = "SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED'"
@@ -120,8 +120,7 @@ async def test_a_cancel_that_breaks_between_pages_does_not_say_that_nothing_was_
     with psycopg.connect(dsn) as conn:
         conn.execute("SELECT FROM busload.queue FOR UPDATE")
         canceling = asyncio.create_task(bus.cancel_batch(DOMAIN, batch_id, reason="Wrong list."))
-        waits = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-        await eventually(lambda: database.rows(waits))
+        await eventually(lambda: database.rows(f"SELECT pg_terminate_backend(pid) FROM ({LOCKED_OUT}) AS ours"))
         with pytest.raises(PartlyDone, match=r"0 commands are canceled so far.*Repeat the call") as told:
             await canceling
     assert "othing was written" not in str(told.value) and "may or may not" not in str(told.value)
@@ -138,8 +137,7 @@ async def test_a_cancel_whose_later_page_gets_no_connection_says_what_was_done(
         with psycopg.connect(dsn) as conn:
             conn.execute("SELECT FROM busload.queue FOR UPDATE")
             canceling = asyncio.create_task(narrow.cancel_batch(DOMAIN, batch_id, reason="Wrong list."))
-            waits = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-            await eventually(lambda: database.rows(waits))
+            await eventually(lambda: database.rows(LOCKED_OUT))
             next_in_line = asyncio.create_task(narrow.pool.getconn(timeout=60))
             await asyncio.sleep(0)
         taken = await next_in_line  # right after the first page

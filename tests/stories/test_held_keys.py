@@ -27,7 +27,7 @@ from busload import (
     TaskTracker,
 )
 from busload.domain.ids import new_id
-from tests.given import DOMAIN, Database, Given, eventually, until
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, until
 
 KEY = "invoice:7"
 COMMAND_ID = new_id()
@@ -79,7 +79,7 @@ async def test_who_waits_for_what_a_transaction_holds_leaves_connections_to_all_
     async with batch:
         with holding(dsn, batch.batch_id) as conn:
             waiting = [asyncio.create_task(call(bus, batch.batch_id)) for _ in range(20)]
-            await eventually(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            await eventually(lambda: database.rows(LOCKED_OUT))
             async with asyncio.timeout(SOON):
                 for n in range(10):
                     await bus.send(DOMAIN, "Debit", task_key=f"other:{n}", dedup=DEDUP)
@@ -104,7 +104,7 @@ async def test_operators_who_wait_for_each_other_leave_connections_to_all_others
     with psycopg.connect(dsn, application_name="shop") as conn, SyncCommandBus(dsn) as other:
         other.troubleshooting.retry(DOMAIN, command_id, conn=conn)
         waiting = [asyncio.create_task(decide()) for _ in range(20)]
-        await eventually(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+        await eventually(lambda: database.rows(LOCKED_OUT))
         async with asyncio.timeout(SOON):
             for _ in range(10):
                 await bus.send_many(DOMAIN, [BatchCommand("Debit")])
@@ -163,7 +163,7 @@ def test_threads_that_wait_leave_connections_to_the_others(
             threads = [threading.Thread(target=wait, daemon=True) for _ in range(12)]
             for thread in threads:
                 thread.start()
-            until(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            until(lambda: database.rows(LOCKED_OUT))
             for n in range(10):
                 bus.send(DOMAIN, "Debit", task_key=f"other:{n}", dedup=DEDUP)
             assert results == []

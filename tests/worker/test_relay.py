@@ -23,7 +23,7 @@ from busload.store.plan import Plan
 from busload.transport import Message
 from busload.worker.relay import Recovery, Relay
 from tests.brokers.faulty import AWAY, FaultyTransport, end_silence
-from tests.given import DOMAIN, Database, Given, eventually
+from tests.given import DOMAIN, LISTENERS, Database, Given, eventually
 
 POLL = timedelta(milliseconds=50)
 
@@ -562,7 +562,7 @@ async def test_a_running_worker_announces_what_it_hears_of(
     patient = replace(worker_settings, poll_every=timedelta(seconds=3600), broker_poll_every=timedelta(seconds=3600))
     async with given.running(settings=patient) as worker:
         await eventually(lambda: worker.stats.broker is not None and worker.stats.broker.connected)
-        await eventually(lambda: database.value("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"))
+        await eventually(lambda: database.value(LISTENERS))
         await given.sent()
         await eventually(lambda: worker.stats.completed == 1)
         assert worker.stats.broker is not None

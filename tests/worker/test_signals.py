@@ -16,7 +16,7 @@ from busload import BatchCommand, SyncCommandBus
 from busload.testing import TestServer
 from tests.chaos.harness import SOURCES, Auditor, Server, Workers, folder
 from tests.chaos.nursery import DID_NOT_START
-from tests.given import DOMAIN, Database, pending, until
+from tests.given import DOMAIN, LISTENERS, Database, pending, until
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_second_signal_hurries_100_times(workers: Workers, sync_bus: SyncComma
 def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> None:
     [pid] = workers.start(grace=600)
     until(lambda: database.count("worker") == 1)
-    until(lambda: database.value("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"))
+    until(lambda: database.value(LISTENERS))
     workers.kill(pid, signal.SIGTERM)
     until(lambda: pid in workers.look())
     assert workers.ended[pid] == 0, workers.last_words()
