@@ -11,8 +11,9 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, DatabaseUnavailable, PartlyDone, Settings, SyncCommandBus
+from busload.domain.execution import FAILED_ATTEMPT
 from busload.requests import Write, in_pages
-from busload.store import cancel, claim
+from busload.store import cancel, claim, rescue
 from busload.store.plan import perform
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
@@ -110,6 +111,50 @@ async def test_a_cancel_whose_process_died_between_pages_is_finished_by_a_worker
     assert database.rows(said) == [("Wrong list.",)]
     assert database.value("SELECT canceling_until FROM busload.batch") is None
     assert database.value(COMPLETIONS) == 1
+    database.check_invariants()
+
+
+async def test_a_page_that_ends_within_a_load_leaves_nothing_of_it_out(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Commands of a load that wait for a retry stand alone, one right behind the other; the last is a page of one."""
+    batch_id = await given.batch(201)
+    assert len(given.settled(given.claimed(201), FAILED_ATTEMPT, delay=3600.0)) == 201
+    singles = "SELECT count(*), count(DISTINCT hi >> 10), max(hi) - min(hi) FROM busload.scheduled WHERE lo = hi"
+    assert database.rows(singles) == [(201, 1, 200)]
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="no") == 201
+    assert [commands for _, commands in sorted(database.rows(PAGES), key=lambda page: int(page[0]))] == [100, 100, 1]
+    assert counts(await given.batch_now(batch_id)) == (201, 0, 0, 201, 0)
+    database.check_invariants()
+
+
+async def test_pages_without_anything_to_cancel_leave_out_nothing_of_the_next(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Also not the first command of the first load behind them, and where nothing is left of a whole page."""
+    commands = [BatchCommand("Debit", data=n, priority=250 - n) for n in range(250)]
+    batch_id = await bus.create_batch(DOMAIN, commands)
+    assert database.value("SELECT count(*) FROM busload.queue WHERE lo = hi AND lo & 1023 = 0") == 250
+    for page in (100, 100):
+        running = given.claimed(page)
+        assert len(running) == page
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="no") == 50
+    assert counts(await given.batch_now(batch_id)) == (250, 0, 0, 50, 0)
+    database.check_invariants()
+
+
+async def test_whoever_finishes_a_cancel_leaves_nothing_out_either(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    batch_id = await given.batch(250)
+    given.settled(given.claimed(250), FAILED_ATTEMPT, delay=3600.0)
+    database.perform(next(in_pages(canceling(bus, batch_id))).plan)
+    database.rows("UPDATE busload.batch SET canceling_until = now() - interval '1 s'")
+    swept = 0
+    while found := database.perform(rescue.cancel_stragglers()):
+        swept += found
+    assert swept == 250
+    assert counts(await given.batch_now(batch_id)) == (250, 0, 0, 250, 0)
     database.check_invariants()
 
 
