@@ -31,8 +31,11 @@ from busload.store.plan import Plan, perform
 
 DOMAIN = "payments"
 
+WITHIN = 60.0
+"""Seconds after which something that must come about has not: so many that no busy machine takes them."""
 
-def until(condition: Callable[[], Any], within: float = 20.0) -> Any:
+
+def until(condition: Callable[[], Any], within: float = WITHIN) -> Any:
     """Return the first truthy answer. Tests wait here, or in `eventually`, and nowhere else."""
     deadline = time.monotonic() + within
     while not (found := condition()):
@@ -41,7 +44,7 @@ def until(condition: Callable[[], Any], within: float = 20.0) -> Any:
     return found
 
 
-async def eventually(condition: Callable[[], Any], within: float = 20.0) -> Any:
+async def eventually(condition: Callable[[], Any], within: float = WITHIN) -> Any:
     """The same, while the event loop goes on."""
     deadline = time.monotonic() + within
     while not (found := condition()):

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import importlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ LEADER = "PYTEST_BUSLOAD_LEADER"
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 EPMD = Path("/usr/bin/epmd")
 START_WITHIN, STOP_WITHIN = 90.0, 20.0
+LOWEST_PORT = 10_000
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
 
@@ -129,19 +131,28 @@ def running(
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Until this process listens there; if it has ended, somebody else does."""
     deadline = time.monotonic() + START_WITHIN
-    while not listens(port):
+    while not listens(port) or process.poll() is not None:
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{process.args!r} does not listen on port {port}")
         time.sleep(0.05)
 
 
 def free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to outgoing connections, which would take one before its server listens there.
+
+    Chosen by chance that no seed repeats: each process of the run would choose the same.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            port = LOWEST_PORT + secrets.randbelow(first_given - LOWEST_PORT)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 # -- RabbitMQ -----------------------------------------------------------------------------------------------------

@@ -340,16 +340,17 @@ async def test_what_is_left_when_time_is_over_waits_for_another_round(
     monkeypatch.setattr("busload.announcer.MOST_MESSAGES", 1)
     one = announcer(transport, bus)
     await one.announce(LOADS)
-    monkeypatch.setattr("busload.announcer.WITHIN", 2.0)
+    monkeypatch.setattr("busload.announcer.WITHIN", 3.0)
     theirs, calls = transport.publish, 0
 
-    async def publish_slowly(messages: Sequence[Message]) -> None:
+    async def publish_one(messages: Sequence[Message]) -> None:
         nonlocal calls
         calls += 1
-        await asyncio.sleep(1.2)
+        if calls > 1:
+            await asyncio.Event().wait()
         await theirs(messages)
 
-    monkeypatch.setattr(transport, "publish", publish_slowly)
+    monkeypatch.setattr(transport, "publish", publish_one)
     pieces = await one.announce(LOADS)
     assert [(piece.lo, piece.hi, piece.reason) for piece in pieces] == [
         (1024, 1123, None),

@@ -32,7 +32,6 @@ from busload import (
 )
 from busload.store.dsn import place, read
 from busload.store.listen import READY, AsyncListener
-from tests.servers import free_ports
 
 CANARY = "c4n4ry"
 PORT = "65533"
@@ -199,9 +198,8 @@ def test_a_worker_tells_once_which_database_it_did_not_reach(processes: str, dsn
 @contextmanager
 def forwarding_later(target: str) -> Iterator[tuple[int, Callable[[], None]]]:
     """A port that is closed until it is opened, and then leads to the socket of a server."""
-    [port] = free_ports(1)
     listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", 0))  # it is not free for others, and does not listen
     stack = [listening]
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
@@ -226,12 +224,11 @@ def forwarding_later(target: str) -> Iterator[tuple[int, Callable[[], None]]]:
             pass
 
     def start() -> None:
-        listening.bind(("127.0.0.1", port))
         listening.listen()
         threading.Thread(target=serve, daemon=True).start()
 
     try:
-        yield port, start
+        yield listening.getsockname()[1], start
     finally:
         for one in stack:
             one.close()
@@ -354,4 +351,4 @@ def test_a_mistyped_dsn_shows_no_password_at_the_shell(tmp_path: Path) -> None:
 
 def shell(arguments: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "busload.cli", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.isolation import PREFIX, keep_locked, remove_abandoned
-from tests.servers import LEADER, is_leader
+from tests.servers import LEADER, free_ports, is_leader, running, wait_for_port
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 600.0
@@ -129,6 +131,23 @@ def test_what_a_killed_run_left_behind_is_removed_by_the_next(tmp_path: Path) ->
     remove_abandoned(tmp_path)
 
     assert sorted(tmp_path.iterdir()) == [alive, others]
+
+
+def test_no_outgoing_connection_takes_the_port_of_a_server() -> None:
+    """Nor another process of the run, whose seed may be the same: the port is free until its server listens."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    random.seed(1)
+    one = free_ports(20)
+    random.seed(1)
+    assert len({*one, *free_ports(20)}) > 20
+    assert max(one) < first_given
+
+
+def test_a_server_that_could_not_listen_is_not_taken_for_another_that_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, running([sys.executable, "-c", "raise OSError"]) as ended:
+        ended.wait()
+        with pytest.raises(RuntimeError, match="does not listen"):
+            wait_for_port(other.getsockname()[1], ended)
 
 
 def run_of(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

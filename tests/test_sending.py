@@ -27,7 +27,7 @@ from busload import (
 )
 from busload.domain.ids import LOAD_SIZE, POSITIONS
 from busload.sending import _Bell, _Neighbours
-from tests.given import DOMAIN, Database, Given, eventually
+from tests.given import DOMAIN, WITHIN, Database, Given, eventually
 
 BLOCKED = "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
@@ -57,7 +57,7 @@ async def test_sends_under_way_at_once_leave_together(bus: CommandBus, database:
     async with bus.pool.connection() as conn:
         await conn.execute("LISTEN busload_ready")
         results = await asyncio.gather(*(bus.send(DOMAIN, "Debit", n) for n in range(300)))
-        heard = [notification.payload async for notification in conn.notifies(timeout=5, stop_after=2)]
+        heard = [notification.payload async for notification in conn.notifies(timeout=WITHIN, stop_after=2)]
         await conn.execute("UNLISTEN *")
     assert heard == [DOMAIN, DOMAIN]
     assert transactions(database) == 2
@@ -301,7 +301,7 @@ async def test_workers_hear_of_many_sends_by_the_first_and_the_last(
 
     async def hear(last: str) -> list[str]:
         heard: list[str] = []
-        async for notification in conn.notifies(timeout=20):
+        async for notification in conn.notifies(timeout=WITHIN):
             heard.append(notification.payload)
             if heard[-1] == last:
                 break
@@ -326,7 +326,7 @@ async def test_workers_hear_of_the_last_send_though_the_bus_stays_open(
     await conn.execute("LISTEN busload_ready")
     for domain in (DOMAIN, DOMAIN, "crm"):
         await bus.send(domain, "Debit")
-    heard = [notification.payload async for notification in conn.notifies(timeout=20, stop_after=3)]
+    heard = [notification.payload async for notification in conn.notifies(timeout=WITHIN, stop_after=3)]
     assert sorted(heard) == ["crm", DOMAIN, DOMAIN]
 
 
@@ -343,7 +343,7 @@ async def test_what_a_failed_send_would_have_told_is_still_told(
     await conn.execute("LISTEN busload_ready")
     with pytest.raises(DuplicateCommandError):
         await bus.send(DOMAIN, "Debit", command_id=taken)
-    heard = [notification.payload async for notification in conn.notifies(timeout=20, stop_after=1)]
+    heard = [notification.payload async for notification in conn.notifies(timeout=WITHIN, stop_after=1)]
     assert heard == [DOMAIN]
 
 
@@ -376,7 +376,7 @@ async def test_a_bus_that_is_being_closed_takes_no_more_sends_and_so_comes_to_it
 
     senders = [asyncio.create_task(send_on_and_on()) for _ in range(20)]
     await asyncio.sleep(0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WITHIN):
         await bus.close()
         await asyncio.gather(*senders)
     assert len(refused) == 20

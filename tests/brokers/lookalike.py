@@ -64,6 +64,10 @@ class ServiceBus:
         """All connections break."""
         self._ask("cut")
 
+    def unlock(self) -> None:
+        """All locks have expired."""
+        self._ask("unlock")
+
     def stop(self) -> None:
         self._process.communicate()
 

@@ -180,6 +180,14 @@ class Broker(Handler):  # type: ignore[misc]
         for connection in list(self.connections):
             cut(connection)
 
+    def _command_unlock(self) -> None:
+        """Those of every queue have expired; links that lead to it are given its messages again."""
+        for queue in self.queues.values():
+            for lock in queue.locks.values():
+                lock.until = 0.0
+            queue.unlock_expired()
+            self._deliver(queue)
+
     def _command_stop(self) -> None:
         self.container.stop()
 

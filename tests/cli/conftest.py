@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from busload.cli import main
+from tests.given import WITHIN
 
 Busload = Callable[..., Result]
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
@@ -74,7 +75,7 @@ def spawn(dsn: str, tmp_path: Path) -> Iterator[Spawn]:
 def until(tmp_path: Path) -> Until:
     """Look until something is so, and say what the processes said if it never is."""
 
-    def look(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    def look(condition: Callable[[], Any], seconds: float = WITHIN) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ import pytest
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
 from tests.cli.conftest import Busload, Spawn
-from tests.given import DOMAIN, Database, Given
+from tests.given import DOMAIN, WITHIN, Database, Given
 
 
 def test_ls_shows_the_batches_of_all_domains_newest_first(busload: Busload, sync_bus: SyncCommandBus) -> None:
@@ -95,7 +95,7 @@ def test_watch_ends_with_130_when_interrupted(spawn: Spawn, sync_bus: SyncComman
     assert process.stdout is not None
     assert process.stdout.readline().startswith(b"0/1  completed 0")
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=WITHIN) == 130
     process.stdout.close()
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from busload.domain.execution import Transition
 from busload.store import claim, report, rescue, settle
 from busload.store.plan import perform
 from tests.cli.conftest import Busload, Spawn, Until
-from tests.given import DOMAIN, Database, pending
+from tests.given import DOMAIN, WITHIN, Database, pending
+from tests.servers import free_ports
 
 APPLICATION = """
 import asyncio
@@ -86,7 +88,7 @@ def test_sigterm_lets_commands_finish_and_leaves_nothing_leased(
 
     process.terminate()
 
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     assert workers(database) == []
     assert database.count("lease") == 0
     assert 0 < completed(database) < 5000
@@ -101,7 +103,7 @@ def test_what_outlives_the_grace_time_is_handed_back(
     process = spawn("worker", "app:bus", "--grace", 0.1)
     until(lambda: database.count("lease"))
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(5, 1)]
     database.check_invariants()
 
@@ -113,7 +115,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process(
     process = spawn("worker", "app:bus", "--grace", 0.1)
     until(lambda: database.count("lease"))
     process.terminate()
-    assert process.wait(timeout=30) == 3
+    assert process.wait(timeout=WITHIN) == 3
     assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
     assert "Left behind and handed back 1 command that did not end in time" in (tmp_path / "said.txt").read_text()
 
@@ -129,7 +131,7 @@ def test_a_second_signal_does_not_wait(
     process.send_signal(signal.SIGINT)
     until(lambda: not pending(process.pid))  # two that arrive together are one
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     assert database.count("lease") == 0
     database.check_invariants()
 
@@ -150,7 +152,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_commands_run(
     assert found is not None
     assert (found.status, found.completed_count) == (BatchStatus.COMPLETED, 20)
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     assert f"Worker process {first} ended with -9, starting another" in (tmp_path / "said.txt").read_text()
     database.check_invariants()
 
@@ -175,7 +177,7 @@ def test_results_that_cannot_be_settled_are_an_error(
         admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
     (tmp_path / "go").touch()
     process.terminate()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=WITHIN) == 1
     assert "1 result could not be settled before the worker stopped" in (tmp_path / "said.txt").read_text()
 
 
@@ -185,7 +187,7 @@ def test_a_log_for_programs_is_one_json_object_per_line(
     process = spawn("worker", "app:bus", "--log-json")
     until(lambda: workers(database))
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     lines = [json.loads(line) for line in (tmp_path / "said.txt").read_text().splitlines()]
     assert any("serves crm, payments, 100 at a time" in line["message"] for line in lines)
     assert {"at", "level", "logger", "process", "message"} <= lines[0].keys()
@@ -225,14 +227,14 @@ def test_a_module_that_fails_to_import_something_else_says_what(
 
 
 def test_domains_without_a_handler_are_refused(spawn: Spawn, tmp_path: Path) -> None:
-    assert spawn("worker", "app:bus", "--domains", "payments,sales").wait(timeout=30) == 2
+    assert spawn("worker", "app:bus", "--domains", "payments,sales").wait(timeout=WITHIN) == 2
     said = " ".join((tmp_path / "said.txt").read_text().split())
     assert "'app:bus' has no handler in 'sales', only in crm, payments" in said
 
 
 def test_an_application_with_a_database_of_its_own_refuses_another(spawn: Spawn, dsn: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(APPLICATION.replace("bus = CommandBus()", "bus = CommandBus('dbname=own')", 1))
-    assert spawn("--dsn", dsn, "worker", "own:bus").wait(timeout=30) == 2
+    assert spawn("--dsn", dsn, "worker", "own:bus").wait(timeout=WITHIN) == 2
     assert "names a database of its own" in " ".join((tmp_path / "said.txt").read_text().split())
 
 
@@ -241,7 +243,7 @@ def test_a_database_without_our_schema_stops_all_processes_before_they_start(
 ) -> None:
     bare = make_conninfo(dsn, dbname="postgres")
     for processes in (1, 2):
-        assert spawn("--dsn", bare, "worker", "app:bus", "--processes", processes).wait(timeout=30) == 1
+        assert spawn("--dsn", bare, "worker", "app:bus", "--processes", processes).wait(timeout=WITHIN) == 1
     said = (tmp_path / "said.txt").read_text()
     assert said.count("Run `busload schema migrate`") == 2
     assert "Traceback" not in said
@@ -254,7 +256,7 @@ def ports(tmp_path: Path) -> list[int]:
 
 
 def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -265,7 +267,7 @@ def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, st
 
 def refused(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        socket.create_connection(("127.0.0.1", port), timeout=WITHIN).close()
     except ConnectionRefusedError:
         return True
     return False
@@ -273,7 +275,7 @@ def refused(port: int) -> bool:
 
 def answer_to(port: int, request: bytes) -> bytes:
     """What the server says to something that need not be HTTP."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", port), timeout=WITHIN) as raw:
         raw.sendall(request)
         return b"".join(iter(lambda: raw.recv(4096), b""))
 
@@ -292,7 +294,7 @@ def test_metrics_are_served_while_the_worker_runs_and_no_longer(
     assert re.search(r'^busload_worker_claimed_total\{worker=".+"\} 30$', text, re.MULTILINE)
     assert re.search(r'^busload_worker_info\{.*settle="immediate",prefetch="0.02"\} 1$', text, re.MULTILINE)
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
     assert refused(port)
     assert "In this run 30 results were settled" in (tmp_path / "said.txt").read_text()
 
@@ -309,18 +311,18 @@ def test_only_get_of_metrics_is_answered_and_nothing_a_client_does_stops_it(
     assert answer_to(port, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     assert answer_to(port, b"GET /metrics HTTP/2.0\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     assert answer_to(port, b"GET /" + b"x" * 8 * 1024).startswith(b"HTTP/1.1 431 ")
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+    with socket.create_connection(("127.0.0.1", port), timeout=WITHIN) as silent:
         silent.sendall(b"GET /metrics HT")
         assert get(port)[0] == 200
         process.terminate()  # and one that never finishes its request does not keep it
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=WITHIN) == 0
     assert "Traceback" not in (tmp_path / "said.txt").read_text()
 
 
 def test_clients_that_say_nothing_are_few_and_do_not_stay(spawn: Spawn, until: Until, tmp_path: Path) -> None:
     spawn("worker", "app:bus", "--metrics", "0")
     [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
-    silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(20)]
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=WITHIN) for _ in range(20)]
     answers = [one.recv(4096) for one in silent]
     assert answers.count(b"") == 16
     assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) == 4
@@ -344,7 +346,7 @@ def test_a_worker_removes_what_ended_longer_ago_than_it_keeps(
     assert database.value("SELECT command_id FROM busload.archive") == old
     assert database.count("command") == 0
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
 
 
 def registered(database: Database) -> int:
@@ -368,17 +370,15 @@ def test_several_processes_serve_their_metrics_on_ports_of_their_own(
     until(lambda: len(ports(tmp_path)) == 3)
     assert sorted(set(ports(tmp_path))) == [first, first + 1]
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=WITHIN) == 0
 
 
 def two_free_ports() -> int:
+    """The first of two that follow each other."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            first: int = one.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", first + 1)).close()
-            except (OSError, OverflowError):
-                continue
+        [first] = free_ports(1)
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", first + 1)).close()
             return first
 
 
@@ -389,7 +389,7 @@ def test_a_port_in_use_is_refused_before_the_worker_starts(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = spawn("worker", "app:bus", "--metrics", f"127.0.0.1:{port}", "--processes", processes)
-        assert process.wait(timeout=30) == 2
+        assert process.wait(timeout=WITHIN) == 2
     said = " ".join((tmp_path / "said.txt").read_text().split())
     assert f"Invalid value for --metrics: cannot listen on 127.0.0.1:{port}: Address already in use" in said
     assert "Traceback" not in said
@@ -398,7 +398,7 @@ def test_a_port_in_use_is_refused_before_the_worker_starts(
 
 def test_ports_past_the_last_are_refused(spawn: Spawn, tmp_path: Path) -> None:
     process = spawn("worker", "app:bus", "--metrics", "65535", "--processes", 2)
-    assert process.wait(timeout=30) == 2
+    assert process.wait(timeout=WITHIN) == 2
     said = " ".join((tmp_path / "said.txt").read_text().split())
     assert "cannot listen on 127.0.0.1:65536" in said and "Traceback" not in said
 

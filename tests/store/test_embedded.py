@@ -23,8 +23,9 @@ import pytest
 import busload.store.embedded
 from busload.errors import DatabaseUnusable
 from busload.settings import server_home
-from busload.store.embedded import EmbeddedPostgres, find_binaries
+from busload.store.embedded import START_WITHIN, EmbeddedPostgres, find_binaries
 from busload.store.supervisor import postmaster, try_lock
+from tests.given import WITHIN
 
 ROOT = os.geteuid() == 0
 SOURCES = Path(busload.store.embedded.__file__).parents[2]
@@ -95,15 +96,15 @@ class User:
         return self
 
     def leave(self) -> str:
-        said: str = self.process.communicate(timeout=30)[1]
+        said: str = self.process.communicate(timeout=WITHIN)[1]
         return said
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=WITHIN)
 
 
-def until(condition: Callable[[], Any], within: float = 20) -> Any:
+def until(condition: Callable[[], Any], within: float = WITHIN) -> Any:
     """Return the first truthy answer; the only place in these tests where time passes."""
     deadline = time.monotonic() + within
     while not (found := condition()):
@@ -381,7 +382,7 @@ def test_a_start_takes_over_from_a_server_without_supervisor(home: Path) -> None
     with pg:
         assert fetch(pg, "SELECT answer FROM kept") == 42
         assert server_pid(home) != orphan.pid
-    assert orphan.wait(10) == 0
+    assert orphan.wait(WITHIN) == 0
 
 
 def test_a_forked_process_does_not_keep_the_lease_of_its_parent(home: Path, user: Callable[..., User]) -> None:
@@ -581,7 +582,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_last_words(home: Path
     began = time.monotonic()
     with pytest.raises(DatabaseUnusable, match=r'did not start(?s:.*)invalid value for parameter "shared_buffers"'):
         pg.start()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < START_WITHIN.total_seconds() / 2  # it is not waited for
     assert gone(home)
     assert pg.info.users == ()
 

@@ -26,7 +26,7 @@ from busload.domain.ids import new_ids
 from busload.store import cancel, claim, operate, prune, rescue, send, settle
 from busload.store.plan import Plan, perform
 from busload.testing import TestServer
-from tests.given import DOMAIN, Database
+from tests.given import DOMAIN, WITHIN, Database
 
 PLACES = ["queue", "scheduled", "lease", "troubleshooting", "execution", "event", "command", "batch", "worker"]
 HISTORY = ["execution", "event", "command", "batch", "task", "archive", "archived_batch"]
@@ -198,11 +198,11 @@ class Second:
 def meet(first: str, second: str, scene: Scene, conn: psycopg.Connection[Any], other: Second, ending: str) -> None:
     perform(conn, OPERATIONS[first](scene))
     thread = other.begin(second, scene)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WITHIN
     while thread.is_alive() and not other.blocked():
         assert time.monotonic() < deadline
     getattr(conn, ending)()
-    thread.join(10)
+    thread.join(WITHIN)
     assert not thread.is_alive(), f"{second} still waits after {first} has ended by {ending}"
     if isinstance(other.answer, BaseException):
         documented = DOCUMENTED.get(second, type(None))

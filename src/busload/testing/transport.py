@@ -305,6 +305,9 @@ class TransportContract:
     async def test_closing_the_transport_ends_those_who_wait(self, transport: Transport, queue: str) -> None:
         await transport.declare([queue])
         async with another(transport) as second, receiving(second, queue) as receiver:
+            await transport.publish(messages(queue, [b"one"]))
+            [delivery] = await receiver.take(1)  # so it is connected
+            await delivery.ack()
             assert await receiver.nothing_for(self.quiet)
             await second.aclose()
             with pytest.raises(TransportUnavailable):
