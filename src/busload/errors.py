@@ -253,7 +253,7 @@ class LockHolder:
 
 
 class LockWaitTimeout(BusloadError):
-    """A task key, a command, a batch or a job was waited for, and the transaction that holds it did not end in time.
+    """A task key, command, batch, job or event was waited for, and the transaction that holds it did not end in time.
 
     Nothing was written, so the call can be repeated. `holders` are the sessions that may hold it, the oldest first.
     """
@@ -261,8 +261,8 @@ class LockWaitTimeout(BusloadError):
     def __init__(self, waited: timedelta, holders: Sequence[LockHolder]) -> None:
         who = "; or ".join(map(str, holders)) or "transactions that followed each other"
         super().__init__(
-            f"Waited {waited.total_seconds():g} s for a task key, command, batch or job that an open transaction "
-            f"holds: most likely {who}. Nothing was written. End that transaction and repeat the call."
+            f"Waited {waited.total_seconds():g} s for a task key, command, batch, job or event that an open "
+            f"transaction holds: most likely {who}. Nothing was written. End that transaction and repeat the call."
         )
         self.waited, self.holders = waited, tuple(holders)
 

@@ -50,7 +50,9 @@ from busload.errors import (
     TransientCommandError,
 )
 from busload.store.plan import Plan
+from busload.store.rescue import Returned
 from busload.store.send import NO_BROKER, Via
+from busload.store.track import Claim
 
 T = TypeVar("T")
 PAGE = range(2**31)
@@ -572,9 +574,10 @@ class Requests:
     def add(self, buffer: BufferSettings, data: Any, key: str | None) -> Write[Any]:
         """One event into a buffer."""
         if buffer.table is not None:
-            return Write(_only(store.buffer.insert(buffer, [self._row(buffer, data, key, None)])))
-        event = self._event(buffer, data, key, None)
-        return Write(store.buffer.add(buffer, event), one_statement=True)
+            row = self._row(buffer, data, key, None)
+            return _patient(lambda: _only(store.buffer.insert(buffer, [row])))
+        add = partial(store.buffer.add, buffer, self._event(buffer, data, key, None))
+        return Write(add(), one_statement=True, again=_where_merged(buffer, add))
 
     def add_many(self, buffer: BufferSettings, items: object, key: object) -> Write[list[Any]]:
         """Many events, all or none; every offender is named by its index."""
@@ -594,9 +597,10 @@ class Requests:
                 problems += refused.problems
         refuse(problems)
         if buffer.table is not None:
-            return Write(store.buffer.insert(buffer, checked))
+            return _patient(partial(store.buffer.insert, buffer, checked))
         one = store.buffer.in_one_statement(checked)
-        return Write(store.buffer.add_many(buffer, checked), one_statement=one)
+        add = partial(store.buffer.add_many, buffer, checked)
+        return Write(add(), one_statement=one, again=_where_merged(buffer, add))
 
     def claim(self, buffer: BufferSettings, callback: object, limit: int | None) -> int:
         """How many events a claim may take."""
@@ -609,7 +613,7 @@ class Requests:
         return buffer.size if limit is None else limit
 
     def flush(self, buffer: BufferSettings) -> Write[int]:
-        return Write(store.buffer.flush(buffer))
+        return _patient(partial(store.buffer.flush, buffer))
 
     def buffer_status(self, buffer: BufferSettings) -> Plan[BufferStatus]:
         return store.buffer.status(buffer)
@@ -668,15 +672,21 @@ class Requests:
 
         return _patient(plan, None, [execution_id])
 
-    def claim_keys(self, task_id: str, execution_id: UUID | str) -> tuple[str, UUID]:
-        """The keys of a message, in which the second one is text."""
+    def claim_task(self, task_id: str, execution_id: UUID | str) -> Callable[[int], Write[Claim]]:
+        """Given the number of a worker: what it writes to take a task. The second key of a message is text."""
         problems = check_text(task_id, "task_id", self._limits.task_key_bytes)
         if isinstance(execution_id, str):
             with contextlib.suppress(ValueError):
                 execution_id = UUID(execution_id)
         refuse(problems + check_uuid(execution_id, "execution_id"))
         assert isinstance(execution_id, UUID)
-        return task_id, execution_id
+        claim, ids = partial(store.track.claim, task_id, execution_id), [execution_id]
+
+        def write(worker: int) -> Write[Claim]:
+            again = partial(claim, worker=worker, patience=PATIENCE)
+            return Write(claim(worker=worker), command_ids=ids, again=again)
+
+        return write
 
     def succeeded(self, result: Any) -> Succeeded:
         if result is not None:
@@ -700,16 +710,20 @@ class Requests:
                 f"This execution of task {execution.task_key!r:.200} is {execution.status}. "
                 "Claim the task, and end the execution that claim returns."
             )
-        plan = store.track.end(execution, outcome, workers=workers, limits=self._payload)
-        return Write(plan, command_ids=[execution.command_id])
+        end = partial(store.track.end, execution, outcome, workers=workers, limits=self._payload)
+        return Write(end(), command_ids=[execution.command_id], again=partial(end, patience=PATIENCE))
 
     def retry_task(self, task_id: str, *, operator: str | None) -> Write[Execution]:
         refuse(check_text(task_id, "task_id", self._limits.task_key_bytes) + self._operator(operator))
-        return Write(store.track.retry(task_id, operator=operator))
+        return _patient(partial(store.track.retry, task_id, operator=operator))
 
     def task_history(self, task_id: str) -> Plan[list[Execution]]:
         refuse(check_text(task_id, "task_id", self._limits.task_key_bytes), writes=False)
         return store.track.history(task_id)
+
+    def rescue(self) -> Write[Returned]:
+        """Take back what dead workers held."""
+        return Write(store.rescue.rescue(), again=partial(store.rescue.rescue, patience=PATIENCE))
 
     def recover_tasks(
         self, queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False
@@ -893,6 +907,11 @@ def _patient(
 ) -> Write[T]:
     """Several statements, of which one may have to wait for a transaction of somebody else."""
     return Write(plan(), batch_id, command_ids, job_id=job_id, again=lambda: store.send.hurried(plan(), PATIENCE))
+
+
+def _where_merged(buffer: BufferSettings, add: Callable[..., Plan[T]]) -> Callable[[], Plan[T]] | None:
+    """Only an event that may be merged into another one may have to wait for it."""
+    return partial(add, patience=PATIENCE) if store.buffer.merges_at_once(buffer) else None
 
 
 def in_pages(

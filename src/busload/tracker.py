@@ -30,7 +30,6 @@ from busload.domain.counted import counted
 from busload.domain.dedup import Dedup, task_key
 from busload.domain.execution import Execution, Failed, Succeeded
 from busload.errors import Superseded, kind_of
-from busload.requests import Write
 from busload.store import rescue, track
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
 from busload.store.outage import Outage
@@ -160,14 +159,14 @@ class TaskTracker(Tracker):
         It runs elsewhere then, has ended, waits for a person, or its queue is paused. Whoever names any execution of a
         task that waits gets it, under the id that was announced for its next execution or, if that is used up, another.
         """
-        keys = self._bus._requests.claim_keys(task_id, execution_id)
+        claim_by = self._bus._requests.claim_task(task_id, execution_id)
         presence, asked_at = self._presence, time.monotonic()
         while True:
             worker = presence.worker
             if worker is None:
                 worker = await asyncio.to_thread(presence.register, self._bus.dsn)
             with presence.asking():
-                claim = await self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+                claim = await self._bus._write(claim_by(worker))
                 presence.took(claim.execution)
             if claim.refused:
                 presence.declared_dead(worker)
@@ -202,7 +201,7 @@ class TaskTracker(Tracker):
         Each is returned to one caller, and not again before it has waited as long once more.
         """
         write = self._bus._requests.recover_tasks(self._queue(queue), waiting_for=waiting_for, limit=limit)
-        await self._bus._write(Write(rescue.rescue()))
+        await self._bus._write(self._bus._requests.rescue())
         return await self._bus._write(write)
 
     async def _end(self, execution: Execution, outcome: Succeeded | Failed) -> Execution:
@@ -273,12 +272,12 @@ class SyncTaskTracker(Tracker):
 
     def claim(self, task_id: str, execution_id: UUID | str) -> Execution | None:
         """Take a task for this process to run; None if it is not yours to run; see `TaskTracker.claim`."""
-        keys = self._bus._requests.claim_keys(task_id, execution_id)
+        claim_by = self._bus._requests.claim_task(task_id, execution_id)
         presence, asked_at = self._presence, time.monotonic()
         while True:
             worker = presence.worker or presence.register(self._bus.dsn)
             with presence.asking():
-                claim = self._bus._write(Write(track.claim(*keys, worker=worker), command_ids=[keys[1]]))
+                claim = self._bus._write(claim_by(worker))
                 presence.took(claim.execution)
             if claim.refused:
                 presence.declared_dead(worker)
@@ -306,7 +305,7 @@ class SyncTaskTracker(Tracker):
     def recover(self, queue: str, *, waiting_for: timedelta = WAITING_FOR, limit: int = 1000) -> list[Execution]:
         """Take back what dead workers held, and return what has waited too long; see `TaskTracker.recover`."""
         write = self._bus._requests.recover_tasks(self._queue(queue), waiting_for=waiting_for, limit=limit)
-        self._bus._write(Write(rescue.rescue()))
+        self._bus._write(self._bus._requests.rescue())
         return self._bus._write(write)
 
     def _look(self, queue: str, *, waiting_for: timedelta, limit: int) -> list[Execution]:

@@ -17,11 +17,13 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BufferTable,
     BusloadError,
     CommandBus,
     Dedup,
     DuplicateCommandError,
     LockWaitTimeout,
+    PermanentCommandError,
     Settings,
     SyncCommandBus,
     TaskTracker,
@@ -32,6 +34,8 @@ from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, until
 KEY = "invoice:7"
 COMMAND_ID = new_id()
 DEDUP = Dedup(on_conflict="return_existing")
+LETTER = """CREATE TABLE letter (id uuid PRIMARY KEY DEFAULT gen_random_uuid(), about text NOT NULL, group_id uuid,
+                                 created_at timestamptz NOT NULL DEFAULT clock_timestamp())"""
 SOON = 60.0
 """Seconds within which what waits for nothing is done, also on a busy machine; without an end it would hang."""
 
@@ -113,6 +117,94 @@ async def test_operators_who_wait_for_each_other_leave_connections_to_all_others
         ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert not [one for one in ended if isinstance(one, BaseException) and not isinstance(one, BusloadError)]
     assert not [one for one in ended if isinstance(one, LockWaitTimeout)]
+    database.check_invariants()
+
+
+async def claims(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    tasks = [await tracker.enqueue(f"bills:{n}", queue="bills") for n in range(20)]
+    return lambda n: tracker.claim(tasks[n].task_key, tasks[n].execution_id)  # type: ignore[union-attr, arg-type]
+
+
+async def completions(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    claim = await claims(bus, tracker)
+    running = [await claim(n) for n in range(20)]
+    return lambda n: tracker.complete(running[n])
+
+
+async def retries(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    claim = await claims(bus, tracker)
+    for n in range(20):
+        await tracker.fail(await claim(n), PermanentCommandError("unpayable"))
+    return lambda n: tracker.retry(f"bills:{n}")
+
+
+async def rows(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    buffer = bus.buffer("letters", table=BufferTable("letter"))
+    return lambda n: buffer.add({"about": f"letter {n}"})
+
+
+async def lists_of_rows(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    buffer = bus.buffer("letters", table=BufferTable("letter"))
+    return lambda n: buffer.add_many([{"about": f"letter {n}"}])
+
+
+async def merged(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    buffer = bus.buffer("contacts", merge="keep_last")
+    await buffer.add({"n": 0}, key="7")
+    return lambda n: buffer.add({"n": n}, key="7")
+
+
+async def lists_merged(bus: CommandBus, tracker: TaskTracker) -> Callable[[int], Any]:
+    buffer = bus.buffer("contacts", merge="keep_first")
+    await buffer.add({"n": 0}, key="7")
+    return lambda n: buffer.add_many([{"n": n}], key=lambda event: "7")
+
+
+LOCKED: dict[Callable[..., Any], str] = {
+    claims: "SELECT FROM busload.queue FOR UPDATE",
+    completions: "SELECT FROM busload.lease FOR UPDATE",
+    retries: "SELECT FROM busload.troubleshooting FOR UPDATE",
+    rows: "LOCK TABLE letter",
+    lists_of_rows: "LOCK TABLE letter",
+    merged: "SELECT FROM busload.buffered FOR UPDATE",
+    lists_merged: "SELECT FROM busload.buffered FOR UPDATE",
+}
+
+
+@pytest.mark.parametrize("calls", LOCKED, ids=lambda calls: calls.__name__)
+async def test_trackers_and_buffers_that_wait_for_a_lock_leave_connections_to_all_others(
+    bus: CommandBus, dsn: str, database: Database, calls: Callable[..., Any]
+) -> None:
+    database.rows(LETTER)
+    async with TaskTracker(bus) as tracker:
+        call = await calls(bus, tracker)
+        with psycopg.connect(dsn, application_name="shop") as conn:
+            conn.execute(LOCKED[calls].encode())
+            waiting = [asyncio.create_task(call(n)) for n in range(20)]
+            await eventually(lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            async with asyncio.timeout(SOON):
+                for _ in range(10):
+                    await bus.send_many(DOMAIN, [BatchCommand("Debit")])
+            assert not any(task.done() for task in waiting)
+        async with asyncio.timeout(SOON):
+            assert len(await asyncio.gather(*waiting)) == 20
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("calls", LOCKED, ids=lambda calls: calls.__name__)
+async def test_trackers_and_buffers_name_who_holds_what_they_wait_for(
+    dsn: str, settings: Settings, database: Database, calls: Callable[..., Any]
+) -> None:
+    database.rows(LETTER)
+    hasty = replace(settings, lock_timeout=timedelta(milliseconds=300))
+    async with CommandBus(dsn, settings=hasty) as bus, TaskTracker(bus) as tracker:
+        call = await calls(bus, tracker)
+        with psycopg.connect(dsn, application_name="shop") as conn:
+            conn.execute(LOCKED[calls].encode())
+            with pytest.raises(LockWaitTimeout, match="Nothing was written") as refused:
+                await call(0)
+            assert [holder.application_name for holder in refused.value.holders] == ["shop"]
+        await call(0)
     database.check_invariants()
 
 

@@ -85,7 +85,12 @@ class Waiting:
         return self.flushed or self.due_in <= 0
 
 
-def add(settings: BufferSettings, event: NewEvent) -> Plan[int | None]:
+def merges_at_once(settings: BufferSettings) -> bool:
+    """Whether an event that arrives is merged into the one that waits for its key."""
+    return bool(_rule(settings)["once"])
+
+
+def add(settings: BufferSettings, event: NewEvent, *, patience: int | None = None) -> Plan[int | None]:
     """One event; None: it was merged into the one that waits for its key."""
     rows = yield from execute(
         SQL.add,
@@ -94,17 +99,20 @@ def add(settings: BufferSettings, event: NewEvent) -> Plan[int | None]:
         key=event.key,
         data=event.data,
         bytes=len(event.data.encode()),
+        patience=patience,
     )
     return rows[0][0] if rows else None
 
 
-def add_many(settings: BufferSettings, events: Sequence[NewEvent]) -> Plan[list[int | None]]:
+def add_many(
+    settings: BufferSettings, events: Sequence[NewEvent], *, patience: int | None = None
+) -> Plan[list[int | None]]:
     """Many events, all or none; ids in the order of the input."""
     rule = _rule(settings)
     if not rule["once"]:
         ids: list[int | None] = []
         for part in _parts(events):
-            rows = yield from execute(SQL.add_some, **rule, **_arrays(part))
+            rows = yield from execute(SQL.add_some, **rule, **_arrays(part), patience=patience)
             ids += sorted(id for id, _ in rows)
         return ids
     kept: dict[str | None, int] = {}
@@ -117,7 +125,7 @@ def add_many(settings: BufferSettings, events: Sequence[NewEvent]) -> Plan[list[
     added: list[int | None] = [None] * len(events)
     # In the order of their keys, so that two such calls cannot wait for each other.
     for part in _parts([events[kept[key]] for key in sorted(kept, key=str)]):
-        rows = yield from execute(SQL.add_some, **rule, **_arrays(part))
+        rows = yield from execute(SQL.add_some, **rule, **_arrays(part), patience=patience)
         for id, key in rows:
             added[firsts[key]] = id
     return added

@@ -1,8 +1,10 @@
 -- name: add
 -- One event. With a rule that is applied on arrival (`once`), one that waits for the same key takes it in: replaced by
 -- `keep_last`, left as it is otherwise; but it is locked either way, so that no group takes it before this transaction ends.
+-- With `patience`, in milliseconds, the statement fails if somebody else holds that one for longer.
 INSERT INTO busload.buffered AS b (buffer, partition, key, once, data, bytes)
-VALUES (%(buffer)s::text, %(partition)s::text, %(key)s::text, %(once)s::boolean, %(data)s::text::json, %(bytes)s::integer)
+SELECT %(buffer)s::text, %(partition)s::text, %(key)s::text, %(once)s::boolean, %(data)s::text::json, %(bytes)s::integer
+ WHERE %(patience)s::integer IS NULL OR (SELECT set_config('lock_timeout', %(patience)s::integer::text, true)) IS NOT NULL
     ON CONFLICT (buffer, key) WHERE group_id IS NULL AND once
     DO UPDATE SET data = excluded.data, bytes = excluded.bytes, partition = excluded.partition WHERE %(last)s::boolean
 RETURNING CASE WHEN b.xmax = 0 THEN b.id END;
@@ -12,6 +14,7 @@ RETURNING CASE WHEN b.xmax = 0 THEN b.id END;
 INSERT INTO busload.buffered AS b (buffer, partition, key, once, data, bytes)
 SELECT %(buffer)s::text, e.partition, e.key, %(once)s::boolean, e.data::json, octet_length(e.data)
   FROM unnest(%(partitions)b::text[], %(keys)b::text[], %(data)b::text[]) WITH ORDINALITY AS e (partition, key, data, nth)
+ WHERE %(patience)s::integer IS NULL OR (SELECT set_config('lock_timeout', %(patience)s::integer::text, true)) IS NOT NULL
  ORDER BY e.nth
     ON CONFLICT (buffer, key) WHERE group_id IS NULL AND once
     DO UPDATE SET data = excluded.data, bytes = excluded.bytes, partition = excluded.partition WHERE %(last)s::boolean

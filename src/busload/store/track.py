@@ -97,12 +97,15 @@ def enqueue(
     )
 
 
-def claim(task_id: str, execution_id: UUID, *, worker: int) -> Plan[Claim]:
-    """Take a task that waits, also from a worker that died; needs a transaction."""
-    found = yield from execute(SQL.find, task_key=task_id, execution_id=execution_id)
+def claim(task_id: str, execution_id: UUID, *, worker: int, patience: int | None = None) -> Plan[Claim]:
+    """Take a task that waits, also from a worker that died; needs a transaction.
+
+    With `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold the task for longer.
+    """
+    found = yield from execute(SQL.find, task_key=task_id, execution_id=execution_id, patience=patience)
     if not found:
         raise _stranger(task_id, execution_id)
-    [(command,)] = found
+    [(command, _)] = found
     for _ in range(LOOKS):
         [row] = yield from execute(SQL.claim, command=command, worker=worker, fresh=new_execution_id())
         refused, waits, lapsed, passing, *columns = row
@@ -119,10 +122,18 @@ def claim(task_id: str, execution_id: UUID, *, worker: int) -> Plan[Claim]:
     return Claim()
 
 
-def end(execution: Execution, outcome: Outcome, *, workers: Sequence[int], limits: PayloadLimits) -> Plan[Execution]:
+def end(
+    execution: Execution,
+    outcome: Outcome,
+    *,
+    workers: Sequence[int],
+    limits: PayloadLimits,
+    patience: int | None = None,
+) -> Plan[Execution]:
     """Record how an execution ended, while one of these workers holds it; needs a transaction.
 
-    To repeat it is harmless: what is recorded already is returned.
+    To repeat it is harmless: what is recorded already is returned. With `patience`, in milliseconds, it fails by
+    `LockNotAvailable` if others hold the task for longer.
     """
     held = yield from one(
         _leased,
@@ -132,7 +143,7 @@ def end(execution: Execution, outcome: Outcome, *, workers: Sequence[int], limit
         workers=list(workers),
     )
     if held is not None:
-        yield from settle.settle([decide(held, outcome, AT_ONCE, limits)], now=0.0)
+        yield from settle.settle([decide(held, outcome, AT_ONCE, limits)], now=0.0, patience=patience)
     ended = yield from one(
         report._execution,
         SQL.ended,

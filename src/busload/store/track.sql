@@ -4,10 +4,12 @@ SELECT created_at FROM busload.command WHERE domain = %(domain)s::text AND comma
 -- name: find
 -- The command of a task that an execution_id belongs to: the announced one, or any lease it ever had. Two keys find the
 -- usual ones, however often the task has run: the domain of its newest run with the announced id, and the lease. Only for
--- others its runs are read, from the newest back.
+-- others its runs are read, from the newest back. With `patience`, in milliseconds, no lock is waited for any longer than
+-- that from here on.
 WITH domain AS MATERIALIZED (
     SELECT domain FROM busload.command WHERE task_key = %(task_key)s::text AND command_type = 'TrackedTask' ORDER BY id DESC LIMIT 1
 )
+SELECT id, CASE WHEN %(patience)s::integer IS NOT NULL THEN set_config('lock_timeout', %(patience)s::integer::text, true) END FROM (
 SELECT id FROM busload.command
  WHERE domain = (SELECT domain FROM domain) AND command_id = %(execution_id)s::uuid
    AND task_key = %(task_key)s::text AND command_type = 'TrackedTask' AND id & 1023 = 0
@@ -22,7 +24,7 @@ UNION ALL
          OR EXISTS (SELECT FROM busload.event AS v
                      WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id AND v.lease_id = %(execution_id)s::uuid OFFSET 0))
   ORDER BY c.id DESC LIMIT 1)
-LIMIT 1;
+LIMIT 1) AS found;
 
 -- name: claim
 -- Take one task, from wherever it waits. Where its command is decides, not by which of its ids it was found. The announced
