@@ -25,6 +25,7 @@ from busload import (
     WorkerSettings,
 )
 from busload.domain.ids import new_id
+from busload.store import connection
 from busload.store.connection import CANCEL_WITHIN, CHECK_WITHIN, RESPONSE_TIMEOUT, OwnConnection, connect
 from busload.store.listen import BATCH, AsyncListener, Listener
 from tests.brokers.proxy import PostgresProxy
@@ -35,8 +36,11 @@ from tests.pgbouncer import PgBouncer
 WITHIN = 60.0
 """Seconds after which a call hangs, also on a slow machine; it used to be for ever."""
 SHORT = b"SELECT 1 FROM pg_sleep(1.3)"
-LONG = f"SELECT 1 FROM pg_sleep({CHECK_WITHIN + 1.5})".encode()
-HASTY = Settings(response_timeout=timedelta(seconds=0.3), poll_every=timedelta(milliseconds=100))
+LONG = b"SELECT 1 FROM pg_sleep(4)"
+SOON = 0.3
+HASTY = Settings(response_timeout=timedelta(seconds=SOON), poll_every=timedelta(milliseconds=100))
+CALM = Settings(response_timeout=timedelta(seconds=2), poll_every=timedelta(milliseconds=100))
+"""Doubts a connection late enough that its server has begun with the statement, also on a slow machine."""
 
 
 @pytest.fixture
@@ -45,11 +49,28 @@ async def proxy(dsn: str) -> AsyncIterator[PostgresProxy]:
         yield proxy
 
 
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may take longer to let somebody in and to answer, as what is asked there is not whether it can."""
+    monkeypatch.setitem(connection.PARAMETERS, "connect_timeout", int(WITHIN))
+    monkeypatch.setitem(connection._QUESTION, "connect_timeout", int(WITHIN))
+    monkeypatch.setattr(connection, "CHECK_WITHIN", WITHIN)
+    monkeypatch.setattr(connection, "SERVED", connection.SERVED.replace("interval '1 s'", "interval '0.1 s'"))
+
+
+def doubt(bus: CommandBus | SyncCommandBus) -> None:
+    """The connections of now are doubted soon; those that replace them may be as slow as the machine is."""
+    assert bus.pool._idle
+    for _, conn in bus.pool._idle:
+        conn.response_timeout = SOON
+
+
 async def test_a_send_whose_answer_is_swallowed_ends_and_those_behind_it_are_sent(
     proxy: PostgresProxy, database: Database
 ) -> None:
-    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url) as bus:
         await bus.send(DOMAIN, "Debit")
+        doubt(bus)
         proxy.swallow()  # the server hears the question, nobody hears its answer
         first = asyncio.create_task(bus.send(DOMAIN, "Debit"))
         await asyncio.sleep(0)
@@ -60,7 +81,7 @@ async def test_a_send_whose_answer_is_swallowed_ends_and_those_behind_it_are_sen
         assert database.count("command") == 22
         [command_id] = unknown.value.command_ids
         assert await bus.get_command(DOMAIN, command_id) is not None
-        assert bus.pool.size == bus.pool.idle
+        await eventually(lambda: bus.pool.size == bus.pool.idle)
 
 
 async def test_those_behind_a_stuck_send_do_not_wait_for_its_end(proxy: PostgresProxy) -> None:
@@ -94,9 +115,10 @@ async def test_a_cancelled_call_ends_though_its_connection_is_dead(proxy: Postgr
 
 async def test_what_was_idle_is_not_trusted_after_one_connection_was_found_dead(proxy: PostgresProxy) -> None:
     """Else each would have to be found out by a call of its own."""
-    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url) as bus:
         await asyncio.gather(*(bus.get_command(DOMAIN, new_id()) for _ in range(50)))
-        assert bus.pool.idle > 1
+        await eventually(lambda: 1 < bus.pool.idle == bus.pool.size)
+        doubt(bus)
         proxy.swallow_all()
         with pytest.raises(DatabaseUnavailable):
             await bus.get_command(DOMAIN, new_id())
@@ -105,8 +127,9 @@ async def test_what_was_idle_is_not_trusted_after_one_connection_was_found_dead(
 
 async def test_a_batch_whose_connection_dies_half_way_is_not_written(proxy: PostgresProxy, database: Database) -> None:
     commands = [BatchCommand("Debit", data={"text": "x" * 500}) for _ in range(20_000)]
-    async with asyncio.timeout(WITHIN), CommandBus(proxy.url, settings=HASTY) as bus:
+    async with asyncio.timeout(WITHIN), CommandBus(proxy.url) as bus:
         await bus.send(DOMAIN, "Debit")
+        doubt(bus)
         creating = asyncio.create_task(bus.create_batch(DOMAIN, commands))
         copying = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'COPY%%' AND datname = current_database()"
         await eventually(lambda: database.rows(copying.replace("%%", "%")) or creating.done())
@@ -114,35 +137,39 @@ async def test_a_batch_whose_connection_dies_half_way_is_not_written(proxy: Post
         with pytest.raises((DatabaseUnavailable, OutcomeUnknown)):
             await creating
         assert (await bus.send(DOMAIN, "Debit")).created
-        assert bus.pool.size == bus.pool.idle
+        await eventually(lambda: bus.pool.size == bus.pool.idle)
     assert database.count("command") == 2
 
 
+@pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("way", ["directly", "by PgBouncer", "untracked"])
 async def test_a_statement_may_take_longer_as_long_as_the_server_works_on_it(
     way: str, dsn: str, proxy: PostgresProxy
 ) -> None:
-    settings = replace(HASTY, response_timeout=timedelta(seconds=1.2))
     with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn) as pooler:
         url = pooler.url if way == "by PgBouncer" else proxy.url
         if way == "untracked":
             url = make_conninfo(url, options="-c track_activities=off")
-        async with asyncio.timeout(WITHIN), CommandBus(url, settings=settings) as bus, bus.pool.connection() as conn:
+        async with asyncio.timeout(WITHIN), CommandBus(url, settings=CALM) as bus, bus.pool.connection() as conn:
             cursor = await conn.execute("SELECT 1 FROM pg_sleep(3)")
             assert await cursor.fetchone() == (1,)
 
 
-async def test_statements_that_take_all_connections_of_a_pooler_are_not_given_up(dsn: str) -> None:
+@pytest.mark.usefixtures("slow_machine")
+async def test_statements_that_take_all_connections_of_a_pooler_are_not_given_up(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the pooler has none for the question whether the server works on them."""
+    monkeypatch.setattr(connection, "CHECK_WITHIN", 1.0)  # it gets no answer while they last
     with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn, pool_size=2) as pooler:
 
         def wait() -> tuple[int] | None:
-            with SyncCommandBus(pooler.url, settings=HASTY) as bus, bus.pool.connection() as conn:
+            with SyncCommandBus(pooler.url, settings=CALM) as bus, bus.pool.connection() as conn:
                 return conn.execute(LONG).fetchone()
 
         async with (
             asyncio.timeout(WITHIN),
-            CommandBus(pooler.url, settings=HASTY) as bus,
+            CommandBus(pooler.url, settings=CALM) as bus,
             bus.pool.connection() as conn,
         ):
             waiting = asyncio.create_task(asyncio.to_thread(wait))
@@ -150,6 +177,7 @@ async def test_statements_that_take_all_connections_of_a_pooler_are_not_given_up
             assert (await cursor.fetchone(), await waiting) == ((1,), (1,))
 
 
+@pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("face", ["async", "sync"])
 async def test_an_answer_that_comes_while_the_server_is_asked_counts(face: str, dsn: str) -> None:
     """A pooler with one connection answers the question after the statement: nobody works on it any more."""
@@ -172,8 +200,9 @@ async def test_a_connection_that_dies_behind_pgbouncer_is_found_out(dsn: str, da
     with folder() as path, PgBouncer(Path(path) / "pgbouncer", dsn) as pooler:
         async with asyncio.timeout(WITHIN), PostgresProxy(dsn) as proxy:
             proxy.reach("127.0.0.1", pooler.port)
-            async with CommandBus(proxy.url, settings=HASTY) as bus:
+            async with CommandBus(proxy.url) as bus:
                 await bus.send(DOMAIN, "Debit")
+                doubt(bus)
                 proxy.swallow_all()
                 with pytest.raises(OutcomeUnknown):
                     await bus.send(DOMAIN, "Debit")
@@ -187,8 +216,9 @@ async def test_the_face_that_waits_is_not_stuck_either(proxy: PostgresProxy, dat
             bus.send(DOMAIN, "Debit")
         assert bus.send(DOMAIN, "Debit").created
 
-    bus = await asyncio.to_thread(SyncCommandBus(proxy.url, settings=HASTY).open)  # the proxy needs this loop
+    bus = await asyncio.to_thread(SyncCommandBus(proxy.url).open)  # the proxy needs this loop
     await asyncio.to_thread(bus.send, DOMAIN, "Debit")
+    doubt(bus)
     proxy.swallow_all()
     async with asyncio.timeout(WITHIN):
         await asyncio.to_thread(story, bus)
@@ -196,10 +226,11 @@ async def test_the_face_that_waits_is_not_stuck_either(proxy: PostgresProxy, dat
     assert database.count("command") == 2
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_the_face_that_waits_lets_the_server_take_its_time(dsn: str, proxy: PostgresProxy) -> None:
-    conn = await asyncio.to_thread(connect, proxy.url, response_timeout=0.5)
+    conn = await asyncio.to_thread(connect, proxy.url, response_timeout=CALM.response_timeout.total_seconds())
     with conn:
-        row = await asyncio.to_thread(lambda: conn.execute("SELECT 1 FROM pg_sleep(2)").fetchone())
+        row = await asyncio.to_thread(lambda: conn.execute("SELECT 1 FROM pg_sleep(3)").fetchone())
     assert row == (1,)
 
 
@@ -245,15 +276,19 @@ async def test_a_listener_notices_that_nobody_speaks_to_it_any_more(
         loop.call_soon_threadsafe(heard.append, (channel, payload))
 
     if face == "awaited":
-        listening = asyncio.create_task(AsyncListener(proxy.url, [BATCH], hear, check_every=0.2).run())
+        listening = asyncio.create_task(AsyncListener(proxy.url, [BATCH], hear, check_every=0.5).run())
     else:
-        listener = Listener(proxy.url, [BATCH], hear, check_every=0.2)
+        listener = Listener(proxy.url, [BATCH], hear, check_every=0.5)
         listener.start()
-    await eventually(lambda: heard == [(None, None)])
+    await eventually(lambda: (None, None) in heard)
     proxy.swallow_all()
-    await eventually(lambda: heard.count((None, None)) > 1, within=WITHIN)
-    database.rows(f"SELECT pg_notify('{BATCH}', 'here')")
-    await eventually(lambda: (BATCH, "here") in heard)
+
+    def hears() -> bool:
+        database.rows(f"SELECT pg_notify('{BATCH}', 'here')")
+        return (BATCH, "here") in heard
+
+    await eventually(hears, within=WITHIN)
+    assert heard.count((None, None)) > 1
     if face == "awaited":
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
