@@ -336,6 +336,36 @@ async def test_a_worker_comes_back_though_its_first_try_is_not_committed(given: 
     database.check_invariants()
 
 
+@pytest.mark.parametrize("answers_lost", [1, 2, 3])
+@pytest.mark.parametrize("settled_between", [0, 1])
+async def test_a_worker_that_never_heard_that_it_was_back_comes_back_again(
+    given: Given, database: Database, answers_lost: int, settled_between: int
+) -> None:
+    """It knows all the numbers that it had; each of them was declared dead with the same lease."""
+    await given.batch(6)
+    numbers = [given.registered_worker()]
+    leased = given.claimed(6, by=numbers[0])
+    [lease] = {one.lease.lease_id: one.lease for one in leased}.values()
+    for back in range(answers_lost + 1):
+        given.died(numbers[-1])
+        assert given.rescued().parked == 0
+        plan = rescue.come_back(
+            buried=numbers, leases=[lease], name="w", domains=[DOMAIN], concurrency=6, lease_for=LEASE
+        )
+        worker, resumed = database.perform(plan)
+        assert resumed == {lease.lease_id}
+        assert database.value(CRASHES) == 0
+        database.check_invariants()
+        numbers.append(worker)
+        if settled_between and back < answers_lost:
+            assert given.settled([leased.pop()])
+    assert given.claimed(6, by=given.registered_worker()) == []
+    assert given.settled(leased) == {one.id for one in leased}
+    assert (database.count("lease"), database.count("queue")) == (0, 0)
+    assert database.value("SELECT count(*) FROM busload.execution") == 6
+    database.check_invariants()
+
+
 async def test_a_lease_that_nobody_has_taken_back_yet_goes_on(given: Given, database: Database, dsn: str) -> None:
     """Its batch was held by somebody while its worker was declared dead."""
     batch_id = await given.batch(2)

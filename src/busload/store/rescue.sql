@@ -121,7 +121,8 @@ SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
 -- name: resume
 -- A worker that was declared dead is back and still runs these leases, so it did not crash. What was taken from it and still
 -- waits becomes its own again, under the same lease, if all of that lease does: then nobody else has begun it. Of what others
--- have by now, and of leases that are not `whole` because a result was refused, only the blame is taken back. A lease that nobody
+-- have by now, and of leases that are not `whole` because a result was refused, only the blame is taken back. If it was back before
+-- and never heard of it, several of its numbers have lost the same lease: the last one counts. A lease that nobody
 -- has taken back yet, as its batch was held, only changes hands. Returns the leases that it holds again.
 WITH left_alone AS MATERIALIZED (
     SELECT lease_id FROM busload.lease
@@ -129,11 +130,14 @@ WITH left_alone AS MATERIALIZED (
 ), kept AS (
     UPDATE busload.lease SET worker = %(worker)s::bigint WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM left_alone)) RETURNING lease_id
 ), lost AS MATERIALIZED (
-    SELECT lease_id, lo, hi, attempt, batch_id, (details ->> 'since')::timestamptz AS since,
-           coalesce((details ->> 'crashes_before')::smallint, 0::smallint) AS before
-      FROM busload.event
-     WHERE lo >> 10 = ANY (%(loads)b::bigint[]) AND type = 'LEASE_LOST' AND lease_id = ANY (%(leases)b::uuid[])
-       AND worker = ANY (%(buried)b::bigint[])
+    SELECT * FROM (
+        SELECT lease_id, lo, hi, attempt, batch_id, (details ->> 'since')::timestamptz AS since,
+               coalesce((details ->> 'crashes_before')::smallint, 0::smallint) AS before,
+               worker = max(worker) OVER (PARTITION BY lease_id) AS last
+          FROM busload.event
+         WHERE lo >> 10 = ANY (%(loads)b::bigint[]) AND type = 'LEASE_LOST' AND lease_id = ANY (%(leases)b::uuid[])
+           AND worker = ANY (%(buried)b::bigint[])) AS any_time
+     WHERE last
 ), waiting AS MATERIALIZED (
     SELECT q.*, l.lease_id, l.before, l.since FROM lost AS l CROSS JOIN LATERAL (
         SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, replies FROM busload.queue
