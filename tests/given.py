@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,8 @@ from typing import Any, Self
 from uuid import UUID
 
 import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from busload import (
     BatchCommand,
@@ -66,6 +68,24 @@ LOCKED_OUT = "SELECT pid FROM pg_stat_activity WHERE datname = current_database(
 
 LISTENERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
 """How many connections have begun to listen, in this test's database."""
+
+END_LISTENERS = (
+    "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database()"
+    " AND query LIKE 'LISTEN%'"
+)
+
+
+@contextmanager
+def closed_to_newcomers(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    """Nobody gets a new connection to this database as long as the block lasts; it is given one to another."""
+    name = str(conninfo_to_dict(dsn)["dbname"])
+    allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+    with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
+        admin.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
+        try:
+            yield admin
+        finally:
+            admin.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
 
 
 class Database:

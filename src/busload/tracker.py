@@ -34,7 +34,7 @@ from busload.store import rescue, track
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
 from busload.store.outage import Outage
 from busload.store.plan import perform
-from busload.worker.renew import beat
+from busload.worker.renew import Pulse, beat
 
 log = logging.getLogger("busload")
 
@@ -348,7 +348,7 @@ class Presence:
         self._queues: dict[str, None] = {}
         self._lock = threading.Lock()
         self._dsn = ""
-        self._stopping = threading.Event()
+        self._pulse = Pulse()
         self._outage = Outage()
         self._thread: threading.Thread | None = None
 
@@ -360,7 +360,7 @@ class Presence:
                     self._register(conn)
                 self._dsn = dsn
             if self._thread is None:
-                self._stopping.clear()
+                self._pulse = Pulse()
                 self._thread = threading.Thread(target=self._run, name="busload-tracker", daemon=True)
                 self._thread.start()
             assert self.worker is not None
@@ -399,7 +399,7 @@ class Presence:
         with self._lock:
             thread, self._thread = self._thread, None
             self.worker = None
-            self._stopping.set()
+            self._pulse.stop()
         if thread is not None:
             thread.join()
             self._outage.close()
@@ -452,4 +452,4 @@ class Presence:
         self.workers.append(self.worker)
 
     def _run(self) -> None:
-        beat(self._dsn, self._every, self._stopping, self.once, self._outage)
+        beat(self._dsn, self._every, self._pulse, self.once, self._outage)

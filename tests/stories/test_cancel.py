@@ -25,7 +25,7 @@ from busload import (
     WorkerSettings,
 )
 from busload.domain.execution import FAILED_ATTEMPT
-from tests.given import DOMAIN, Given, counts, eventually, raising
+from tests.given import DOMAIN, END_LISTENERS, LISTENERS, Given, closed_to_newcomers, counts, eventually, raising
 
 DEAF_TO_HEARTBEATS = WorkerSettings(lease_for=timedelta(hours=1), poll_every=timedelta(milliseconds=50))
 
@@ -107,7 +107,7 @@ async def test_a_handler_in_a_thread_is_asked_to_stop_as_well(bus: CommandBus, g
     @bus.handler(DOMAIN, "Debit")
     def run(command: Command, ctx: SyncHandlerContext) -> None:
         loop.call_soon_threadsafe(begun.set)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not ctx.cancelled and time.monotonic() < deadline:
             time.sleep(0.005)
         raise InterruptedError("stopped as asked")
@@ -116,8 +116,27 @@ async def test_a_handler_in_a_thread_is_asked_to_stop_as_well(bus: CommandBus, g
     async with given.running(settings=DEAF_TO_HEARTBEATS):
         await begun.wait()
         await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
-        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
+        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=30)
     assert counts(batch) == (1, 0, 0, 1, 0)
+
+
+async def test_a_worker_that_listens_again_hears_of_a_cancel_that_it_has_missed(bus: CommandBus, given: Given) -> None:
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    async def run(command: Command, ctx: HandlerContext) -> None:
+        begun.set()
+        await eventually(lambda: ctx.cancelled, within=60)
+        stopped.set()
+
+    given.handler("Debit", run)
+    batch_id = await given.batch()
+    async with given.running(settings=DEAF_TO_HEARTBEATS):
+        await begun.wait()
+        await eventually(lambda: given.database.value(LISTENERS))
+        with closed_to_newcomers(bus.dsn):
+            given.database.rows(END_LISTENERS)
+            await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+        await asyncio.wait_for(stopped.wait(), 60)
 
 
 async def test_a_worker_that_missed_the_notification_hears_of_the_cancel_with_its_heartbeat(

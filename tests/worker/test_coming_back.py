@@ -23,7 +23,7 @@ from busload.store.pool import engine_pool
 from busload.worker.held import Held
 from busload.worker.sweep import Sweep
 from tests.brokers.proxy import PostgresProxy
-from tests.given import DOMAIN, Database, Given, eventually
+from tests.given import DOMAIN, END_LISTENERS, LISTENERS, LOCKED_OUT, Database, Given, eventually
 
 LEASE = timedelta(seconds=3)
 LOST = "SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'"
@@ -299,6 +299,36 @@ async def test_a_command_whose_result_was_refused_runs_again_and_nobody_is_blame
     assert handler.crashes in ([0], [0, 0])
     assert (await given.command_now(command_id)).status == "COMPLETED"
     assert database.value(BACK) == 1
+    database.check_invariants()
+
+
+async def test_a_lease_whose_result_is_refused_while_it_is_taken_up_again_is_handed_back(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """Else nobody would run its command before the next heartbeat."""
+    go, runs = asyncio.Event(), []
+
+    async def run(command: Command, ctx: HandlerContext) -> None:
+        runs.append(ctx.execution_id)
+        async with ctx.transaction():
+            await go.wait()
+
+    given.handler("Debit", run)
+    with psycopg.connect(dsn) as holder:
+        async with given.running(settings=replace(given.settings, lease_for=timedelta(hours=1))) as worker:
+            command_id = await given.sent()
+            await eventually(lambda: runs)
+            await eventually(lambda: database.value(LISTENERS))
+            declared_dead(given, database)
+            holder.execute("LOCK TABLE busload.event IN SHARE MODE")
+            database.rows(END_LISTENERS)  # then a worker asks at once how things are
+            await eventually(lambda: database.rows(LOCKED_OUT))  # the worker that comes back
+            go.set()
+            await eventually(lambda: not worker.stats.in_hand)
+            holder.commit()
+            await eventually(lambda: len(runs) == 2)
+    assert (await given.command_now(command_id)).status == "COMPLETED"
+    assert len(set(runs)) == 2
     database.check_invariants()
 
 

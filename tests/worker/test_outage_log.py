@@ -12,16 +12,15 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
 from busload.store import outage as outages
 from busload.store.connection import Connection, was_spoken_to
 from busload.store.outage import Outage
-from busload.worker.renew import beat
-from tests.given import Database, Given, eventually, until
+from busload.worker.renew import Pulse, beat
+from tests.given import Database, Given, closed_to_newcomers, eventually, until
 
 AWAY = psycopg.OperationalError("connection refused")
 
@@ -29,16 +28,10 @@ AWAY = psycopg.OperationalError("connection refused")
 @contextmanager
 def away(dsn: str) -> Iterator[None]:
     """Nobody gets a connection to this database, and who had one loses it: as long as the block lasts."""
-    name = str(conninfo_to_dict(dsn)["dbname"])
-    allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
-    with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
-        admin.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
-        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-        try:
-            until(lambda: not admin.execute(end, [name]).fetchall())  # also who had been let in, and was not there yet
-            yield
-        finally:
-            admin.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
+    name = conninfo_to_dict(dsn)["dbname"]
+    with closed_to_newcomers(dsn) as admin:
+        admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        yield
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -126,7 +119,7 @@ def test_a_heartbeat_that_slept_through_an_outage_does_not_tell_of_another_one(
     dsn: str, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others have said long before that the database is back."""
-    stopping, beats = threading.Event(), list[Connection]()
+    pulse, beats = Pulse(), list[Connection]()
 
     def end_its_connection() -> None:
         if beats:
@@ -137,9 +130,9 @@ def test_a_heartbeat_that_slept_through_an_outage_does_not_tell_of_another_one(
         conn.execute("SELECT")
         beats.append(conn)
         if len(beats) == 3:
-            stopping.set()
+            pulse.stop()
 
-    beat(dsn, 0.01, stopping, once, Outage(), before=end_its_connection)
+    beat(dsn, 0.01, pulse, once, Outage(), before=end_its_connection)
     assert len(set(beats)) == 3
     assert warnings(caplog) == []
 

@@ -194,7 +194,8 @@ async def test_a_superseded_handler_writes_nothing_and_the_new_one_does(
 
     register(bus, kind, during=bury)
     command_id = await given.sent()
-    await given.drained(settings=replace(given.settings, lease_for=timedelta(milliseconds=900)))
+    async with given.running(settings=replace(given.settings, lease_for=timedelta(milliseconds=900))):
+        await eventually(lambda: effects.value("SELECT count(*) FROM busload.execution"))
     assert len(set(runs)) == 2
     assert effects.value("SELECT count(*) FROM effect") == 1
     found = await given.command_now(command_id)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from uuid import UUID
 
@@ -40,7 +40,7 @@ class Heartbeat:
         lease_for: timedelta,
         holding: Callable[[], list[Lease]],
         on_renewal: Callable[[Renewal], None],
-        on_death: Callable[[set[UUID]], None],
+        on_death: Callable[[Set[UUID], Set[UUID]], None],
         outage: Outage,
     ) -> None:
         self._outage = outage
@@ -52,13 +52,13 @@ class Heartbeat:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._answered = threading.Event()
-        self._stopping = threading.Event()
+        self._pulse = Pulse()
         self._thread = threading.Thread(target=self._run, name="busload-renew", daemon=True)
         self._starting = threading.Lock()
         self.worker = 0
         self._buried: list[int] = []
         """Numbers that this worker had: the answer to a new one may have been lost."""
-        self._heard_at = self._back_at = -math.inf
+        self._heard_at = self._back_at = self._asked_at = -math.inf
 
     @property
     def in_touch(self) -> bool:
@@ -73,7 +73,7 @@ class Heartbeat:
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
         with self._starting:
-            if self._stopping.is_set():  # whoever wanted it has gone
+            if self._pulse.stopped:  # whoever wanted it has gone
                 return
             with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                 self.worker = perform(conn, rescue.register(**self._facts))  # type: ignore[arg-type]
@@ -83,7 +83,11 @@ class Heartbeat:
 
     def let_go(self) -> None:
         """Renew no more; does not wait for the heartbeat under way."""
-        self._stopping.set()
+        self._pulse.stop()
+
+    def renew_soon(self) -> None:
+        """Do not wait for the next heartbeat: it tells of cancels whose notifications were missed."""
+        self._pulse.quicken()
 
     def stop(self) -> None:
         self.let_go()
@@ -100,7 +104,7 @@ class Heartbeat:
                 perform(conn, rescue.retire(worker=self.worker))
 
     def _run(self) -> None:
-        beat(self._dsn, self._every, self._stopping, self._once, self._outage, before=self._watch_loop)
+        beat(self._dsn, self._every, self._pulse, self._once, self._outage, before=self._watch_loop)
 
     def _once(self, conn: Connection) -> None:
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
@@ -125,7 +129,7 @@ class Heartbeat:
             counted(len(leases), "lease"),
             len(resumed),
         )
-        self._tell(lambda: self._on_death({lease.lease_id for lease in leases} - resumed))
+        self._tell(lambda: self._on_death({lease.lease_id for lease in leases} - resumed, resumed))
 
     def _tell(self, what: Callable[[], None]) -> None:
         if not self._loop.is_closed():
@@ -133,23 +137,48 @@ class Heartbeat:
 
     def _watch_loop(self) -> None:
         """Say where the event loop is stuck if it has not answered since the last heartbeat."""
+        now = time.monotonic()
         if not self._answered.is_set():
+            if now - self._asked_at < self._every:  # a heartbeat that came early
+                return
             frame = sys._current_frames().get(self._loop_thread)
             where = "".join(traceback.format_stack(frame)[-4:]) if frame else "unknown\n"
             log.warning(
                 "The event loop has been blocked for %.1f s; leases are kept meanwhile. It is at:\n%s",
-                self._every,
+                now - self._asked_at,
                 where,
             )
             return
+        self._asked_at = now
         self._answered.clear()
         self._tell(self._answered.set)
+
+
+class Pulse:
+    """When the next heartbeat comes: after a while, at once, or never."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._due = threading.Event()
+
+    def quicken(self) -> None:
+        self._due.set()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._due.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next heartbeat; False if there is none."""
+        self._due.wait(seconds)
+        self._due.clear()
+        return not self.stopped
 
 
 def beat(
     dsn: str,
     every: float,
-    stopping: threading.Event,
+    pulse: Pulse,
     once: Callable[[Connection], None],
     outage: Outage,
     before: Callable[[], None] = lambda: None,
@@ -159,7 +188,7 @@ def beat(
     pause = every
     # Long enough for a busy server, and so short that there is time for another heartbeat before the lease ends.
     silence = min(RESPONSE_TIMEOUT, max(1.0, every))
-    while not stopping.wait(pause):
+    while pulse.wait(pause):
         before()
         try:
             if conn is not None and (conn.closed or was_spoken_to(conn)):  # by its end: the server may be back already

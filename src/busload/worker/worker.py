@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -446,7 +446,7 @@ class _Running:
             lease_for=settings.lease_for,
             holding=lambda: self._held.leases,
             on_renewal=self._on_renewal,
-            on_death=self._held.lose,
+            on_death=self._on_death,
             outage=self._outage,
         )
         self._broker = None if bus.transport is None else self._assemble_broker()
@@ -554,7 +554,8 @@ class _Running:
                 self._heeding.wake()
                 if self._broker is not None:
                     self._broker.hear(None)
-                if self._has_listened:  # what was said meanwhile was not heard
+                self._heartbeat.renew_soon()  # what was said meanwhile was not heard
+                if self._has_listened:
                     self._limiter.hear(None)
                 self._has_listened = True
 
@@ -574,6 +575,11 @@ class _Running:
         asked_at = self._claimer.asked_at
         if strange and (asked_at is None or time.monotonic() - asked_at < self._settings.lease_for.total_seconds() / 3):
             self._tasks.append(asyncio.create_task(self._hand_back(list(strange))))
+
+    def _on_death(self, lost: Set[UUID], resumed: Set[UUID]) -> None:
+        self._held.lose(lost)
+        if ended := resumed - set(self._held.lease_ids):  # their results were refused while they were taken up
+            self._tasks.append(asyncio.create_task(self._hand_back(list(ended))))
 
     def _alive(self) -> Counter[UUID]:
         self._executor.revive()
