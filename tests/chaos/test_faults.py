@@ -194,7 +194,7 @@ def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = Fal
     Who wakes up may take up again what nobody else has begun. What the other one has begun is never credited to it.
     """
     credited = refused = 0
-    with fleet(server, lease_for=1.2, concurrency=3) as (workers, database, bus, path):
+    with fleet(server, lease_for=2.5, concurrency=3) as (workers, database, bus, path):
         for _ in range(zombies // at_once):
             (path / "gate").unlink(missing_ok=True)
             notes = len(workers.notes())
