@@ -338,11 +338,13 @@ class Presence:
         self.worker: int | None = None
         self.workers: list[int] = []
         """All numbers it has had; what it holds under an earlier one counts until somebody takes it over."""
+        self._buried = False
+        """Whether it was declared dead and has not come back yet."""
         self._lease_for = lease_for
         self._name = name or f"{socket.gethostname()}:{self.process}:{secrets.token_hex(3)}"
         # Renew at a third of the lease, so that two renewals may fail before tasks are lost.
         self._every = lease_for.total_seconds() / 3
-        self._held: set[UUID] = set()
+        self._held: dict[UUID, Execution] = {}
         self._unanswered: dict[object, float] = {}
         """Claims under way, and since when."""
         self._queues: dict[str, None] = {}
@@ -370,7 +372,7 @@ class Presence:
         """A claim under this number was refused: register anew, unless that has happened already."""
         with self._lock:
             if self.worker == worker:
-                self.worker = None
+                self.worker, self._buried = None, True
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -387,13 +389,13 @@ class Presence:
     def took(self, execution: Execution | None) -> None:
         if execution is not None and execution.execution_id is not None:
             with self._lock:
-                self._held.add(execution.execution_id)
+                self._held[execution.execution_id] = execution
                 self._queues[execution.queue] = None
 
     def ended(self, execution: Execution) -> None:
         with self._lock:
             if execution.execution_id is not None:
-                self._held.discard(execution.execution_id)
+                self._held.pop(execution.execution_id, None)
 
     def close(self, *, hand_back: bool) -> None:
         with self._lock:
@@ -428,17 +430,16 @@ class Presence:
         if renewal is None:
             with self._lock:
                 if self.worker == worker:
+                    self._buried = True
                     self._register(conn)
-            log.warning(
-                "This tracker was declared dead and its tasks may be given to others; it goes on under a new number"
-            )
             return
         with self._lock:
-            self._held -= held - renewal.leases
+            for lease_id in held - renewal.leases:
+                self._held.pop(lease_id, None)
             # What was leased two heartbeats ago and is unknown here never arrived, unless the claim that took it is
             # still under way: this process may have been too busy to read its answer.
             oldest = min(self._unanswered.values(), default=math.inf)
-            unknown = [] if oldest < time.monotonic() - self._every else list(renewal.settled - self._held)
+            unknown = [] if oldest < time.monotonic() - self._every else list(renewal.settled - self._held.keys())
         if unknown:
             with conn.transaction():
                 perform(conn, rescue.release(unknown))
@@ -448,8 +449,20 @@ class Presence:
         register = rescue.register(
             name=self._name, domains=list(self._queues), concurrency=0, lease_for=self._lease_for
         )  # none at a time of those it would find by itself: it takes tasks by name
-        self.worker = perform(conn, register)
-        self.workers.append(self.worker)
+        with conn.transaction():
+            worker = perform(conn, register)
+            self.workers.append(worker)  # before it is known whether that was written: then it is known in any case
+            held = list(self._held.values())
+            resumed = perform(conn, track.come_back(worker=worker, buried=self.workers[:-1], held=held))
+        self.worker = worker
+        if self._buried:
+            log.warning(
+                "This tracker was declared dead though it lives: of its %d tasks it has taken up %d again, and others "
+                "have the rest. It goes on under a new number",
+                len(held),
+                len(resumed),
+            )
+        self._buried = False
 
     def _run(self) -> None:
         beat(self._dsn, self._every, self._pulse, self.once, self._outage)

@@ -36,6 +36,7 @@ from busload import (
 )
 from busload.store import claim as claims
 from busload.store import rescue
+from busload.store.connection import connect
 from busload.testing import TestServer
 from tests.given import Database, Given
 
@@ -245,7 +246,7 @@ async def test_the_holder_may_be_no_task_at_all(tracker: TaskTracker, bus: Comma
 
 
 async def test_the_handle_of_what_exists_tells_what_its_history_tells(
-    tracker: TaskTracker, given: Given, database: Database
+    tracker: TaskTracker, other: TaskTracker, given: Given, database: Database
 ) -> None:
     """S3-D5: in every state; one that waits has an id that can be claimed with."""
     existing = Dedup(on_conflict="return_existing")
@@ -262,7 +263,7 @@ async def test_the_handle_of_what_exists_tells_what_its_history_tells(
     given.died(worker_of(running, database))
     given.rescued()
     assert (await handle()).status == "queued"
-    await tracker.fail(await claim(tracker, running), "timeout")
+    await other.fail(await claim(other, running), "timeout")
     assert (await handle()).attempt == 2
     await tracker.fail(await claim(tracker, running), PermanentCommandError("no"))
     assert (await handle()).status == "dlq"
@@ -714,8 +715,46 @@ async def test_a_tracker_that_was_declared_dead_goes_on_under_a_new_number(
         second = await claim(tracker, await enqueued(tracker, "jobs:2", queue="jobs"))
         assert worker_of(second, database) != before
         await tracker.complete(second)
+        assert (await tracker.complete(first)).status == "completed"  # nobody else has begun it
+
+
+@pytest.mark.parametrize("noticed", ["by its heartbeat", "by a claim"])
+async def test_a_tracker_that_comes_back_goes_on_with_its_task_and_nobody_is_blamed(
+    bus: CommandBus, given: Given, database: Database, dsn: str, noticed: str
+) -> None:
+    """However often the database is away for longer than the lease: its process did not die."""
+    async with TaskTracker(bus, lease_for=timedelta(days=1)) as tracker, TaskTracker(bus) as other:
+        running = await claimed(tracker)
+        for n in range(5):
+            given.died(worker_of(running, database))
+            assert given.rescued().parked == 0
+            if noticed == "by its heartbeat":
+                with connect(dsn) as conn:
+                    tracker._presence.once(conn)
+            else:
+                await claim(tracker, await enqueued(tracker, f"jobs:{n}", queue="jobs"))
+            assert await other.claim(TASK, running.execution_id or "") is None
+        assert database.value("SELECT max(crashes) FROM busload.lease") == 0
+        assert (await tracker.complete(running)).attempt == 1
+        assert await statuses(tracker) == ["lost"] * 5 + ["completed"]
+    database.check_invariants()
+
+
+async def test_of_a_task_that_others_have_begun_a_tracker_only_takes_the_blame_back(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    async with TaskTracker(bus, lease_for=timedelta(days=1)) as tracker, TaskTracker(bus) as other:
+        running = await claimed(tracker)
+        given.died(worker_of(running, database))
+        given.rescued()
+        theirs = await claim(other, running)
+        with connect(dsn) as conn:
+            tracker._presence.once(conn)
+        assert database.rows("SELECT lease_id, crashes FROM busload.lease") == [(theirs.execution_id, 0)]
         with pytest.raises(Superseded):
-            await tracker.complete(first)
+            await tracker.complete(running)
+        assert (await other.complete(theirs)).status == "completed"
+    database.check_invariants()
 
 
 async def test_a_closed_tracker_is_no_worker_any_more(bus: CommandBus, database: Database) -> None:

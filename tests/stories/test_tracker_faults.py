@@ -308,7 +308,7 @@ async def test_a_completion_whose_answer_was_lost_can_be_repeated(
     )
     with connect(dsn) as conn:
         presence.once(conn)
-    assert presence._held == set()
+    assert presence._held == {}
     assert await zombie.complete(execution) == done
 
 

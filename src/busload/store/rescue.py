@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
@@ -63,17 +63,29 @@ def come_back(
     `buried` are the numbers that it had. Returns the new one and the leases that it holds again.
     """
     worker = yield from register(name=name, domains=domains, concurrency=concurrency, lease_for=lease_for)
-    if not leases:
-        return worker, frozenset()
-    held = yield from execute(
-        SQL.resume,
+    resumed = yield from resume(
         worker=worker,
-        buried=list(buried),
+        buried=buried,
         leases=[lease.lease_id for lease in leases],
         whole=[lease.lease_id for lease in leases if not lease.refused],
-        loads=list({lease.lo // POSITIONS for lease in leases}),
+        loads={lease.lo // POSITIONS for lease in leases},
     )
-    return worker, frozenset(lease_id for (lease_id,) in held)
+    return worker, resumed
+
+
+def resume(
+    *, worker: int, buried: Sequence[int], leases: Sequence[UUID], whole: Sequence[UUID], loads: Collection[int]
+) -> Plan[frozenset[UUID]]:
+    """Take up again, of the leases that these dead numbers had, what nobody has taken over; needs a transaction.
+
+    `loads` are the numbers of the loads that the leases are of. Returns those that are held again.
+    """
+    if not leases:
+        return frozenset()
+    held = yield from execute(
+        SQL.resume, worker=worker, buried=list(buried), leases=list(leases), whole=list(whole), loads=list(loads)
+    )
+    return frozenset(lease_id for (lease_id,) in held)
 
 
 def retire(*, worker: int) -> Plan[None]:

@@ -13,6 +13,7 @@ from psycopg import sql
 from busload.domain.command import SendResult
 from busload.domain.dedup import TRACKED
 from busload.domain.execution import Execution, ExecutionStatus, Lease, Leased, Outcome, Succeeded, decide
+from busload.domain.ids import POSITIONS
 from busload.domain.payload import PayloadLimits
 from busload.domain.retry import RetryPolicy
 from busload.errors import InvalidOperationError, Superseded
@@ -222,6 +223,19 @@ def recover(queue: str, *, waiting_for: timedelta, limit: int, look_only: bool =
     named = yield from execute(SQL.postpone, ids=list(found), waiting_for=waiting_for)
     ours = {id for (id,) in named}
     return [execution for id, execution in found.items() if id in ours]
+
+
+def come_back(*, worker: int, buried: Sequence[int], held: Sequence[Execution]) -> Plan[frozenset[UUID]]:
+    """A tracker that was declared dead lives: nobody is blamed, and it goes on with what nobody has taken over.
+
+    `buried` are the numbers that it had. Returns the executions that it holds again; needs a transaction.
+    """
+    if not held:
+        return frozenset()
+    ids = yield from execute(SQL.ids, domains=[one.queue for one in held], command_ids=[one.command_id for one in held])
+    leases = [one.execution_id for one in held if one.execution_id is not None]
+    loads = {id // POSITIONS for (id,) in ids}
+    return (yield from rescue.resume(worker=worker, buried=buried, leases=leases, whole=leases, loads=loads))
 
 
 def leave(workers: Sequence[int], *, hand_back: bool) -> Plan[int]:

@@ -240,6 +240,10 @@ SELECT l.lease_id, c.task_key, c.command_id, c.domain, l.attempt, 'lost', w.name
  ORDER BY l.since, l.lease_id
  LIMIT %(limit)s::integer;
 
+-- name: ids
+SELECT c.id FROM unnest(%(domains)b::text[], %(command_ids)b::uuid[]) AS task (domain, command_id)
+  JOIN busload.command AS c USING (domain, command_id);
+
 -- name: leases
 SELECT lease_id FROM busload.lease WHERE worker = ANY (%(workers)b::bigint[]) ORDER BY lease_id;
 
