@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
 from busload.store.embedded import EmbeddedPostgres
@@ -22,6 +24,10 @@ from tests.brokers.pgmq import pgmq_url
 from tests.brokers.redis import redis_url
 from tests.given import Database, Given
 from tests.servers import is_leader, name_leader, rabbitmq_url, stop_servers
+
+# How long an example takes is not a property's business: on a busy machine one may take seconds.
+hypothesis_settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("patient")
 
 OUTSIDE = pytest.StashKey[list[str]]()
 

@@ -113,6 +113,12 @@ class Database:
         with self._conn.transaction():
             return perform(self._conn, plan)
 
+    @contextmanager
+    def time_standing_still(self) -> Iterator[None]:
+        """In a transaction, where `now()` is always the same."""
+        with self._conn.transaction():
+            yield
+
     def everything(self) -> dict[str, int]:
         """How many rows every table of ours holds: what a refused call must not change."""
         tables = self.rows("SELECT tablename FROM pg_tables WHERE schemaname = 'busload' AND tablename <> 'worker'")

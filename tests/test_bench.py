@@ -24,6 +24,7 @@ from busload.testing import TestServer
 MACHINE = {"load_before": [0.0], "postgresql": {"server_version": "18"}, "python": "3", "processors": 2}
 
 
+@pytest.mark.timeout(600)
 def test_a_tiny_run_yields_a_sane_figure_for_every_case(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.run.ALL", [*limits.CASES, *ours.CASES])
     run = Run(sizes=[40], sends=5, singles=5, samples=3, batch=40, peers=False)

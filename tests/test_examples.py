@@ -147,6 +147,7 @@ def test_every_block_marked_to_run_does(
     assert not shared_with_others(page, database)
 
 
+@pytest.mark.timeout(600)
 def test_a_reader_can_follow_all_pages_on_one_database(
     dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_every_python_block_is_python(page: Path) -> None:
             compile(block.text, f"{page.name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", EXAMPLES, ids=names(EXAMPLES))
 def test_every_example_ends_by_itself_and_says_what_it_should_whenever_it_is_run(
     example: Path, dsn: str, database: Database, request: pytest.FixtureRequest

@@ -15,7 +15,7 @@ from busload import BatchCommand, CommandBus, Settings
 from busload.cli import main
 from tests.brokers.faulty import FaultyTransport
 from tests.cli.conftest import Busload, Spawn, Until
-from tests.given import DOMAIN, Database
+from tests.given import DOMAIN, WITHIN, Database
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_what_needs_a_broker_says_what_is_wrong_with_it(spawn: Spawn, dsn: str, 
     result = run(dsn, "outbox", "reconcile", **variables)
     assert (result.exit_code, "found the scheme 'carrier'" in result.stderr) == (2, True)
     helped = spawn("demo", "--help", env={**os.environ, **variables})
-    assert helped.wait(30) == 0, (tmp_path / "said.txt").read_text()
+    assert helped.wait(WITHIN) == 0, (tmp_path / "said.txt").read_text()
 
 
 def run(dsn: str, *arguments: str, **variables: str) -> Result:
@@ -183,14 +183,15 @@ def test_a_worker_refuses_a_broker_that_its_application_does_not_use(
         "async def debit(command, ctx): pass\n"
     )
     process = spawn("worker", "app:bus", "--transport", dsn)
-    assert process.wait(30) == 2
+    assert process.wait(WITHIN) == 2
     assert "names a transport of its own" in " ".join((tmp_path / "said.txt").read_text().split())
 
 
+@pytest.mark.timeout(400)
 def test_the_demo_runs_through_a_broker(spawn: Spawn, dsn: str, tmp_path: Path, database: Database) -> None:
     with (tmp_path / "out.json").open("wb") as out:
         process = spawn("demo", "--commands", 300, "--transport", dsn, "--json", stdout=out)
-        assert process.wait(90) == 0, (tmp_path / "said.txt").read_text()
+        assert process.wait(200) == 0, (tmp_path / "said.txt").read_text()
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["batch"]["status"] == "COMPLETED_WITH_FAILURES"
     assert database.rows("SELECT strategy, status FROM busload.dispatch") == [("relay", "success")]

@@ -13,7 +13,7 @@ import pytest
 
 from busload import BatchStatus, CommandStatus
 from tests.cli.conftest import Busload, Spawn, Until
-from tests.given import DOMAIN, Given
+from tests.given import DOMAIN, WITHIN, Given
 
 
 async def status_of(given: Given, command_id: UUID) -> CommandStatus:
@@ -197,7 +197,7 @@ async def test_wait_says_once_why_nothing_moves(given: Given, spawn: Spawn, unti
     await asyncio.to_thread(until, lambda: "paused" in said.read_text())
     await given.bus.resume(DOMAIN)
     await given.drained()
-    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert await asyncio.to_thread(process.wait, WITHIN) == 0
     assert said.read_text().count("paused") == 1
     assert said.read_text().splitlines()[-1].startswith("1/1  completed 1")
 

@@ -7,9 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.cluster.story import LONGEST
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(LONGEST)
 def test_the_example_kills_a_server_and_loses_nothing() -> None:
     command = [sys.executable, "-m", "examples.cluster", "nats", "--commands", "500"]
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
@@ -17,7 +22,7 @@ def test_the_example_kills_a_server_and_loses_nothing() -> None:
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        said, errors = running.communicate(timeout=100)
+        said, errors = running.communicate(timeout=LONGEST / 2)
     finally:
         running.terminate()  # it stops what it has started
         running.wait()

@@ -12,7 +12,7 @@ from busload import WorkerSettings
 from examples.cluster.app import LEDGER
 from tests.brokers.cluster import Node, heard
 from tests.brokers.nats_cluster import cluster_url, connections, make_leader, run_nats_cluster, stream_leader
-from tests.cluster.story import QUEUE, WITHIN, Hosts, each_was_run_once, under_way
+from tests.cluster.story import LONGEST, QUEUE, WITHIN, Hosts, each_was_run_once, under_way
 from tests.given import Database, eventually
 from tests.servers import shared_server
 
@@ -24,6 +24,7 @@ def nodes() -> list[Node]:
     return heard(shared_server("nats-cluster", run_nats_cluster))
 
 
+@pytest.mark.timeout(LONGEST)
 async def test_a_node_dies_and_all_commands_are_run_once(
     nodes: list[Node], dsn: str, database: Database, worker_settings: WorkerSettings
 ) -> None:

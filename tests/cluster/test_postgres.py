@@ -11,7 +11,7 @@ from busload import WorkerSettings
 from examples.cluster.app import LEDGER, application, create
 from tests.brokers.cluster import Node, heard
 from tests.brokers.standby import cut_off, multi_host_dsn, promote, run_primary_and_standby
-from tests.cluster.story import SIZE, WITHIN, Hosts, each_was_run_once, under_way
+from tests.cluster.story import LONGEST, SIZE, WITHIN, Hosts, each_was_run_once, under_way
 from tests.given import Database, eventually
 from tests.servers import shared_server
 
@@ -27,6 +27,7 @@ def pair() -> list[Node]:
     return heard(shared_server("standby", run_primary_and_standby))
 
 
+@pytest.mark.timeout(LONGEST)
 async def test_what_was_acknowledged_outlives_the_primary(pair: list[Node], worker_settings: WorkerSettings) -> None:
     """The same bus and the same workers go on by a DSN of two hosts; no command is lost, none has an effect twice."""
     primary, standby = pair

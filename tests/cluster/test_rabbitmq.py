@@ -15,7 +15,7 @@ from busload.transport import Message, Transport, find_transport
 from examples.cluster.app import LEDGER
 from tests.brokers.cluster import Node, heard
 from tests.brokers.rabbitmq_cluster import cluster_url, queue_leader, run_rabbitmq_cluster
-from tests.cluster.story import QUEUE, WITHIN, Hosts, each_was_run_once, under_way
+from tests.cluster.story import LONGEST, QUEUE, WITHIN, Hosts, each_was_run_once, under_way
 from tests.given import Database, eventually
 from tests.servers import shared_server
 
@@ -27,6 +27,7 @@ def nodes() -> list[Node]:
     return heard(shared_server("rabbitmq-cluster", run_rabbitmq_cluster))
 
 
+@pytest.mark.timeout(LONGEST)
 async def test_a_node_dies_and_all_commands_are_run_once(
     nodes: list[Node], dsn: str, database: Database, worker_settings: WorkerSettings
 ) -> None:

@@ -752,7 +752,7 @@ def as_builtins(value: Any) -> Any:
     return str(value) if isinstance(value, PlainStr) else int(value) if isinstance(value, PlainInt) else value
 
 
-@hypothesis_settings(max_examples=500, deadline=None)
+@hypothesis_settings(max_examples=500)
 @given(JSON_LIKE, st.sampled_from([PayloadLimits(), PayloadLimits(data_bytes=40, depth=2, integer_digits=19)]))
 @example({"account": 42, "amount": 1050, "note": "hello"}, PayloadLimits())
 def test_accepted_means_it_comes_back_exactly_and_refused_means_a_known_code(value: Any, limits: PayloadLimits) -> None:
@@ -769,7 +769,7 @@ def test_accepted_means_it_comes_back_exactly_and_refused_means_a_known_code(val
     assert as_it_comes_back(decode_strict(text, limits)) == wanted, "what we print can be typed in again"
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=300)
 @given(JSON_LIKE)
 def test_a_refusal_is_for_a_reason(value: Any) -> None:
     """A second, naive opinion: refused is only what JSON, PostgreSQL or CPython cannot hold."""
@@ -800,7 +800,7 @@ def test_a_refusal_is_for_a_reason(value: Any) -> None:
         encode(value)
 
 
-@hypothesis_settings(max_examples=500, deadline=None)
+@hypothesis_settings(max_examples=500)
 @given(st.text(st.sampled_from(list('[]{}:,"\\u0d8 eE+-.19ntrueNa\ufeff\ud800é\n'))) | st.text() | st.binary())
 def test_any_text_is_read_or_refused_and_never_a_crash(raw: str | bytes) -> None:
     value, problem = outcome(decode_strict, raw)

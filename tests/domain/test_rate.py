@@ -200,7 +200,7 @@ def test_a_limit_that_moves_is_followed(window: float | None) -> None:
     assert refused < 0.02
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @example_of(
     st.lists(st.floats(5, 500), min_size=2, max_size=5), st.sampled_from([None, 0.25, 1.0]), st.floats(0.001, 0.2)
 )

@@ -43,7 +43,7 @@ def through_the_server(conn: psycopg.Connection[Any], type: str, value: object, 
 
 
 @pytest.mark.parametrize(("kind", "type", "values"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_is_packed_arrives_as_it_was(
     conn: psycopg.Connection[Any], kind: type[Packed], type: str, values: Any, data: st.DataObject

@@ -24,7 +24,7 @@ from busload import CommandBus, DatabaseUnusable, SchemaOutdated, SyncCommandBus
 from busload.store.plan import Script, Statement, perform
 from busload.store.schema import migrate
 from busload.testing import TestServer
-from tests.given import DOMAIN, Database
+from tests.given import DOMAIN, WITHIN, Database
 from tests.store.test_search_path import plant
 
 NEWEST = migrate.migrations()[-1].version
@@ -100,7 +100,7 @@ def test_two_at_once_apply_it_once(empty: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WITHIN)
     assert sorted(map(len, answers)) == [0, 0, 0, NEWEST]
 
 

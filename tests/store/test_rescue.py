@@ -14,7 +14,7 @@ from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Leased
 from busload.store import cancel, claim, operate, rescue
 from busload.store.plan import perform
 from busload.store.rescue import Returned
-from tests.given import DOMAIN, Database, Given, counts
+from tests.given import DOMAIN, WITHIN, Database, Given, counts
 from tests.store.test_settle import beside
 
 SETTLED = timedelta(seconds=20)
@@ -400,7 +400,7 @@ async def straggler(given: Given, dsn: str) -> UUID:
         perform(promoter, claim.promote())
         thread, answers = beside(dsn, lambda: cancel.cancel_batch(DOMAIN, batch_id, reason="stop", operator=None))
         promoter.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [0]
     return batch_id
 

@@ -25,7 +25,7 @@ from busload.domain.execution import (
 )
 from busload.store import cancel, claim, rescue, settle
 from busload.store.plan import Plan, perform
-from tests.given import DOMAIN, Database, Given, counts, until
+from tests.given import DOMAIN, WITHIN, Database, Given, counts, until
 
 OUTCOMES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETED, {}),
@@ -253,7 +253,7 @@ async def test_the_same_first_time_twice_at_once_counts_once(given: Given, datab
         perform(first, settlement(leased, again=False))
         thread, answers = beside(dsn, lambda: settlement(leased, again=False), autocommit=True)
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{one.id for one in leased}]
     assert counts(await given.batch_now(batch_id)) == (3, 3, 0, 0, 0)
     assert database.count("lease") == 0
@@ -316,7 +316,7 @@ async def test_two_flushes_over_the_same_20_batches_in_opposite_order_do_not_dea
         back = beside(dsn, lambda: settlement([other for _, other in reversed(pairs)]), autocommit=True)
         brake.rollback()
     for thread, answers in (forth, back):
-        thread.join(20)
+        thread.join(WITHIN)
         assert [len(answer) for answer in answers] == [20]
     assert database.value(deadlocks) == before
     assert [(await given.batch_now(id)).status for id in batches] == ["COMPLETED"] * 20
@@ -338,7 +338,7 @@ async def test_two_flushes_over_the_same_20_leases_in_opposite_order_do_not_dead
         back = beside(dsn, lambda: settlement(others[::-1]), autocommit=True)
         brake.rollback()
     for thread, answers in (forth, back):
-        thread.join(20)
+        thread.join(WITHIN)
         assert [len(answer) for answer in answers] == [20]
     assert database.count("lease") == 0
     database.check_invariants()
@@ -372,7 +372,7 @@ async def test_a_settlement_that_waits_for_the_claim_that_starts_the_batch_does_
         thread, answers = beside(dsn, lambda: settlement(leased))
         assert answers == []
         claiming.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{one.id for one in leased}]
     assert events(database, "BATCH_STARTED") == 1
     database.check_invariants()
@@ -400,7 +400,7 @@ async def test_two_settlements_that_both_find_the_batch_not_started_start_it_onc
         perform(first, settlement(leased[:1]))
         thread, answers = beside(dsn, lambda: settlement(leased[1:]))
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{one.id for one in leased[1:]}]
     assert (events(database, "BATCH_STARTED"), events(database, "BATCH_COMPLETED")) == (1, 1)
     assert (await given.batch_now(batch_id)).started_at is not None
@@ -468,7 +468,7 @@ async def test_two_settlements_of_one_lease_at_once_both_count_and_close_it(
         perform(first, settlement([one]))
         thread, answers = beside(dsn, lambda: settlement([other]))
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{other.id}]
     assert (await given.batch_now(batch_id)).status == "COMPLETED"
     assert database.count("lease") == 0
@@ -483,7 +483,7 @@ async def test_the_same_settlement_twice_at_once_counts_once(given: Given, datab
         perform(first, settlement(leased[:2]))
         thread, answers = beside(dsn, lambda: settlement(leased[:2]), autocommit=True)
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{leased[0].id, leased[1].id}]
     assert (await given.batch_now(batch_id)).completed_count == 2
     assert database.count("lease") == 1
@@ -536,7 +536,7 @@ async def test_the_last_two_members_settled_at_once_complete_the_batch_once(
         thread, answers = beside(dsn, lambda: settlement([other]))  # waits for the batch row
         assert answers == []
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{other.id}]
     assert (await given.batch_now(batch_id)).status == "COMPLETED"
     assert database.value("SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED'") == 1
@@ -552,7 +552,7 @@ async def test_when_the_first_of_two_rolls_back_the_second_stands_alone(
         perform(first, settlement([one]))
         thread, answers = beside(dsn, lambda: settlement([one, other]))
         first.rollback()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [{one.id, other.id}]
     assert (await given.batch_now(batch_id)).completed_count == 2
     assert database.count("lease") == 0
@@ -622,7 +622,7 @@ async def test_what_was_settled_is_seen_by_a_release_that_waited_for_it(
         perform(first, settlement([one]))
         thread, answers = beside(dsn, lambda: rescue.release([one.lease.lease_id]))
         first.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers[0].commands == 1
     assert [again.id for again in given.claimed(limit=5)] == [other.id]
     assert (await given.batch_now(batch_id)).completed_count == 1
@@ -638,7 +638,7 @@ async def test_a_settlement_that_waited_for_a_rescue_moves_nothing(given: Given,
         assert perform(rescuer, rescue.rescue()).commands == 2
         thread, answers = beside(dsn, lambda: settlement(late))
         rescuer.commit()
-    thread.join(10)
+    thread.join(WITHIN)
     assert answers == [set()]
     assert database.count("execution") == 0
     database.check_invariants()
