@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from uuid import UUID, uuid4
 import msgspec
 import psycopg
 import pytest
+from sqlalchemy import create_engine, orm
 
 from busload import (
     BatchCommand,
@@ -223,6 +225,38 @@ async def test_a_connection_of_another_library_is_called_by_its_whole_name(
     Session.__module__, Session.__qualname__ = "asyncpg.connection", "Connection"
     with pytest.raises(InvalidOperationError, match=r"is an asyncpg\.connection\.Connection;"):
         await bus.send("payments", "Debit", conn=theirs)
+
+
+def test_whoever_passes_a_session_of_sqlalchemy_is_told_the_expression_that_works(sync_bus: SyncCommandBus) -> None:
+    engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(sync_bus.dsn))
+    with engine.connect() as connection, orm.Session(connection) as session:
+        with pytest.raises(InvalidOperationError, match=r"Session; this bus joins a psycopg\.Connection") as told:
+            sync_bus.send("payments", "Debit", conn=session)  # type: ignore[arg-type]
+        expression = str(told.value).partition(" Pass ")[2].removesuffix(".")
+        sent = sync_bus.send("payments", "Debit", conn=eval(expression, {"session": session}))
+        session.rollback()
+    assert sync_bus.get_command("payments", sent.command_id) is None
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        (
+            "sqlalchemy.ext.asyncio.session",
+            "(await (await session.connection()).get_raw_connection()).driver_connection",
+        ),
+        ("django.utils.connection", "django.db.connection.connection, inside atomic()"),
+        ("asyncpg.connection", "one of psycopg: no other driver can take part"),
+        ("shop.database", "the psycopg connection that your session or ORM uses"),
+    ],
+)
+def test_whoever_passes_another_connection_is_told_what_to_pass(
+    sync_bus: SyncCommandBus, module: str, advice: str
+) -> None:
+    foreign = type("Connection", (), {"__module__": module})()
+    with pytest.raises(InvalidOperationError, match=re.escape(f"Pass {advice}")):
+        sync_bus.send("payments", "Debit", conn=foreign)
 
 
 def test_kinds_are_told_with_their_article() -> None:

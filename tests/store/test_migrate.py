@@ -15,9 +15,11 @@ import asyncpg
 import psycopg
 import pytest
 from alembic import command
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
 from psycopg.conninfo import conninfo_to_dict
-from sqlalchemy import Engine, NullPool, create_engine, text
+from sqlalchemy import Engine, MetaData, NullPool, create_engine, text
 
 import busload
 from busload import CommandBus, DatabaseUnusable, SchemaOutdated, SyncCommandBus, Worker
@@ -202,6 +204,20 @@ def test_the_script_makes_the_same_schema_by_all_means(server: TestServer, way: 
         with Database(theirs) as database:
             rows = database.rows("SELECT version, name FROM busload.migration ORDER BY version")
         assert rows == [(migration.version, migration.name) for migration in migrate.migrations()]
+
+
+def test_alembic_leaves_our_tables_alone_if_it_is_told_whose_they_are(dsn: str) -> None:
+    """As docs/production.md has it; without that it would drop what no model of the application has."""
+
+    def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
+        return not (type_ == "schema" and name == "busload")
+
+    with psycopg.connect(dsn) as conn:
+        conn.execute("CREATE SCHEMA shop; CREATE TABLE shop.forgotten (id integer)")
+    with engine(dsn).connect() as connection:
+        options = {"include_schemas": True, "include_name": include_name}
+        found = compare_metadata(MigrationContext.configure(connection, opts=options), MetaData())
+    assert [(what, str(table)) for what, table in found] == [("remove_table", "shop.forgotten")]
 
 
 def test_the_script_applies_only_what_is_missing(empty: str) -> None:

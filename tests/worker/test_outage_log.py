@@ -164,6 +164,17 @@ async def test_a_worker_says_when_it_begins_to_stop_and_what_it_waits_for(
     assert said.startswith("Stopping: nothing more is claimed. 3 commands are in hand: what runs may take up to 5 s")
 
 
+async def test_a_worker_that_stops_with_nothing_in_hand_says_just_that(
+    given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "busload")
+    given.handler()
+    async with given.worker():
+        pass
+    [said] = [line for line in caplog.messages if "Stopping" in line]
+    assert said == "Stopping: nothing more is claimed, and nothing is in hand"
+
+
 def test_what_fails_for_a_reason_of_its_own_is_told_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage()
     for _ in range(100):

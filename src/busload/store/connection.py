@@ -334,8 +334,7 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
     if not isinstance(conn, kinds):
         wanted = " or ".join(f"psycopg.{kind.__name__}" for kind in kinds)
         raise InvalidOperationError(
-            f"The connection given as conn is {kind_of(conn)}; this bus joins a {wanted}. "
-            "Pass the psycopg connection that your session or ORM uses."
+            f"The connection given as conn is {kind_of(conn)}; this bus joins a {wanted}. Pass {_underneath(conn)}."
         )
     if conn.closed:
         raise InvalidOperationError("The connection given as conn is closed. Pass an open one, or none.")
@@ -347,6 +346,20 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
         raise InvalidOperationError(
             "The connection given as conn is in a failed transaction. Roll it back before you send."
         )
+
+
+def _underneath(conn: object) -> str:
+    """How to come from what somebody has to the psycopg connection that it uses."""
+    module = f"{type(conn).__module__}."
+    if module.startswith("sqlalchemy.ext.asyncio."):
+        return "(await (await session.connection()).get_raw_connection()).driver_connection"
+    if module.startswith("sqlalchemy."):
+        return "session.connection().connection.driver_connection"
+    if module.startswith("django."):
+        return "django.db.connection.connection, inside atomic()"
+    if module.startswith("asyncpg."):
+        return "one of psycopg: no other driver can take part. For SQLAlchemy the URL then begins with postgresql+psycopg://"
+    return "the psycopg connection that your session or ORM uses"
 
 
 def about_to_begin(conn: Connection | AsyncConnection) -> bool:

@@ -596,7 +596,9 @@ class _Running:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, say goodbye: each as far as the database allows."""
-        if self._rounds:
+        if self._rounds and not (self._executor.in_hand or self._settlement.waiting):
+            log.info("Stopping: nothing more is claimed, and nothing is in hand")
+        elif self._rounds:
             log.info(
                 "Stopping: nothing more is claimed. %s in hand: what runs may take up to %g s more, the rest is handed "
                 "back; %s to be settled",
