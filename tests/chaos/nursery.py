@@ -51,6 +51,7 @@ from busload import (
 )
 from busload.domain.ids import new_ids
 from busload.transport import find_transport
+from busload.worker import receive
 
 DOMAIN = "payments"
 BULK, LIMITED = "crm", "partner"
@@ -401,6 +402,7 @@ ROLES = {
 
 
 async def serve(options: dict[str, Any]) -> None:
+    receive.EARLY = options.get("early", receive.EARLY)
     lease_for = timedelta(seconds=options.get("lease_for", 30))
     settings = WorkerSettings(
         lease_for=lease_for,

@@ -92,7 +92,7 @@ async def test_running_commands_are_asked_to_stop(bus: CommandBus, given: Given)
     async with given.running(concurrency=2, settings=DEAF_TO_HEARTBEATS):
         await both.wait()
         assert await bus.cancel_batch(DOMAIN, batch_id, reason="enough") == 2
-        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
+        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=25)
 
     assert (batch.status, counts(batch)) == ("COMPLETED_WITH_FAILURES", (4, 1, 0, 3, 0))
     stopped = (await bus.list_batch_commands(DOMAIN, batch_id))[0]
@@ -155,7 +155,7 @@ async def test_a_worker_that_missed_the_notification_hears_of_the_cancel_with_it
     async with given.running(settings=replace(given.settings, lease_for=timedelta(milliseconds=900))):
         await begun.wait()
         given.database.rows("UPDATE busload.batch SET canceled_at = now()")  # as a cancel does, but tells nobody
-        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
+        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=25)
     assert counts(batch) == (1, 0, 0, 1, 0)
 
 
@@ -173,7 +173,7 @@ async def test_a_final_word_is_kept_after_the_cancel(bus: CommandBus, given: Giv
     async with given.running():
         await begun.wait()
         await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
-        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=10)
+        batch = await bus.wait_batch(DOMAIN, batch_id, timeout=25)
     assert counts(batch) == (1, 0, 1, 0, 0)
 
 

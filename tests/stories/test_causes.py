@@ -260,7 +260,7 @@ async def test_a_group_is_retried_by_a_batch_of_its_own(bus: CommandBus, given: 
     repaired.add("A")
     await given.drained()
 
-    assert (await bus.wait_batch(DOMAIN, action.batch_id, timeout=10)).status == "COMPLETED"
+    assert (await bus.wait_batch(DOMAIN, action.batch_id, timeout=25)).status == "COMPLETED"
     assert await results_of(bus, action.batch_id) == [{"moved": 4, "left": {}}]
     assert counts(await given.batch_now(batch_id)) == (4, 3, 0, 0, 1)
     assert [group.error_code for group in await bus.troubleshooting.groups(DOMAIN)] == ["B"]
@@ -983,7 +983,7 @@ async def test_many_failures_of_seven_causes_are_seven_groups_and_the_audit_repr
     await given.drained(concurrency=100)
 
     assert action.batch_id is not None and action.count == currency.count
-    done = await bus.wait_batch(DOMAIN, action.batch_id, timeout=10)
+    done = await bus.wait_batch(DOMAIN, action.batch_id, timeout=25)
     assert (done.status, done.completed_count) == ("COMPLETED", -(-currency.count // CHUNK))
     assert counts(await given.batch_now(batch_id)) == (commands, currency.count, 0, 0, commands - currency.count)
 

@@ -39,7 +39,7 @@ class Calls:
         self.called.set()
 
     async def once(self) -> BatchMetadata:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             await self.called.wait()
         [batch] = self.batches
         return batch
@@ -203,7 +203,7 @@ async def test_a_function_is_called_outside_any_transaction(bus: CommandBus, giv
     given.handler()
     await given.batch(on_complete=look)
     await given.drained()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         await called.wait()
     assert seen == [("COMPLETED",)]
     assert given.database.value("SELECT count(*) FROM busload.command WHERE command_type = 'Next'") == 1
@@ -370,7 +370,7 @@ async def test_a_function_of_a_batch_that_was_rolled_back_is_never_called(
 def test_a_function_of_the_sync_bus_is_called_from_a_thread_of_ours(sync_bus: SyncCommandBus) -> None:
     """S4-11, S043, S081: no event loop needed; its exception is logged only"""
     told: list[tuple[UUID, str, str]] = []
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def fail(batch: BatchMetadata) -> None:
         raise SystemExit("never mind")

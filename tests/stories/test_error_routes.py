@@ -156,14 +156,14 @@ async def test_a_handler_that_takes_too_long_has_failed_an_attempt(bus: CommandB
 
     @bus.handler(DOMAIN, "SlowThread", timeout=timedelta(milliseconds=50))
     def slow_thread(command: Command, ctx: SyncHandlerContext) -> str:
-        thread_may_end(release.wait(), loop).result(10)
+        thread_may_end(release.wait(), loop).result(60)
         return "too late"
 
     given.handler("Slow", slow, timeout=0.05)
     slow_id, thread_id = await given.sent("Slow"), await given.sent("SlowThread")
     async with given.running():
         for command_id in (slow_id, thread_id):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(25):
                 while (await given.command_now(command_id)).status != "SCHEDULED":
                     await asyncio.sleep(0.01)
             assert (await given.command_now(command_id)).last_error_code == "TIMEOUT"
@@ -230,7 +230,7 @@ async def test_whatever_a_thread_raises_is_the_failure_of_its_command(bus: Comma
         raise errors[command.data["n"]]
 
     batch_id = await given.batch(commands=5)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         await given.drained()
     commands = await bus.list_batch_commands(DOMAIN, batch_id)
     assert [command.status for command in commands] == ["SCHEDULED"] * 4 + ["FAILED"]

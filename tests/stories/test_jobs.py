@@ -192,7 +192,7 @@ async def test_failures_stop_a_job_until_somebody_resumes_it(bus: CommandBus, gi
     with pytest.raises(InvalidOperationError, match=r"IN_PROGRESS\. Only a job that has FAILED"):
         await bus.resume_job(DOMAIN, job_id)
     await given.drained()
-    job = await bus.wait_job(DOMAIN, job_id, timeout=10)
+    job = await bus.wait_job(DOMAIN, job_id, timeout=25)
     assert (job.status, seen) == ("FAILED", [])
     assert shown(job) == [("one", "COMPLETED_WITH_FAILURES"), ("two", "PENDING")]
     assert job.completed_at is not None
@@ -248,7 +248,7 @@ async def test_canceling_stops_the_stage_and_all_that_follow(bus: CommandBus, gi
     job_id = await bus.create_job(DOMAIN, [Stage("one", debits(3)), Stage("two", debits(2))])
     assert await bus.cancel_job(DOMAIN, job_id, reason="wrong list", operator="rosa") == 3
     assert await bus.cancel_job(DOMAIN, job_id, reason="again", operator="otto") == 0
-    job = await bus.wait_job(DOMAIN, job_id, timeout=10)
+    job = await bus.wait_job(DOMAIN, job_id, timeout=25)
     assert (job.status, job.operator, job.reason) == ("CANCELED", "rosa", "wrong list")
     await given.drained()
     job = await job_now(bus, job_id)

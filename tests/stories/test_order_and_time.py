@@ -74,7 +74,7 @@ async def test_a_running_worker_starts_what_falls_due(given: Given) -> None:
     settings = WorkerSettings(poll_every=timedelta(hours=1), sweep_every=timedelta(hours=1))
     await given.sent(run_at=datetime.now(UTC) + timedelta(milliseconds=300))
     async with given.running(settings=settings):
-        await eventually(lambda: seen, within=8)
+        await eventually(lambda: seen)
 
 
 async def test_a_worker_is_woken_by_a_command_and_drains_without_pausing(bus: CommandBus, given: Given) -> None:
@@ -92,9 +92,9 @@ async def test_a_worker_is_woken_by_a_command_and_drains_without_pausing(bus: Co
     settings = WorkerSettings(poll_every=timedelta(hours=1), sweep_every=timedelta(hours=1))
     first = await given.batch(commands=1)
     async with given.running(settings=settings, concurrency=5):
-        await bus.wait_batch(DOMAIN, first, timeout=10)
+        await bus.wait_batch(DOMAIN, first, timeout=25)
         second = await given.batch(commands=300)
-        done = await bus.wait_batch(DOMAIN, second, timeout=15)
+        done = await bus.wait_batch(DOMAIN, second, timeout=25)
     assert counts(done) == (300, 300, 0, 0, 0)
     assert len(seen) == 301
     assert most <= 5

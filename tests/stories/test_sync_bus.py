@@ -54,7 +54,7 @@ def test_a_batch_from_creation_to_completion(sync_bus: SyncCommandBus) -> None:
     assert all(name.startswith("busload-handler") for name in threads)
     [item] = sync_bus.troubleshooting.list(DOMAIN)
     sync_bus.troubleshooting.complete(DOMAIN, item.command_id, result="by hand", operator="ada")
-    done = sync_bus.wait_batch(DOMAIN, batch_id, timeout=10)
+    done = sync_bus.wait_batch(DOMAIN, batch_id, timeout=25)
     assert (done.status, counts(done)) == ("COMPLETED_WITH_FAILURES", (10, 9, 1, 0, 0))
     commands = sync_bus.list_batch_commands(DOMAIN, batch_id)
     assert [command.result for command in commands[:3]] == [{"n": 0}, {"n": 1}, {"n": 2}]
@@ -108,7 +108,7 @@ def test_an_open_batch(sync_bus: SyncCommandBus, database: Database) -> None:
         sync_bus.send(DOMAIN, "Debit", batch_id=batch.batch_id)
     assert sync_bus.seal_batch(DOMAIN, batch.batch_id) is False
     drain(sync_bus)
-    assert sync_bus.wait_batch(DOMAIN, batch.batch_id, timeout=10).completed_count == 6
+    assert sync_bus.wait_batch(DOMAIN, batch.batch_id, timeout=25).completed_count == 6
 
     with pytest.raises(OSError, match="disk"), sync_bus.open_batch(DOMAIN) as broken:
         raise OSError("disk")
@@ -135,7 +135,7 @@ def test_operators_and_cancels(sync_bus: SyncCommandBus) -> None:
         sync_bus.troubleshooting.complete(DOMAIN, uuid4())
     assert sync_bus.cancel_batch(DOMAIN, batch_id, reason="enough", operator="ada") == 1
     sync_bus.troubleshooting.complete(DOMAIN, third)
-    done = sync_bus.wait_batch(DOMAIN, batch_id, timeout=10)
+    done = sync_bus.wait_batch(DOMAIN, batch_id, timeout=25)
     assert (done.status, counts(done)) == ("COMPLETED_WITH_FAILURES", (3, 1, 0, 2, 0))
 
 

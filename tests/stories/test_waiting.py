@@ -74,7 +74,7 @@ async def test_wait_batch_returns_at_once_what_is_complete_already(patient: Comm
     """S043"""
     batch_id = await given.batch()
     given.settled(given.claimed())
-    assert (await patient.wait_batch(DOMAIN, batch_id, timeout=10)).status == "COMPLETED"
+    assert (await patient.wait_batch(DOMAIN, batch_id, timeout=25)).status == "COMPLETED"
 
 
 async def test_watch_batch_yields_every_picture_that_is_new_and_ends_with_the_last(
