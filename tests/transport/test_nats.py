@@ -25,8 +25,19 @@ from tests.transport.own_server import OwnServerContract
 from tests.transport.patience import answered, confirmed, is_so_for_one, receives
 
 
+@pytest.fixture(autouse=True)
+def time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared server may be slow to answer; a URL with a `timeout` has less."""
+    monkeypatch.setattr(adapter, "CONNECT_WITHIN", WITHIN)
+
+
 class TestNats(OwnServerContract):
     quiet = 0.15
+
+    @pytest.fixture(autouse=True)
+    def time_to_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a receiver holds at its end reaches a server that is slow to answer."""
+        monkeypatch.setattr(adapter, "CLOSE_WITHIN", WITHIN)
 
     @pytest.fixture
     def url(self, nats_url: str) -> str:

@@ -33,6 +33,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
 
 
 class TestRabbitmq(TransportContract):
+    @pytest.fixture(autouse=True)
+    def time_to_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a receiver holds at its end reaches a broker that is slow to answer."""
+        monkeypatch.setattr(adapter, "CLOSE_WITHIN", WITHIN)
+
     @pytest.fixture
     def url(self, rabbitmq_url: str) -> str:
         return rabbitmq_url
