@@ -169,7 +169,7 @@ def test_results_that_cannot_be_settled_are_an_error(
     spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, dsn: str, tmp_path: Path
 ) -> None:
     sync_bus.create_batch(DOMAIN, [BatchCommand("Wait")])
-    process = spawn("worker", "app:bus", "--lease", 4, "--grace", 5)
+    process = spawn("worker", "app:bus", "--lease", 10, "--grace", 5)
     until(lambda: database.count("lease"))
     name = conninfo_to_dict(dsn)["dbname"]
     with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
