@@ -355,6 +355,7 @@ async def test_peer_prefect_21184(hasty: Given, database: Database) -> None:
     await hasty.sent()
     await hasty.drained()
     assert runs == [1]
+    assert database.rows("SELECT outcome FROM busload.execution") == [("COMPLETED",)]
 
 
 async def test_peer_kombu_337(hasty: Given, database: Database) -> None:
