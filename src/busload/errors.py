@@ -207,8 +207,10 @@ class OutcomeUnknown(BusloadError):
         what = f"job {job_id}" if job_id else what
         todo = "Repeat the call with the same ids: it will be accepted exactly once."
         if not batch_id and not command_ids and not job_id:
-            todo = "Look whether it does, or repeat the call: at worst it is there twice."
-        super().__init__(f"The connection broke while {what} was being committed, so it may or may not exist. {todo}")
+            todo = "Look whether it did, or repeat the call: at worst it is there twice."
+        super().__init__(
+            f"The connection broke while {what} was being committed, so nobody can say whether that happened. {todo}"
+        )
         self.batch_id, self.command_ids, self.job_id = batch_id, tuple(command_ids), job_id
 
 
