@@ -34,7 +34,7 @@ from busload.store import rescue, track
 from busload.store.connection import RESPONSE_TIMEOUT, AsyncConnection, Connection, connect
 from busload.store.outage import Outage
 from busload.store.plan import perform
-from busload.worker.renew import Pulse, beat
+from busload.worker.renew import LAST_BEAT, Pulse, beat
 
 log = logging.getLogger("busload")
 
@@ -403,7 +403,7 @@ class Presence:
             self.worker = None
             self._pulse.stop()
         if thread is not None:
-            thread.join()
+            thread.join(LAST_BEAT)
             self._outage.close()
         if not (leaving := list(self.workers)):
             return

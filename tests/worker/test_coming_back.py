@@ -18,7 +18,7 @@ from busload import CommandBus, HandlerContext, Worker
 from busload.domain.command import Command
 from busload.domain.execution import Leased
 from busload.store import claim, rescue
-from busload.store.plan import perform
+from busload.store.plan import Plan, execute, perform
 from busload.store.pool import engine_pool
 from busload.worker.held import Held
 from busload.worker.sweep import Sweep
@@ -253,9 +253,15 @@ async def test_a_lease_of_which_others_have_begun_a_part_is_not_taken_up_again(
 
 
 def declared_dead(given: Given, database: Database) -> None:
-    """Every worker was silent for too long, as somebody else finds."""
-    database.rows("UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL")
-    given.rescued()
+    """Every worker was silent for too long, as somebody else finds; no heartbeat comes in between."""
+
+    def silent_and_found() -> Plan[rescue.Returned]:
+        yield from execute(
+            b"UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL"
+        )
+        return (yield from rescue.rescue())
+
+    database.perform(silent_and_found())
 
 
 class DeclaredDead:

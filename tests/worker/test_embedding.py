@@ -17,6 +17,7 @@ import pytest
 from busload import Command, CommandBus, HandlerContext, InvalidOperationError, SyncCommandBus, Worker
 from tests.chaos.harness import SOURCES
 from tests.given import DOMAIN, Database, Given, eventually, pending, until
+from tests.worker.test_coming_back import Line, Long
 
 HOST = """
 import asyncio, contextlib, sys
@@ -251,6 +252,32 @@ async def test_a_run_that_leaves_handlers_behind_ends_and_names_their_commands(
         gate.set()
         await eventually(ended.is_set)
     assert database.count("lease") == 0, "nothing of it is settled late"
+
+
+async def test_a_worker_stops_after_its_grace_time_also_while_the_database_is_away(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """No step of the stop waits for the database as if it were the only one: each might take 20 s here."""
+    long = Long()
+    async with Line(dsn) as line, CommandBus(line.url, settings=given.bus.settings) as bus:
+        bus.handler(DOMAIN, "Debit")(long)
+        settings = replace(
+            given.settings,
+            grace=timedelta(seconds=0.1),
+            flush_deadline=timedelta(seconds=20),
+            lease_for=timedelta(seconds=80),
+        )
+        worker = Worker(bus, settings=settings, domains=[DOMAIN], concurrency=1)
+        running = asyncio.create_task(worker.run())
+        await given.sent()
+        await given.sent()
+        await eventually(lambda: long.began == 1)
+        await line.break_down()
+        await eventually(lambda: worker._stats.__self__._outage.is_away)  # type: ignore[attr-defined]
+        worker.stop()
+        async with asyncio.timeout(15):
+            await running
+    database.check_invariants()
 
 
 # -- `busload worker` owns its process ---------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ log = logging.getLogger("busload")
 
 RENEWING = "Renewing leases"
 
+LAST_BEAT = 1.0
+"""Seconds that whoever stops waits for a heartbeat that is under way."""
+
 
 class Heartbeat:
     def __init__(
@@ -90,9 +93,10 @@ class Heartbeat:
         self._pulse.quicken()
 
     def stop(self) -> None:
+        """Renew no more, and wait for the heartbeat under way; one that a silent network holds up ends by itself."""
         self.let_go()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(LAST_BEAT)
 
     def undo(self) -> None:
         """Stop and, as nothing was claimed yet, leave no trace of a living worker."""
@@ -116,6 +120,8 @@ class Heartbeat:
         if renewal is not None:
             self._buried.clear()
             self._tell(lambda: self._on_renewal(renewal))
+            return
+        if self._pulse.stopped:
             return
         leases = self._holding()
         self._buried.append(self.worker)
@@ -196,12 +202,15 @@ def beat(
                 conn = None
             if conn is None:
                 conn = connect(dsn, response_timeout=silence)
+            if pulse.stopped:  # while it waited for the server
+                break
             once(conn)
             outage.worked(RENEWING, reached=True)
             pause = every
         except Exception as error:  # whatever it is, the next heartbeat may come through
             pause = min(1.0, every)
-            outage.failed(RENEWING, error)
+            if not pulse.stopped:
+                outage.failed(RENEWING, error)
             if conn is not None:
                 conn.close()
                 conn = None

@@ -63,6 +63,9 @@ MOST_DISTRIBUTING = 8
 MOST_NAMED = 20
 """Commands that one line of the log names."""
 
+BRIEFLY = 1.0
+"""Seconds that a worker which stops gives the database at least: for a claim under way, and to hand the rest back."""
+
 PATIENCE = 24 * 3600.0
 """Seconds a handler waits for the connection of its transaction: those before it give theirs back sooner or later."""
 
@@ -608,21 +611,26 @@ class _Running:
             )
         for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
+        deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
+        graceful = _Until(grace)
+        first = _Until(min(deadline, max(grace, BRIEFLY)))  # part of the grace time: handlers go on meanwhile
         if self._broker is not None:
-            await self._broker.stop_receiving(self._settings.deadline)
+            await self._broker.stop_receiving(first.left)
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
-            await asyncio.wait(self._rounds, timeout=self._settings.deadline.total_seconds())
-        await self._let_line_go()
+            await asyncio.wait(self._rounds, timeout=first.left)
+        await self._let_line_go(first.left)
         self._limiter.expel(self._worker.domains)
-        await self._finish_handlers()
-        await self._executor.stop(self._settings.deadline.total_seconds())
-        await self._limiter.close(self._settings.deadline)
-        abandoned = await self._settlement.close(self._settings.deadline)
+        await self._finish_handlers(graceful.left)
+        await self._executor.stop(deadline)
+        in_vain = self._outage.is_away and not self._settlement.waiting
+        last = _Until(BRIEFLY if in_vain else deadline)  # results are worth waiting for
+        await self._limiter.close(timedelta(seconds=last.left))
+        abandoned = await self._settlement.close(timedelta(seconds=last.left))
         self._sweeping.stop()
         if self._broker is not None:
-            await self._broker.stop_relaying(self._settings.deadline)
+            await self._broker.stop_relaying(last.left)
         try:
-            async with asyncio.timeout(self._settings.deadline.total_seconds()):
+            async with asyncio.timeout(max(last.left, BRIEFLY)):
                 await self._hand_back(self._held.lease_ids)
                 await write_tallies(self._pool, self._tallies)
                 async with self._pool.connection() as conn:
@@ -676,23 +684,33 @@ class _Running:
                 more,
             )
 
-    async def _let_line_go(self) -> None:
+    async def _let_line_go(self, seconds: float) -> None:
         """What has not started need not wait for what has: others can run it at once."""
         try:
-            async with asyncio.timeout(self._settings.deadline.total_seconds()):
+            async with asyncio.timeout(seconds):
                 await self._claimer.hand_back_line()
         except (psycopg.Error, TimeoutError) as error:
             log.debug("What has not started is handed back with the rest: %r", error)
 
-    async def _finish_handlers(self) -> None:
+    async def _finish_handlers(self, seconds: float) -> None:
         waits = [asyncio.create_task(self._executor.wait_idle()), asyncio.create_task(self._hurry.wait())]
-        grace = self._settings.grace.total_seconds()
         try:
-            await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waits:
                 task.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+
+class _Until:
+    """A time that several steps share: a database that is away must not cost each of them all of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
 
 class _Broker:
@@ -726,15 +744,15 @@ class _Broker:
         if transport in (None, self._announcer.transport.name):
             self._relaying.wake()
 
-    async def stop_receiving(self, within: timedelta) -> None:
-        await self.receiver.stop(within.total_seconds())
+    async def stop_receiving(self, within: float) -> None:
+        await self.receiver.stop(within)
 
-    async def stop_relaying(self, within: timedelta) -> None:
+    async def stop_relaying(self, within: float) -> None:
         """The round under way may end; if it cannot, others announce its loads again."""
         for loop in (self._relaying, self._recovering):
             loop.stop()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=within.total_seconds())
+            await asyncio.wait(self._tasks, timeout=within)
 
     async def end(self) -> None:
         for task in self._tasks:
