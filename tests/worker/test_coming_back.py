@@ -353,15 +353,16 @@ async def test_a_worker_comes_back_though_its_first_try_is_not_committed(given: 
                        RETURN NULL;
                    END $$"""
             )
-            database.rows(
+            await asyncio.to_thread(  # it waits for transactions of this worker, which need the event loop
+                database.rows,
                 "CREATE CONSTRAINT TRIGGER stumble AFTER INSERT ON busload.worker DEFERRABLE INITIALLY DEFERRED "
-                "FOR EACH ROW EXECUTE FUNCTION public.stumble()"
+                "FOR EACH ROW EXECUTE FUNCTION public.stumble()",
             )
             declared_dead(given, database)
             await eventually(lambda: database.value("SELECT last_value FROM public.tries") == 2)
             await eventually(lambda: database.value(BACK) == 1)
         finally:
-            database.rows("DROP FUNCTION IF EXISTS public.stumble() CASCADE")
+            await asyncio.to_thread(database.rows, "DROP FUNCTION IF EXISTS public.stumble() CASCADE")
             database.rows("DROP SEQUENCE public.tries")
         assert database.rows("SELECT details ->> 'resumed' FROM busload.event WHERE type = 'NOT_CRASHED'") == [
             ("true",)
