@@ -569,16 +569,18 @@ def test_workers_that_are_told_to_stop_while_others_add_lose_no_event_and_send_n
     buffers = {PLAIN: {"size": 5, "max_age": 0.05}}
     with fleet(server, buffers=buffers, domains=[PLAIN], pause=0.03, concurrency=2) as (workers, database, bus, _):
         events = bus.buffer(PLAIN)
+        stopping: list[int] = []
         for first in range(0, 100, 20):
-            workers.start()
+            working = workers.start()
             until(lambda n=first // 20 + 1: database.count("worker") == n)  # type: ignore[misc]  # it hears signals now
             seen = workers.receiver.stat().st_size
             events.add({"n": first})
             until(lambda seen=seen: workers.receiver.stat().st_size > seen)  # type: ignore[misc]
-            for pid in workers.alive[:-1]:
+            for pid in stopping:  # once each: a third signal ends a process at once
                 workers.kill(pid, signal.SIGTERM)
             for n in range(first + 1, first + 20):
                 events.add({"n": n})
+            stopping = working
         until(lambda: database.count("buffered") == 0)
         workers.stop()
         assert len(workers.ended) == 5 and set(workers.ended.values()) == {0}, workers.last_words()

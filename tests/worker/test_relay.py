@@ -236,7 +236,7 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_the_others(
     said = [record.message for record in caplog.records]
     assert len([line for line in said if "Could not reach the broker" in line]) == 1
     assert len([line for line in said if "can be reached again" in line]) == 1
-    assert len([line for line in said if "does not confirm messages about 1 commands or more" in line]) == 1
+    assert len([line for line in said if "does not confirm messages about 1 command or more" in line]) == 1
     assert relay.failed_rounds == 1
 
 
