@@ -80,7 +80,7 @@ SELECT a.pid, a.application_name, a.state, a.xact_start
    AND (a.xact_start IS NULL OR a.xact_start < clock_timestamp() - %(waited)s::interval)
    AND EXISTS (SELECT FROM pg_catalog.pg_locks AS l
                 WHERE l.pid = a.pid AND l.granted AND l.mode <> 'AccessShareLock' AND l.locktype = 'relation'
-                  AND l.relation >= 16384)   -- none of PostgreSQL's own: the table of a buffer may be anybody's
+                  AND l.relation >= 16384::oid)   -- none of PostgreSQL's own: the table of a buffer may be anybody's
    AND NOT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.pid = a.pid AND NOT l.granted)
  ORDER BY a.xact_start LIMIT 3;
 
