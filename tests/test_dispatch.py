@@ -254,7 +254,7 @@ async def test_a_broker_that_cannot_be_reached_does_not_keep_a_batch_from_being_
     assert (told.strategy, told.status) == ("optimistic", "failed_needs_recovery")
     assert told.error.startswith("UNREACHABLE: ")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "did not confirm 1 commands" in warnings[0]
+    assert len(warnings) == 1 and "did not confirm 1 command of" in warnings[0]
     assert "geheim" not in told.error + caplog.text
 
 

@@ -204,7 +204,7 @@ async def test_a_broker_that_is_away_loses_nothing_and_fails_nothing(
     assert (told.status, told.database_tasks, told.queued_tasks) == ("partial_success", 2500, 0)
     assert (told.retry_needed, told.error) == (True, "UNREACHABLE: nobody answers")
     [line] = [record.getMessage() for record in caplog.records]
-    assert "did not confirm 2500 commands" in line and "UNREACHABLE" in line
+    assert "did not confirm 2,500 commands" in line and "UNREACHABLE" in line
     transport.mend()
     await all_run_once(bus, database, worker_settings, 2500)
 
@@ -336,7 +336,7 @@ async def test_each_phase_and_each_creation_is_logged(
     with caplog.at_level(logging.DEBUG, "busload"):
         batch_id = await bus.create_batch(DOMAIN, commands(20), dispatch=strategy, job_id=job_id, stage="3")
     said = [record.getMessage() for record in caplog.records]
-    for phase in ("writing 20 commands", "wrote 20 commands", "announcing 1 loads", "20 commands confirmed", "marking"):
+    for phase in ("writing 20 commands", "wrote 20 commands", "announcing 1 load", "20 commands confirmed", "marking"):
         assert any(phase in line for line in said), phase
     [event] = [json.loads(line) for line in said if line.startswith("{")]
     assert (event["event"], event["TaskCount"], event["batch_size"]) == ("BatchTaskCreation", 20, 20)
