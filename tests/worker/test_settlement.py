@@ -326,7 +326,7 @@ async def test_results_whose_first_answer_was_lost_are_credited_once(
     await put(settlement, leased)
     await eventually(lambda: settlement.settled == 3)
     assert counts(await given.batch_now(batch_id)) == (3, 3, 0, 0, 0)
-    assert settlement.stats.failures == 0 and "do not count" not in caplog.text
+    assert settlement.stats.failures == 0 and "Did not count" not in caplog.text
     assert database.count("lease") == 0 and database.count("execution") == 3
     database.check_invariants()
 
