@@ -57,7 +57,7 @@ async def main() -> None:
         await Worker(bus).drain()
         job = await bus.wait_job("reports", job_id, timeout=30)
         for stage in job.stages:
-            print(f"{stage.name}: {stage.status}, {stage.batch.completed_count if stage.batch else 0} commands")
+            print(f"{stage.name}: {stage.status}, commands: {stage.batch.completed_count if stage.batch else 0}")
         print(f"{job.name} is {job.status}")
 
 

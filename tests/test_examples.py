@@ -74,7 +74,7 @@ EXPECTED = {
     "nightly_job.py": [
         "Large: 120 in the north",
         "Large: 300 in the west",
-        "rate: COMPLETED, 6 commands",
+        "rate: COMPLETED, commands: 6",
         "Nightly is COMPLETED",
     ],
     "operators.py": [

@@ -696,7 +696,9 @@ async def test_a_folded_flush_is_halved_as_it_was_folded() -> None:
 # -- whatever happens -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     sizes=st.tuples(st.integers(1, 6), st.integers(0, 10)),
     max_bytes=st.integers(1, 40),
