@@ -457,9 +457,9 @@ class Presence:
         self.worker = worker
         if self._buried:
             log.warning(
-                "This tracker was declared dead though it lives: of its %d tasks it has taken up %d again, and others "
+                "This tracker was declared dead though it lives: of its %s it has taken up %d again, and others "
                 "have the rest. It goes on under a new number",
-                len(held),
+                counted(len(held), "task"),
                 len(resumed),
             )
         self._buried = False

@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "stop-starts-the-line",
         "worker/worker.py",
-        "        await self._let_line_go()\n",
+        "        await self._let_line_go(first.left)\n",
         "",
         SIGNALS + "test_what_stands_in_line_is_handed_back_and_others_run_it",
         "A worker that stops begins nothing new.",
@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "stop-does-not-settle",
         "worker/worker.py",
-        "abandoned = await self._settlement.close(self._settings.deadline)",
+        "abandoned = await self._settlement.close(timedelta(seconds=last.left))",
         "abandoned = 0",
         SIGNALS + "test_what_runs_is_finished_and_the_rest_is_left[SIGTERM]",
         "Results that wait for their flush would be made again.",
