@@ -113,6 +113,23 @@ class Database:
         with self._conn.transaction():
             return perform(self._conn, plan)
 
+    def bury(self) -> rescue.Returned:
+        """Declare every worker dead, however lively it is, and take back what they held: no heartbeat comes between."""
+        with self._conn.transaction():
+            self.rows("UPDATE busload.worker SET seen_at = '-infinity' WHERE stopped_at IS NULL")
+            returned: rescue.Returned = perform(self._conn, rescue.rescue())
+        return returned
+
+    def take_over(self) -> rescue.Returned:
+        """Others think that all workers are dead, and have put back what they held.
+
+        It is as if other processes had died: a worker that lives takes nothing up again, and no blame back.
+        """
+        with self._conn.transaction():
+            returned = self.bury()
+            self.rows("UPDATE busload.event SET worker = NULL WHERE type = 'LEASE_LOST'")
+        return returned
+
     @contextmanager
     def time_standing_still(self) -> Iterator[None]:
         """In a transaction, where `now()` is always the same."""

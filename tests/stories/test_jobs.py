@@ -32,7 +32,6 @@ from busload import (
     SyncHandlerContext,
 )
 from busload.domain.job import PART, read_part
-from busload.store import rescue
 from tests.given import DOMAIN, Database, Given, counts, eventually, raising
 
 
@@ -474,8 +473,7 @@ async def test_a_planner_that_has_lost_its_step_begins_nothing(bus: CommandBus, 
         calls.append(len(calls))
         if len(calls) == 1:
             with Database(bus.dsn) as beside:
-                beside.rows("UPDATE busload.worker SET seen_at = '-infinity' WHERE stopped_at IS NULL")
-                assert beside.perform(rescue.rescue()).commands == 1
+                assert beside.take_over().commands == 1
         return debits(len(calls))
 
     async def plan(finished: FinishedStage, ctx: HandlerContext) -> list[BatchCommand]:

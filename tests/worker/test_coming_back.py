@@ -18,7 +18,7 @@ from busload import CommandBus, HandlerContext, Worker
 from busload.domain.command import Command
 from busload.domain.execution import Leased
 from busload.store import claim, rescue
-from busload.store.plan import Plan, execute, perform
+from busload.store.plan import perform
 from busload.store.pool import engine_pool
 from busload.worker.held import Held
 from busload.worker.sweep import Sweep
@@ -252,18 +252,6 @@ async def test_a_lease_of_which_others_have_begun_a_part_is_not_taken_up_again(
     database.check_invariants()
 
 
-def declared_dead(given: Given, database: Database) -> None:
-    """Every worker was silent for too long, as somebody else finds; no heartbeat comes in between."""
-
-    def silent_and_found() -> Plan[rescue.Returned]:
-        yield from execute(
-            b"UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL"
-        )
-        return (yield from rescue.rescue())
-
-    database.perform(silent_and_found())
-
-
 class DeclaredDead:
     """A handler during whose first attempt its worker is declared dead. It ends before the worker has noticed."""
 
@@ -277,7 +265,7 @@ class DeclaredDead:
                 pass
         self.crashes.append(ctx._leased.lease.crashes)
         if len(self.crashes) == 1:
-            declared_dead(self._given, self._given.database)
+            self._given.database.bury()
             if self._notices_first:
                 asyncio.get_running_loop().call_soon(self._block)
 
@@ -325,7 +313,7 @@ async def test_a_lease_whose_result_is_refused_while_it_is_taken_up_again_is_han
             command_id = await given.sent()
             await eventually(lambda: runs)
             await eventually(lambda: database.value(LISTENERS))
-            declared_dead(given, database)
+            database.bury()
             holder.execute("LOCK TABLE busload.event IN SHARE MODE")
             database.rows(END_LISTENERS)  # then a worker asks at once how things are
             await eventually(lambda: database.rows(LOCKED_OUT))  # the worker that comes back
@@ -358,7 +346,7 @@ async def test_a_worker_comes_back_though_its_first_try_is_not_committed(given: 
                 "CREATE CONSTRAINT TRIGGER stumble AFTER INSERT ON busload.worker DEFERRABLE INITIALLY DEFERRED "
                 "FOR EACH ROW EXECUTE FUNCTION public.stumble()",
             )
-            declared_dead(given, database)
+            database.bury()
             await eventually(lambda: database.value("SELECT last_value FROM public.tries") == 2)
             await eventually(lambda: database.value(BACK) == 1)
         finally:

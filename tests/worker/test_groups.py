@@ -1036,23 +1036,13 @@ async def test_a_group_that_was_lost_does_not_commit_its_transaction(
         async with ctx.transaction() as conn:
             await conn.execute("INSERT INTO effect VALUES (1)")
             if len(calls) == 1:
-                take_over(given)
+                given.database.take_over()
 
     await events.add("a")
     await drain(given)
     await drain(given)
     assert database.rows("SELECT n FROM effect") == [(1,)] and len(calls) == 2 and left(database) == []
     database.check_invariants()
-
-
-def take_over(given: Given) -> None:
-    """Others think that all workers are dead, and have put back what they held.
-
-    It is as if another process had died: the worker that runs here takes nothing up again, and no blame back.
-    """
-    given.database.rows("UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s'")
-    given.rescued()
-    given.database.rows("UPDATE busload.event SET worker = NULL WHERE type = 'LEASE_LOST'")
 
 
 async def test_a_late_worker_cannot_park_retry_or_complete_but_what_it_delivered_is_done(
@@ -1066,7 +1056,7 @@ async def test_a_late_worker_cannot_park_retry_or_complete_but_what_it_delivered
     async def handle(group: Group, ctx: HandlerContext) -> None:
         calls.append([item.data for item in group])
         if len(calls) == 1:
-            take_over(given)
+            given.database.take_over()
             group.succeed(group[0])
             group.fail(group[1], PermanentCommandError("bad"))
             group.fail(group[2], "later")
@@ -1334,7 +1324,7 @@ async def test_a_group_that_kills_its_workers_is_halved_down_to_the_killer(
     async def handle(group: Group, ctx: HandlerContext) -> None:
         if any(item.data == 11 for item in group):
             deaths.append(len(group))
-            take_over(given)  # the others see it die; what it would say comes too late
+            given.database.take_over()  # the others see it die; what it would say comes too late
             raise TransientCommandError("too late")
         done.extend(item.data for item in group)
 

@@ -39,14 +39,6 @@ def hasty(given: Given) -> Given:
     return given
 
 
-def bury(database: Database) -> int:
-    """Declare every worker dead at once, however lively it is; returns how many commands were taken from them."""
-    with database._conn.transaction():
-        database.rows("UPDATE busload.worker SET seen_at = '-infinity' WHERE stopped_at IS NULL")
-        returned = perform(database._conn, rescue.rescue())
-    return returned.commands
-
-
 RENEWED = """SELECT min(seen_at - 2 * lease_for) > (SELECT max(since) FROM busload.lease)
                FROM busload.worker WHERE stopped_at IS NULL"""
 """Whether leases have been kept alive for twice as long as they last."""
@@ -124,7 +116,7 @@ async def test_a_worker_that_was_declared_dead_goes_on_under_a_new_number(
     async with hasty.running(concurrency=2):
         await eventually(lambda: runs)
         with database._conn.transaction():
-            assert bury(database) == 1
+            assert database.bury().commands == 1
             [taken] = hasty.claimed()  # by another one, before it can take it up again
         await eventually(lambda: told)
         assert database.count("worker") == 3
@@ -150,7 +142,7 @@ async def test_results_of_a_buried_worker_are_not_credited(
 ) -> None:
     async def bury_me(command: Command, ctx: HandlerContext) -> str:
         if not database.value("SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'"):
-            assert bury(database) == 3
+            assert database.bury().commands == 3
             return "too late"
         return "in time"
 

@@ -25,7 +25,7 @@ from busload import (
 )
 from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Transition
 from busload.errors import Superseded
-from busload.store import rescue, settle
+from busload.store import settle
 from busload.store.guard import GuardedConnection
 from busload.store.pool import pool
 from busload.worker.context import SyncHandlerTransaction
@@ -189,8 +189,7 @@ async def test_a_superseded_handler_writes_nothing_and_the_new_one_does(
         runs.append(ctx.execution_id)
         if len(runs) == 1:
             with Database(bus.dsn) as beside:
-                beside.rows("UPDATE busload.worker SET seen_at = '-infinity' WHERE stopped_at IS NULL")
-                assert beside.perform(rescue.rescue()).commands == 1
+                assert beside.take_over().commands == 1
 
     register(bus, kind, during=bury)
     command_id = await given.sent()
