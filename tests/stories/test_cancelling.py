@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
 
 import pytest
+from psycopg import generators
 
 from busload import BatchCommand, BusloadError, CommandBus, Dedup, Settings, Stage, TaskTracker
 from busload.domain.ids import new_id
@@ -18,7 +19,7 @@ from busload.store import connection
 from busload.store.connection import OwnAsyncConnection
 from busload.worker.coalescer import Coalescer
 from tests.chaos.harness import seeded
-from tests.given import DOMAIN, LOCKED_OUT, Database, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, eventually, until
 
 WITHIN = 60.0
 """Seconds after which an await has not ended, also on a slow machine."""
@@ -178,6 +179,26 @@ async def test_a_cancellation_is_not_lost_if_the_statement_fails_in_the_same_mom
         with pytest.raises(asyncio.CancelledError):
             await failing
         assert sent.is_set()
+
+
+def test_a_statement_that_ctrl_c_has_hit_leaves_no_connection_in_use(dsn: str, database: Database) -> None:
+    """The signal may come between any two steps, also where psycopg cannot go on reading the answer."""
+
+    def hit(answer: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        yield next(answer)
+        raise KeyboardInterrupt
+
+    def interrupted(conn: connection.OwnConnection) -> None:
+        with conn.transaction():
+            conn.pgconn.send_query(b"SELECT pg_catalog.pg_sleep(600)")
+            conn.wait(hit(generators.execute(conn.pgconn)))
+
+    with connection.connect(dsn, response_timeout=10) as conn:
+        pid = conn.info.backend_pid
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(conn)
+        assert conn.closed
+    until(lambda: not database.rows("SELECT FROM pg_stat_activity WHERE pid = %s", pid))
 
 
 async def test_one_cancelled_sender_takes_nobody_with_it(dsn: str, database: Database) -> None:

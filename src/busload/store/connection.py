@@ -101,6 +101,10 @@ class OwnConnection(psycopg.Connection[Any]):
                 silent += self.response_timeout
                 if not (self.asks and (self._is_served(silent) or was_spoken_to(self))):
                     raise _give_up(self) from None
+            except KeyboardInterrupt:  # psycopg has cancelled the statement, but cannot read its end if `gen` was hit
+                if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                    self.pgconn.finish()
+                raise
 
     def _is_served(self, silent: float) -> bool:
         busy = False
