@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint servers bench chaos mutants docs clean
+.PHONY: help setup demo test lint sync figures servers bench chaos mutants docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,6 +28,12 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+sync: setup  ## Make src/busload/sync, the API without await, from the async modules
+	$(BIN)/python scripts/generate_sync.py
+
+figures: setup  ## Write the tables of figures in docs/reference.md from where the figures are declared
+	$(BIN)/python scripts/generate_figures.py
 
 servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers
 	@sh scripts/install-servers.sh

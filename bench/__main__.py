@@ -22,7 +22,7 @@ from bench.brokers import Brokers, own_brokers
 from bench.case import Case
 from bench.chart import draw
 from bench.run import Result, Run, measure
-from busload.store.embedded import EmbeddedPostgres
+from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.testing import TestServer
 
 CONFIG = {"max_connections": "400"}

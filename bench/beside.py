@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import Case, Helper, Measured, Store, started
-from bench.clock import Lap, timed
+from bench.clock import timed
 from bench.ours import WARM_UP, Sent, latencies
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,7 +259,7 @@ async def create(peer: Peer, url: str, size: int) -> Measured:
         await sender.ask(f"make {size}")
         with timed(url) as lap:
             await sender.ask("enqueue")
-    return _measured(size, lap)
+    return lap.measured(size)
 
 
 async def drain(peer: Peer, url: str, size: int, *, processes: int = 1) -> Measured:
@@ -273,7 +273,7 @@ async def drain(peer: Peer, url: str, size: int, *, processes: int = 1) -> Measu
             ended = time.monotonic()
     rest = size - begun.count
     facts = {"begun_per_second": rest / (ended - begun.at)} if rest else {}
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
+    return lap.measured(size, facts=facts)
 
 
 async def send(peer: Peer, url: str, size: int) -> Measured:
@@ -281,7 +281,7 @@ async def send(peer: Peer, url: str, size: int) -> Measured:
         await sender.ask(f"send {WARM_UP}")
         with timed(url) as lap:
             await sender.ask(f"send {size}")
-    return _measured(size, lap)
+    return lap.measured(size)
 
 
 async def latency(peer: Peer, url: str, samples: int) -> Measured:
@@ -309,10 +309,6 @@ async def batch(peer: Peer, url: str, size: int) -> Measured:
             creator.tell("batch")
             seconds = float(await worker.hear("callback", 2 * QUIET)) - began
     return Measured(size, seconds, lap.client_cpu, lap.server_cpu)
-
-
-def _measured(size: int, lap: Lap) -> Measured:
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
 
 
 def cases(peer: Peer) -> list[Case]:

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import psycopg
 
-from bench.case import Case, Measured
+from bench.case import Measured
 from bench.clock import timed
-from bench.ours import DOMAIN, commands, expect
-from busload import Buffer, Chunk, Command, CommandBus, Group, HandlerContext, Worker
-from busload.store import plan
+from bench.ours import DOMAIN, commands, expect, our_case
+from busload import Chunk, Command, CommandBus, Group, HandlerContext, Worker
+from busload.buffers import Buffer
 
 EVENTS = "bench_events"
 SIZE = 1000
@@ -30,17 +31,14 @@ def buffer(bus: CommandBus) -> Buffer:
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """How many statements this process sends in the block."""
-    answer, seen = plan._answer_async, {"statements": 0}
+    execute, seen = psycopg.AsyncCursor.execute, {"statements": 0}
 
-    async def count(conn: psycopg.AsyncConnection[Any], step: plan.Step) -> Any:
+    async def count(*statement: Any, **options: Any) -> Any:
         seen["statements"] += 1
-        return await answer(conn, step)
+        return await execute(*statement, **options)
 
-    plan._answer_async = count
-    try:
+    with patch.object(psycopg.AsyncCursor, "execute", count):
         yield seen
-    finally:
-        plan._answer_async = answer
 
 
 async def fill_buffer(dsn: str, size: int) -> None:
@@ -72,7 +70,7 @@ async def drain_buffer(dsn: str, size: int) -> Measured:
             await Worker(bus).drain()
     assert items == size, f"{items} events of {size} were called for"
     expect(dsn, "SELECT count(*) FROM busload.buffered", 0)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts={"calls": calls, **seen})
+    return lap.measured(size, facts={"calls": calls, **seen})
 
 
 async def drain_singles(dsn: str, size: int, *, bulk: bool) -> Measured:
@@ -95,30 +93,30 @@ async def drain_singles(dsn: str, size: int, *, bulk: bool) -> Measured:
         with counted() as seen, timed(dsn) as lap:
             settled = await Worker(bus).drain()
     assert settled == size, f"settled {settled} of {size}"
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts={"calls": calls, **seen})
+    return lap.measured(size, facts={"calls": calls, **seen})
 
 
 async def add(dsn: str, size: int) -> Measured:
     """One after the other, each a statement and a commit of its own."""
     async with CommandBus(dsn) as bus:
         events = buffer(bus)
-        await bus.list_buffers()
+        await bus.buffers.list()
         with timed(dsn) as lap:
             for n in range(size):
                 await events.add({"n": n})
     expect(dsn, "SELECT count(*) FROM busload.buffered", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def add_many(dsn: str, size: int) -> Measured:
     payloads = [{"n": n} for n in range(size)]
     async with CommandBus(dsn) as bus:
         events = buffer(bus)
-        await bus.list_buffers()
+        await bus.buffers.list()
         with timed(dsn) as lap:
             await events.add_many(payloads)
     expect(dsn, "SELECT count(*) FROM busload.buffered", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def distribute(dsn: str, size: int) -> Measured:
@@ -133,22 +131,17 @@ async def distribute(dsn: str, size: int) -> Measured:
                 taken.append(time.perf_counter() - began)
                 with psycopg.connect(dsn, autocommit=True) as conn:  # as if it ran at once: ready ones hold others back
                     conn.execute("DELETE FROM busload.queue")
-    return Measured(CLAIMS, lap.seconds, lap.client_cpu, lap.server_cpu, taken)
+    return lap.measured(CLAIMS, latencies=taken)
 
 
 CASES = [
-    Case("busload", "buffer-singles", "events as single commands", partial(drain_singles, bulk=False), fill_singles),
-    Case("busload", "buffer-drain", "events through a buffer of 1,000", drain_buffer, fill_buffer),
-    Case(
-        "busload", "buffer-bulk", "commands to a bulk handler of 1,000", partial(drain_singles, bulk=True), fill_singles
-    ),
-    Case("busload", "buffer-add", "add to a buffer, one after the other", add, extent="sends"),
-    Case("busload", "buffer-add-many", "add to a buffer, many at once", add_many),
-    Case(
-        "busload", "buffer-few", "a group distributed with few waiting", distribute, fill_buffer, extent="few", rounds=3
-    ),
-    Case(
-        "busload",
+    our_case("buffer-singles", "events as single commands", partial(drain_singles, bulk=False), fill_singles),
+    our_case("buffer-drain", "events through a buffer of 1,000", drain_buffer, fill_buffer),
+    our_case("buffer-bulk", "commands to a bulk handler of 1,000", partial(drain_singles, bulk=True), fill_singles),
+    our_case("buffer-add", "add to a buffer, one after the other", add, extent="sends"),
+    our_case("buffer-add-many", "add to a buffer, many at once", add_many),
+    our_case("buffer-few", "a group distributed with few waiting", distribute, fill_buffer, extent="few", rounds=3),
+    our_case(
         "buffer-many",
         "a group distributed with many waiting",
         distribute,

@@ -11,13 +11,15 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
+
+from bench.case import Measured
 
 TICK = os.sysconf("SC_CLK_TCK")
 LEAVING = 0.1
@@ -29,6 +31,12 @@ class Lap:
     seconds: float = 0.0
     client_cpu: float = 0.0
     server_cpu: float | None = None
+
+    def measured(
+        self, count: int, *, latencies: Sequence[float] = (), facts: Mapping[str, float] | None = None
+    ) -> Measured:
+        """What so many took; `facts` are other figures."""
+        return Measured(count, self.seconds, self.client_cpu, self.server_cpu, latencies, facts or {})
 
 
 @contextmanager

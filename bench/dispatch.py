@@ -1,4 +1,4 @@
-"""Commands in the database and at a broker: created, announced and drained, on each transport and without one."""
+"""Commands in the database and at a broker: created, published and drained, on each transport and without one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from psycopg.conninfo import conninfo_to_dict
 from bench.brokers import told_url
 from bench.case import Case, Measured
 from bench.clock import timed
-from bench.ours import DOMAIN, commands, expect, expect_completed, nothing
+from bench.ours import DOMAIN, commands, expect, expect_completed, nothing, our_case
 from busload import CommandBus, Settings, Worker, WorkerSettings
-from busload.transport import Delivery, Message, Transport, find_transport
+from busload.dispatch.strategy import DispatchName
+from busload.transports import Delivery, Message, Transport, find_transport
 
 NONE = "none"
 TRANSPORTS = {
@@ -33,7 +34,7 @@ TRANSPORTS = {
 INSIDE = (NONE, "postgresql", "pgmq")
 """Those that are in the database of the commands, and need no server beside it."""
 
-CREATIONS = {"two-phase": "two_phase", "checkpoint": "checkpoint", "optimistic": "optimistic"}
+CREATIONS: dict[str, DispatchName] = {"two-phase": "two_phase", "checkpoint": "checkpoint", "optimistic": "optimistic"}
 """The ways to create, as they stand in the names of cases, and as the bus calls them."""
 
 CELERY = {"rabbitmq": "celery-rabbitmq", "redis": "celery"}
@@ -83,7 +84,7 @@ async def fill_outbox(dsn: str, size: int) -> None:
         await bus.create_batch(DOMAIN, commands(size), dispatch="relay")
 
 
-async def create(dsn: str, size: int, *, transport: str, strategy: str | None) -> Measured:
+async def create(dsn: str, size: int, *, transport: str, strategy: DispatchName | None) -> Measured:
     """From the call until it returns: everything is committed, confirmed by the broker, and marked as ready."""
     batch = commands(size)
     async with connected(dsn, transport) as bus:
@@ -93,12 +94,12 @@ async def create(dsn: str, size: int, *, transport: str, strategy: str | None) -
             await bus.create_batch(DOMAIN, batch, dispatch=strategy)
         facts = new_messages(before, await depth(bus, dsn))
     expect(dsn, "SELECT count(*) FROM busload.command", size + 1)
-    expect_announced(dsn, size + 1)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
+    expect_published(dsn, size + 1)
+    return lap.measured(size, facts=facts)
 
 
 async def relay(dsn: str, size: int, *, message_per_command: bool) -> Measured:
-    """What waits in the outbox for RabbitMQ, announced and marked as a worker's relay does it."""
+    """What waits in the outbox for RabbitMQ, published and marked as a worker's relay does it."""
     async with connected(dsn, "rabbitmq", message_per_command=message_per_command) as bus:
         await bus.create_batch(DOMAIN, commands(1), dispatch="two_phase")
         before = await depth(bus, dsn)
@@ -106,8 +107,8 @@ async def relay(dsn: str, size: int, *, message_per_command: bool) -> Measured:
             recovered = await bus.recover()
         facts = new_messages(before, await depth(bus, dsn))
     assert recovered.relayed == size, f"relayed {recovered.relayed} of {size}"
-    expect_announced(dsn, size + 1)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
+    expect_published(dsn, size + 1)
+    return lap.measured(size, facts=facts)
 
 
 class Gate(Transport):
@@ -150,39 +151,39 @@ async def drain(dsn: str, size: int, *, transport: str) -> Measured:
         CommandBus(dsn, transport=gate, settings=bus.settings) as creator,
         _working(bus) as worker,
     ):
-        warm = await ring(creator, worker)
+        warm = await deliver(creator, worker)
         gate.opened.clear()
         batch_id = uuid4()
         creation = creator.create_batch(DOMAIN, commands(size), batch_id=batch_id, dispatch="two_phase")
         creating = asyncio.create_task(creation)
         await gate.reached.wait()
-        warm += await ring(bus, worker)  # some look the rarer, the longer they found nothing
-        before = rung(worker)
+        warm += await deliver(bus, worker)  # some look the rarer, the longer they found nothing
+        before = delivered(worker)
         with timed(dsn) as lap:
             gate.opened.set()
             await bus.wait_batch(DOMAIN, batch_id, timeout=120)
         await creating
-        facts = {"rung": rung(worker) - before}
+        facts = {"delivered": delivered(worker) - before}
         await forgotten(bus, dsn)
     expect_drained(dsn, size + warm)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
+    return lap.measured(size, facts=facts)
 
 
-async def ring(bus: CommandBus, worker: Worker) -> int:
+async def deliver(bus: CommandBus, worker: Worker) -> int:
     """Create single commands until the worker has taken one by its message, so all are connected; says how many."""
-    before, sent = rung(worker), 0
+    before, sent = delivered(worker), 0
     async with asyncio.timeout(CONNECTED_WITHIN):
-        while rung(worker) == before:
+        while delivered(worker) == before:
             batch_id = await bus.create_batch(DOMAIN, commands(1), dispatch="two_phase")
             await bus.wait_batch(DOMAIN, batch_id)
             sent += 1
     return sent
 
 
-def rung(worker: Worker) -> int:
+def delivered(worker: Worker) -> int:
     """How many commands a worker has claimed for messages."""
     broker = worker.stats.broker
-    return 0 if broker is None else broker.rung
+    return 0 if broker is None else broker.claimed
 
 
 async def drain_alone(dsn: str, size: int) -> Measured:
@@ -196,7 +197,7 @@ async def drain_alone(dsn: str, size: int) -> Measured:
                 await conn.commit()
                 await bus.wait_batch(DOMAIN, batch_id, timeout=120)
     expect_drained(dsn, size + 1)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 @asynccontextmanager
@@ -228,7 +229,7 @@ async def forgotten(bus: CommandBus, dsn: str) -> None:
             await asyncio.sleep(0.02)
 
 
-def expect_announced(dsn: str, size: int) -> None:
+def expect_published(dsn: str, size: int) -> None:
     expect(dsn, "SELECT count(*) FROM busload.outbox", 0)
     expect(dsn, "SELECT coalesce(sum(hi - lo + 1), 0)::bigint FROM busload.queue", size)
 
@@ -247,8 +248,7 @@ BASE = {"create": metric(NONE, "create"), "drain": metric(NONE, "drain")}
 
 
 def _case(transport: str, what: str, title: str, measure: Any) -> Case:
-    return Case(
-        "busload",
+    return our_case(
         metric(transport, what),
         title,
         partial(measure, transport=transport),
@@ -258,14 +258,13 @@ def _case(transport: str, what: str, title: str, measure: Any) -> Case:
     )
 
 
-def _creation(transport: str, what: str, strategy: str) -> Case:
-    title = f"created and announced on {TRANSPORTS[transport]}, {what}"
+def _creation(transport: str, what: str, strategy: DispatchName) -> Case:
+    title = f"created and published on {TRANSPORTS[transport]}, {what}"
     return _case(transport, what, title, partial(create, strategy=strategy))
 
 
 def _relay(what: str, title: str, *, message_per_command: bool) -> Case:
-    return Case(
-        "busload",
+    return our_case(
         metric("relay", what),
         title,
         partial(relay, message_per_command=message_per_command),
@@ -283,7 +282,7 @@ CASES = [
         if transport != NONE
         for what, strategy in CREATIONS.items()
     ),
-    Case("busload", metric(NONE, "drain"), "drained without a broker", drain_alone, extent="batch"),
+    our_case(metric(NONE, "drain"), "drained without a broker", drain_alone, extent="batch"),
     *(
         _case(transport, "drain", f"drained through {title}", drain)
         for transport, title in TRANSPORTS.items()

@@ -6,13 +6,13 @@ import time
 
 import psycopg
 
-from bench.case import Case, Measured
+from bench.case import Measured
 from bench.clock import timed
-from bench.ours import DOMAIN, drain, expect
+from bench.ours import DOMAIN, drain, expect, our_case
 from busload import BatchCommand, CommandBus, Dedup
-from busload.domain.ids import LOAD_SIZE
-from busload.store import report
-from busload.store.connection import PARAMETERS
+from busload.commands import search as report
+from busload.commands.load import LOAD_SIZE
+from busload.postgres.connection import PARAMETERS
 
 CHUNK = 10 * LOAD_SIZE
 TRACES = 50
@@ -31,7 +31,7 @@ async def create_keyed(dsn: str, size: int, *, dedup: Dedup | None = None) -> Me
         with timed(dsn) as lap:
             await bus.create_batch(DOMAIN, batch, dedup=dedup)
     expect(dsn, "SELECT count(*) FROM busload.command", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def create_once(dsn: str, size: int) -> Measured:
@@ -51,7 +51,7 @@ async def send_once(dsn: str, size: int) -> Measured:
             for n in range(size):
                 await bus.send(DOMAIN, "Nothing", {"n": n}, task_key=f"bench:{n}", dedup=Dedup())
     expect(dsn, "SELECT count(*) FROM busload.task", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def fill_traces(dsn: str, size: int) -> None:
@@ -83,22 +83,15 @@ async def trace(dsn: str, size: int) -> Measured:
             found = conn.execute(statement.sql, statement.params).fetchall()  # type: ignore[union-attr]
             taken.append(time.perf_counter() - began)
             assert len(found) == ATTEMPTS, f"found {len(found)} of {ATTEMPTS} attempts"
-    return Measured(TRACES, lap.seconds, lap.client_cpu, lap.server_cpu, taken)
+    return lap.measured(TRACES, latencies=taken)
 
 
 CASES = [
-    Case("busload", "create-keys", "create with task keys", create_keyed),
-    Case("busload", "create-once", "create with task keys, deduplicated", create_once),
-    Case("busload", "drain-keys", "drain with task keys", drain, prepare=fill_keyed),
-    Case("busload", "send-once", "send, deduplicated", send_once, extent="sends"),
-    Case(
-        "busload",
-        "trace",
-        "trace of 100 attempts among many",
-        trace,
-        prepare=fill_traces,
-        extent="many",
-        rounds=1,
-        seconds=900,
+    our_case("create-keys", "create with task keys", create_keyed),
+    our_case("create-once", "create with task keys, deduplicated", create_once),
+    our_case("drain-keys", "drain with task keys", drain, prepare=fill_keyed),
+    our_case("send-once", "send, deduplicated", send_once, extent="sends"),
+    our_case(
+        "trace", "trace of 100 attempts among many", trace, prepare=fill_traces, extent="many", rounds=1, seconds=900
     ),
 ]

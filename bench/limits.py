@@ -13,11 +13,12 @@ import psycopg
 from bench.case import Case, Measured, heard, helpers, say
 from bench.clock import timed
 from bench.ours import DOMAIN, Sent, expect, expect_completed, fill, latencies
-from busload.domain.execution import COMPLETED, Transition
-from busload.domain.ids import POSITIONS, new_id, new_ids
-from busload.store import claim, rescue, settle
-from busload.store.connection import PARAMETERS, Connection
-from busload.store.plan import perform
+from busload.commands import claim, rescue, settle
+from busload.commands.execution import COMPLETED, Transition
+from busload.commands.ids import new_id, new_ids
+from busload.commands.load import POSITIONS
+from busload.postgres.connection import PARAMETERS, Connection
+from busload.sync.plan import perform
 
 LOAD = 1000
 
@@ -75,7 +76,7 @@ async def copy(dsn: str, size: int) -> Measured:
             for row in rows:
                 copying.write_row(row)
     expect(dsn, "SELECT count(*) FROM bare_command", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def fill_bare(dsn: str, size: int) -> None:
@@ -107,7 +108,7 @@ async def claim_and_complete(dsn: str, size: int) -> Measured:
             cursor.execute(BARE_COMPLETE.encode(), parameters)
             done += len(ids)
     expect(dsn, "SELECT completed FROM bare_batch", size)
-    return Measured(done, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(done)
 
 
 async def statements(dsn: str, size: int, *, limit: int) -> Measured:
@@ -126,7 +127,7 @@ async def statements(dsn: str, size: int, *, limit: int) -> Measured:
                 done += found
     assert done == size, f"settled {done} of {size}"
     expect_completed(dsn)
-    return Measured(done, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(done)
 
 
 def _claim_and_settle(conn: Connection, worker: int, limit: int) -> int:
@@ -157,7 +158,7 @@ async def slots(dsn: str, size: int) -> Measured:
     with timed(dsn) as lap:
         await asyncio.gather(*(slot() for _ in range(100)))
     assert done == size
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def insert(dsn: str, size: int) -> Measured:
@@ -171,7 +172,7 @@ async def insert(dsn: str, size: int) -> Measured:
                     "INSERT INTO bare_command (id, domain, command_id, command_type, data) VALUES (%s, %s, %s, %s, %s)",
                     row,
                 )
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def notify(dsn: str, samples: int) -> Measured:

@@ -17,6 +17,7 @@ from bench.clock import timed
 from busload import BatchCommand, Command, CommandBus, HandlerContext, Worker
 
 DOMAIN = "bench"
+our_case = partial(Case, "busload")
 WARM_UP = 20
 SHORTEST = 1e-6
 """Seconds: a handler can start before its sender has heard of the commit."""
@@ -42,7 +43,7 @@ async def create(dsn: str, size: int) -> Measured:
         with timed(dsn) as lap:
             await bus.create_batch(DOMAIN, batch)
     expect(dsn, "SELECT count(*) FROM busload.command", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def drain(dsn: str, size: int, *, concurrency: int | None = None) -> Measured:
@@ -53,7 +54,7 @@ async def drain(dsn: str, size: int, *, concurrency: int | None = None) -> Measu
             settled = await worker.drain()
     assert settled == size, f"settled {settled} of {size}"
     expect_completed(dsn)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def drain_together(dsn: str, size: int, *, metric: str = "drain-2") -> Measured:
@@ -66,7 +67,7 @@ async def drain_together(dsn: str, size: int, *, metric: str = "drain-2") -> Mea
             settled = [int(await helper.hear(600)) for helper in both]
     assert sum(settled) == size, f"settled {settled} of {size}"
     expect_completed(dsn)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def drain_when_told(dsn: str, size: int, *, concurrency: int | None = None) -> None:
@@ -91,7 +92,7 @@ async def send(dsn: str, size: int, *, senders: int = 1) -> Measured:
         with timed(dsn) as lap:
             await asyncio.gather(*(sender() for _ in range(senders)))
     expect(dsn, "SELECT count(*) FROM busload.command", size + WARM_UP)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def fill_one_by_one(dsn: str, size: int) -> None:
@@ -137,7 +138,7 @@ async def latencies(dsn: str, samples: int, once: Callable[[], Awaitable[Sent]])
             taken.append(await once())
     from_commit = [max(one.started - one.committed, SHORTEST) for one in taken]
     facts = {"from_call_p50_ms": 1000 * statistics.median(one.started - one.called for one in taken)}
-    return Measured(samples, lap.seconds, lap.client_cpu, lap.server_cpu, from_commit, facts)
+    return lap.measured(samples, latencies=from_commit, facts=facts)
 
 
 async def stamp_until_told(dsn: str, size: int) -> None:
@@ -180,23 +181,20 @@ def expect(dsn: str, query: str, wanted: int) -> None:
 
 
 CASES = [
-    Case("busload", "create", "create_batch", create),
-    Case("busload", "drain", "drain, 1 process", drain, prepare=fill),
-    Case(
-        "busload", "drain-1000", "drain, 1 process of concurrency 1,000", partial(drain, concurrency=1000), prepare=fill
-    ),
-    Case("busload", "drain-2", "drain, 2 processes", drain_together, prepare=fill, work=drain_when_told),
-    Case(
-        "busload",
+    our_case("create", "create_batch", create),
+    our_case("drain", "drain, 1 process", drain, prepare=fill),
+    our_case("drain-1000", "drain, 1 process of concurrency 1,000", partial(drain, concurrency=1000), prepare=fill),
+    our_case("drain-2", "drain, 2 processes", drain_together, prepare=fill, work=drain_when_told),
+    our_case(
         "drain-2-1000",
         "drain, 2 processes of concurrency 1,000",
         partial(drain_together, metric="drain-2-1000"),
         prepare=fill,
         work=partial(drain_when_told, concurrency=1000),
     ),
-    Case("busload", "send", "send, one after the other", send, extent="sends"),
-    Case("busload", "send-10", "send, ten at a time", partial(send, senders=10), extent="sends"),
-    Case("busload", "singles", "sent one by one, drained", drain, prepare=fill_one_by_one, extent="singles"),
-    Case("busload", "latency", "commit to start", latency, work=stamp_until_told, extent="samples"),
-    Case("busload", "batch", "batch with callback", batch_with_callback, work=stamp_until_told, extent="batch"),
+    our_case("send", "send, one after the other", send, extent="sends"),
+    our_case("send-10", "send, ten at a time", partial(send, senders=10), extent="sends"),
+    our_case("singles", "sent one by one, drained", drain, prepare=fill_one_by_one, extent="singles"),
+    our_case("latency", "commit to start", latency, work=stamp_until_told, extent="samples"),
+    our_case("batch", "batch with callback", batch_with_callback, work=stamp_until_told, extent="batch"),
 ]

@@ -32,11 +32,12 @@ from bench.clock import settle_down
 from bench.limits import LOAD
 from bench.ours import DOMAIN, commands, fill, nothing
 from busload import CommandBus, Worker
-from busload.domain.execution import COMPLETED, Transition
-from busload.store import claim, rescue, settle
-from busload.store.connection import Connection
-from busload.store.plan import Plan, Statement, perform
-from busload.store.statements import statements
+from busload.commands import claim, rescue, settle
+from busload.commands.execution import COMPLETED, Transition
+from busload.postgres.connection import Connection
+from busload.postgres.plan import Plan, Statement
+from busload.postgres.statements import statements
+from busload.sync.plan import perform
 
 SAMPLE_EVERY = 0.001
 STATEMENTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from bench.run import Result
 
@@ -19,6 +20,9 @@ class Goal:
     found: Found
     at_most: bool = False
     unit: str = "×"
+
+
+AtMost = partial(Goal, at_most=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,14 @@ def _latencies(key: str, beside: str) -> Found:
     return lambda figures: _ratio(figures.latency(key, 50), figures.latency(beside, 50))
 
 
+def _latency(key: str, percent: int) -> Found:
+    return lambda figures: figures.latency(key, percent)
+
+
+def _fact(key: str, name: str) -> Found:
+    return lambda figures: figures.fact(key, name)
+
+
 def _best_batch(figures: Figures) -> float | None:
     peers = [figures.rate(f"{subject}/batch") for subject in figures.subjects if subject != "busload"]
     return _ratio(figures.rate("busload/batch"), max((rate for rate in peers if rate is not None), default=None))
@@ -106,57 +118,33 @@ GOALS = [
     Goal("create, beside Graphile Worker", 2, _rates("busload/create", "graphile-worker/create")),
     Goal("batch with callback, beside the best peer that has batches", 15, _best_batch),
     Goal("sent one by one and drained, beside PgQueuer", 2, _rates("busload/singles", "pgqueuer/singles")),
-    Goal("latency p50, beside PgQueuer", 1, _latencies("busload/latency", "pgqueuer/latency"), at_most=True),
-    Goal(
-        "latency p50, beside Graphile Worker", 2, _latencies("busload/latency", "graphile-worker/latency"), at_most=True
-    ),
-    Goal("latency p99", 15, lambda figures: figures.latency("busload/latency", 99), at_most=True, unit="ms"),
+    AtMost("latency p50, beside PgQueuer", 1, _latencies("busload/latency", "pgqueuer/latency")),
+    AtMost("latency p50, beside Graphile Worker", 2, _latencies("busload/latency", "graphile-worker/latency")),
+    AtMost("latency p99", 15, _latency("busload/latency", 99), unit="ms"),
     Goal("drain of one batch, beside none", 0.9, _rates("busload/drain", "busload/drain-unbatched")),
     Goal("drain of 1,000 batches, beside none", 0.85, _rates("busload/drain-1000-batches", "busload/drain-unbatched")),
     Goal("32 small workers on one batch, beside 32", 0.8, _rates("busload/crowd-1", "busload/crowd-32")),
-    Goal(
-        "claim with many waiting, beside few", 1.3, _latencies("busload/claim-many", "busload/claim-few"), at_most=True
-    ),
-    Goal(
+    AtMost("claim with many waiting, beside few", 1.3, _latencies("busload/claim-many", "busload/claim-few")),
+    AtMost(
         "claim of loads of one with many waiting, beside few",
         1.3,
         _latencies("busload/claim-many-ones", "busload/claim-few-ones"),
-        at_most=True,
     ),
     Goal("drain with 1 % refused, beside none", 0.9, _rates("busload/drain-refused", "busload/drain-none")),
     Goal("drain with 1 % tried again, beside none", 0.9, _rates("busload/drain-retried", "busload/drain-none")),
     Goal("drain with task keys, beside none", 0.85, _rates("busload/drain-keys", "busload/drain")),
-    Goal(
-        "trace of 100 attempts, p50",
-        5,
-        lambda figures: figures.latency("busload/trace", 50),
-        at_most=True,
-        unit="ms",
-    ),
-    Goal(
+    AtMost("trace of 100 attempts, p50", 5, _latency("busload/trace", 50), unit="ms"),
+    AtMost(
         "a group distributed with many waiting, beside few",
         1.3,
         _latencies("busload/buffer-many", "busload/buffer-few"),
-        at_most=True,
     ),
     Goal(
         "relay to RabbitMQ in envelopes, beside a message per command",
         5,
         _rates("busload/dispatch-relay-envelopes", "busload/dispatch-relay-singles"),
     ),
-    Goal(
-        "memory of a worker after a tenth",
-        120,
-        lambda figures: figures.fact("busload/memory", "tenth_peak_mb"),
-        at_most=True,
-        unit="MB",
-    ),
-    Goal("memory of a worker, all beside a tenth", 1.1, _growth, at_most=True),
-    Goal(
-        "memory of open_batch",
-        150,
-        lambda figures: figures.fact("busload/stream", "peak_mb"),
-        at_most=True,
-        unit="MB",
-    ),
+    AtMost("memory of a worker after a tenth", 120, _fact("busload/memory", "tenth_peak_mb"), unit="MB"),
+    AtMost("memory of a worker, all beside a tenth", 1.1, _growth),
+    AtMost("memory of open_batch", 150, _fact("busload/stream", "peak_mb"), unit="MB"),
 ]

@@ -216,7 +216,7 @@ def _through_brokers(results: Sequence[Result]) -> Table:
         "broker. Dim: CPU milliseconds for 1,000 commands, client + PostgreSQL.",
     )
     created, *others = dispatch.CREATIONS
-    for name in ("", f"created and announced,\n{created}", *others, "drain"):
+    for name in ("", f"created and published,\n{created}", *others, "drain"):
         table.add_column(name, justify="right" if name else "left")
     base = {kind: _largest(results, OURS, metric) for kind, metric in dispatch.BASE.items()}
     for transport, title in dispatch.TRANSPORTS.items():

@@ -11,12 +11,13 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
-from bench.case import Case, Measured, heard, helpers, say
+from bench.case import Measured, heard, helpers, say
 from bench.clock import timed
-from bench.ours import DOMAIN, commands, drain, expect, fill
+from bench.ours import DOMAIN, commands, drain, expect, fill, our_case
 from busload import (
     BatchCommand,
     BusinessRuleError,
@@ -27,10 +28,10 @@ from busload import (
     TransientCommandError,
     Worker,
 )
-from busload.domain.ids import LOAD_SIZE
-from busload.store import claim, rescue
-from busload.store.connection import PARAMETERS
-from busload.store.plan import perform
+from busload.commands import claim, rescue
+from busload.commands.load import LOAD_SIZE
+from busload.postgres.connection import PARAMETERS
+from busload.sync.plan import perform
 
 BATCHES = 1000
 CHUNK = 10 * LOAD_SIZE
@@ -68,7 +69,7 @@ async def create_payloads(dsn: str, size: int, *, length: int) -> Measured:
         await bus.list_batches(DOMAIN)
         with timed(dsn) as lap:
             await bus.create_batch(DOMAIN, batch)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def fill_payloads(dsn: str, size: int, *, length: int) -> None:
@@ -104,7 +105,7 @@ async def drain_failing(dsn: str, size: int, *, how: str) -> Measured:
             await running
     failed = -(-size // EACH_FAILING) if how == "refused" else 0
     expect(dsn, "SELECT count(*) FROM busload.execution WHERE outcome = 'COMPLETED'", size - failed)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 # -- a crowd of small workers --------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ async def crowd(dsn: str, size: int, *, metric: str, batches: int) -> Measured:
             await conn.commit()
             await _all_complete(dsn)
     expect(dsn, "SELECT count(*) FROM busload.execution WHERE outcome = 'COMPLETED'", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu)
+    return lap.measured(size)
 
 
 async def _all_complete(dsn: str) -> None:
@@ -211,7 +212,7 @@ async def claims(dsn: str, size: int) -> Measured:
                 found = len(perform(conn, asking()).leased)
                 taken.append(time.perf_counter() - began)
                 assert found == LIMIT, f"claimed {found} of {LIMIT}"
-    return Measured(len(taken) * LIMIT, lap.seconds, lap.client_cpu, lap.server_cpu, taken)
+    return lap.measured(len(taken) * LIMIT, latencies=taken)
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ async def drain_for_memory(dsn: str, size: int) -> Measured:
         with timed(dsn) as lap:
             await Worker(bus).drain()
         facts["end_mb"], facts["peak_mb"] = memory()
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts=facts)
+    return lap.measured(size, facts=facts)
 
 
 async def fill_for_memory(dsn: str, size: int) -> None:
@@ -257,27 +258,24 @@ async def stream(dsn: str, size: int) -> Measured:
                     await batch.add("Nothing", {"n": n})
     now, peak = memory()
     expect(dsn, "SELECT count(*) FROM busload.command", size)
-    return Measured(size, lap.seconds, lap.client_cpu, lap.server_cpu, facts={"end_mb": now, "peak_mb": peak})
+    return lap.measured(size, facts={"end_mb": now, "peak_mb": peak})
 
 
 LENGTHS = {"100b": (100, "100 B"), "1kb": (1_000, "1 kB"), "10kb": (10_000, "10 kB")}
 
+BACKLOGS: dict[str, Any] = {"few": {"extent": "few"}, "many": {"extent": "many", "rounds": 1, "seconds": 600}}
+
 CASES = [
-    Case("busload", "drain-unbatched", "drain without batches", drain, prepare=fill_without_batches),
-    Case("busload", "drain-1000-batches", "drain of 1,000 batches", drain, prepare=fill_many_batches),
+    our_case("drain-unbatched", "drain without batches", drain, prepare=fill_without_batches),
+    our_case("drain-1000-batches", "drain of 1,000 batches", drain, prepare=fill_many_batches),
     *(
         case
         for name, (length, title) in LENGTHS.items()
         for case in (
-            Case(
-                "busload",
-                f"create-{name}",
-                f"create, payloads of {title}",
-                partial(create_payloads, length=length),
-                most=20_000,
+            our_case(
+                f"create-{name}", f"create, payloads of {title}", partial(create_payloads, length=length), most=20_000
             ),
-            Case(
-                "busload",
+            our_case(
                 f"drain-{name}",
                 f"drain, payloads of {title}",
                 drain,
@@ -287,61 +285,26 @@ CASES = [
         )
     ),
     *(
-        Case("busload", f"drain-{how}", f"drain, {title}", partial(drain_failing, how=how), prepare=fill)
+        our_case(f"drain-{how}", f"drain, {title}", partial(drain_failing, how=how), prepare=fill)
         for how, title in (("none", "none fails"), ("refused", "1 % break a rule"), ("retried", "1 % tried again"))
     ),
     *(
-        Case(
-            "busload",
-            metric,
-            title,
-            partial(crowd, metric=metric, batches=batches),
-            work=be_a_crowd,
-            extent="hot",
-        )
+        our_case(metric, title, partial(crowd, metric=metric, batches=batches), work=be_a_crowd, extent="hot")
         for metric, title, batches in (
             ("crowd-1", "32 small workers, 1 batch", 1),
             ("crowd-32", "32 small workers, 32 batches", 32),
         )
     ),
-    Case("busload", "claim-few", "claim of 100, few waiting", claims, prepare=fill_backlog, extent="few"),
-    Case(
-        "busload",
-        "claim-many",
-        "claim of 100, many waiting",
-        claims,
-        prepare=fill_backlog,
-        extent="many",
-        rounds=1,
-        seconds=600,
+    *(
+        our_case(f"claim-{much}{name}", f"claim of 100{loads}, {much} waiting", claims, prepare=prepare, **how)
+        for name, loads, prepare in (
+            ("", "", fill_backlog),
+            ("-ones", " loads of one", partial(fill_backlog, ones=True)),
+        )
+        for much, how in BACKLOGS.items()
     ),
-    Case(
-        "busload",
-        "claim-few-ones",
-        "claim of 100 loads of one, few waiting",
-        claims,
-        prepare=partial(fill_backlog, ones=True),
-        extent="few",
+    our_case(
+        "memory", "memory of a worker", drain_for_memory, prepare=fill_for_memory, extent="many", rounds=1, seconds=900
     ),
-    Case(
-        "busload",
-        "claim-many-ones",
-        "claim of 100 loads of one, many waiting",
-        claims,
-        prepare=partial(fill_backlog, ones=True),
-        extent="many",
-        rounds=1,
-        seconds=600,
-    ),
-    Case(
-        "busload",
-        "memory",
-        "memory of a worker",
-        drain_for_memory,
-        prepare=fill_for_memory,
-        extent="many",
-        rounds=1,
-        seconds=900,
-    ),
-    Case("busload", "stream", "open_batch, streamed", stream, extent="many", rounds=1, seconds=600),
+    our_case("stream", "open_batch, streamed", stream, extent="many", rounds=1, seconds=600),
 ]

@@ -6,14 +6,13 @@ Producers hand over one reading at a time. The coalescer passes up to 500 of the
 returned, repeats it if it fails, and sets aside what the database refuses.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from busload import Coalescer, CommandBus
+from busload import CommandBus
+from busload.worker import Coalescer
 
 UPSERT = """
     INSERT INTO reading SELECT * FROM unnest(%s::text[], %s::int[], %s::float8[])

@@ -11,19 +11,10 @@ import asyncio
 from collections.abc import Sequence
 from uuid import UUID
 
-from busload import (
-    BatchCommand,
-    Command,
-    CommandBus,
-    HandlerContext,
-    Message,
-    PublishFailed,
-    Refusal,
-    RefusalReason,
-    SyncCommandBus,
-    Worker,
-)
-from busload.transport.postgresql import PostgresqlTransport
+from busload import BatchCommand, Command, CommandBus, HandlerContext, SyncCommandBus, Worker
+from busload.errors import PublishError, Refusal, RefusalReason
+from busload.transports import Message
+from busload.transports.postgresql import PostgresqlTransport
 
 
 class Unreliable(PostgresqlTransport):
@@ -33,7 +24,7 @@ class Unreliable(PostgresqlTransport):
 
     async def publish(self, messages: Sequence[Message]) -> None:
         if self.away:
-            raise PublishFailed(dict.fromkeys(range(len(messages)), Refusal(RefusalReason.UNREACHABLE, "It is off.")))
+            raise PublishError(dict.fromkeys(range(len(messages)), Refusal(RefusalReason.UNREACHABLE, "It is off.")))
         await super().publish(messages)
 
 
@@ -49,7 +40,7 @@ async def main(dsn: str) -> None:
         async def tell(batch: UUID) -> None:
             found = await bus.get_dispatch("payments", batch)
             assert found is not None
-            print(f"{found.strategy}: {found.status}, {found.queued_tasks} of {found.database_tasks} announced")
+            print(f"{found.strategy}: {found.status}, {found.queued_tasks} of {found.database_tasks} published")
 
         batch = await bus.create_batch("payments", [BatchCommand("Debit") for _ in range(1000)])
         await tell(batch)

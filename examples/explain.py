@@ -42,11 +42,11 @@ async def main() -> None:
         batch_id = await bus.create_batch("savings", commands)
         await explain(batch_id)
 
-        await bus.pause("savings", reason="the bank is down", operator="rosa")
+        await bus.domains.pause("savings", reason="the bank is down", operator="rosa")
         assert await Worker(bus).drain() == 0  # nothing starts
         await explain(batch_id)
 
-        await bus.resume("savings", operator="rosa")
+        await bus.domains.resume("savings", operator="rosa")
         await Worker(bus).drain()
         await explain(batch_id)
 

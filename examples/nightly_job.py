@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from busload import BatchCommand, Command, CommandBus, FinishedStage, HandlerContext, Stage, Worker
+from busload import BatchCommand, Command, CommandBus, HandlerContext, Stage, Worker
+from busload.batches import FinishedStage
 
 bus = CommandBus()
 
@@ -51,11 +52,11 @@ async def main() -> None:
     async with bus:
         await bus.migrate()
         regions = [BatchCommand("Extract", data={"region": region}) for region in ORDERS]
-        job_id = await bus.create_job(
+        job_id = await bus.jobs.create(
             "reports", [Stage("extract", regions), Stage("rate"), Stage("report")], name="Nightly"
         )
         await Worker(bus).drain()
-        job = await bus.wait_job("reports", job_id, timeout=30)
+        job = await bus.jobs.wait("reports", job_id, timeout=30)
         for stage in job.stages:
             print(f"{stage.name}: {stage.status}, commands: {stage.batch.completed_count if stage.batch else 0}")
         print(f"{job.name} is {job.status}")

@@ -11,7 +11,9 @@ from typing import Any
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
-from busload import CommandBus, Execution, ExecutionStatus, InvalidOperationError, Superseded, TaskTracker
+from busload import CommandBus, Execution, TaskTracker
+from busload.commands import ExecutionStatus
+from busload.errors import InvalidOperationError, SupersededError
 
 QUEUE, DEAD, FLIGHT = "dev_flight_logs", "dev_flight_logs.dead", os.urandom(4).hex()  # another one in each run
 TO_DEAD: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": DEAD}
@@ -29,7 +31,7 @@ async def consume(tracker: TaskTracker, message: AbstractIncomingMessage) -> Non
     try:
         execution = await tracker.claim(keys["taskId"], keys["executionId"])  # None: it runs elsewhere, or has ended
         status = ExecutionStatus.COMPLETED if execution is None else await run(tracker, execution)
-    except Superseded:  # this process was out of reach for so long that another one has taken over
+    except SupersededError:  # this process was out of reach for so long that another one has taken over
         status = ExecutionStatus.COMPLETED
     except InvalidOperationError:  # two keys that do not belong together
         status = ExecutionStatus.DLQ

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from busload import CommandBus, Settings, SyncCommandBus, WorkerSettings
-from busload.store.embedded import EmbeddedPostgres
+from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.testing import TestServer
 from tests import isolation
 from tests.brokers.lookalike import servicebus, servicebus_url
@@ -30,6 +30,7 @@ hypothesis_settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis_settings.load_profile("patient")
 
 OUTSIDE = pytest.StashKey[list[str]]()
+OLDEST = Path("/usr/lib/postgresql/15/bin")
 
 __all__ = ["nats_url", "pgmq_url", "rabbitmq_url", "redis_url", "servicebus", "servicebus_url"]  # fixtures
 
@@ -140,3 +141,28 @@ def database(dsn: str) -> Iterator[Database]:
 @pytest.fixture
 def given(bus: CommandBus, database: Database, worker_settings: WorkerSettings) -> Given:
     return Given(bus, database, worker_settings)
+
+
+@pytest.fixture
+def invariants(database: Database) -> Iterator[None]:
+    """What must hold at the end of a test. Set up before the bus, so that it looks after everything has stopped."""
+    yield
+    database.check_invariants()
+
+
+@pytest.fixture(scope="session")
+def oldest_server() -> Iterator[TestServer]:
+    """PostgreSQL 15, one for the whole run, like `server`, which also says who stops it."""
+    if not (OLDEST / "postgres").exists():
+        pytest.fail(f"PostgreSQL 15 is not in {OLDEST}: `make test` installs it, see scripts/install-servers.sh.")
+    home = server_home("postgresql-15")
+    home.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with TestServer(home, pg_bin=OLDEST, config={"deadlock_timeout": "100ms", "max_connections": "100"}) as server:
+        yield server
+
+
+@pytest.fixture(params=["18", "15"])
+def either_server(request: pytest.FixtureRequest) -> TestServer:
+    """The newest and the oldest server, in turn."""
+    server: TestServer = request.getfixturevalue("server" if request.param == "18" else "oldest_server")
+    return server

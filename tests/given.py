@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any, Self
 from uuid import UUID
 
 import psycopg
+import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -26,10 +28,11 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.domain.command import Command
-from busload.domain.execution import COMPLETED, Leased, Transition
-from busload.store import claim, rescue, settle
-from busload.store.plan import Plan, perform
+from busload.commands import claim, rescue, settle
+from busload.commands.command import Command
+from busload.commands.execution import COMPLETED, Leased, Transition
+from busload.postgres.plan import Plan
+from busload.sync.plan import perform
 
 DOMAIN = "payments"
 
@@ -53,6 +56,53 @@ async def eventually(condition: Callable[[], Any], within: float = WITHIN) -> An
         assert time.monotonic() < deadline, f"still not so after {within} s"
         await asyncio.sleep(0.01)
     return found
+
+
+def at_once(dsn: str, works: Sequence[Callable[[psycopg.Connection[Any]], Any]]) -> None:
+    """Do all of it at once, each in a thread and on a connection of its own; fail if any of it fails."""
+    barrier = threading.Barrier(len(works), timeout=WITHIN)
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[psycopg.Connection[Any]], Any]) -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                barrier.wait()
+                work(conn)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def beside(dsn: str, plan: Callable[[], Plan[Any]], *, autocommit: bool = False) -> tuple[threading.Thread, list[Any]]:
+    """Perform a plan in another session and thread, and return once it waits for a lock."""
+    answers: list[Any] = []
+    conn = psycopg.connect(dsn, autocommit=autocommit)
+    pid = conn.info.backend_pid
+
+    def work() -> None:
+        with conn:
+            try:
+                answers.append(perform(conn, plan()))
+            except BaseException as error:
+                answers.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with psycopg.connect(dsn, autocommit=True) as watch:
+        until(lambda: answers or watch.execute("SELECT cardinality(pg_blocking_pids(%s))", [pid]).fetchone() != (0,))
+    return thread, answers
+
+
+def short_and_long(names: str, short: tuple[Any, ...], long: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Run a test in two sizes: the short one in every run, the long one only with `make chaos`."""
+    sizes = [pytest.param(*short, id="short"), pytest.param(*long, id="long", marks=pytest.mark.chaos)]
+    return pytest.mark.parametrize([name.strip() for name in names.split(",")], sizes)
 
 
 def pending(pid: int) -> bool:
@@ -150,7 +200,7 @@ class Database:
         return not self.rows(" UNION ALL ".join(f"SELECT 1 FROM busload.{place}" for place in places))
 
     def check_invariants(self) -> None:
-        """I1 to I12 in our tables: counters equal the facts, and every command is in exactly one place."""
+        """Counters equal the facts, and every command is in exactly one place."""
         for name, query in INVARIANTS.items():
             assert not self.rows(query), name
 
@@ -277,7 +327,7 @@ class Given:
 
 # Each query returns the offenders, so no row is right.
 INVARIANTS = {
-    "I1 every command is in one place or has ended, never both": """
+    "every command is in one place or has ended, never both": """
         SELECT id, places FROM (
             SELECT c.id,
                    (SELECT count(*) FROM busload.queue q
@@ -298,11 +348,11 @@ INVARIANTS = {
                        AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) AS places
               FROM busload.command c) AS found
          WHERE places <> 1""",
-    "I2 a batch's total is the number of its commands": """
+    "a batch's total is the number of its commands": """
         SELECT batch_id FROM busload.batch
           LEFT JOIN (SELECT batch_id, count(*) AS n FROM busload.command GROUP BY batch_id) AS members USING (batch_id)
          WHERE total_count <> coalesce(n, 0) AND pruned_at IS NULL""",
-    "I3 counters equal the facts": """
+    "counters equal the facts": """
         SELECT batch_id FROM busload.batch AS b LEFT JOIN (
             SELECT batch_id, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
                    count(*) FILTER (WHERE status = 'FAILED') AS failed,
@@ -312,12 +362,12 @@ INVARIANTS = {
          WHERE b.pruned_at IS NULL AND
                (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count) IS DISTINCT FROM
                (coalesce(completed, 0), coalesce(failed, 0), coalesce(canceled, 0), coalesce(troubleshooting, 0))""",
-    "I4 completed exactly when sealed and nothing is open": """
+    "completed exactly when sealed and nothing is open": """
         SELECT b.batch_id FROM busload.batch b
          WHERE (b.completed_at IS NOT NULL) IS DISTINCT FROM
                (b.sealed_at IS NOT NULL AND b.completed_count + b.failed_count + b.canceled_count = b.total_count)
             OR (b.completed_at IS NOT NULL) IS DISTINCT FROM (b.status LIKE 'COMPLETED%')""",
-    "I5 started and completed once each": """
+    "started and completed once each": """
         SELECT batch_id, type FROM busload.event WHERE type IN ('BATCH_STARTED', 'BATCH_COMPLETED')
          GROUP BY batch_id, type HAVING count(*) > 1
         UNION ALL
@@ -327,13 +377,13 @@ INVARIANTS = {
         SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND b.pruned_at IS NULL AND
                (b.completed_at IS NOT NULL)::int <> (SELECT count(*) FROM busload.command c
                  WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid)""",
-    "I6 one final execution at most": """
+    "one final execution at most": """
         SELECT command FROM busload.execution
          WHERE outcome IN ('COMPLETED', 'FAILED', 'CANCELED') GROUP BY command HAVING count(*) > 1""",
-    "I7 loads of one place do not overlap": """
+    "loads of one place do not overlap": """
         SELECT a.hi FROM busload.queue a JOIN busload.queue b
             ON a.hi <> b.hi AND a.lo >> 10 = b.lo >> 10 AND a.lo <= b.hi AND b.lo <= a.hi""",
-    "I12 an event in a group has a command that has not ended": """
+    "an event in a group has a command that has not ended": """
         SELECT buffer, group_id
           FROM (SELECT DISTINCT buffer, group_id FROM busload.buffered WHERE group_id IS NOT NULL) b
          WHERE NOT EXISTS (

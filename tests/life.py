@@ -13,7 +13,6 @@ from busload import (
     Command,
     CommandBus,
     Dedup,
-    FinishedStage,
     Group,
     HandlerContext,
     PermanentCommandError,
@@ -24,7 +23,8 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.domain.retry import RetryPolicy
+from busload.batches import FinishedStage
+from busload.commands.retry import RetryPolicy
 
 MANY = 1500
 """So many that they are copied in."""
@@ -42,14 +42,14 @@ async def live(dsn: str, *, settings: WorkerSettings) -> None:
     async with CommandBus(dsn, transport=dsn) as bus:
         _register(bus)
         batch_id = await bus.create_batch(
-            "shop", [BatchCommand("Ok", data={"n": n}) for n in range(3)], name="announced"
+            "shop", [BatchCommand("Ok", data={"n": n}) for n in range(3)], name="published"
         )
         await bus.send("shop", "Ok", run_at=datetime.now(UTC) - timedelta(hours=1))
         await Worker(bus, settings=settings).drain()
-        assert await bus.recover(ring_again_after=timedelta(minutes=1)) is not None
+        assert await bus.recover(publish_again_after=timedelta(minutes=1)) is not None
         assert await bus.outbox.list() == []
-        announced = await bus.get_batch("shop", batch_id)
-        assert announced is not None and announced.completed_count == 3
+        published = await bus.get_batch("shop", batch_id)
+        assert published is not None and published.completed_count == 3
 
 
 def _register(bus: CommandBus) -> None:
@@ -111,7 +111,7 @@ async def _send(bus: CommandBus, dsn: str) -> None:
         await batch.add("Ok", {"n": 1})
         await batch.checkpoint()
         await bus.send("shop", "Ok", batch_id=batch.batch_id)
-    await bus.create_job("shop", [Stage("first", [BatchCommand("Ok", data=1)]), Stage("second")], name="job")
+    await bus.jobs.create("shop", [Stage("first", [BatchCommand("Ok", data=1)]), Stage("second")], name="job")
     await bus.buffer("events", size=2, archive=True).add_many([{"n": 1}, {"n": 2}, {"n": 3, "bad": True}])
     async with await psycopg.AsyncConnection.connect(dsn) as conn:
         sent = await bus.send("shop", "Ok", {"n": 1}, conn=conn)
@@ -142,7 +142,7 @@ async def _operate(bus: CommandBus) -> None:
         await bus.troubleshooting.complete("events", one.command_id, operator="ann")
     canceled = await bus.create_batch("shop", [BatchCommand("Ok"), BatchCommand("Ok")], name="canceled")
     await bus.cancel_batch("shop", canceled, reason="no")
-    assert await bus.pause("shop", reason="stop") and await bus.resume("shop")
+    assert await bus.domains.pause("shop", reason="stop") and await bus.domains.resume("shop")
 
 
 async def _look(bus: CommandBus) -> None:
@@ -159,11 +159,11 @@ async def _look(bus: CommandBus) -> None:
     assert (await bus.explain_command("shop", commands[0].command_id)) is not None
     [once] = await bus.trace("order:1")
     assert once.status == "completed"
-    [job] = await bus.list_jobs("shop")
+    [job] = await bus.jobs.list("shop")
     assert job.status == "COMPLETED"
-    assert [limit.name for limit in await bus.list_limits()] == ["calls"]
-    assert await bus.reset_limit("calls") == 1
-    assert [buffer.name for buffer in await bus.list_buffers()] == ["events"]
+    assert [limit.name for limit in await bus.limits.list()] == ["calls"]
+    assert await bus.limits.reset("calls") == 1
+    assert [buffer.name for buffer in await bus.buffers.list()] == ["events"]
     async with TaskTracker(bus) as tracker:
         task_id = tracker.task_id("partner", "1")
         queued = await tracker.enqueue(task_id, queue="partner")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AsyncExitStack
+from enum import StrEnum
+from typing import Any, get_args
 from uuid import uuid4
 
 import pytest
@@ -13,36 +15,47 @@ import pytest
 import busload
 from busload import (
     BatchCommand,
-    Buffer,
     CommandBus,
-    FinishedStage,
     HandlerContext,
-    InvalidOperationError,
-    OpenBatch,
-    Outbox,
-    SchemaOutdated,
     Settings,
-    SyncBuffer,
     SyncCommandBus,
-    SyncFinishedStage,
     SyncHandlerContext,
-    SyncOpenBatch,
-    SyncOutbox,
     SyncTaskTracker,
     TaskTracker,
     Worker,
 )
-from busload.store import connection
-from busload.store.schema.migrate import migrations
+from busload.batches import FinishedStage, OpenBatch
+from busload.batches.batch import BatchOptions, BatchStatus, BatchStatusName
+from busload.batches.job import JobStatus, JobStatusName
+from busload.batches.job_control import Jobs
+from busload.buffers import Buffer
+from busload.buffers.buffer import Buffers
+from busload.commands.command import CommandStatus, CommandStatusName, SendOptions
+from busload.dispatch import Outbox
+from busload.dispatch.strategy import DispatchName, Strategy
+from busload.errors import InvalidOperationError, SchemaOutdatedError
+from busload.limits.control import Domains, Limits
+from busload.postgres.schema.migrate import MIGRATIONS
+from busload.sync import SyncBuffer, SyncFinishedStage, SyncOpenBatch, SyncOutbox
+from busload.sync.buffer import Buffers as SyncBuffers
+from busload.sync.context import SyncHandlerTransaction
+from busload.sync.job_control import Jobs as SyncJobs
+from busload.sync.limits import Domains as SyncDomains
+from busload.sync.limits import Limits as SyncLimits
+from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.testing import TestServer
-from busload.troubleshooting import SyncTroubleshooting, Troubleshooting
-from busload.worker.context import HandlerTransaction, SyncHandlerTransaction
-from tests.given import DOMAIN
+from busload.troubleshooting.queue import Troubleshooting
+from busload.worker.context import HandlerTransaction
+from tests.given import DOMAIN, closed_to_newcomers
 
 PAIRS: list[tuple[type, type]] = [
     (CommandBus, SyncCommandBus),
     (Troubleshooting, SyncTroubleshooting),
     (Outbox, SyncOutbox),
+    (Jobs, SyncJobs),
+    (Limits, SyncLimits),
+    (Domains, SyncDomains),
+    (Buffers, SyncBuffers),
     (OpenBatch, SyncOpenBatch),
     (Buffer, SyncBuffer),
     (FinishedStage, SyncFinishedStage),
@@ -51,7 +64,9 @@ PAIRS: list[tuple[type, type]] = [
     (HandlerTransaction, SyncHandlerTransaction),
 ]
 TRANSLATED = {
+    "Publisher": "ThreadPublisher",
     "AsyncConnection | Connection | None": "Connection | None",
+    "AnyConnection | None": "Connection | None",
     "AsyncConnection | Connection": "Connection",
     "AsyncConnection": "Connection",
     "AsyncPool": "Pool",
@@ -87,7 +102,7 @@ def signature(function: Any, translated: dict[str, str]) -> list[tuple[str, Any,
 
 @pytest.mark.parametrize(("face", "sync_face"), PAIRS, ids=lambda face: face.__name__)
 def test_both_faces_have_the_same_methods_with_the_same_parameters(face: type, sync_face: type) -> None:
-    """S4-20 to S4-24, S081: one plan serves both"""
+    """One plan serves both"""
     members, sync_members = public(face), public(sync_face)
     assert members.keys() == sync_members.keys()
     for name, member in members.items():
@@ -100,19 +115,66 @@ def test_both_faces_have_the_same_methods_with_the_same_parameters(face: type, s
             assert not inspect.isasyncgenfunction(other), name
 
 
+@pytest.mark.parametrize(
+    "face", [face for face, _ in PAIRS if face is not HandlerTransaction], ids=lambda face: face.__name__
+)
+def test_every_public_method_says_what_its_parameters_mean(face: type) -> None:
+    """In its own docstring or in that of its class; typed options have a docstring each"""
+    for name, member in inspect.getmembers(face):
+        method = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or not inspect.isroutine(method):
+            continue
+        said = (inspect.getdoc(method) or "") + (face.__doc__ or "")
+        assert inspect.getdoc(method), f"{name} has no docstring"
+        for parameter in inspect.signature(method).parameters:
+            assert parameter in ("self", "options") or f"`{parameter}" in said, f"{name} does not explain {parameter}"
+
+
 def test_the_calls_that_were_promised_have_their_names_and_defaults() -> None:
-    """S4-21 to S4-24, DESIGN.md §5"""
     create = inspect.signature(CommandBus.create_batch).parameters
     assert list(create)[:3] == ["self", "domain", "commands"]
-    for option in ("batch_id", "name", "custom_data", "on_complete", "conn"):
+    for option in ("on_complete", "conn"):
         assert (create[option].kind, create[option].default) == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert create["options"].annotation == "Unpack[BatchOptions]"
+    assert {"batch_id", "name", "custom_data"} <= BatchOptions.__optional_keys__
     for method in (CommandBus.list_batches, CommandBus.list_batch_commands, Troubleshooting.list):
         parameters = inspect.signature(method).parameters
         assert (parameters["limit"].default, parameters["offset"].default) == (100, 0)
     send = inspect.signature(CommandBus.send).parameters
-    assert {"command_id", "task_key", "priority", "run_at", "max_attempts", "reply_to", "correlation_id"} <= set(send)
+    assert send["options"].annotation == "Unpack[SendOptions]"
+    promised = {"command_id", "task_key", "priority", "run_at", "max_attempts", "reply_to", "correlation_id"}
+    assert promised | {"dedup", "batch_id"} <= SendOptions.__optional_keys__
     for name in ("CommandBus", "SyncCommandBus", "Worker", "BatchCommand", "BatchMetadata", "RetryPolicy"):
         assert name in busload.__all__
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (BatchStatusName, BatchStatus),
+        (CommandStatusName, CommandStatus),
+        (JobStatusName, JobStatus),
+        (DispatchName, Strategy),
+    ],
+)
+def test_a_name_that_a_type_checker_takes_is_one_that_exists(names: Any, kind: type[StrEnum]) -> None:
+    assert list(get_args(names)) == [member.value for member in kind]
+
+
+async def test_an_option_that_does_not_exist_is_refused_with_those_that_do(bus: CommandBus) -> None:
+    """A type checker sees it earlier"""
+    opened: Any = bus.open_batch
+    for call, named in (
+        (bus.send(DOMAIN, "Debit", priorty=1), "send"),  # type: ignore[call-arg]
+        (bus.create_batch(DOMAIN, [BatchCommand("Debit")], title="x"), "create_batch"),  # type: ignore[call-arg]
+        (bus.troubleshooting.retry_group(DOMAIN, "0" * 12, dry=True), "retry_group"),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(TypeError, match=rf"{named}\(\) has no option '\w+'\. Its options are \w+, .*\."):
+            await call
+    with pytest.raises(TypeError, match=r"open_batch\(\) has no option 'title'"):
+        opened(DOMAIN, title="x")
+    with pytest.raises(TypeError, match=r"buffer\(\) has no option 'sise'\. Its options are .*max_age.*size"):
+        bus.buffer("contacts", sise=7)  # type: ignore[call-arg]
 
 
 @pytest.fixture
@@ -123,8 +185,8 @@ def empty_dsn(server: TestServer) -> Iterator[str]:
 
 
 async def test_a_bus_on_an_unmigrated_database_says_what_to_do(empty_dsn: str, settings: Settings) -> None:
-    """S046–S050, S001: reading and writing, both faces; migrating puts it right"""
-    versions = [migration.version for migration in migrations()]
+    """Reading and writing, both faces; migrating puts it right"""
+    versions = [migration.version for migration in MIGRATIONS]
     async with CommandBus(empty_dsn, settings=settings) as bus:
         for call in (
             bus.send(DOMAIN, "Debit"),
@@ -133,11 +195,11 @@ async def test_a_bus_on_an_unmigrated_database_says_what_to_do(empty_dsn: str, s
             bus.troubleshooting.list(DOMAIN),
             bus.wait_batch(DOMAIN, uuid4(), timeout=5),
         ):
-            with pytest.raises(SchemaOutdated, match="busload schema migrate") as refused:
+            with pytest.raises(SchemaOutdatedError, match="busload schema migrate") as refused:
                 await call
             assert (refused.value.found, refused.value.needed) == (0, versions[-1])
         with SyncCommandBus(empty_dsn, settings=settings) as sync_bus:
-            with pytest.raises(SchemaOutdated):
+            with pytest.raises(SchemaOutdatedError):
                 sync_bus.send(DOMAIN, "Debit")
             assert [migration.version for migration in await bus.migrate()] == versions
             assert await bus.migrate() == []
@@ -150,13 +212,13 @@ async def test_a_bus_on_an_unmigrated_database_says_what_to_do(empty_dsn: str, s
 async def test_a_worker_on_an_unmigrated_database_does_not_start(
     empty_dsn: str, settings: Settings, opened: bool
 ) -> None:
-    """S046–S050: and leaves a bus as it found it"""
+    """Leaves a bus as it found it"""
     bus = CommandBus(empty_dsn, settings=settings)
     if opened:
         await bus.open()
     worker = Worker(bus, domains=[DOMAIN])
     for start in (worker.run, worker.drain):
-        with pytest.raises(SchemaOutdated):
+        with pytest.raises(SchemaOutdatedError):
             await start()
     worker.stop()
     if opened:
@@ -188,17 +250,13 @@ async def test_a_closed_bus_may_be_opened_again(dsn: str, settings: Settings) ->
             assert sync_bus.send(DOMAIN, "Debit").created
 
 
-async def test_many_first_calls_check_the_schema_on_the_connections_they_have(
-    dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If each needed another one for it, there would be more than the server allows."""
-
-    async def another(dsn: str) -> None:
-        pytest.fail("connected for the check alone")
-
-    bus = await CommandBus(dsn).open()
-    monkeypatch.setattr(connection, "connect_async", another)
-    async with bus:
-        assert await asyncio.gather(*(bus.get_command(DOMAIN, uuid4()) for _ in range(500))) == [None] * 500
-        assert bus._schema_checked
+async def test_many_first_calls_check_the_schema_on_the_connections_they_have(dsn: str) -> None:
+    """If each call needed another connection for the check, there would be more than the server allows."""
+    async with CommandBus(dsn) as bus, AsyncExitStack() as held:
+        for _ in range(bus.settings.pool_size):
+            await held.enter_async_context(bus.pool.connection())
+        await held.aclose()
+        with closed_to_newcomers(dsn):
+            assert await asyncio.gather(*(bus.get_command(DOMAIN, uuid4()) for _ in range(500))) == [None] * 500
+        assert bus.database.schema_checked
         assert bus.pool.size <= bus.settings.pool_size

@@ -15,12 +15,14 @@ import inspect
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ import pytest
 import busload
 from busload.settings import VARIABLES, Settings, WorkerSettings
 from busload.testing import TestServer
-from busload.worker.metrics import metrics_text
-from busload.worker.stats import BrokerStats, CoalescerStats, WorkerStats
+from busload.worker.metrics import figures_of, metrics_text
+from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
 from tests.given import Database
 
 ROOT = Path(__file__).parent.parent
@@ -58,11 +60,11 @@ EXPECTED = {
         "500 sensors, the latest of each at 9; 0 left behind",
     ],
     "dispatch.py": [
-        "two_phase: success, 1000 of 1000 announced",
-        "two_phase: partial_success, 0 of 500 announced",
-        "500 commands are in the outbox: 1 round of announcing to the broker (postgresql) failed. …: It is off. …",
+        "two_phase: success, 1000 of 1000 published",
+        "two_phase: partial_success, 0 of 500 published",
+        "500 commands are in the outbox: 1 round of publishing to the broker (postgresql) failed. …: It is off. …",
         "Recovered 500 commands",
-        "two_phase: recovered, 500 of 500 announced",
+        "two_phase: recovered, 500 of 500 published",
         "1500 commands have run",
     ],
     "explain.py": [
@@ -289,10 +291,38 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_reference_has_every_public_method() -> None:
     text = (ROOT / "docs/reference.md").read_text()
-    kinds = (busload.CommandBus, busload.OpenBatch, busload.Worker, busload.HandlerContext, busload.Coalescer)
-    for kind in (*kinds, busload.Buffer, busload.Group, busload.Chunk, busload.ChunkContext):
+    kinds = (busload.CommandBus, busload.Worker, busload.HandlerContext, busload.worker.Coalescer)
+    for kind in (
+        *kinds,
+        busload.batches.OpenBatch,
+        busload.buffers.Buffer,
+        busload.Group,
+        busload.Chunk,
+        busload.ChunkContext,
+    ):
         missing = [name for name in dir(kind) if not name.startswith("_") and f"{name}" not in text]
         assert not missing, kind.__name__
+
+
+def test_the_reference_has_every_method_of_the_parts_of_a_bus() -> None:
+    text = (ROOT / "docs/reference.md").read_text()
+    bus = busload.CommandBus("postgresql://nowhere")
+    parts = ("buffers", "domains", "jobs", "limits", "outbox", "troubleshooting")
+    methods = [f"{part}.{name}" for part in parts for name in dir(getattr(bus, part)) if not name.startswith("_")]
+    assert not [method for method in methods if f"`{method}(" not in text]
+
+
+def test_the_docs_name_no_method_that_the_bus_lacks() -> None:
+    bus = busload.CommandBus("postgresql://nowhere")
+    only_open = ("pool", "dsn", "publisher")
+    for page in PROSE:
+        called = set(re.findall(r"\bbus\.([a-z_]+(?:\.[a-z_]+)?)\(", page.read_text()))
+        named = {name for name in called if name.partition(".")[0] not in only_open}
+        if page.name == "reference.md":
+            [table] = re.findall(r"## CommandBus, SyncCommandBus\n(.*?)\n## ", page.read_text(), re.DOTALL)
+            named |= set(re.findall(r"^\| `([a-z_]+(?:\.[a-z_]+)?)\(", table, re.MULTILINE))
+        for name in named:
+            assert callable(attrgetter(name)(bus)), f"{page.name}: bus.{name}"
 
 
 def test_the_docs_have_every_setting_with_its_default() -> None:
@@ -313,16 +343,22 @@ def for_people(default: object) -> str:
     return f"{default:,}" if isinstance(default, int) and not isinstance(default, bool) else str(default)
 
 
-def test_the_docs_have_every_metric_and_no_other() -> None:
-    """Names of a row that begin with a line under are short for those with the beginning of its first one"""
-    stats = WorkerStats(1, CoalescerStats(1), broker=BrokerStats("postgresql"))
+def test_the_reference_has_every_figure_as_it_is_declared() -> None:
+    """`python scripts/generate_figures.py` writes the tables."""
+    page = ROOT / "docs/reference.md"
+    figures = runpy.run_path(str(ROOT / "scripts/generate_figures.py"))
+    assert page.read_text() == figures["written"](page.read_text())
+
+
+def test_the_docs_name_no_metric_that_a_worker_does_not_have() -> None:
+    outbox = OutboxStats("postgresql", 1, 1, 1.0, 1)
+    stats = WorkerStats(1, CoalescerStats(1), broker=BrokerStats("postgresql", outbox=(outbox,)))
     exposed = set(re.findall(r"^# TYPE (\w+)", metrics_text(stats, worker="one"), re.MULTILINE))
-    rows = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("| `busload_")]
-    told = set()
-    for row in rows:
-        first, *others = re.findall(r"`(\w+)(?:{[^`]*})?`", row.split(" | ")[0])
-        prefix = "_".join(first.split("_")[:2])
-        told |= {first, *(prefix + name if name.startswith("_") else name for name in others)}
+    kinds = (WorkerStats, CoalescerStats, BrokerStats, OutboxStats)
+    declared = {f"busload_{one.metric}" for kind in kinds for one in figures_of(kind).values() if one.metric}
+    assert exposed == declared | {"busload_worker_info"}
+    words = "worker|settlement|broker|relay|receive|outbox"
+    told = {name for page in PAGES for name in re.findall(rf"\bbusload_(?:{words})_[a-z_]+[a-z]", page.read_text())}
     assert told == exposed
 
 

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import busload
-from busload import public
 
 
 def run(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
+FOLDERS = (
+    *("batches", "buffers", "commands", "dispatch", "explain", "limits", "retention", "sync", "transports"),
+    *("troubleshooting", "worker"),
+)
+
+
+def public_names() -> dict[str, Any]:
+    """Every name that users may import, from `busload` or from one of its folders."""
+    folders = [busload, *(import_module(f"busload.{folder}") for folder in FOLDERS)]
+    return {f"{folder.__name__}.{name}": getattr(folder, name) for folder in folders for name in folder.__all__}
+
+
+def test_the_reference_says_from_where_each_name_is_imported() -> None:
+    text = (Path(__file__).parents[1] / "docs/reference.md").read_text()
+    rows = dict(re.findall(r"^\| `(busload[.\w]*)` \| (.*) \|$", text, re.M))
+    listed = {f"{folder}.{name}" for folder, names in rows.items() for name in re.findall(r"`(\w+)`", names)}
+    top = {f"busload.{name}" for name in busload.__all__}
+    assert listed == top | {name for name in public_names() if name.rpartition(".")[2] not in busload.__all__}
+
+
 def test_every_public_name_is_found_and_listed() -> None:
-    for name in public.__all__:
-        assert getattr(busload, name) is getattr(public, name)
-    assert set(public.__all__) <= set(dir(busload))
+    for name in busload.__all__:
+        assert getattr(busload, name).__name__ == name
+    assert set(busload.__all__) <= set(dir(busload))
     assert run("from busload import *; print(CommandBus.__name__, task_key('a', 1))") == "CommandBus a:1"
 
 

@@ -10,17 +10,8 @@ from uuid import UUID, uuid5
 
 import psycopg
 
-from busload import (
-    BatchCommand,
-    BatchMetadata,
-    Chunk,
-    ChunkContext,
-    CommandBus,
-    DuplicateCommandError,
-    InvalidOperationError,
-    OutcomeUnknown,
-    RetryPolicy,
-)
+from busload import BatchCommand, BatchMetadata, Chunk, ChunkContext, CommandBus, DuplicateCommandError, RetryPolicy
+from busload.errors import InvalidOperationError, OutcomeUnknownError
 
 DOMAIN = "transfers"
 LEDGER = "CREATE TABLE IF NOT EXISTS ledger (command_id uuid NOT NULL, host text NOT NULL)"
@@ -68,5 +59,5 @@ async def insist(ask: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await ask()
-        except (psycopg.OperationalError, OutcomeUnknown):
+        except (psycopg.OperationalError, OutcomeUnknownError):
             await asyncio.sleep(0.1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from uuid import uuid5
 
-from busload import Group, PermanentCommandError, RateLimited, TransientCommandError
+from busload import Group, PermanentCommandError, RateLimitedError, TransientCommandError
 from examples.contact_activity.service import MarketingService
 
 URL, TIMEOUT = "MARKETING_URL", 10
@@ -53,5 +53,5 @@ def _post(url: str, records: Sequence[dict[str, Any]], *, key: str) -> list[dict
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 429:
-                raise RateLimited(after=float(error.headers["Retry-After"])) from None
+                raise RateLimitedError(after=float(error.headers["Retry-After"])) from None
             raise TransientCommandError(f"The service answered {error.code}.", code=str(error.code)) from None

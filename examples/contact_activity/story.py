@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from busload import SyncBuffer, SyncCommandBus, Worker
+from busload import SyncCommandBus, Worker
+from busload.sync import SyncBuffer
 from examples.contact_activity.service import POISON
 
 LEADS, ACTIVITIES, BAD = 25, 500, 317

@@ -1,26 +1,105 @@
-"""A batch-native command bus for PostgreSQL. `busload.public` lists the names that `from busload import …` finds."""
+"""A batch-native command bus for PostgreSQL: the names that most programs need. Its folders offer the rest."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from busload import schema as schema
-    from busload.public import *  # noqa: F403
-    from busload.public import __all__ as __all__
+    from busload.batches.batch import BatchMetadata as BatchMetadata
+    from busload.batches.batch import BatchStatus as BatchStatus
+    from busload.batches.job import Stage as Stage
+    from busload.bus import CommandBus as CommandBus
+    from busload.commands.bulk import Chunk as Chunk
+    from busload.commands.bulk import Group as Group
+    from busload.commands.bulk import Item as Item
+    from busload.commands.command import AuditEvent as AuditEvent
+    from busload.commands.command import BatchCommand as BatchCommand
+    from busload.commands.command import Command as Command
+    from busload.commands.command import CommandMetadata as CommandMetadata
+    from busload.commands.command import CommandStatus as CommandStatus
+    from busload.commands.command import SendResult as SendResult
+    from busload.commands.command import TroubleshootingItem as TroubleshootingItem
+    from busload.commands.dedup import Dedup as Dedup
+    from busload.commands.dedup import task_key as task_key
+    from busload.commands.execution import Execution as Execution
+    from busload.commands.retry import RetryPolicy as RetryPolicy
+    from busload.errors import BatchNotFoundError as BatchNotFoundError
+    from busload.errors import BusinessRuleError as BusinessRuleError
+    from busload.errors import BusloadError as BusloadError
+    from busload.errors import DuplicateCommandError as DuplicateCommandError
+    from busload.errors import InvalidCommandError as InvalidCommandError
+    from busload.errors import PermanentCommandError as PermanentCommandError
+    from busload.errors import RateLimitedError as RateLimitedError
+    from busload.errors import TransientCommandError as TransientCommandError
+    from busload.limits.rate import RateLimit as RateLimit
+    from busload.postgres import schema as schema
+    from busload.settings import Settings as Settings
+    from busload.settings import WorkerSettings as WorkerSettings
+    from busload.sync.bus import SyncCommandBus as SyncCommandBus
+    from busload.sync.tracker import SyncTaskTracker as SyncTaskTracker
+    from busload.tasks.tracker import TaskTracker as TaskTracker
+    from busload.worker import ChunkContext as ChunkContext
+    from busload.worker import HandlerContext as HandlerContext
+    from busload.worker import SyncChunkContext as SyncChunkContext
+    from busload.worker import SyncHandlerContext as SyncHandlerContext
+    from busload.worker import Worker as Worker
 else:
-    # `busload --help` and tab completion need none of the public names, and importing them takes half a second.
+    # `busload --help` and tab completion need none of these names, and importing them all takes half a second.
 
     def __getattr__(name: str) -> object:
-        """Import the public names when one of them is asked for the first time."""
-        from importlib import import_module
-        from importlib.util import find_spec
-
-        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
-            return import_module(f"{__name__}.{name}")
-        public = import_module(f"{__name__}.public")
-        if name != "__all__" and name not in public.__all__:
+        """Import a public name, or a module of the package, when it is first used."""
+        if name in _HOMES:
+            found = getattr(import_module(_HOMES[name]), name)
+        elif name == "schema":
+            found = import_module("busload.postgres.schema")
+        elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            found = import_module(f"{__name__}.{name}")
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals().update({each: getattr(public, each) for each in [*public.__all__, "__all__"]})
-        return globals()[name]
+        globals()[name] = found
+        return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*globals(), *_HOMES, "schema"})
+
+
+_HOMES = {
+    "AuditEvent": "busload.commands.command",
+    "BatchCommand": "busload.commands.command",
+    "BatchMetadata": "busload.batches.batch",
+    "BatchNotFoundError": "busload.errors",
+    "BatchStatus": "busload.batches.batch",
+    "BusinessRuleError": "busload.errors",
+    "BusloadError": "busload.errors",
+    "Chunk": "busload.commands.bulk",
+    "ChunkContext": "busload.worker",
+    "Command": "busload.commands.command",
+    "CommandBus": "busload.bus",
+    "CommandMetadata": "busload.commands.command",
+    "CommandStatus": "busload.commands.command",
+    "Dedup": "busload.commands.dedup",
+    "DuplicateCommandError": "busload.errors",
+    "Execution": "busload.commands.execution",
+    "Group": "busload.commands.bulk",
+    "HandlerContext": "busload.worker",
+    "InvalidCommandError": "busload.errors",
+    "Item": "busload.commands.bulk",
+    "PermanentCommandError": "busload.errors",
+    "RateLimit": "busload.limits.rate",
+    "RateLimitedError": "busload.errors",
+    "RetryPolicy": "busload.commands.retry",
+    "SendResult": "busload.commands.command",
+    "Settings": "busload.settings",
+    "Stage": "busload.batches.job",
+    "SyncChunkContext": "busload.worker",
+    "SyncCommandBus": "busload.sync.bus",
+    "SyncHandlerContext": "busload.worker",
+    "SyncTaskTracker": "busload.sync.tracker",
+    "TaskTracker": "busload.tasks.tracker",
+    "TransientCommandError": "busload.errors",
+    "TroubleshootingItem": "busload.commands.command",
+    "Worker": "busload.worker",
+    "WorkerSettings": "busload.settings",
+    "task_key": "busload.commands.dedup",
+}
+__all__ = list(_HOMES)

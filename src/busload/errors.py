@@ -1,34 +1,34 @@
 """Every exception busload raises on purpose.
 
 BusloadError
-├── InvalidCommandError (also ValueError)   refused before anything was written; `problems` says what and where
-├── DuplicateCommandError                   a command_id is already taken in its domain
-├── DuplicateTaskError                      an open command holds the task key
-├── BatchNotFoundError                      no such batch in this domain
-├── BatchSealedError                        the batch takes no more commands
-├── CommandNotFoundError                    no such command in this domain
-├── JobNotFoundError                        no such job in this domain
-├── InvalidOperationError                   the thing exists, but not in the state this needs
+├── InvalidCommandError (also ValueError)     refused before anything was written; `problems` says what and where
+├── DuplicateCommandError                     a command_id is already taken in its domain
+├── DuplicateTaskError                        an open command holds the task key
+├── BatchNotFoundError                        no such batch in this domain
+├── BatchSealedError                          the batch takes no more commands
+├── CommandNotFoundError                      no such command in this domain
+├── JobNotFoundError                          no such job in this domain
+├── InvalidOperationError                     the thing exists, but not in the state this needs
 │   └── HandlerAlreadyRegisteredError
-├── SchemaOutdated                          the database is older than this release
-├── OutcomeUnknown                          the connection broke while COMMIT was under way
-├── DatabaseUnavailable (also psycopg.OperationalError)  PostgreSQL cannot be reached now, or does not answer
-├── NothingWritten (also the psycopg.Error behind it)  PostgreSQL failed or refused a write, and nothing was written
-├── LockWaitTimeout                         somebody's open transaction holds what was to be written; nothing was
-├── DatabaseUnusable                        the database cannot be used as it is (version, encoding, no server)
-├── DispatchIncomplete                      a large batch is written up to a checkpoint; the call can be repeated
-├── PartlyDone                              a call of many transactions stopped after some of them; it can be repeated
-├── TransportError                          about the broker
-│   ├── TransportMisconfigured              a person must change the URL, a right or a queue
-│   ├── TransportUnavailable                it cannot be reached now
-│   └── PublishFailed                       some messages were not confirmed; `refused` says which and why
-└── Superseded                              this execution lost its command to another one
+├── SchemaOutdatedError                       the database is older than this release
+├── OutcomeUnknownError                       the connection broke while COMMIT was under way
+├── DatabaseUnavailableError (also psycopg.OperationalError): PostgreSQL cannot be reached, or does not answer
+├── NothingWrittenError (also the psycopg.Error behind it): PostgreSQL refused a write
+├── LockWaitTimeoutError                      somebody's open transaction holds what was to be written; nothing was
+├── DatabaseUnusableError                     the database cannot be used as it is (version, encoding, no server)
+├── DispatchIncompleteError                   a large batch is written up to a checkpoint; the call can be repeated
+├── PartlyDoneError                           a call of many transactions stopped after some of them; it can be repeated
+├── TransportError                            about the broker
+│   ├── TransportMisconfiguredError           a person must change the URL, a right or a queue
+│   ├── TransportUnavailableError             it cannot be reached now
+│   └── PublishError                          some messages were not confirmed; `refused` says which and why
+└── SupersededError                           this execution lost its command to another one
 
 For handlers to raise:
-├── TransientCommandError                   try again later
-├── RateLimited                             the receiver refuses calls for now: no attempt is burnt
-├── PermanentCommandError                   a person must look: troubleshooting
-└── BusinessRuleError                       a final, expected no: FAILED
+├── TransientCommandError                     try again later
+├── RateLimitedError                          the receiver refuses calls for now: no attempt is burnt
+├── PermanentCommandError                     a person must look: troubleshooting
+└── BusinessRuleError                         a final, expected no: FAILED
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ from uuid import UUID
 
 import psycopg
 
-from busload.domain.counted import counted
-
 if TYPE_CHECKING:
-    from busload.domain.dispatch import DispatchReport
+    from busload.dispatch.strategy import DispatchReport
 
 
 def kind_of(value: object) -> str:
@@ -120,7 +118,7 @@ class DuplicateTaskError(BusloadError):
 
     def __init__(self, domain: str, holders: Mapping[str, UUID]) -> None:
         [(task_key, command_id), *others] = holders.items()
-        more = f", and {counted(len(others), 'more key is', 'more keys are')} held" if others else ""
+        more = f" (and {len(others):,} more of these keys)" if others else ""
         super().__init__(
             f"In domain {domain!r} the task {task_key!r:.200} is held by command {command_id}{more}. Nothing was "
             'written; wait until it has ended, or send with Dedup(on_conflict="skip").'
@@ -177,7 +175,7 @@ class HandlerAlreadyRegisteredError(InvalidOperationError):
         self.domain, self.command_type = domain, command_type
 
 
-class SchemaOutdated(BusloadError):
+class SchemaOutdatedError(BusloadError):
     def __init__(self, *, found: int, needed: int) -> None:
         super().__init__(
             f"The database holds {f'busload schema {found}' if found else 'no busload schema yet'}, "
@@ -187,7 +185,7 @@ class SchemaOutdated(BusloadError):
         self.found, self.needed = found, needed
 
 
-class OutcomeUnknown(BusloadError):
+class OutcomeUnknownError(BusloadError):
     """The connection broke while COMMIT was under way: what was sent may or may not exist.
 
     Repeat the call with the ids given here. It is then accepted exactly once: either now, or the repetition
@@ -198,27 +196,28 @@ class OutcomeUnknown(BusloadError):
     def __init__(
         self, *, batch_id: UUID | None = None, command_ids: Sequence[UUID] = (), job_id: UUID | None = None
     ) -> None:
-        commands = (
-            f"command {command_ids[0]}"
-            if len(command_ids) == 1
-            else f"a call with {counted(len(command_ids), 'command')}"
-        )
-        what = f"batch {batch_id}" if batch_id else commands if command_ids else "this"
-        what = f"job {job_id}" if job_id else what
         todo = "Repeat the call with the same ids: it will be accepted exactly once."
-        if not batch_id and not command_ids and not job_id:
-            todo = "Look whether it did, or repeat the call: at worst it is there twice."
+        if job_id:
+            what = f"job {job_id}"
+        elif batch_id:
+            what = f"batch {batch_id}"
+        elif len(command_ids) == 1:
+            what = f"command {command_ids[0]}"
+        elif command_ids:
+            what = f"a call of {len(command_ids):,} commands"
+        else:
+            what, todo = "this call", "Check whether it was, or repeat the call: at worst it is there twice."
         super().__init__(
             f"The connection broke while {what} was being committed, so nobody can say whether that happened. {todo}"
         )
         self.batch_id, self.command_ids, self.job_id = batch_id, tuple(command_ids), job_id
 
 
-class DatabaseUnavailable(BusloadError, psycopg.OperationalError):
+class DatabaseUnavailableError(BusloadError, psycopg.OperationalError):
     """PostgreSQL cannot be reached now, does not answer, or no connection came free in time. Calling again may work."""
 
 
-class NothingWritten(BusloadError):
+class NothingWrittenError(BusloadError):
     """PostgreSQL has failed or refused a write of ours, and nothing of the call was written.
 
     It is also an instance of the psycopg error that caused it, which is its `__cause__`: so `except
@@ -232,7 +231,7 @@ def nothing_written(error: psycopg.Error) -> psycopg.Error:
         return error
     found = str(error).strip() or type(error).__name__
     kind = type(error)
-    both = _BOTH.setdefault(kind, type(kind.__name__, (NothingWritten, kind), {"__module__": kind.__module__}))
+    both = _BOTH.setdefault(kind, type(kind.__name__, (NothingWrittenError, kind), {"__module__": kind.__module__}))
     return both(f"{found.removesuffix('.')}. Nothing of this call was written.")
 
 
@@ -254,7 +253,7 @@ class LockHolder:
         return f"session {self.pid}{name}{since}" + (f", {self.state}" if self.state else "")
 
 
-class LockWaitTimeout(BusloadError):
+class LockWaitTimeoutError(BusloadError):
     """A task key, command, batch, job or event was waited for, and the transaction that holds it did not end in time.
 
     Nothing was written, so the call can be repeated. `holders` are the sessions that may hold it, the oldest first.
@@ -269,12 +268,12 @@ class LockWaitTimeout(BusloadError):
         self.waited, self.holders = waited, tuple(holders)
 
 
-class DatabaseUnusable(BusloadError):
+class DatabaseUnusableError(BusloadError):
     """The database cannot be used as it is; the message says what was found and what is needed."""
 
 
-class DispatchIncomplete(BusloadError):
-    """A creation in checkpoints stopped at one that failed. Those before it are written, run, and are announced.
+class DispatchIncompleteError(BusloadError):
+    """A creation in checkpoints stopped at one that failed. Those before it are written, run, and are published.
 
     Repeat the call with this `batch_id` and the same commands: it goes on where it stopped. `report` is a
     `DispatchReport`.
@@ -291,7 +290,7 @@ class DispatchIncomplete(BusloadError):
         self.batch_id, self.report = batch_id, report
 
 
-class PartlyDone(BusloadError):
+class PartlyDoneError(BusloadError):
     """A call that is many transactions stopped after some of them, which stay.
 
     `commands` is how many commands they were about; of the transaction that failed nobody may know. Repeat the call: it
@@ -308,12 +307,12 @@ class TransportError(BusloadError):
     """About the broker. Nothing is lost by it: the database is the truth."""
 
 
-class TransportMisconfigured(TransportError, ValueError):
+class TransportMisconfiguredError(TransportError, ValueError):
     """It will not work before a person has changed the URL, a right, or a queue that exists with other settings."""
 
 
-class TransportUnavailable(TransportError):
-    """The broker cannot be reached now; what is to be announced waits in the outbox."""
+class TransportUnavailableError(TransportError):
+    """The broker cannot be reached now; what is to be published waits in the outbox."""
 
 
 class RefusalReason(StrEnum):
@@ -335,7 +334,7 @@ class Refusal:
     after: float | None = None
 
 
-class PublishFailed(TransportError):
+class PublishError(TransportError):
     """Some messages were not confirmed: `refused` has them by index. The broker may hold them all the same."""
 
     def __init__(self, refused: Mapping[int, Refusal]) -> None:
@@ -345,7 +344,7 @@ class PublishFailed(TransportError):
         self.refused = dict(refused)
 
 
-class Superseded(BusloadError):
+class SupersededError(BusloadError):
     """This execution no longer holds its command: the lease was lost and another worker may run it.
 
     Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it, and by a tracker.
@@ -364,7 +363,7 @@ class TransientCommandError(HandlerError):
     """It may work later: retried under the handler's retry policy."""
 
 
-class RateLimited(HandlerError):
+class RateLimitedError(HandlerError):
     """The receiver wants fewer calls: all workers wait `after` (seconds, or a timedelta), and no attempt is burnt."""
 
     def __init__(
@@ -378,7 +377,9 @@ class RateLimited(HandlerError):
         super().__init__(message, code=code, details=details)
         seconds = after.total_seconds() if isinstance(after, timedelta) else after
         if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < 10**9):
-            raise ValueError(f"RateLimited(after=...) wants seconds from 0 on or a timedelta, found {after!r:.80}.")
+            raise ValueError(
+                f"RateLimitedError(after=...) wants seconds from 0 on or a timedelta, found {after!r:.80}."
+            )
         self.after = None if seconds is None else float(seconds)
 
 

@@ -6,20 +6,37 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from functools import wraps
+from typing import Any, Literal, Unpack
 
-from busload.domain.buffer import EXHAUSTED, GROUP, BufferSettings
-from busload.domain.cause import RESOLVE
-from busload.domain.command import InputLimits, check_name, refuse
-from busload.domain.job import PLAN, STAGE, check_stage
-from busload.domain.rate import RateLimit, is_async
-from busload.domain.result import refuse_result_type
-from busload.domain.retry import RetryPolicy
+from busload.batches import jobs
+from busload.batches.job import PLAN, STAGE, read_step, wrong_stage
+from busload.batches.job_control import FINAL, for_a_person, plan_stage
+from busload.buffers.declaration import EXHAUSTED, GROUP, BufferSettings
+from busload.commands.checks import FLAG, given, instance, refuse, require, whole, wrong_name
+from busload.commands.command import Command, refuse_unknown
+from busload.commands.result import refuse_result_type
+from busload.commands.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
-from busload.job import advance, planner
-from busload.resolve import RETRY, resolve
+from busload.limits.options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
+from busload.limits.rate import RateLimit, is_async
+from busload.postgres.plan import perform_async
+from busload.settings import InputLimits
+from busload.sync.job_control import plan_stage as plan_stage_in_thread
+from busload.troubleshooting.carry_out import DECISION, RETRY, carry_out
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+
+class BulkOptions(GroupHandlerOptions, total=False):
+    """What may be said about a bulk handler."""
+
+    size: int
+    """How many commands a chunk has at most; 1,000 if it is left out."""
+    max_wait: timedelta | float
+    """How long the first command of a chunk waits for others, in seconds if it is a number; 2 s if it is left out."""
+    max_bytes: int | None
+    """How many bytes of data a chunk has at most."""
+    by: Callable[[Any], object] | None
+    """A function of a command: the commands of a chunk have the same value of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +72,19 @@ class Handler:
         object.__setattr__(self, "plain", self.is_async and all(one is None for one in special))
 
 
+async def _advance(command: Command, ctx: Any) -> dict[str, Any]:
+    """Begin the next stage of a job, or end it, in the transaction that completes this step."""
+    step = read_step(command.data)
+    try:
+        async with ctx.transaction() as conn:
+            return {"job": await perform_async(conn, jobs.advance(command.domain, step, ctx.bus.via))}
+    except FINAL as error:
+        raise for_a_person(error) from error
+
+
 BUILT_IN = {
-    RESOLVE: Handler(resolve, RETRY, timeout=None, is_async=True),
-    STAGE: Handler(advance, RETRY, timeout=None, is_async=True),
+    DECISION: Handler(carry_out, RETRY, timeout=None, is_async=True),
+    STAGE: Handler(_advance, RETRY, timeout=None, is_async=True),
 }
 """What every worker runs, in every domain."""
 
@@ -84,54 +111,40 @@ class Handlers:
         domain: str,
         command_type: str,
         *,
-        retry: RetryPolicy | None = None,
-        timeout: timedelta | float | None = None,
-        rate_limit: RateLimit | None = None,
-        isolate_poison: bool = False,
         gathering: Gathering | None = None,
+        **options: Unpack[GroupHandlerOptions],
     ) -> Callable[[Function], Function]:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
-        refuse(check_name(domain, "domain", limits) + check_name(command_type, "command_type", limits), writes=False)
+        refuse(wrong_name(domain, "domain", limits) + wrong_name(command_type, "command_type", limits), writes=False)
         if command_type in RESERVED or command_type.startswith(PLAN):
             message = f"found {command_type!r}, which busload uses itself; choose another name"
             refuse([Problem("INVALID_NAME", "/command_type", message)], writes=False)
-        return self._register(domain, command_type, retry, timeout, rate_limit, isolate_poison, gathering)
+        return self._register(domain, command_type, gathering=gathering, **options)
 
     def register_buffer(
-        self,
-        buffer: BufferSettings,
-        *,
-        retry: RetryPolicy | None = None,
-        timeout: timedelta | float | None = None,
-        rate_limit: RateLimit | None = None,
-        isolate_poison: bool = False,
+        self, buffer: BufferSettings, **options: Unpack[GroupHandlerOptions]
     ) -> Callable[[Function], Function]:
         """A decorator for the function that runs a buffer's groups."""
-        return self._register(buffer.name, GROUP, retry, timeout, rate_limit, isolate_poison, buffer=buffer)
+        return self._register(buffer.name, GROUP, buffer=buffer, **options)
 
     def register_exhausted(
-        self, buffer: BufferSettings, *, retry: RetryPolicy | None = None, timeout: timedelta | float | None = None
+        self, buffer: BufferSettings, **options: Unpack[PolicyOptions]
     ) -> Callable[[Function], Function]:
         """A decorator for the function that is told of a buffer's groups whose attempts are used up."""
-        return self._register(buffer.name, EXHAUSTED, retry, timeout)
+        return self._register(buffer.name, EXHAUSTED, **options)
 
     def register_planner(
-        self,
-        domain: str,
-        stage: str,
-        *,
-        retry: RetryPolicy | None = None,
-        timeout: timedelta | float | None = None,
+        self, domain: str, stage: str, **options: Unpack[PolicyOptions]
     ) -> Callable[[Function], Function]:
         """A decorator for the function that plans a stage; it returns the function unchanged."""
         limits = InputLimits()
-        refuse(check_name(domain, "domain", limits) + check_stage(stage, "stage", limits), writes=False)
-        add = self._register(domain, PLAN + stage, retry, timeout)
+        refuse(wrong_name(domain, "domain", limits) + wrong_stage(stage, "stage", limits), writes=False)
+        add = self._register(domain, PLAN + stage, **options)
 
         def register(function: Function) -> Function:
             _refuse_function(function, "stage")
-            add(planner(function))
+            add(_planner(function))
             return function
 
         return register
@@ -140,19 +153,16 @@ class Handlers:
         self,
         domain: str,
         command_type: str,
-        retry: RetryPolicy | None,
-        timeout: timedelta | float | None,
-        rate_limit: RateLimit | None = None,
-        isolate_poison: bool = False,
+        *,
         gathering: Gathering | None = None,
         buffer: BufferSettings | None = None,
+        **options: Unpack[GroupHandlerOptions],
     ) -> Callable[[Function], Function]:
-        if rate_limit is not None and not isinstance(rate_limit, RateLimit):
-            raise ValueError(f"rate_limit must be a RateLimit, found {rate_limit!r:.80}.")
-        if not isinstance(isolate_poison, bool):
-            raise ValueError(f"isolate_poison must be True or False, found {isolate_poison!r:.80}.")
-        if retry is not None and not isinstance(retry, RetryPolicy):
-            raise ValueError(f"retry must be a RetryPolicy, found {retry!r:.80}.")
+        retry, rate_limit = options.get("retry"), options.get("rate_limit")
+        timeout, isolate_poison = options.get("timeout"), options.get("isolate_poison", False)
+        require(instance(RateLimit, "a RateLimit"), **given(rate_limit=rate_limit))
+        require(FLAG, isolate_poison=isolate_poison)
+        require(instance(RetryPolicy, "a RetryPolicy"), **given(retry=retry))
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
             raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")
@@ -215,25 +225,74 @@ class Handlers:
         return sorted({domain for domain, _ in self._handlers})
 
 
-def gather(
-    *,
-    size: int,
-    max_wait: timedelta | float,
-    max_bytes: int | None,
-    by: Callable[[Any], object] | None,
-) -> Gathering:
-    """How a bulk handler wants its commands; refuses what makes no chunk."""
-    for name, value in (("size", size), ("max_bytes", max_bytes)):
-        if value is not None and (type(value) is not int or not 1 <= value < 2**31):
-            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r:.80}.")
-    if size is None or size > MOST_GATHERED:
-        raise ValueError(f"size must be a whole number from 1 to {MOST_GATHERED:,}, found {size!r:.80}.")
+class Registers:
+    """The decorators of a bus, which say what function runs which commands."""
+
+    handlers: Handlers
+
+    def handler(
+        self, domain: str, command_type: str, **options: Unpack[HandlerOptions]
+    ) -> Callable[[Function], Function]:
+        """Register the function below to run commands of this `command_type`; the function is returned unchanged.
+
+        It is called with the `Command` and a `HandlerContext`. It may be `async def`, or `def`: then it runs in a
+        thread. What it returns is kept as the command's result. `HandlerOptions` says what the options mean.
+        """
+        refuse_unknown("handler", options, HandlerOptions)
+        return self.handlers.register(domain, command_type, **options)
+
+    def bulk_handler(
+        self, domain: str, command_type: str, **options: Unpack[BulkOptions]
+    ) -> Callable[[Function], Function]:
+        """Register the function below to run commands of this `command_type` in chunks of up to `size`.
+
+        It is called with a `Chunk` and a `ChunkContext` once `size` commands were claimed, or `max_bytes` of data, or
+        `max_wait` after the first one. If it returns, all are completed, with what it returns as their result. If it
+        raises, all are tried again. `chunk.succeed` and `chunk.fail` judge one by one. Each command has its own
+        attempts, result and batch, as with `handler`. `BulkOptions` says what the options mean.
+        """
+        refuse_unknown("bulk_handler", options, BulkOptions)
+        gathering, others = gather(options)
+        return self.handlers.register(domain, command_type, gathering=gathering, **others)
+
+    def planner(self, domain: str, stage: str, **options: Unpack[PolicyOptions]) -> Callable[[Function], Function]:
+        """Register the function below to plan every stage of the name `stage`, of any job in the domain.
+
+        It is called with a `FinishedStage`, the stage before, and a `HandlerContext`, and returns the `BatchCommand`s
+        of its stage. If it returns none, the stage is skipped. It may be `async def`, or `def`: then it runs in a
+        thread. Like any handler it may be called again if it fails or its worker dies: what it has planned begins once.
+        The function is returned unchanged.
+        """
+        refuse_unknown("planner", options, PolicyOptions)
+        return self.handlers.register_planner(domain, stage, **options)
+
+
+def gather(options: BulkOptions) -> tuple[Gathering, GroupHandlerOptions]:
+    """How a bulk handler wants its commands, and its other options; refuses what makes no chunk."""
+    size, max_bytes, by = options.pop("size", 1000), options.pop("max_bytes", None), options.pop("by", None)
+    max_wait = options.pop("max_wait", 2.0)
+    require(whole(1, MOST_GATHERED), size=size)
+    require(whole(1, 2**31 - 1), **given(max_bytes=max_bytes))
     seconds = max_wait.total_seconds() if isinstance(max_wait, timedelta) else max_wait
     if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
         raise ValueError(f"max_wait must be a timedelta or seconds from 0 on, found {max_wait!r:.80}.")
     if by is not None and (not callable(by) or is_async(by)):
         raise ValueError(f"by must be a function of a command, not one with async def, found {by!r:.80}.")
-    return Gathering(size, float(seconds), max_bytes, by)
+    return Gathering(size, float(seconds), max_bytes, by), options
+
+
+def _planner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler that begins a stage with what the function returns, in the transaction that completes the step."""
+
+    @wraps(function)
+    async def plan(command: Command, ctx: Any) -> dict[str, Any] | None:
+        return await plan_stage(function, command, ctx)
+
+    @wraps(function)
+    def plan_in_thread(command: Command, ctx: Any) -> dict[str, Any] | None:
+        return plan_stage_in_thread(function, command, ctx)
+
+    return plan if is_async(function) else plan_in_thread
 
 
 def _refuse_function(function: object, first: str) -> None:

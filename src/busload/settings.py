@@ -1,15 +1,4 @@
-"""Every default of busload. The environment is read here and only here.
-
-| variable | meaning |
-|---|---|
-| `BUSLOAD_DATABASE_URL` | the PostgreSQL to use; without it an embedded one starts |
-| `BUSLOAD_HOME` | where the embedded PostgreSQL keeps its data; default `~/.local/share/busload` |
-| `BUSLOAD_TRANSPORT_URL` | the broker that announces commands, with its credentials; without it PostgreSQL delivers |
-| `BUSLOAD_MESSAGE_KEY` | a secret that messages are signed with; those without its signature are refused |
-| `BUSLOAD_QUEUE_PREFIX` | the first part of queues' names at the broker; default `busload` |
-| `BUSLOAD_PG_BIN` | the folder with `postgres` and `initdb` to use for the embedded server |
-| `BUSLOAD_SERVER_HOME` | as root: for what the server's user cannot reach otherwise; default `/var/lib/busload` |
-"""
+"""Every default of busload, and what a setting may be. The environment is read here and only here."""
 
 from __future__ import annotations
 
@@ -21,24 +10,60 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from busload.domain.command import InputLimits
-
-VARIABLES = (
-    "BUSLOAD_DATABASE_URL",
-    "BUSLOAD_HOME",
-    "BUSLOAD_PG_BIN",
-    "BUSLOAD_SERVER_HOME",
-    "BUSLOAD_TRANSPORT_URL",
-    "BUSLOAD_MESSAGE_KEY",
-    "BUSLOAD_QUEUE_PREFIX",
-)
+VARIABLES = {
+    "BUSLOAD_DATABASE_URL": "the PostgreSQL to use; without it an embedded one starts",
+    "BUSLOAD_HOME": "where the embedded PostgreSQL keeps its data; default `~/.local/share/busload`",
+    "BUSLOAD_PG_BIN": "the folder with `postgres` and `initdb` to use for the embedded server",
+    "BUSLOAD_SERVER_HOME": "as root: for what the server's user cannot reach otherwise; default `/var/lib/busload`",
+    "BUSLOAD_TRANSPORT_URL": "the broker to publish to, with its credentials; without it PostgreSQL delivers",
+    "BUSLOAD_MESSAGE_KEY": "a secret that messages are signed with; messages without its signature are refused",
+    "BUSLOAD_QUEUE_PREFIX": "the first part of queues' names at the broker; default `busload`",
+}
 HOME = Path("~/.local/share/busload")
 SERVER_HOME = Path("/var/lib/busload")
+LONGEST = timedelta(days=36525)
+"""The longest time that an age, a window or a wait may have: a century, so that no date overflows."""
+
+_ABOVE_ZERO = (
+    *("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for"),
+    *("broker_poll_every", "recover_every", "publish_again_after", "recheck_table_after", "wait_for_turn"),
+)
+_FROM_ZERO = ("grace", "no_handler_pause", "prefetch", "wait_for_database")
+_MAY_BE_NONE = ("flush_deadline", "keep_for", "wait_for_database")
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadLimits:
+    """What a payload may measure: bytes of its JSON text, nested containers, digits of one integer.
+
+    The ceilings protect a promise: CPython can write text beyond them, but it cannot read that text back.
+    """
+
+    data_bytes: int = 1024 * 1024
+    depth: int = 64
+    integer_digits: int = 4300
+
+    def __post_init__(self) -> None:
+        for name, ceiling in (("data_bytes", 16 * 1024 * 1024), ("depth", 500), ("integer_digits", 4300)):
+            if not 1 <= getattr(self, name) <= ceiling:
+                raise ValueError(f"{name} is {getattr(self, name)}; choose between 1 and {ceiling}.")
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What the parts of a command may measure."""
+
+    payload: PayloadLimits = PayloadLimits()
+    name_bytes: int = 255
+    task_key_bytes: int = 512
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker paces itself. Times are the database's, never the worker's own clock."""
+    """How a worker paces itself. Times are the database's, never the worker's own clock.
+
+    A value that cannot work is refused with a `ValueError` that names it.
+    """
 
     concurrency: int = 100
     threads: int | None = None
@@ -53,11 +78,13 @@ class WorkerSettings:
     settle: Literal["coalesced", "immediate"] = "coalesced"
     prefetch: timedelta = timedelta(milliseconds=50)
     no_handler_pause: timedelta = timedelta(seconds=30)
+    wait_for_turn: timedelta = timedelta(seconds=5)
+    recheck_table_after: timedelta = timedelta(minutes=1)
     keep_for: timedelta | None = None
     archive: bool = False
     broker_poll_every: timedelta = timedelta(seconds=5)
     recover_every: timedelta = timedelta(minutes=5)
-    ring_again_after: timedelta = timedelta(minutes=5)
+    publish_again_after: timedelta = timedelta(minutes=5)
 
     @property
     def most_threads(self) -> int:
@@ -69,14 +96,43 @@ class WorkerSettings:
         """How long one settlement may take: `flush_deadline`, or a quarter of the lease, at most five seconds."""
         return self.flush_deadline or min(self.lease_for / 4, timedelta(seconds=5))
 
+    def __post_init__(self) -> None:
+        counts = {"concurrency": self.concurrency, "threads": self.most_threads, "flush_size": self.flush_size}
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
+        for name in (*_ABOVE_ZERO, *_FROM_ZERO):
+            self._check_time(name, getattr(self, name))
+        if self.prefetch > self.lease_for / 4:
+            raise ValueError(
+                f"prefetch ({self.prefetch}) must be from zero to a quarter of the lease ({self.lease_for}): "
+                "what a worker holds ahead must run before its lease ends."
+            )
+        if self.keep_for is not None and self.keep_for > LONGEST:
+            raise ValueError(f"keep_for must be at most {LONGEST.days} days, found {self.keep_for}; None is for ever.")
+        if not isinstance(self.archive, bool):
+            raise ValueError(f"archive must be True or False, found {self.archive!r}.")
+        if self.settle not in ("coalesced", "immediate"):
+            raise ValueError(f"settle must be 'coalesced' or 'immediate', found {self.settle!r}.")
+        if self.lease_for < 4 * self.deadline:
+            raise ValueError(
+                f"A lease ({self.lease_for}) must last four flush deadlines ({self.deadline}): "
+                "results would come too late otherwise. Choose a longer lease_for or a shorter flush_deadline."
+            )
 
-def _from_environment(name: str) -> str | None:
-    return os.environ.get(name) or None
+    def _check_time(self, name: str, value: object) -> None:
+        if value is None and name in _MAY_BE_NONE:
+            return
+        if not isinstance(value, timedelta):
+            raise ValueError(f"{name} must be a timedelta, found {value!r}.")
+        wanted = "more than" if name in _ABOVE_ZERO else "at least"
+        if value < timedelta(0) or (not value and name in _ABOVE_ZERO):
+            raise ValueError(f"{name} must be {wanted} zero, found {value}.")
 
 
-def _path_from_environment(name: str) -> Path | None:
-    value = _from_environment(name)
-    return Path(value).expanduser() if value else None
+def from_environment(name: str) -> str | None:
+    """The text of one of our `VARIABLES`; None if it is not set."""
+    return os.environ.get(name)
 
 
 def server_home() -> Path:
@@ -84,15 +140,20 @@ def server_home() -> Path:
     return _path_from_environment("BUSLOAD_SERVER_HOME") or SERVER_HOME
 
 
+def _path_from_environment(name: str) -> Path | None:
+    value = from_environment(name)
+    return Path(value).expanduser() if value else None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
 
-    What is not given comes from the environment. A `BUSLOAD_*` variable that is not ours is most likely a misspelt one,
-    so it is warned about.
+    What is not given comes from the environment, as `VARIABLES` says. A `BUSLOAD_*` variable that is not ours is most
+    likely misspelt, so a warning names it.
     """
 
-    database_url: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_DATABASE_URL"), repr=False)
+    database_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_DATABASE_URL"), repr=False)
     home: Path = field(default_factory=lambda: _path_from_environment("BUSLOAD_HOME") or HOME.expanduser())
     pg_bin: Path | None = field(default_factory=lambda: _path_from_environment("BUSLOAD_PG_BIN"))
     limits: InputLimits = InputLimits()
@@ -101,12 +162,12 @@ class Settings:
     response_timeout: timedelta = timedelta(seconds=10)
     lock_timeout: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
-    transport_url: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_TRANSPORT_URL"), repr=False)
+    transport_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
-    queue_prefix: str = field(default_factory=lambda: _from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
+    queue_prefix: str = field(default_factory=lambda: from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
     envelope_size: int = 100
     message_per_command: bool = False
-    message_key: str | None = field(default_factory=lambda: os.environ.get("BUSLOAD_MESSAGE_KEY"), repr=False)
+    message_key: str | None = field(default_factory=lambda: from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)
 
     def __post_init__(self) -> None:
         for name in os.environ:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from busload.announcer import Announcer
-from busload.domain import message
-from busload.domain.message import Envelope
-from busload.errors import PublishFailed, Refusal, RefusalReason, TransportUnavailable
-from busload.transport.base import Delivery, Message
-from busload.transport.postgresql import PostgresqlTransport
+from busload.dispatch import envelope as message
+from busload.dispatch.envelope import Envelope
+from busload.dispatch.publish import Publisher
+from busload.errors import PublishError, Refusal, RefusalReason, TransportUnavailableError
+from busload.transports.base import Delivery, Message
+from busload.transports.postgresql import PostgresqlTransport
 
 AWAY = Refusal(RefusalReason.UNREACHABLE, "nobody answers")
 
 
-def end_silence(announcer: Announcer) -> None:
+def forget_unresponsive(publisher: Publisher) -> None:
     """The time is over for which queues that do not answer are left alone."""
-    for one in announcer._silence._silent.values():
+    for one in publisher._unresponsive._queues.values():
         one.until = 0.0
 
 
@@ -28,17 +28,21 @@ class Crash(BaseException):
 class FaultyTransport(PostgresqlTransport):
     """`pull` the plug, or `refuse` messages; `mend` ends both. `before` is awaited before each publishing.
 
-    `refuses` says of each message, by its index in the call, whether it is confirmed.
+    `refuses` says of each message, by its index in the call, whether it is confirmed. `unusable` says of each queue
+    whether it can be declared, and with which error it cannot.
     """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._away = asyncio.Event()
         self.refuses: Callable[[int, Message], Refusal | None] = lambda index, message: None
+        self.unusable: Callable[[str], Exception | None] = lambda queue: None
         self.before: Callable[[], Awaitable[None]] | None = None
+        self.declared: list[str] = []
         self.tried: list[Message] = []
         self.confirmed: list[Message] = []
-        self.publishes = 0
+        self.sizes: list[int] = []
+        """How many messages each call of `publish` has had."""
 
     def pull(self) -> None:
         """Nothing answers any more, neither to those who declare nor to those who receive."""
@@ -54,13 +58,17 @@ class FaultyTransport(PostgresqlTransport):
 
     async def declare(self, queues: Sequence[str]) -> None:
         self._refuse_if_away()
+        self.declared += queues
+        for queue in queues:
+            if error := self.unusable(queue):
+                raise error
         await super().declare(queues)
 
     async def publish(self, messages: Sequence[Message]) -> None:
         if self.before is not None:
             await self.before()
         refused = {n: AWAY if self._away.is_set() else self.refuses(n, each) for n, each in enumerate(messages)}
-        self.publishes += 1
+        self.sizes.append(len(messages))
         self.tried += messages
         taken = [each for n, each in enumerate(messages) if refused[n] is None]
         if taken:
@@ -68,7 +76,7 @@ class FaultyTransport(PostgresqlTransport):
             self.confirmed += taken
         why = {n: refusal for n, refusal in refused.items() if refusal is not None}
         if why:
-            raise PublishFailed(why)
+            raise PublishError(why)
 
     async def deliveries(self, queue: str, *, prefetch: int) -> AsyncIterator[Delivery]:
         self._refuse_if_away()
@@ -91,6 +99,10 @@ class FaultyTransport(PostgresqlTransport):
             await theirs.aclose()  # type: ignore[attr-defined]
 
     @property
+    def publishes(self) -> int:
+        return len(self.sizes)
+
+    @property
     def envelopes(self) -> list[Envelope]:
         return [message.read(each.body) for each in self.confirmed]
 
@@ -101,4 +113,4 @@ class FaultyTransport(PostgresqlTransport):
 
     def _refuse_if_away(self) -> None:
         if self._away.is_set():
-            raise TransportUnavailable("the plug is pulled")
+            raise TransportUnavailableError("the plug is pulled")

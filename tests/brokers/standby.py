@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 
-from busload.store.binaries import account, find_binaries, runnable_by
+from busload.postgres.embedded.binaries import account, find_binaries, runnable_by
 from tests.brokers.cluster import Node, told
 from tests.given import until
 from tests.servers import free_ports, running

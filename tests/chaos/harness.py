@@ -26,10 +26,11 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import busload
-from busload.store.embedded import EmbeddedPostgres
-from busload.store.plan import perform
-from busload.store.schema import migrate
-from busload.store.supervisor import postmaster
+from busload import SyncCommandBus
+from busload.postgres.embedded.server import EmbeddedPostgres
+from busload.postgres.embedded.supervisor import postmaster
+from busload.postgres.schema import migrate
+from busload.sync.plan import perform
 from tests.given import Database, until
 
 ROOT = Path(__file__).parents[2]
@@ -393,15 +394,14 @@ SELECT batch_id, total_count,
 """
 
 
-class Auditor:
-    """Compares counters with facts, each time in one REPEATABLE READ snapshot, for as long as the block lasts."""
+class Watcher:
+    """Watches the database from a thread of its own for as long as the block lasts, also while the server is away."""
 
-    def __init__(self, dsn: str, every: float = 0.05) -> None:
+    def __init__(self, dsn: str, every: float) -> None:
         self._dsn, self._every = dsn, every
         self.snapshots = 0
-        self.mismatches: list[Any] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="auditor")
+        self._thread = threading.Thread(target=self._run, name="watcher")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -420,6 +420,17 @@ class Auditor:
             self._stopping.wait(self._every)
 
     def _watch(self) -> None:
+        raise NotImplementedError
+
+
+class Auditor(Watcher):
+    """Compares counters with facts, each time in one REPEATABLE READ snapshot."""
+
+    def __init__(self, dsn: str, every: float = 0.05) -> None:
+        super().__init__(dsn, every)
+        self.mismatches: list[Any] = []
+
+    def _watch(self) -> None:
         with psycopg.connect(self._dsn) as conn:
             conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             conn.read_only = True
@@ -429,3 +440,19 @@ class Auditor:
                 self.mismatches += conn.execute(AUDIT.encode()).fetchall()
                 conn.rollback()
                 self.snapshots += 1
+
+
+def retry_crashed(bus: SyncCommandBus, database: Database, domain: str) -> int:
+    """Let all work end. Commands that were running whenever a worker died are parked: an operator retries them."""
+    parked = 0
+
+    def done() -> bool:
+        nonlocal parked
+        for item in bus.troubleshooting.list(domain):
+            assert item.reason == "CRASHED", item
+            bus.troubleshooting.retry(domain, item.command_id, operator="test")
+            parked += 1
+        return database.is_at_rest()
+
+    until(done, 120)
+    return parked

@@ -29,7 +29,6 @@ import psycopg
 
 from busload import (
     BatchCommand,
-    Buffer,
     BusinessRuleError,
     Chunk,
     ChunkContext,
@@ -42,16 +41,18 @@ from busload import (
     RateLimit,
     RetryPolicy,
     Settings,
-    SyncBuffer,
     SyncCommandBus,
     SyncHandlerContext,
     TransientCommandError,
     Worker,
     WorkerSettings,
 )
-from busload.domain.ids import new_ids
-from busload.transport import find_transport
-from busload.worker import receive
+from busload.buffers import Buffer
+from busload.commands.ids import new_ids
+from busload.dispatch import deliveries as receive
+from busload.sync import SyncBuffer
+from busload.transports import find_transport
+from tests.stepped import SteppedBus
 
 DOMAIN = "payments"
 BULK, LIMITED = "crm", "partner"
@@ -314,7 +315,7 @@ def work(options: dict[str, Any]) -> None:
     asyncio.run(serve(options))
 
 
-class DyingBus(CommandBus):
+class DyingBus(SteppedBus):
     """A bus whose process is killed before a step of a creation: a transaction, or a call of the broker."""
 
     steps_left: int
@@ -323,14 +324,6 @@ class DyingBus(CommandBus):
         if self.steps_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps_left -= 1
-
-    async def _write(self, *arguments: Any) -> Any:
-        self.step()
-        return await super()._write(*arguments)
-
-    async def _perform_alone(self, plan: Any) -> Any:
-        self.step()
-        return await super()._perform_alone(plan)
 
 
 async def create_and_die(options: dict[str, Any]) -> None:

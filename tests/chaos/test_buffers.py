@@ -1,11 +1,10 @@
-"""Buffers, bulk calls and limits under fire: nothing lost, deleted unsent, put into two groups, or overrun (S2)."""
+"""Buffers, bulk calls and limits under fire: nothing lost, deleted unsent, put into two groups, or overrun."""
 
 from __future__ import annotations
 
 import json
 import random
 import signal
-import threading
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -14,24 +13,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psycopg
 import pytest
 
-from busload import BatchCommand, BufferTable, Settings, SyncBuffer, SyncCommandBus
-from busload.domain.buffer import EXHAUSTED, GROUP
-from busload.store.relation import all_ddl
+from busload import BatchCommand, Settings, SyncCommandBus
+from busload.buffers import BufferTable
+from busload.buffers.declaration import EXHAUSTED, GROUP
+from busload.buffers.table import all_ddl
+from busload.sync import SyncBuffer
 from busload.testing import TestServer
-from tests.chaos.harness import Auditor, Call, Received, Server, Workers, folder, seeded
+from tests.chaos.harness import Auditor, Call, Received, Server, Watcher, Workers, folder, retry_crashed, seeded
 from tests.chaos.nursery import BULK, DID_NOT_START, LIMITED
-from tests.given import Database, until
+from tests.given import Database, short_and_long, until
 
 OWN, THEIRS = "own_events", "their_events"
 WORKERS, PRODUCERS = 3, 2
 
-# -- P14, F58, F59: kills, frozen workers, a server that is cut off -------------------------------------------------
+# -- kills, frozen workers, a server that is cut off -----------------------------------------------------------------
 
 APPLICATION = """
     CREATE TABLE activity (n bigint PRIMARY KEY, buffer text NOT NULL);
@@ -58,35 +58,18 @@ FACTS = f"""
 """
 
 
-class Watch:
-    """Looks at one snapshot after the other for as long as the block lasts; keeps what must not be."""
+class Watch(Watcher):
+    """Looks at one snapshot after the other and keeps what must not be."""
 
     def __init__(self, dsn: str, receiver: Path, every: float = 0.25) -> None:
-        self._dsn, self._every = dsn, every
+        super().__init__(dsn, every)
         self._received = Received(receiver)
         self._read, self._known = 0, set[tuple[str, int]]()
-        self.snapshots = 0
         self.wrong: list[Any] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch")
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._every):
-            with suppress(psycopg.OperationalError), psycopg.connect(self._dsn, connect_timeout=5) as conn:
-                self.look(conn)
-
-    def look(self, conn: psycopg.Connection[Any]) -> None:
-        facts = conn.execute(FACTS.encode()).fetchall()
+    def _watch(self) -> None:
+        with psycopg.connect(self._dsn, connect_timeout=5) as conn:
+            facts = conn.execute(FACTS.encode()).fetchall()
         known = self._taken()  # later than the snapshot: an event leaves after its call
         self.wrong += [fact for fact in facts if fact[0] != "left" or fact[1:] not in known]
         self.snapshots += 1
@@ -169,7 +152,11 @@ class Harm:
         return False
 
 
-def survived(*, kills: int, restarts: int, freezes: int, stock: int, report: bool = False) -> None:
+@short_and_long("kills, restarts, freezes, stock", (20, 2, 2, 500), (1000, 20, 50, 2000))
+def test_kills_freezes_and_restarts_lose_no_event_and_send_none_that_was_rolled_back(
+    kills: int, restarts: int, freezes: int, stock: int
+) -> None:
+    """In a buffer of ours and in an application's table, by the ledgers of the application and the receiver."""
     chance = seeded()
     with folder() as path, Server(path / "server") as server:
         with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
@@ -206,14 +193,13 @@ def survived(*, kills: int, restarts: int, freezes: int, stock: int, report: boo
                 calls = Received(workers.receiver).read()
                 repeated = check(database, calls, notes)
                 events, undone = database.value("SELECT count(*) FROM activity"), notes.read_text().count("undone")
-    if report:
-        print(
-            f"buffers: {harm.kills} kill -9, {freezes} workers frozen beyond their lease and {restarts} immediate "
-            f"restarts in {harmed:.0f} s during {events} committed and {undone} rolled back events in {len(calls)} "
-            f"calls: 0 lost, 0 of rolled back ones, 0 in two places in {watch.snapshots} snapshots; {repeated} "
-            f"delivered more than once, with the same ids; {parked} groups parked and retried, "
-            f"all done after {took:.0f} s"
-        )
+    print(
+        f"buffers: {harm.kills} kill -9, {freezes} workers frozen beyond their lease and {restarts} immediate "
+        f"restarts in {harmed:.0f} s during {events} committed and {undone} rolled back events in {len(calls)} "
+        f"calls: 0 lost, 0 of rolled back ones, 0 in two places in {watch.snapshots} snapshots; {repeated} "
+        f"delivered more than once, with the same ids; {parked} groups parked and retried, "
+        f"all done after {took:.0f} s"
+    )
 
 
 def prepare(database: Database) -> None:
@@ -277,19 +263,7 @@ def check(database: Database, calls: list[Call], notes: Path) -> int:
     return sum(len(sent) > 1 for sent in deliveries.values())
 
 
-def test_kills_freezes_and_restarts_lose_no_event_and_send_none_that_was_rolled_back() -> None:
-    """P14, F58, F59: own buffer and an application's table, by the ledgers of the application and the receiver."""
-    survived(kills=20, restarts=2, freezes=2, stock=500)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(1800)
-def test_1000_kills_lose_no_event_and_send_none_that_was_rolled_back() -> None:
-    """P14, F59."""
-    survived(kills=1000, restarts=20, freezes=50, stock=2000, report=True)
-
-
-# -- F63: claimers that get in each other's way ---------------------------------------------------------------------
+# -- claimers that get in each other's way ---------------------------------------------------------------------------
 
 PLAIN, MERGED, KEPT = "plain_events", "merged_events", "kept_events"
 CLAIM_LOG = (
@@ -314,10 +288,14 @@ def fleet(server: TestServer, **options: Any) -> Iterator[tuple[Workers, Databas
         yield workers, database, bus, path
 
 
-def storm(server: TestServer, *, seconds: float, merged_size: int, report: bool = False) -> None:
+@short_and_long("seconds, merged_size", (4.0, 5), (30.0, 50))
+def test_claimers_that_race_put_no_event_into_two_groups_and_keep_the_order_of_a_subject(
+    server: TestServer, seconds: float, merged_size: int
+) -> None:
     """Eight claimers and the claims of two workers against two producers, each a process, at full speed.
 
     A trigger in the database logs which event was put into a group; the receiver tells in which order numbers came.
+    Small groups, so that several of a subject could leave at once if claims did not take turns.
     """
     buffers = {
         PLAIN: {"size": 50, "max_age": 0.2, "max_groups": 10_000},
@@ -368,34 +346,21 @@ def storm(server: TestServer, *, seconds: float, merged_size: int, report: bool 
         ages = "SELECT buffer, extract(epoch FROM max(age))::float FROM claim_log GROUP BY buffer"
         assert age < LONGEST_AGE, database.rows(ages)
         database.check_invariants()
-        if report:
-            print(
-                f"claimers: 8 processes and 2 workers, 2 producers, {seconds:.0f} s: {sent.total() / seconds:.0f} "
-                f"events/s added one by one, {poured[0] / seconds:.0f}/s claimed meanwhile, {poured[1]} left to do, "
-                f"oldest {age:.2f} s when claimed, 0 in two groups, 0 out of order among {len(sent)} subjects"
-            )
+        print(
+            f"claimers: 8 processes and 2 workers, 2 producers, {seconds:.0f} s: {sent.total() / seconds:.0f} "
+            f"events/s added one by one, {poured[0] / seconds:.0f}/s claimed meanwhile, {poured[1]} left to do, "
+            f"oldest {age:.2f} s when claimed, 0 in two groups, 0 out of order among {len(sent)} subjects"
+        )
 
 
-def test_claimers_that_race_put_no_event_into_two_groups_and_keep_the_order_of_a_subject(server: TestServer) -> None:
-    """F63. Small groups, so that several of a subject could leave at once if claims did not take turns."""
-    storm(server, seconds=4, merged_size=5)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(300)
-def test_claimers_that_race_for_30_seconds(server: TestServer) -> None:
-    """F63."""
-    storm(server, seconds=30, merged_size=50, report=True)
-
-
-# -- F62: a hook that kills its worker --------------------------------------------------------------------------------
+# -- a hook that kills its worker ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("crashes", "ends"), [(2, "COMPLETED"), (1000, "IN_TROUBLESHOOTING_QUEUE")])
 def test_a_hook_that_kills_its_worker_is_tried_again_and_no_event_is_deleted(
     server: TestServer, crashes: int, ends: str
 ) -> None:
-    """F62: the group waits for a person with all its events, whatever becomes of the hook."""
+    """The group waits for a person with all its events, whatever becomes of the hook."""
     buffers = {"doomed": {"size": 20, "max_age": 0.1}}
     with fleet(server, buffers=buffers, domains=["doomed"], hook_crashes=crashes) as (workers, database, bus, _):
         bus.buffer("doomed").add_many([{"n": n} for n in range(20)])
@@ -427,7 +392,11 @@ def test_a_hook_that_kills_its_worker_is_tried_again_and_no_event_is_deleted(
 # -- bulk handlers under kill -9 ---------------------------------------------------------------------------------------
 
 
-def chunks_survived(server: TestServer, *, kills: int, commands: int, report: bool = False) -> None:
+@short_and_long("kills, commands", (12, 4000), (200, 60_000))
+def test_bulk_handlers_that_are_killed_leave_exact_counters_and_nothing_undone(
+    server: TestServer, kills: int, commands: int
+) -> None:
+    """Each command of a chunk completes once, and its batch once."""
     chance = seeded()
     options = {"bulk": 40, "domains": [BULK], "concurrency": 3, "lease_for": 1.5, "pause": 0.1}
     with fleet(server, **options) as (workers, database, bus, _):
@@ -442,7 +411,7 @@ def chunks_survived(server: TestServer, *, kills: int, commands: int, report: bo
                 time.sleep(chance.uniform(0, 0.05))  # where in its round it dies is left to chance
                 workers.kill(chance.choice(workers.alive))
                 workers.start()
-            parked = retried_until_done(bus, database)
+            parked = retry_crashed(bus, database, BULK)
             assert workers.stop() == [0] * WORKERS, workers.last_words()
         assert set(workers.ended.values()) == {0, -signal.SIGKILL}, workers.last_words()
         assert auditor.mismatches[:5] == [] and auditor.snapshots > 0
@@ -454,38 +423,11 @@ def chunks_survived(server: TestServer, *, kills: int, commands: int, report: bo
         done = database.rows("SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED' GROUP BY batch_id")
         assert done == [(1,)] * 4
         database.check_invariants()
-        if report:
-            again = sum(n > 1 for n in taken.values())
-            print(
-                f"bulk handlers: {kills} kill -9 during {commands} commands in chunks of 40: 0 lost, counters exact in "
-                f"{auditor.snapshots} snapshots, {again} sent more than once, {parked} parked"
-            )
-
-
-def retried_until_done(bus: SyncCommandBus, database: Database) -> int:
-    parked = 0
-
-    def done() -> bool:
-        nonlocal parked
-        for item in bus.troubleshooting.list(BULK):
-            assert item.reason == "CRASHED", item
-            bus.troubleshooting.retry(BULK, item.command_id, operator="test")
-            parked += 1
-        return database.is_at_rest()
-
-    until(done, 120)
-    return parked
-
-
-def test_bulk_handlers_that_are_killed_leave_exact_counters_and_nothing_undone(server: TestServer) -> None:
-    """P2, P5, P6 for chunks."""
-    chunks_survived(server, kills=12, commands=4000)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-def test_bulk_handlers_that_are_killed_200_times(server: TestServer) -> None:
-    chunks_survived(server, kills=200, commands=60_000, report=True)
+        again = sum(n > 1 for n in taken.values())
+        print(
+            f"bulk handlers: {kills} kill -9 during {commands} commands in chunks of 40: 0 lost, counters exact in "
+            f"{auditor.snapshots} snapshots, {again} sent more than once, {parked} parked"
+        )
 
 
 # -- limits across processes -------------------------------------------------------------------------------------------
@@ -495,7 +437,9 @@ LATE = 5
 """Calls that a busy machine may bunch: let go in time, they begin a twentieth of a second late, or somewhat more."""
 
 
-def limited(server: TestServer, *, seconds: float, use: float, report: bool = False) -> None:
+@short_and_long("seconds, use", (4.0, 0.5), (30.0, 0.85))
+def test_processes_that_share_a_limit_keep_it_and_use_it(server: TestServer, seconds: float, use: float) -> None:
+    """In a short run a slow machine keeps a part of the limit for itself."""
     limit = {"calls": RATE, "burst": BURST}
     with fleet(server, limit=limit, domains=[LIMITED], concurrency=20) as (workers, database, bus, _):
         workers.start(3)
@@ -517,26 +461,16 @@ def limited(server: TestServer, *, seconds: float, use: float, report: bool = Fa
         assert used >= use
         assert database.value("SELECT coalesce(max(attempt), 0) FROM busload.execution") == 1
         database.check_invariants()
-        if report:
-            gap = max(b - a for a, b in pairwise(at))
-            print(
-                f"limits: 3 processes, {RATE}/s with a burst of {BURST}: {len(at)} calls in {at[-1] - at[0]:.1f} s, "
-                f"{used:.1%} used, at most {most:.1f} more than the rate in any window, longest gap {gap * 1000:.0f} ms"
-            )
+        gap = max(b - a for a, b in pairwise(at))
+        print(
+            f"limits: 3 processes, {RATE}/s with a burst of {BURST}: {len(at)} calls in {at[-1] - at[0]:.1f} s, "
+            f"{used:.1%} used, at most {most:.1f} more than the rate in any window, longest gap {gap * 1000:.0f} ms"
+        )
 
 
 def busiest(at: list[float], width: float) -> int:
     """The most calls in any window of so many seconds."""
     return max(bisect_right(at, start + width) - index for index, start in enumerate(at))
-
-
-def test_processes_that_share_a_limit_keep_it_and_use_it(server: TestServer) -> None:
-    limited(server, seconds=4, use=0.5)  # of which a slow machine keeps a part for itself
-
-
-@pytest.mark.chaos
-def test_processes_that_share_a_limit_keep_it_and_use_it_for_30_seconds(server: TestServer) -> None:
-    limited(server, seconds=30, use=0.85, report=True)
 
 
 def test_a_process_that_was_frozen_begins_no_call_whose_turn_has_passed(server: TestServer) -> None:
@@ -565,7 +499,7 @@ def test_a_process_that_was_frozen_begins_no_call_whose_turn_has_passed(server: 
 
 
 def test_workers_that_are_told_to_stop_while_others_add_lose_no_event_and_send_none_twice(server: TestServer) -> None:
-    """P10 for groups: what runs finishes, what does not stays in its group or waits."""
+    """Groups that run finish; events of other groups stay in their group or wait."""
     buffers = {PLAIN: {"size": 5, "max_age": 0.05}}
     with fleet(server, buffers=buffers, domains=[PLAIN], pause=0.03, concurrency=2) as (workers, database, bus, _):
         events = bus.buffer(PLAIN)

@@ -7,21 +7,24 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 import psycopg
-import pytest
 
-from busload import BatchCommand, InvalidOperationError, Settings, SyncCommandBus
-from busload.domain.execution import COMPLETED, FAILED, Leased, Transition
-from busload.store import settle
-from busload.store.plan import perform
+from busload import BatchCommand, Settings, SyncCommandBus
+from busload.commands import settle
+from busload.commands.execution import COMPLETED, FAILED, Leased, Transition
+from busload.errors import InvalidOperationError
+from busload.sync.plan import perform
 from busload.testing import TestServer
 from tests.chaos.harness import Auditor, Workers, deadlocks, folder, seeded
-from tests.given import DOMAIN, Database, Given, until
+from tests.given import DOMAIN, Database, Given, at_once, short_and_long, until
 
 
-def audited(server: TestServer, *, seconds: float, report: bool = False) -> None:
+@short_and_long("seconds", (5.0,), (30.0,))
+def test_counters_equal_the_facts_in_every_snapshot(server: TestServer, seconds: float) -> None:
     chance = seeded()
     with (
         server.database() as dsn,
@@ -45,11 +48,10 @@ def audited(server: TestServer, *, seconds: float, report: bool = False) -> None
         assert deadlocks(database) - before == 0
         database.check_invariants()
         assert database.count("lease") == 0
-        if report:
-            print(
-                f"counters: {done} commands in 20 shared batches, 8 workers, {seconds:.0f} s: "
-                f"{auditor.snapshots} snapshots, {len(auditor.mismatches)} mismatches, 0 deadlocks"
-            )
+        print(
+            f"counters: {done} commands in 20 shared batches, 8 workers, {seconds:.0f} s: "
+            f"{auditor.snapshots} snapshots, {len(auditor.mismatches)} mismatches, 0 deadlocks"
+        )
 
 
 def busy(bus: SyncCommandBus, batches: list[UUID], chance: random.Random, seconds: float) -> int:
@@ -88,58 +90,30 @@ def settle_all(bus: SyncCommandBus, database: Database, batches: list[UUID], cha
     until(complete, 60)
 
 
-def test_counters_equal_the_facts_in_every_snapshot(server: TestServer) -> None:
-    audited(server, seconds=5)
-
-
-@pytest.mark.chaos
-def test_counters_equal_the_facts_in_every_snapshot_for_30_seconds(server: TestServer) -> None:
-    audited(server, seconds=30, report=True)
-
-
-async def raced(given: Given, dsn: str, *, batches: int) -> None:
+@short_and_long("batches", (100,), (1000,))
+async def test_the_last_two_members_at_once_complete_their_batch_once(given: Given, dsn: str, batches: int) -> None:
     """Two members of each batch, leased by two workers, settled at once."""
     workers = [given.registered_worker() for _ in range(2)]
     pairs: list[list[Leased]] = []
     for n in range(batches):
         await given.batch(commands=2, name=str(n), on_complete=BatchCommand("Done"))
         pairs.append([given.claimed(by=worker)[0] for worker in workers])
-    barrier = threading.Barrier(2, timeout=60)
-    failures: list[BaseException] = []
+    each_pair = threading.Barrier(2, timeout=60)
 
-    def settler(side: int) -> None:
-        try:
-            with psycopg.connect(dsn, autocommit=True) as conn:
-                for n, pair in enumerate(pairs):
-                    outcome = [COMPLETED, FAILED][n % 2]
-                    barrier.wait()
-                    assert perform(conn, settle.settle([Transition(pair[side], outcome)], now=0.0)) == {pair[side].id}
-        except BaseException as error:
-            barrier.abort()
-            failures.append(error)
+    def settle_all_of(side: int, conn: psycopg.Connection[Any]) -> None:
+        for n, pair in enumerate(pairs):
+            outcome = [COMPLETED, FAILED][n % 2]
+            each_pair.wait()
+            assert perform(conn, settle.settle([Transition(pair[side], outcome)], now=0.0)) == {pair[side].id}
 
-    threads = [threading.Thread(target=settler, args=(side,)) for side in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(dsn, [partial(settle_all_of, side) for side in range(2)])
     database = given.database
     completed = database.rows("SELECT count(*) FROM busload.event WHERE type = 'BATCH_COMPLETED' GROUP BY batch_id")
     assert completed == [(1,)] * batches
     assert database.value("SELECT count(*) FROM busload.command WHERE command_type = 'Done'") == batches
     assert deadlocks(database) == 0
     database.check_invariants()
-
-
-async def test_the_last_two_members_at_once_complete_their_batch_once(given: Given, dsn: str) -> None:
-    await raced(given, dsn, batches=100)
-
-
-@pytest.mark.chaos
-async def test_the_last_two_members_at_once_complete_each_of_1000_batches_once(given: Given, dsn: str) -> None:
-    await raced(given, dsn, batches=1000)
-    print("last-member race: 1000 batches, exactly one completion and one callback each, 0 deadlocks")
+    print(f"last-member race: {batches} batches, exactly one completion and one callback each, 0 deadlocks")
 
 
 def test_a_worker_that_is_told_to_stop_leaves_exact_counters(server: TestServer) -> None:

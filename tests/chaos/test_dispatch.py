@@ -1,15 +1,4 @@
-"""Brokers die, forget, keep silent, repeat themselves and lie: every command has its effect once, and none is lost.
-
-| items | test |
-|---|---|
-| F47 F48 | test_a_creator_that_is_killed_between_any_two_steps, test_creators_killed_at_any_moment |
-| F49 | test_confirmations_that_never_come |
-| F50 | test_a_broker_that_forgets_what_it_confirmed |
-| F51 | test_an_outage_longer_than_anybody_waits, test_an_outage_of_minutes |
-| F54 | test_a_storm_of_repetitions_and_a_message_before_its_commands |
-| P12 | test_a_broker_that_is_killed_under_load |
-| Z24 | test_hostile_messages_under_load |
-"""
+"""Brokers die, forget, keep silent, repeat themselves and lie: every command has its effect once, and none is lost."""
 
 from __future__ import annotations
 
@@ -32,17 +21,12 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from busload import (
-    BatchCommand,
-    CommandBus,
-    DispatchIncomplete,
-    DuplicateCommandError,
-    InvalidOperationError,
-    SyncCommandBus,
-)
-from busload.domain import message
-from busload.domain.message import Envelope
-from busload.transport import Message, Transport, find_transport
+from busload import BatchCommand, CommandBus, DuplicateCommandError, SyncCommandBus
+from busload.commands.load import Load
+from busload.dispatch import envelope as message
+from busload.dispatch.envelope import Envelope
+from busload.errors import DispatchIncompleteError, InvalidOperationError
+from busload.transports import Message, Transport, find_transport
 from tests.brokers.nats import NatsServer
 from tests.brokers.proxy import Proxy
 from tests.brokers.rabbitmq import RabbitmqServer
@@ -75,7 +59,7 @@ class Run:
     def time_passes(self, by: timedelta = timedelta(minutes=2)) -> None:
         """Whoever held loads is thought dead, and whatever waits has waited longer."""
         self.database.rows("UPDATE busload.outbox SET due_at = due_at - %s, since = since - %s", by, by)
-        self.database.rows("UPDATE busload.queue SET announced_at = announced_at - %s", by)
+        self.database.rows("UPDATE busload.queue SET published_at = published_at - %s", by)
         self.database.rows("UPDATE busload.batch SET created_at = created_at - %s", by)
         self.database.rows("UPDATE busload.dispatch SET created_at = created_at - %s", by)
 
@@ -96,7 +80,7 @@ class Run:
         self.database.check_invariants()
         async with self.bus() as bus:
             await bus.recover()
-        assert self.database.value("SELECT count(*) FROM busload.dispatch WHERE announced_at IS NULL") == 0
+        assert self.database.value("SELECT count(*) FROM busload.dispatch WHERE published_at IS NULL") == 0
 
 
 @contextmanager
@@ -136,7 +120,7 @@ def broker_of(bus: CommandBus) -> Transport:
     return bus.transport
 
 
-# -- F47, F48 -----------------------------------------------------------------------------------------------------
+# -- a creator that is killed ----------------------------------------------------------------------------------------
 
 # Write, ask which database this is, publish, mark, write down how it went, close; in checkpoints write, publish and
 # mark three times.
@@ -144,7 +128,7 @@ STEPS = {"two_phase": 6, "optimistic": 6, "checkpoint": 12}
 
 
 async def test_a_creator_that_is_killed_between_any_two_steps(dsn: str, database: Database, url: str) -> None:
-    """F47, F48: with workers at it all the time; who was not told that it is done asks again"""
+    """With workers at it all the time; who was not told that it is done asks again"""
     with run(dsn, database, url) as chaos:
         chaos.workers.start(2)
         deaths = [(strategy, step, new_creation(strategy, 12)) for strategy in STEPS for step in range(STEPS[strategy])]
@@ -177,7 +161,7 @@ async def ask_again(bus: CommandBus, creation: dict[str, Any]) -> None:
 
 @pytest.mark.chaos
 async def test_creators_killed_at_any_moment(dsn: str, database: Database, url: str) -> None:
-    """F47, F48: 200 times, and not only between two steps"""
+    """200 times, and not only between two steps"""
     chance = seeded()
     with run(dsn, database, url, size=30) as chaos:
         notes = chaos.workers.ledger.with_name("begun")
@@ -200,7 +184,7 @@ async def test_creators_killed_at_any_moment(dsn: str, database: Database, url: 
         print(f"{url.partition(':')[0]}: 200 kill -9 of creators during {len(begun)} batches: 0 lost, 0 duplicates")
 
 
-# -- F49 ----------------------------------------------------------------------------------------------------------
+# -- confirmations that are lost -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +193,7 @@ async def test_creators_killed_at_any_moment(dsn: str, database: Database, url: 
 async def test_confirmations_that_never_come(
     dsn: str, database: Database, url: str, size: int, racing: Sequence[str]
 ) -> None:
-    """F49: the broker has the messages and nobody knows; they are sent again, and workers get both.
+    """The broker has the messages and nobody knows; they are sent again, and workers get both.
 
     First without workers, so that all is sent twice before any is run; then with workers, who are faster than the mark.
     """
@@ -235,12 +219,12 @@ async def test_confirmations_that_never_come(
         await chaos.each_once(ids_of(creations))
 
 
-# -- F50 ----------------------------------------------------------------------------------------------------------
+# -- a broker that forgets -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.chaos)])
 async def test_a_broker_that_forgets_what_it_confirmed(dsn: str, database: Database, rounds: int) -> None:
-    """F50: killed, and its files are gone; commands that were announced, and that nobody had claimed, are found.
+    """Killed, and its files are gone; commands that were published, and that nobody had claimed, are found.
 
     The first time all workers have their hands full until the broker is back: nothing but a look can find them then.
     """
@@ -276,11 +260,11 @@ def pulls(server: NatsServer | RabbitmqServer) -> int:
     return sum(consumer["num_waiting"] for stream in streams for consumer in stream.get("consumer_detail", []))
 
 
-# -- F51 ----------------------------------------------------------------------------------------------------------
+# -- long outages ----------------------------------------------------------------------------------------------------
 
 
 async def test_an_outage_longer_than_anybody_waits(dsn: str, database: Database) -> None:
-    """F51, C8: more than an hour; nothing expires, and all is announced once the broker is back"""
+    """More than an hour; nothing expires, and all is published once the broker is back"""
     with folder() as path, own_broker("nats", path / "nats") as server, run(dsn, database, server.url) as chaos:
         creations = [new_creation(strategy, 50) | {"checkpoint_size": 50} for strategy in STRATEGIES]
         async with chaos.bus() as bus:
@@ -308,7 +292,7 @@ def fewest_rounds(database: Database) -> int:
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", BROKERS)
 async def test_an_outage_of_minutes(dsn: str, database: Database, kind: str) -> None:
-    """F51: two real minutes, in which batches come all the time"""
+    """Two real minutes, in which batches come all the time"""
     with folder() as path, own_broker(kind, path / kind) as server, run(dsn, database, server.url) as chaos:
         # So many that RabbitMQ has a leader for its queue, which release 3.10 loses if it dies within the first second.
         creations = [new_creation("two_phase", 100) for _ in range(30)]
@@ -332,14 +316,14 @@ async def test_an_outage_of_minutes(dsn: str, database: Database, kind: str) -> 
         print(f"{kind}: {waiting} commands in the outbox after 120 s without it, {took:.1f} s from its start to none")
 
 
-# -- F54 ----------------------------------------------------------------------------------------------------------
+# -- repetitions and early messages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [100, pytest.param(10_000, marks=pytest.mark.chaos)])
 async def test_a_storm_of_repetitions_and_a_message_before_its_commands(
     dsn: str, database: Database, url: str, size: int
 ) -> None:
-    """F54: two relays announce each load once; then every message comes a hundred times, one of them too early"""
+    """Two relays publish each load once; then every message comes a hundred times, one of them too early"""
     within = 60 + size / 20
     with run(dsn, database, url, envelope=10, broker_poll=3600, early=15) as chaos:  # the commit may be late
         chaos.workers.start(2, domains=[OTHER])
@@ -353,7 +337,7 @@ async def test_a_storm_of_repetitions_and_a_message_before_its_commands(
             aclosing(find_transport(url)) as broker,
         ):
             if broker.name == "nats":  # the other cannot be looked into
-                assert sorted(await announced(broker, chaos.queue)) == known
+                assert sorted(await published(broker, chaos.queue)) == known
             chaos.workers.start(2)
             early = [BatchCommand("Transfer", uuid4()) for _ in range(10)]
             too_early = envelope(await created_unseen(bus, conn, early))
@@ -372,7 +356,7 @@ async def test_a_storm_of_repetitions_and_a_message_before_its_commands(
 async def created_unseen(
     bus: CommandBus, conn: psycopg.AsyncConnection[Any], commands: list[BatchCommand]
 ) -> tuple[int, int]:
-    """In a transaction that stays open, and such that no relay announces them: their ids."""
+    """In a transaction that stays open, and such that no relay publishes them: their ids."""
     batch_id = await bus.create_batch(DOMAIN, commands, conn=conn)
     await conn.execute("UPDATE busload.outbox SET due_at = now() + interval '1 h', relay = gen_random_uuid()")
     cursor = await conn.execute("SELECT min(id), max(id) FROM busload.command WHERE batch_id = %s", [batch_id])
@@ -384,15 +368,15 @@ def all_ids(database: Database) -> list[int]:
     return [id for (id,) in database.rows("SELECT id FROM busload.command ORDER BY id")]
 
 
-async def announced(broker: Transport, queue: str) -> list[int]:
+async def published(broker: Transport, queue: str) -> list[int]:
     """The ids that messages are about, as often as they are."""
     bodies = await broker.peek(queue, limit=10**6)
     assert bodies is not None
-    return [id for body in bodies for lo, hi in message.read(body).ranges for id in range(lo, hi + 1)]
+    return [id for body in bodies for load in message.read(body).loads for id in load.ids]
 
 
 def envelope(*ranges: tuple[int, int], domain: str = DOMAIN, key: str | None = None) -> bytes:
-    return message.write(Envelope(domain, ranges), None if key is None else key.encode())
+    return message.write(Envelope(domain, tuple(Load(*ends) for ends in ranges)), None if key is None else key.encode())
 
 
 async def publish(broker: Transport, queue: str, bodies: Sequence[bytes]) -> None:
@@ -407,7 +391,7 @@ async def emptied(broker: Transport, queue: str, within: float = 60) -> None:
             await asyncio.sleep(0.02)
 
 
-# -- P12 ----------------------------------------------------------------------------------------------------------
+# -- a broker that is killed under load ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -420,12 +404,12 @@ async def emptied(broker: Transport, queue: str, within: float = 60) -> None:
     ],
 )
 async def test_a_broker_that_is_killed_under_load(dsn: str, database: Database, kind: str, kills: int) -> None:
-    """P12, F50: two workers, a creator that takes each strategy in turn; every second time the files are gone, too"""
+    """Two workers, a creator that takes each strategy in turn; every second time the files are gone, too"""
     chance = seeded()
     options = "?ack_wait=1" if kind == "nats" else ""  # what was on loan when it died comes again soon
     with folder() as path, own_broker(kind, path / kind) as server, run(dsn, database, server.url + options) as chaos:
         chaos.workers.start(2)
-        load = Load(chaos)
+        load = Creator(chaos)
         loading = asyncio.create_task(load.run())
         for number in range(kills):
             # RabbitMQ 3.10 finds no leader for a quorum queue that was made in the second before.
@@ -444,7 +428,7 @@ async def test_a_broker_that_is_killed_under_load(dsn: str, database: Database, 
         print(f"{kind}: {kills} kill -9 during {len(load.creations)} batches: 0 lost, 0 duplicates; {load.told()}")
 
 
-class Load:
+class Creator:
     """Creates batches one after the other; one that stopped in between waits for the broker, and is asked for again."""
 
     def __init__(self, chaos: Run) -> None:
@@ -470,7 +454,7 @@ class Load:
         self.steps += 1
         try:
             await create(bus, creation)
-        except DispatchIncomplete:
+        except DispatchIncompleteError:
             await asyncio.sleep(0.2)
             return False
         return True
@@ -480,7 +464,7 @@ class Load:
         return f"{self.stopped} times one stopped at a checkpoint, {rounds} batches needed another round"
 
 
-# -- Z24 ----------------------------------------------------------------------------------------------------------
+# -- hostile messages ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -494,7 +478,7 @@ class Load:
 async def test_hostile_messages_under_load(
     request: pytest.FixtureRequest, dsn: str, database: Database, kind: str, key: str | None, volleys: int
 ) -> None:
-    """Z24: forged, replayed, malformed and oversize messages have no effect, and no worker minds"""
+    """Forged, replayed, malformed and oversize messages have no effect, and no worker minds"""
     url, chance, within = request.getfixturevalue(f"{kind}_url"), seeded(), 60 + volleys
     with run(dsn, database, url, key=key, envelope=10) as chaos:
         creations = [new_creation(STRATEGIES[number % 3], 100) for number in range(volleys)]

@@ -13,21 +13,14 @@ from pathlib import Path
 from uuid import UUID
 
 import psycopg
-import pytest
 
-from busload import (
-    BatchCommand,
-    DuplicateCommandError,
-    InvalidOperationError,
-    OutcomeUnknown,
-    Settings,
-    SyncCommandBus,
-)
-from busload.domain.ids import new_ids
+from busload import BatchCommand, DuplicateCommandError, Settings, SyncCommandBus
+from busload.commands.ids import new_ids
+from busload.errors import InvalidOperationError, OutcomeUnknownError
 from busload.testing import TestServer
-from tests.chaos.harness import Accepted, Auditor, Server, Workers, folder, seeded
+from tests.chaos.harness import Accepted, Auditor, Server, Workers, folder, retry_crashed, seeded
 from tests.chaos.nursery import DID_NOT_START
-from tests.given import DOMAIN, Database, until
+from tests.given import DOMAIN, Database, short_and_long, until
 
 KINDS = ["Work", "Work", "Transfer", "Block"]
 
@@ -58,7 +51,7 @@ class Producer:
             try:
                 bus.create_batch(DOMAIN, commands, batch_id=batch_id, on_complete=BatchCommand("Done", done))
                 break
-            except OutcomeUnknown:
+            except OutcomeUnknownError:
                 self.unknown += 1
             except (DuplicateCommandError, InvalidOperationError):
                 break  # the first try was accepted after all
@@ -68,7 +61,10 @@ class Producer:
         self.batches.append(batch_id)
 
 
-def survived(*, kills: int, restarts: int, commands: int, report: bool = False) -> None:
+@short_and_long("kills, restarts, commands", (15, 2, 1500), (200, 20, 20_000))
+def test_kill_9_and_immediate_restarts_lose_nothing_and_count_nothing_twice(
+    kills: int, restarts: int, commands: int
+) -> None:
     chance = seeded()
     with folder() as path, Server(path / "server") as server:
         accepted = Accepted(path / "accepted")
@@ -84,21 +80,20 @@ def survived(*, kills: int, restarts: int, commands: int, report: bool = False) 
             assert not producing.is_alive()
             workers.keep(3)
             with Database(server.dsn) as database, SyncCommandBus(server.dsn) as bus:
-                parked = finish(bus, database)
+                parked = retry_crashed(bus, database, DOMAIN)
                 took = time.monotonic() - began
                 assert workers.stop() == [0] * 3, workers.last_words()
                 assert set(workers.ended.values()) <= {0, -signal.SIGKILL, DID_NOT_START}, workers.last_words()
                 lost = check(database, workers, accepted, producer)
         accepted.close()
         ended = workers.noted("end")
-        if report:
-            print(
-                f"kill loop: {kills} kill -9 and {restarts} immediate restarts in {harmed:.0f} s "
-                f"during {commands} commands in {len(producer.batches)} batches: {lost} lost, 0 double-counted, "
-                f"0 duplicate completions; "
-                f"{sum(ended.values()) - len(ended)} handler runs repeated, {parked} parked as CRASHED and retried, "
-                f"{producer.unknown} outcomes unknown to the producer, all done after {took:.0f} s"
-            )
+        print(
+            f"kill loop: {kills} kill -9 and {restarts} immediate restarts in {harmed:.0f} s "
+            f"during {commands} commands in {len(producer.batches)} batches: {lost} lost, 0 double-counted, "
+            f"0 duplicate completions; "
+            f"{sum(ended.values()) - len(ended)} handler runs repeated, {parked} parked as CRASHED and retried, "
+            f"{producer.unknown} outcomes unknown to the producer, all done after {took:.0f} s"
+        )
 
 
 def harm(server: Server, workers: Workers, chance: random.Random, *, kills: int, restarts: int) -> None:
@@ -128,22 +123,6 @@ def busy(server: Server) -> bool:
         return True
 
 
-def finish(bus: SyncCommandBus, database: Database) -> int:
-    """What was there whenever a worker died is parked: an operator sends it again."""
-    parked = 0
-
-    def complete() -> bool:
-        nonlocal parked
-        for item in bus.troubleshooting.list(DOMAIN):
-            assert item.reason == "CRASHED", item
-            bus.troubleshooting.retry(DOMAIN, item.command_id, operator="test")
-            parked += 1
-        return database.is_at_rest()
-
-    until(complete, 120)
-    return parked
-
-
 def check(database: Database, workers: Workers, accepted: Accepted, producer: Producer) -> int:
     promised = accepted.all()
     stored = {command_id for (command_id,) in database.rows("SELECT command_id FROM busload.command")}
@@ -171,15 +150,6 @@ def check(database: Database, workers: Workers, accepted: Accepted, producer: Pr
     return len(lost)
 
 
-def test_kill_9_and_immediate_restarts_lose_nothing_and_count_nothing_twice() -> None:
-    survived(kills=15, restarts=2, commands=1500)
-
-
-@pytest.mark.chaos
-def test_200_kills_and_20_restarts_during_20000_commands() -> None:
-    survived(kills=200, restarts=20, commands=20_000, report=True)
-
-
 @contextmanager
 def fleet(server: TestServer, **options: float) -> Iterator[tuple[Workers, Database, SyncCommandBus, Path]]:
     with server.database() as dsn, folder() as path, Database(dsn) as database, SyncCommandBus(dsn) as bus:
@@ -188,7 +158,8 @@ def fleet(server: TestServer, **options: float) -> Iterator[tuple[Workers, Datab
             yield workers, database, bus, path
 
 
-def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = False) -> None:
+@short_and_long("zombies, at_once", (4, 4), (50, 5))
+def test_a_frozen_worker_that_wakes_up_is_not_credited(server: TestServer, zombies: int, at_once: int) -> None:
     """SIGSTOP beyond the lease while a handler runs, SIGCONT after another worker has taken over.
 
     Who wakes up may take up again what nobody else has begun. What the other one has begun is never credited to it.
@@ -227,26 +198,17 @@ def frozen(server: TestServer, *, zombies: int, at_once: int, report: bool = Fal
         assert refused > 0
         database.check_invariants()
         assert database.count("lease") == 0
-    if report:
-        print(
-            f"zombies: {zombies} workers frozen beyond their lease, {refused} commands taken over, {credited} credited"
-        )
+    print(f"zombies: {zombies} workers frozen beyond their lease, {refused} commands taken over, {credited} credited")
 
 
 def held(database: Database) -> set[UUID]:
     return {lease_id for (lease_id,) in database.rows("SELECT lease_id FROM busload.lease")}
 
 
-def test_a_frozen_worker_that_wakes_up_is_not_credited(server: TestServer) -> None:
-    frozen(server, zombies=4, at_once=4)
-
-
-@pytest.mark.chaos
-def test_50_frozen_workers_that_wake_up_are_not_credited(server: TestServer) -> None:
-    frozen(server, zombies=50, at_once=5, report=True)
-
-
-def poisoned(server: TestServer, *, innocent: int, concurrency: int, report: bool = False) -> None:
+@short_and_long("innocent, concurrency", (200, 10), (5000, 100))
+def test_a_command_that_kills_its_worker_ends_alone_and_parked(
+    server: TestServer, innocent: int, concurrency: int
+) -> None:
     with fleet(server, lease_for=30, concurrency=concurrency, pause=0.01) as (workers, database, bus, _):
         commands = [BatchCommand("Work", data=n) for n in range(innocent)]
         commands.insert(innocent // 3, BatchCommand("Suicide"))
@@ -269,17 +231,7 @@ def poisoned(server: TestServer, *, innocent: int, concurrency: int, report: boo
         assert workers.noted("start")[item.command_id] == deaths
         assert set(workers.ended.values()) == {0, 9}
         database.check_invariants()
-    if report:
-        print(f"poison: one command among {innocent} killed {deaths} workers and ended parked, the others completed")
-
-
-def test_a_command_that_kills_its_worker_ends_alone_and_parked(server: TestServer) -> None:
-    poisoned(server, innocent=200, concurrency=10)
-
-
-@pytest.mark.chaos
-def test_a_command_that_kills_its_worker_ends_alone_and_parked_among_5000(server: TestServer) -> None:
-    poisoned(server, innocent=5000, concurrency=100, report=True)
+    print(f"poison: one command among {innocent} killed {deaths} workers and ended parked, the others completed")
 
 
 def test_the_auditor_notices_a_counter_that_is_wrong(server: TestServer) -> None:

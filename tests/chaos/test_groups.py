@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,14 +30,14 @@ from busload import (
 )
 from busload.testing import TestServer
 from tests.chaos.harness import ROOT, SOURCES, folder, seeded
-from tests.given import Database, until
+from tests.given import Database, short_and_long, until
 
 EVENTS = "events"
 QUICK = WorkerSettings(poll_every=timedelta(milliseconds=50), sweep_every=timedelta(milliseconds=100))
 ATTEMPTS = 3
 
 
-# -- F59 ----------------------------------------------------------------------------------------------------------
+# -- workers that die after the outside call -------------------------------------------------------------------------
 
 
 @contextmanager
@@ -65,8 +63,11 @@ OPEN = """
          WHERE c.command_id = b.group_id)"""
 
 
-def killed(server: TestServer, *, kills: int, events: int, within: float, report: bool = False) -> None:
-    """Workers die after the outside call, before its outcome is written; whoever is next sends the rest again."""
+@short_and_long("kills, events, within", (20, 400, 120), (1000, 20_000, 3000))
+def test_workers_that_die_after_the_call_lose_no_event(
+    server: TestServer, kills: int, events: int, within: float
+) -> None:
+    """A worker dies after the outside call, before its outcome is written; the next one sends the rest again."""
     size, concurrency = 10, 4
     with server.database() as dsn, folder() as path, Database(dsn) as database, SyncCommandBus(dsn) as bus:
         service, deaths = path / "service", path / "deaths"
@@ -91,21 +92,10 @@ def killed(server: TestServer, *, kills: int, events: int, within: float, report
             " FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command"
         )
         database.check_invariants()
-        if report:
-            print(f"groups: {events} events, {dead} kills after the call, {again} sent again, {parked} parked, 0 lost")
+        print(f"groups: {events} events, {dead} kills after the call, {again} sent again, {parked} parked, 0 lost")
 
 
-def test_workers_that_die_after_the_call_lose_no_event(server: TestServer) -> None:
-    """F59, P14, S2-D2."""
-    killed(server, kills=20, events=400, within=120)
-
-
-@pytest.mark.chaos
-def test_a_thousand_workers_that_die_after_the_call_lose_no_event(server: TestServer) -> None:
-    killed(server, kills=1000, events=20_000, within=3000, report=True)
-
-
-# -- F60 ----------------------------------------------------------------------------------------------------------
+# -- partial success -------------------------------------------------------------------------------------------------
 
 VERDICTS = st.lists(
     st.lists(st.sampled_from(["done", "later", "bad", "silent"]), min_size=ATTEMPTS, max_size=ATTEMPTS),
@@ -136,7 +126,8 @@ async def judged(dsn: str, plan: list[list[str]]) -> dict[int, str]:
     return {one["id"]: one["code"] for item in items for one in item.details["items"]}
 
 
-def property_of_verdicts(server: TestServer, examples: int) -> None:
+@short_and_long("examples", (60,), (500,))
+def test_only_failed_items_remain_with_their_errors(server: TestServer, examples: int) -> None:
     with server.database() as dsn, Database(dsn) as database:
 
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -184,17 +175,7 @@ def expectation(plan: list[list[str]]) -> dict[int, str | None]:
     return ends
 
 
-def test_only_failed_items_remain_with_their_errors(server: TestServer) -> None:
-    """F60."""
-    property_of_verdicts(server, examples=60)
-
-
-@pytest.mark.chaos
-def test_only_failed_items_remain_with_their_errors_in_500_examples(server: TestServer) -> None:
-    property_of_verdicts(server, examples=500)
-
-
-# -- F61 ----------------------------------------------------------------------------------------------------------
+# -- one poison event among many -------------------------------------------------------------------------------------
 
 
 async def poisoned(dsn: str, place: int) -> list[int]:
@@ -214,9 +195,10 @@ async def poisoned(dsn: str, place: int) -> list[int]:
     return sizes
 
 
-def isolated(server: TestServer, places: list[int], report: bool = False) -> None:
+@short_and_long("places", (5,), (100,))
+def test_one_poison_among_a_thousand_is_isolated_wherever_it_is(server: TestServer, places: int) -> None:
     most = 0
-    for place in places:
+    for place in [616, *seeded().sample(range(1000), places - 1)]:
         with server.database() as dsn, Database(dsn) as database:
             sizes = asyncio.run(poisoned(dsn, place))
             assert sizes[:2] == [1000, 1000]
@@ -228,24 +210,10 @@ def isolated(server: TestServer, places: list[int], report: bool = False) -> Non
             assert database.value("SELECT done FROM busload.buffer") == 999
             assert database.count("troubleshooting") == 1
             database.check_invariants()
-    if report:
-        print(
-            f"poison: 1 of 1000 at {len(places)} places, isolated in at most {most} further calls, 999 done each time"
-        )
+    print(f"poison: 1 of 1000 at {places} places, isolated in at most {most} further calls, 999 done each time")
 
 
-def test_one_poison_among_a_thousand_is_isolated_wherever_it_is(server: TestServer) -> None:
-    """F61, S2-D5."""
-    chance = seeded()
-    isolated(server, [616, *(chance.randrange(1000) for _ in range(4))])
-
-
-@pytest.mark.chaos
-def test_one_poison_among_a_thousand_is_isolated_at_100_places(server: TestServer) -> None:
-    isolated(server, random.sample(range(1000), 100), report=True)
-
-
-# -- F62 ----------------------------------------------------------------------------------------------------------
+# -- a hook that crashes ---------------------------------------------------------------------------------------------
 
 
 async def hooked(dsn: str, rounds: int) -> None:
@@ -267,7 +235,8 @@ async def hooked(dsn: str, rounds: int) -> None:
             await Worker(bus, settings=QUICK).drain()
 
 
-def hooks(server: TestServer, rounds: int) -> None:
+@short_and_long("rounds", (10,), (200,))
+def test_a_hook_that_crashes_deletes_nothing(server: TestServer, rounds: int) -> None:
     with server.database() as dsn, Database(dsn) as database:
         asyncio.run(hooked(dsn, rounds))
         assert database.count("buffered") == sum(1 + n % 5 for n in range(rounds)), "none is deleted"
@@ -277,13 +246,3 @@ def hooks(server: TestServer, rounds: int) -> None:
         )
         assert dict(kinds) == {"busload.Group": rounds, "busload.Exhausted": rounds}
         database.check_invariants()
-
-
-def test_a_hook_that_crashes_deletes_nothing(server: TestServer) -> None:
-    """F62."""
-    hooks(server, rounds=10)
-
-
-@pytest.mark.chaos
-def test_a_hook_that_crashes_200_times_deletes_nothing(server: TestServer) -> None:
-    hooks(server, rounds=200)

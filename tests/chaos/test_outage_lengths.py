@@ -74,13 +74,15 @@ def _send_by_thread(bus: SyncCommandBus) -> float:
             time.sleep(0.05)
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("seconds", [5, 35, 75])
-async def test_bus_and_worker_are_back_within_seconds_however_long_the_outage(seconds: int) -> None:
+LONG = [pytest.param(seconds, PROMISED, marks=pytest.mark.chaos) for seconds in (5.0, 35.0, 75.0)]
+
+
+@pytest.mark.parametrize(("seconds", "within"), [(4.0, 30.0), *LONG])  # a machine that runs all tests may be slow
+async def test_bus_and_worker_are_back_within_seconds_however_long_the_outage(seconds: float, within: float) -> None:
     with folder() as path, Server(path / "server") as server:
         back = await outage(server, seconds)
     print(
         f"outage of {seconds} s: next accepted send {back.sent:.1f} s ({back.sent_by_thread:.1f} s by a thread), "
         f"next completed command {back.completed:.1f} s after the server's return"
     )
-    assert max(back.sent, back.sent_by_thread, back.completed) <= PROMISED
+    assert max(back.sent, back.sent_by_thread, back.completed) <= within

@@ -1,4 +1,4 @@
-"""A receiver whose limit moves while two workers call it: used, and hardly overstepped (issue 5)."""
+"""A receiver whose limit moves while two workers call it: used, and hardly overstepped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from busload import Command, HandlerContext, RateLimit, RetryPolicy
 from tests.given import Database, Given, eventually
-from tests.worker.test_rate_limits import Service
+from tests.limits.test_limiter import Service
 
 LEVELS = (100, 60, 120, 80, 150, 50)
 EACH = 12.0

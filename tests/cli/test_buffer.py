@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from busload import Buffer, CommandBus, Group, HandlerContext, PermanentCommandError, RetryPolicy
+from busload import CommandBus, Group, HandlerContext, PermanentCommandError, RetryPolicy
+from busload.buffers import Buffer
 from tests.cli.conftest import Busload
 from tests.given import Database, Given
 
@@ -130,10 +131,10 @@ async def test_flush_says_how_many_leave(busload: Busload, given: Given, events:
     assert again == {"name": NAME, "leaving": 0, "dry_run": False}
 
 
-async def test_a_paused_buffer_is_told_by_show_and_flush(busload: Busload, bus: CommandBus, events: Buffer) -> None:
+async def test_show_and_flush_say_that_a_buffer_is_paused(busload: Busload, bus: CommandBus, events: Buffer) -> None:
     await events.add(1)
     assert "paused" not in busload("buffer", "show", NAME).stdout
-    await bus.pause(NAME)
+    await bus.domains.pause(NAME)
     assert f"yes: `busload domain resume {NAME}`" in busload("buffer", "show", NAME).stdout
     assert json.loads(busload("buffer", "show", NAME, "--json").stdout)["paused"] is True
     assert busload("buffer", "flush", NAME).stdout.startswith(f"1 event will leave {NAME} once it is resumed: `busload")
@@ -214,7 +215,7 @@ async def test_an_unknown_buffer_is_refused_with_those_there_are(busload: Busloa
 
 
 def test_ddl_prints_what_a_table_lacks(busload: Busload, database: Database) -> None:
-    """S2-12, S2-15: applied, it makes the table fit; then there is nothing left to print."""
+    """Applied, it makes the table fit; then there is nothing left to print."""
     database.rows(NO_COLUMNS)
     printed = busload("buffer", "ddl", TABLE)
     assert printed.exit_code == 0, printed.output

@@ -141,7 +141,7 @@ def test_the_command_line_wins_over_the_environment(offline: Busload, dsn: str) 
     assert os.environ.get("BUSLOAD_DATABASE_URL") != dsn
 
 
-def test_a_server_that_cannot_be_reached_is_one_line_and_at_once(offline: Busload) -> None:
+def test_a_server_that_cannot_be_reached_is_reported_at_once_in_one_line(offline: Busload) -> None:
     result = offline("batch", "ls")
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
@@ -166,7 +166,7 @@ def test_an_empty_url_is_wrong_input_however_it_is_given(offline: Busload, empty
     assert by_variable.stderr == by_option.stderr.replace("for --dsn", "for BUSLOAD_DATABASE_URL")
 
 
-def test_a_database_without_our_schema_is_told_how_to_get_it(offline: Busload, server: TestServer) -> None:
+def test_the_error_about_a_missing_schema_says_how_to_make_it(offline: Busload, server: TestServer) -> None:
     with server.database(migrated=False) as empty:
         result = offline("--dsn", empty, "batch", "ls")
     assert result.exit_code == 1

@@ -12,8 +12,8 @@ import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
-from busload.cli.db import db
-from busload.store.embedded import EmbeddedPostgres
+from busload.cli import main
+from busload.postgres.embedded.server import EmbeddedPostgres
 
 Run = Callable[..., Result]
 
@@ -36,7 +36,7 @@ def run(home: Path) -> Run:
             "BUSLOAD_PG_BIN": None,
             **environment,
         }
-        return CliRunner().invoke(db, arguments, env=told)
+        return CliRunner().invoke(main, ["db", *arguments], env=told)
 
     return run
 

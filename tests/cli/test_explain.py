@@ -74,7 +74,7 @@ def test_what_does_not_exist_is_not_found(busload: Busload, noun: str) -> None:
 
 def test_what_would_steer_a_terminal_is_escaped(busload: Busload, sync_bus: SyncCommandBus) -> None:
     command_id = sync_bus.send(DOMAIN, "Debit").command_id
-    sync_bus.pause(DOMAIN, reason="\x1b[31mred")
+    sync_bus.domains.pause(DOMAIN, reason="\x1b[31mred")
     for said in (busload("command", "explain", command_id).stdout, busload("domain", "ls").stdout):
         assert "\x1b" not in said and "\\x1b[31mred" in said
 

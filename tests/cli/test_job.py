@@ -19,7 +19,7 @@ def lines(result: Result) -> list[list[str]]:
 def test_ls_shows_the_jobs_of_all_domains_newest_first(busload: Busload, sync_bus: SyncCommandBus) -> None:
     assert busload("job", "ls").stderr == "There are no such jobs.\n"
     stages = [Stage("one", [BatchCommand("Debit")]), Stage("two", [BatchCommand("Debit")])]
-    job_ids = [str(sync_bus.create_job(domain, stages, name="Nightly")) for domain in (DOMAIN, "crm", DOMAIN)]
+    job_ids = [str(sync_bus.jobs.create(domain, stages, name="Nightly")) for domain in (DOMAIN, "crm", DOMAIN)]
     said = busload("job", "ls").stdout.splitlines()
     assert said[0].split() == ["JOB", "DOMAIN", "NAME", "STATUS", "STAGE", "CREATED"]
     assert said[1].split()[:6] == [job_ids[2], DOMAIN, "Nightly", "PENDING", "one", "(1/2)"]
@@ -41,7 +41,7 @@ def test_ls_shows_the_jobs_of_all_domains_newest_first(busload: Busload, sync_bu
 
 async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given) -> None:
     given.handler("Refuse", raising(BusinessRuleError("no")))
-    job_id = await given.bus.create_job(
+    job_id = await given.bus.jobs.create(
         DOMAIN, [Stage("one", [BatchCommand("Refuse")]), Stage("two"), Stage("three", [])], custom_data={"run": 7}
     )
     await given.drained()
@@ -67,7 +67,7 @@ async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given)
 
 def test_a_job_is_canceled(busload: Busload, sync_bus: SyncCommandBus) -> None:
     stages = [Stage("one", [BatchCommand("Debit"), BatchCommand("Debit")])]
-    job_id = sync_bus.create_job(DOMAIN, stages)
+    job_id = sync_bus.jobs.create(DOMAIN, stages)
     assert busload("job", "cancel", job_id).exit_code == 2
     result = busload("job", "cancel", job_id, "--reason", "wrong list")
     assert result.stdout == f"Job {job_id} is CANCELED; 2 commands were canceled.\n"

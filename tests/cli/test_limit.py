@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from busload import RateLimit
-from busload.store import rate
-from busload.store.rate import Ask
+from busload.limits import rate
+from busload.limits.rate import Ask
 from tests.cli.conftest import Busload
 from tests.given import Database
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import Result
 
 from busload import BatchCommand, RateLimit, Stage, SyncCommandBus
-from busload.store import rate
-from busload.store.rate import Ask
+from busload.limits import rate
+from busload.limits.rate import Ask
 from tests.cli.conftest import Busload
 from tests.given import DOMAIN, Database, Given
 
@@ -28,7 +28,7 @@ def shop(sync_bus: SyncCommandBus) -> None:
         DOMAIN, [BatchCommand("Debit", COMMAND, task_key="invoice:7")], batch_id=BATCH, name="January"
     )
     sync_bus.create_batch("crm", [BatchCommand("Push")], batch_id=TWIN)
-    sync_bus.create_job(DOMAIN, [Stage("debit", [BatchCommand("Debit")])], job_id=JOB)
+    sync_bus.jobs.create(DOMAIN, [Stage("debit", [BatchCommand("Debit")])], job_id=JOB)
 
 
 def error(result: Result) -> str:
@@ -123,7 +123,7 @@ def test_pausing_a_domain_that_nobody_knows_is_refused_unless_forced(busload: Bu
 
 async def test_a_domain_is_known_by_what_happened_there(busload: Busload, given: Given) -> None:
     given.registered_worker()  # serves payments
-    await given.bus.create_job("jobs", [Stage("debit", [BatchCommand("Debit")])])
+    await given.bus.jobs.create("jobs", [Stage("debit", [BatchCommand("Debit")])])
     await given.bus.send("sent", "Debit")
     await given.bus.open_batch("opened").__aenter__()
     await given.bus.buffer("events", size=2, max_age=timedelta(1)).add(1)

@@ -39,7 +39,7 @@ async def test_what_waits_is_listed_tried_again_and_rerouted(
     busload: Busload, broken: CommandBus, database: Database
 ) -> None:
     nothing = busload("outbox", "ls")
-    assert (nothing.exit_code, nothing.stderr) == (0, "Nothing waits to be announced.\n")
+    assert (nothing.exit_code, nothing.stderr) == (0, "Nothing waits to be published.\n")
     batch_id = await broken.create_batch(DOMAIN, commands(30))
     await broken.send("crm", "Push")
 
@@ -72,13 +72,13 @@ async def test_what_waits_is_listed_tried_again_and_rerouted(
     assert database.count("outbox") == 0
 
 
-async def test_dispatch_tells_how_a_batch_was_announced(
+async def test_dispatch_tells_how_a_batch_was_published(
     busload: Busload, broken: CommandBus, transport: FaultyTransport, dsn: str
 ) -> None:
     batch_id = await broken.create_batch(DOMAIN, commands(30), stage="import")
     said = busload("batch", "dispatch", batch_id).stdout
     assert "status           partial_success\n" in said
-    assert "to be announced  30\n" in said
+    assert "to be published  30\n" in said
     assert "UNREACHABLE: nobody answers" in said
     found = json.loads(busload("batch", "dispatch", batch_id, "--json").stdout)
     assert (found["database_tasks"], found["queued_tasks"], found["retry_needed"]) == (30, 0, True)
@@ -96,16 +96,16 @@ async def test_both_sides_are_compared_at_a_shell(busload: Busload, dsn: str, da
     assert "BUSLOAD_TRANSPORT_URL" in alone.stderr
     async with CommandBus(dsn, transport=dsn) as bus:
         await bus.create_batch(DOMAIN, commands(30))
-    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    database.rows("UPDATE busload.queue SET published_at = now() - interval '1 minute'")
     reconcile = ("outbox", "reconcile", "--transport", dsn)
     [found] = json.loads(run(dsn, *reconcile, "--json").stdout)
-    assert (found["announced"], found["messages"], found["missing"]) == (30, 1, 0)
+    assert (found["published"], found["messages"], found["missing"]) == (30, 1, 0)
     database.rows("DELETE FROM busload.message")
     result = run(dsn, *reconcile)
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1].split() == ["busload.payments", "30", "0", "0", "0", "0", "30", "0"]
     repaired = run(dsn, *reconcile, "--repair", "--json")
-    assert (repaired.exit_code, json.loads(repaired.stdout)[0]["rung_again"]) == (0, 30)
+    assert (repaired.exit_code, json.loads(repaired.stdout)[0]["published_again"]) == (0, 30)
     assert database.count("message") == 1
     database.rows("UPDATE busload.message SET body = 'nonsense'")
     said = run(dsn, *reconcile, "--repair").stdout.splitlines()
@@ -121,7 +121,7 @@ async def test_both_sides_are_compared_at_a_shell(busload: Busload, dsn: str, da
 async def test_the_shell_meets_the_queues_of_an_application_with_another_prefix(dsn: str, database: Database) -> None:
     async with CommandBus(dsn, transport=dsn, settings=Settings(queue_prefix="prod")) as bus:
         await bus.create_batch(DOMAIN, commands(30))
-    database.rows("UPDATE busload.queue SET announced_at = now() - interval '1 minute'")
+    database.rows("UPDATE busload.queue SET published_at = now() - interval '1 minute'")
     reconcile = ("outbox", "reconcile", "--transport", dsn, "--json")
     for result in (
         run(dsn, *reconcile, "--queue-prefix", "prod"),
@@ -194,6 +194,6 @@ def test_the_demo_runs_through_a_broker(spawn: Spawn, dsn: str, tmp_path: Path, 
         assert process.wait(200) == 0, (tmp_path / "said.txt").read_text()
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["batch"]["status"] == "COMPLETED_WITH_FAILURES"
-    assert database.rows("SELECT strategy, status FROM busload.dispatch") == [("relay", "success")]
+    assert database.rows("SELECT strategy, status FROM busload.dispatch") == [("two_phase", "success")]
     assert database.is_at_rest()
     database.check_invariants()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from busload.cli import prune as cli
-from busload.store import prune
+from busload.retention import prune
 from tests.cli.conftest import Busload
 from tests.given import Database, Given
 
@@ -22,7 +22,9 @@ async def ended_long_ago(given: Given) -> None:
         given.database.rows(f"UPDATE busload.{table} SET {column} = {column} - interval '1 year'")
 
 
-async def test_it_removes_what_is_older_and_says_how_much(busload: Busload, given: Given, database: Database) -> None:
+async def test_prune_removes_what_is_older_and_says_how_much(
+    busload: Busload, given: Given, database: Database
+) -> None:
     await ended_long_ago(given)
     assert busload("prune", "--older-than", "60w").stdout == (
         "Removed 0 commands, 0 executions, 0 events and 0 batches.\n"

@@ -6,8 +6,9 @@ import json
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from busload import CommandBus, Execution, ExecutionStatus, OperatorAction, PermanentCommandError
+from busload import CommandBus, Execution, PermanentCommandError
 from busload.cli.trace import WIDTH, timeline
+from busload.commands import ExecutionStatus, OperatorAction
 from tests.cli.conftest import Busload
 from tests.given import DOMAIN, Given, raising
 
@@ -16,7 +17,7 @@ START = datetime(2026, 11, 16, 8, tzinfo=UTC)
 
 
 async def test_a_trace_shows_attempts_errors_and_operators(busload: Busload, bus: CommandBus, given: Given) -> None:
-    """S3-13: as a timeline, and as JSON"""
+    """As a timeline, and as JSON"""
     given.handler("Debit", raising(PermanentCommandError("account closed")))
     command_id = await given.sent(task_key=KEY)
     await given.drained()

@@ -69,7 +69,7 @@ def disagreements(busload: Busload, *arguments: str) -> list[tuple[str, str, str
 
 
 def test_two_trackers_that_agree(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
-    """S3-18: in every state that a task can have in both."""
+    """In every state that a task can have in both."""
     assert disagreements(busload) == []
     for status in STATUSES:
         wrote_both(database, brought_to(tracker, status))
@@ -79,7 +79,7 @@ def test_two_trackers_that_agree(busload: Busload, tracker: SyncTaskTracker, dat
 
 
 def test_what_they_disagree_about_is_listed(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
-    """S3-18: four kinds, and exit code 1."""
+    """Four kinds, and exit code 1."""
     missing_there = brought_to(tracker, "queued")
     differs = brought_to(tracker, "processing")
     wrote_both(database, differs, "queued")
@@ -105,7 +105,7 @@ def test_what_they_disagree_about_is_listed(busload: Busload, tracker: SyncTaskT
 
 
 def test_the_newest_execution_counts(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
-    """S3-18: the old tracker makes a row when a task comes out of the dlq, and keeps it for automatic retries."""
+    """The old tracker makes a row when a task comes out of the dlq, and keeps it for automatic retries."""
     dead = brought_to(tracker, "dlq")
     wrote_both(database, dead)
     again = tracker.retry(str(dead.task_key))
@@ -126,7 +126,7 @@ def test_the_newest_execution_counts(busload: Busload, tracker: SyncTaskTracker,
 
 
 def test_the_newest_round_counts(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
-    """S3-18: the same task, once more."""
+    """The same task, once more."""
     wrote_both(database, brought_to(tracker, "completed"))
     database.rows("UPDATE busload.task SET held_until = now() - interval '1 s'")
     again = enqueued(tracker, "completed")
@@ -136,7 +136,7 @@ def test_the_newest_round_counts(busload: Busload, tracker: SyncTaskTracker, dat
 
 
 def test_one_queue_can_be_compared_alone(busload: Busload, tracker: SyncTaskTracker, database: Database) -> None:
-    """S3-18: queues move over one by one; the old names of a queue have the prefixes of their environments."""
+    """Queues move over one by one; the old names of a queue have the prefixes of their environments."""
     wrote_both(database, enqueued(tracker, "both"))
     enqueued(tracker, "new", "jobs")
     database.rows(
@@ -151,7 +151,7 @@ def test_one_queue_can_be_compared_alone(busload: Busload, tracker: SyncTaskTrac
 def test_a_queue_goes_by_the_name_it_has_in_any_environment(
     busload: Busload, tracker: SyncTaskTracker, database: Database
 ) -> None:
-    """S3-18: as for `recover`; the old table may have it with its prefix and without."""
+    """As for `recover`; the old table may have it with its prefix and without."""
     wrote_both(database, enqueued(tracker, "1"))
     database.rows("INSERT INTO legacy.task_tracker VALUES ('partner_tasks:2', NULL, 'partner_tasks', 'dlq')")
     expected = [("partner_tasks:2", "missing here", None, "dlq")]
@@ -163,7 +163,6 @@ def test_a_queue_goes_by_the_name_it_has_in_any_environment(
 def test_an_old_table_whose_ids_are_no_texts(
     busload: Busload, tracker: SyncTaskTracker, database: Database, kind: str
 ) -> None:
-    """S3-18."""
     task_id = str(uuid4()) if kind == "uuid" else "7"
     execution = tracker.enqueue(task_id, queue=QUEUE)
     assert execution is not None
@@ -197,7 +196,6 @@ def test_a_comparison_that_lists_nothing_is_refused(busload: Busload, tracker: S
 def test_an_old_table_elsewhere_with_other_names(
     busload: Busload, tracker: SyncTaskTracker, server: TestServer
 ) -> None:
-    """S3-18."""
     execution = enqueued(tracker, "1")
     maps = ["task_id=taskId", "execution_id=executionId", "created_at=createdAt", "queue=queueName"]
     with server.database(migrated=False) as elsewhere:
@@ -251,7 +249,7 @@ def test_an_old_table_that_is_not_there_is_refused(busload: Busload) -> None:
 def test_recover_lists_what_should_be_published_again(
     busload: Busload, tracker: SyncTaskTracker, database: Database
 ) -> None:
-    """S3-D2: looking changes nothing; what was listed is not listed again before it has waited as long."""
+    """Looking changes nothing; what was listed is not listed again before it has waited as long."""
     recover = ("tracker", "recover", "--queue", QUEUE)
     execution = enqueued(tracker, "1")
     enqueued(tracker, "2", "jobs")

@@ -191,11 +191,11 @@ async def test_wait_follows_the_batch_until_it_completes(busload: Busload, given
 async def test_wait_says_once_why_nothing_moves(given: Given, spawn: Spawn, until: Until, tmp_path: Path) -> None:
     await given.in_troubleshooting(3)
     cause = await cause_of(given)
-    await given.bus.pause(DOMAIN, operator="rosa")
+    await given.bus.domains.pause(DOMAIN, operator="rosa")
     process = spawn("troubleshooting", "cancel", "--group", cause, "--reason", "no", "--wait")
     said = tmp_path / "said.txt"
     await asyncio.to_thread(until, lambda: "paused" in said.read_text())
-    await given.bus.resume(DOMAIN)
+    await given.bus.domains.resume(DOMAIN)
     await given.drained()
     assert await asyncio.to_thread(process.wait, WITHIN) == 0
     assert said.read_text().count("paused") == 1

@@ -31,9 +31,10 @@ from busload import (
     TransientCommandError,
 )
 from busload.cli import main
-from busload.cli.output import counters_that_fit, wrapped
-from busload.store import rate
-from busload.store.rate import Ask
+from busload.cli.batch import counters_that_fit
+from busload.cli.output import wrapped
+from busload.limits import rate
+from busload.limits.rate import Ask
 from tests.brokers.faulty import FaultyTransport
 from tests.cli.conftest import Busload, Spawn
 from tests.cli.terminal import at_terminal, terminal
@@ -73,7 +74,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     )
     await bus.send(DOMAIN, "DebitAccount", {"n": 1}, task_key=TASK)
     jobs = [
-        await bus.create_job(
+        await bus.jobs.create(
             DOMAIN,
             [Stage("debit", [BatchCommand("DebitAccount", data={"n": n})]), Stage("report-to-the-tax-office")],
             name="Nightly settlement of all accounts",
@@ -88,9 +89,9 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     await bus.troubleshooting.retry(DOMAIN, traced, operator="ada.lovelace@example.com")
     await given.drained()
     open_batch = await bus.create_batch(DOMAIN, commands[:2], name="Second run")
-    await bus.pause(DOMAIN, reason=LONG, operator="ada.lovelace@example.com")
-    await bus.pause("customer-notifications.europe-west", reason="deploy")
-    await bus.resume("customer-notifications.europe-west", operator="grace")
+    await bus.domains.pause(DOMAIN, reason=LONG, operator="ada.lovelace@example.com")
+    await bus.domains.pause("customer-notifications.europe-west", reason="deploy")
+    await bus.domains.resume("customer-notifications.europe-west", operator="grace")
 
     events = bus.buffer(BUFFER, size=4, max_age=timedelta(hours=1))
 
@@ -112,7 +113,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     transport = FaultyTransport(dsn)
     transport.refuse()
     async with CommandBus(dsn, transport=transport, settings=settings) as broken:
-        announced = await broken.create_batch("customer-notifications", [BatchCommand("SendConfirmationMail")] * 3)
+        published = await broken.create_batch("customer-notifications", [BatchCommand("SendConfirmationMail")] * 3)
 
     await asyncio.to_thread(track, given)
     fingerprint = (await bus.troubleshooting.groups(DOMAIN))[0].fingerprint
@@ -125,7 +126,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "batch show": f"{batch_id}",
             "batch watch": f"{batches_of_job[0].batch_id}",
             "batch explain": f"{batch_id}",
-            "batch dispatch": f"{announced}",
+            "batch dispatch": f"{published}",
             "batch cancel": f"{open_batch} --reason wrong",
             "buffer ls": "",
             "buffer show": BUFFER,

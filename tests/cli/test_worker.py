@@ -19,9 +19,10 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
-from busload.domain.execution import Transition
-from busload.store import claim, report, rescue, settle
-from busload.store.plan import perform
+from busload.commands import claim, rescue, settle
+from busload.commands import search as report
+from busload.commands.execution import Transition
+from busload.sync.plan import perform
 from tests.cli.conftest import Busload, Spawn, Until
 from tests.given import DOMAIN, WITHIN, Database, pending
 from tests.servers import free_ports
@@ -283,7 +284,7 @@ def answer_to(port: int, request: bytes) -> bytes:
 def test_metrics_are_served_while_the_worker_runs_and_no_longer(
     spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
 ) -> None:
-    """S5-19, over HTTP."""
+    """Over HTTP."""
     sync_bus.create_batch(DOMAIN, [BatchCommand("Debit") for _ in range(30)])
     process = spawn("worker", "app:bus", "--metrics", "127.0.0.1:0", "--settle", "immediate", "--prefetch", "20 ms")
     [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))

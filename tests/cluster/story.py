@@ -9,7 +9,7 @@ from functools import partial
 from uuid import UUID, uuid4
 
 from busload import DuplicateCommandError, Worker, WorkerSettings
-from busload.domain.batch import BatchStatus
+from busload.batches.batch import BatchStatus
 from examples.cluster.app import DOMAIN, application, commands, completed, create, insist
 from tests.given import Database, eventually
 
@@ -46,9 +46,9 @@ class Hosts:
         """Whether messages come to each."""
         return all(worker.stats.broker is not None and worker.stats.broker.connected for worker in self.workers)
 
-    def rung(self) -> int:
+    def claimed(self) -> int:
         """Commands that were claimed because a message came."""
-        return sum(worker.stats.broker.rung for worker in self.workers if worker.stats.broker is not None)
+        return sum(worker.stats.broker.claimed for worker in self.workers if worker.stats.broker is not None)
 
     async def nothing_is_left(self) -> None:
         """Wait until every message has been taken."""

@@ -28,7 +28,7 @@ def nodes() -> list[Node]:
 async def test_a_node_dies_and_all_commands_are_run_once(
     nodes: list[Node], dsn: str, database: Database, worker_settings: WorkerSettings
 ) -> None:
-    """Workers hardly poll here: what is done after the kill was rung by those that are left."""
+    """Workers hardly poll here: what is done after the kill was delivered by those that are left."""
     database.rows(LEDGER)
     url = cluster_url(nodes, "replicas=3&ack_wait=2&timeout=3")
     hosts = Hosts(dsn, url, replace(worker_settings, broker_poll_every=timedelta(minutes=1)))
@@ -40,10 +40,10 @@ async def test_a_node_dies_and_all_commands_are_run_once(
         sending = asyncio.create_task(hosts.send())
         await under_way(database)
         victim.kill()
-        before = hosts.rung()
+        before = hosts.claimed()
         batch_ids = await sending
         await each_was_run_once(database, batch_ids)
-        assert hosts.rung() > before
+        assert hosts.claimed() > before
         await hosts.nothing_is_left()
         survivor = next(node for node in nodes if node != victim)
         async with asyncio.timeout(WITHIN):

@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import pytest
 
-from busload import PublishFailed, WorkerSettings
-from busload.transport import Message, Transport, find_transport
+from busload import WorkerSettings
+from busload.errors import PublishError
+from busload.transports import Message, Transport, find_transport
 from examples.cluster.app import LEDGER
 from tests.brokers.cluster import Node, heard
 from tests.brokers.rabbitmq_cluster import cluster_url, queue_leader, run_rabbitmq_cluster
@@ -31,7 +32,7 @@ def nodes() -> list[Node]:
 async def test_a_node_dies_and_all_commands_are_run_once(
     nodes: list[Node], dsn: str, database: Database, worker_settings: WorkerSettings
 ) -> None:
-    """Workers hardly poll here: what is done after the kill was rung by those that are left."""
+    """Workers hardly poll here: what is done after the kill was delivered by those that are left."""
     database.rows(LEDGER)
     url = cluster_url(nodes)
     hosts = Hosts(dsn, url, replace(worker_settings, broker_poll_every=timedelta(minutes=1)))
@@ -42,11 +43,11 @@ async def test_a_node_dies_and_all_commands_are_run_once(
         sending = asyncio.create_task(hosts.send())
         await under_way(database)
         victim.kill()
-        before = hosts.rung()
+        before = hosts.claimed()
         await all_can_publish(others)
         batch_ids = await sending
         await each_was_run_once(database, batch_ids)
-        assert hosts.rung() > before
+        assert hosts.claimed() > before
         await hosts.nothing_is_left()
         assert await asyncio.to_thread(queue_leader, survivor, QUEUE) != victim.name
 
@@ -70,7 +71,7 @@ async def all_can_publish(transports: Sequence[Transport]) -> None:
         while True:
             try:
                 return await transports[number].publish([Message(other_queue(number), "1-1-0", b"x")])
-            except PublishFailed:
+            except PublishError:
                 await asyncio.sleep(0.02)
 
     async with asyncio.timeout(WITHIN):

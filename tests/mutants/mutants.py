@@ -33,17 +33,17 @@ class Mutant:
 COALESCING = "tests/chaos/test_coalescing.py::"
 SIGNALS = "tests/worker/test_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
-SETTLE = "tests/store/test_settle.py::"
-CLAIM = "tests/store/test_claim.py::"
-RESCUE = "tests/store/test_rescue.py::"
-DEDUP = "tests/stories/test_dedup.py::"
-TRACE = "tests/stories/test_trace.py::"
+SETTLE = "tests/commands/test_settle.py::"
+CLAIM = "tests/commands/test_claim.py::"
+RESCUE = "tests/commands/test_rescue.py::"
+DEDUP = "tests/commands/test_dedup.py::"
+TRACE = "tests/tasks/test_trace.py::"
 
 MUTANTS = [
     # -- the fence
     Mutant(
         "lease-survives-its-rescue",
-        "store/rescue.sql",
+        "commands/rescue.sql",
         "DELETE FROM busload.lease WHERE lease_id IN (SELECT lease_id FROM lease)",
         "DELETE FROM busload.lease WHERE lease_id IN (SELECT lease_id FROM lease) AND false",
         SETTLE + "test_a_late_worker_cannot_settle_a_rescued_command",
@@ -51,23 +51,23 @@ MUTANTS = [
     ),
     Mutant(
         "settle-does-not-lock-the-lease",
-        "store/settle.sql",
-        "ANY (%(leases)b::uuid[]) ORDER BY l.lease_id FOR UPDATE OF l",
-        "ANY (%(leases)b::uuid[]) ORDER BY l.lease_id",
+        "commands/settle.sql",
+        "     ORDER BY l.lease_id\n       FOR UPDATE OF l\n",
+        "     ORDER BY l.lease_id\n",
         SETTLE + "test_a_settlement_that_waited_for_a_rescue_moves_nothing",
         "A rescue and a settlement of the same lease would both go through.",
     ),
     Mutant(
         "release-does-not-wait-for-a-settlement",
-        "store/rescue.py",
-        "    yield from execute(SQL.hold, leases=list(leases))\n",
+        "commands/rescue.py",
+        "    yield from hold(leases)\n",
         "",
         SETTLE + "test_what_was_settled_is_seen_by_a_release_that_waited_for_it",
         "A snapshot from before the settlement puts what it settled back into the queue.",
     ),
     Mutant(
         "anybodys-attempt-is-credited",
-        "store/settle.sql",
+        "commands/settle.sql",
         "ON e.command = mine.id AND e.lease_id = mine.lease_id",
         "ON e.command = mine.id",
         COALESCING + "test_a_late_result_is_not_credited_although_the_new_holder_has_settled_the_same_attempt",
@@ -76,7 +76,7 @@ MUTANTS = [
     # -- counters and completion
     Mutant(
         "batches-are-locked-in-any-order",
-        "store/schema/0002_fold_in_one_update.sql",
+        "postgres/schema/0004_batches.sql",
         "WHERE batch_id = ANY (batches) ORDER BY batch_id FOR NO KEY UPDATE",
         "WHERE batch_id = ANY (batches) FOR NO KEY UPDATE",
         COALESCING + "test_flushes_over_the_same_batches_in_any_order_never_deadlock",
@@ -84,49 +84,49 @@ MUTANTS = [
     ),
     Mutant(
         "a-completion-counts-twice",
-        "store/schema/0002_fold_in_one_update.sql",
+        "postgres/schema/0004_batches.sql",
         "b.completed_count + d.completed,",
         "b.completed_count + d.completed + (d.completed > 1)::int,",
-        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[short-40001]",
         "Counters must be what was recorded, not about as much.",
     ),
     Mutant(
         "completes-with-something-in-troubleshooting",
-        "store/schema/0001_loads_and_places.sql",
+        "postgres/schema/0004_batches.sql",
         "AND completed_count + failed_count + canceled_count = total_count",
         "AND completed_count + failed_count + canceled_count + in_troubleshooting_count >= total_count",
-        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05-500-1]",
         "A command that waits for a person has not ended.",
     ),
     Mutant(
         "completes-before-it-is-sealed",
-        "store/schema/0001_loads_and_places.sql",
-        "AND sealed_at IS NOT NULL AND completed_at IS NULL\n           AND completed_count",
+        "postgres/schema/0004_batches.sql",
+        "AND sealed_at IS NOT NULL\n           AND completed_at IS NULL\n           AND completed_count",
         "AND completed_at IS NULL\n           AND completed_count",
-        "tests/stories/test_open_batches.py::"
+        "tests/batches/test_open_batch.py::"
         "test_a_batch_whose_members_have_all_ended_completes_with_its_seal_and_not_before",
         "More commands may come.",
     ),
     Mutant(
         "the-end-is-looked-for-too-early",
-        "store/schema/0002_fold_in_one_update.sql",
+        "postgres/schema/0004_batches.sql",
         "canceled_count + in_troubleshooting_count = total_count)",
         "canceled_count + in_troubleshooting_count = total_count - 1)",
-        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[short-40001]",
         "The settlement of the last command is the only one that can complete the batch.",
     ),
     # -- settling
     Mutant(
         "repetition-is-not-looked-up",
-        "store/settle.sql",
-        "WHERE NOT %(again)s::boolean",
-        "WHERE true OR %(again)s::boolean",
+        "commands/settle.sql",
+        "     WHERE NOT EXISTS (\n        SELECT FROM busload.execution AS e",
+        "     WHERE true OR NOT EXISTS (\n        SELECT FROM busload.execution AS e",
         COALESCING + "test_a_flush_whose_answer_is_lost_is_sent_again_and_counts_once",
         "A flush that was committed without an answer can then never be repeated.",
     ),
     Mutant(
         "repetition-is-not-expected",
-        "store/settle.py",
+        "commands/settle.py",
         "except pg.UniqueViolation:",
         "except pg.ExclusionViolation:",
         COALESCING + "test_a_flush_whose_answer_is_lost_is_sent_again_and_counts_once",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "lease-is-not-closed",
-        "store/settle.sql",
+        "commands/settle.sql",
         "WHERE open <= 0",
         "WHERE open < 0",
         SETTLE + "test_the_last_settlement_closes_the_lease",
@@ -142,17 +142,17 @@ MUTANTS = [
     ),
     Mutant(
         "last-result-wins",
-        "worker/settle.py",
+        "worker/settlement.py",
         "if first.outcome != COMPLETED and transition.outcome == COMPLETED:",
         "if transition is not first:",
-        COALESCING + "test_of_several_results_for_one_execution_the_completion_counts[COMPLETED FAILED_ATTEMPT "
+        COALESCING + "test_the_completion_counts_among_several_results_for_one_execution[COMPLETED FAILED_ATTEMPT "
         "FAILED_ATTEMPT]",
         "A completion that is overwritten by a late failure runs again.",
     ),
     Mutant(
         "last-results-of-a-batch-wait",
-        "worker/settle.py",
-        "self._tails.add(lease.batch_id)",
+        "worker/settlement.py",
+        "self._last_batches.add(lease.batch_id)",
         "pass",
         COALESCING + "test_the_last_results_of_a_batch_do_not_wait_for_others_to_join_them",
         "A batch would complete with the next full flush, whenever that is.",
@@ -163,7 +163,7 @@ MUTANTS = [
         "worker/coalescer.py",
         "                await asyncio.sleep(pause)",
         "                return None",
-        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[short-40001]",
         "Results are kept until the commit is known.",
     ),
     Mutant(
@@ -171,7 +171,7 @@ MUTANTS = [
         "worker/coalescer.py",
         "if (halve and isinstance(error, REFUSALS)) or",
         "if halve or",
-        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[40001]",
+        COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[short-40001]",
         "An error that passes is no reason to park a command.",
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
         "worker/coalescer.py",
         "    psycopg.errors.ProgramLimitExceeded,",
         "    # psycopg.errors.ProgramLimitExceeded,",
-        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[54000]",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[54000-500-1]",
         "A result that is too long or too deep for the server would be tried for ever, and all others with it.",
     ),
     Mutant(
@@ -187,15 +187,15 @@ MUTANTS = [
         "worker/coalescer.py",
         "parts[:1] = [part[:middle], part[middle:]]",
         "parts[:1] = [part[:middle]]",
-        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05-500-1]",
         "The neighbours of a result that cannot be stored are settled all the same.",
     ),
     Mutant(
         "refused-item-is-dropped",
         "worker/coalescer.py",
-        "            await self._insist(lambda: on_refused(item, error), 1, halve=False)",
-        "            pass",
-        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05]",
+        "await self._insist(partial(on_refused, part[0], refused), 1, halve=False)",
+        "pass",
+        COALESCING + "test_one_result_that_cannot_be_stored_is_parked_alone[22P05-500-1]",
         "A result that cannot be stored still has to become something that can.",
     ),
     Mutant(
@@ -225,15 +225,15 @@ MUTANTS = [
     # -- claiming, and what stands in line
     Mutant(
         "claim-waits-for-locked-loads",
-        "store/claim.sql",
-        "LIMIT w.loads FOR UPDATE SKIP LOCKED) AS q",
-        "LIMIT w.loads FOR UPDATE) AS q",
+        "commands/claim.sql",
+        "LIMIT w.loads\n           FOR UPDATE SKIP LOCKED\n",
+        "LIMIT w.loads\n           FOR UPDATE\n",
         CLAIM + "test_what_others_have_locked_is_skipped_and_said_to_be_contended",
         "Workers would queue behind each other.",
     ),
     Mutant(
         "claims-without-room-for-the-results",
-        "worker/claim.py",
+        "worker/claimer.py",
         "limit = min(concurrency + ahead, self._settlement.room - waiting) - in_hand",
         "limit = concurrency + ahead - in_hand",
         COALESCING + "test_results_that_were_handed_over_and_not_flushed_run_again_and_no_others",
@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "line-of-any-length",
-        "worker/claim.py",
+        "worker/claimer.py",
         "return int(self._rate * self.horizon)",
         "return 1000 + int(self._rate * self.horizon)",
         COALESCING + "test_slow_handlers_hold_no_more_than_they_run",
@@ -249,15 +249,15 @@ MUTANTS = [
     ),
     Mutant(
         "hand-back-burns-an-attempt",
-        "store/claim.sql",
-        "attempt, forgiven, crashes, replies FROM load WHERE %(pause)s::float8 IS NULL",
-        "attempt + 1, forgiven, crashes, replies FROM load WHERE %(pause)s::float8 IS NULL",
+        "commands/claim.sql",
+        "SELECT {load} FROM load\n    RETURNING",
+        "SELECT lo, hi, domain, batch_id, priority, attempt + 1, forgiven, crashes, replies FROM load\n    RETURNING",
         COALESCING + "test_what_stands_in_line_behind_stuck_handlers_is_handed_back_and_run_by_others",
         "What was never started has not been tried.",
     ),
     Mutant(
         "handed-back-and-released-too",
-        "store/rescue.sql",
+        "commands/rescue.sql",
         "c.id <> ALL (l.returned) AND e.recorded IS NULL",
         "e.recorded IS NULL",
         RESCUE + "test_given_back_commands_do_not_come_back_twice",
@@ -266,23 +266,23 @@ MUTANTS = [
     # -- stopping
     Mutant(
         "stop-starts-the-line",
-        "worker/worker.py",
-        "        await self._let_line_go(first.left)\n",
-        "",
+        "worker/claimer.py",
+        "self._hand_back.add(self._gatherer.unpack(self._line.abandon()) + self._gatherer.abandon())",
+        "pass",
         SIGNALS + "test_what_stands_in_line_is_handed_back_and_others_run_it",
         "A worker that stops begins nothing new.",
     ),
     Mutant(
         "stop-releases-nothing",
-        "worker/worker.py",
-        "await self._hand_back(self._held.lease_ids)",
-        "await self._hand_back([])",
+        "worker/run.py",
+        "await self._hand_back.release(self._held.lease_ids)",
+        "await self._hand_back.release([])",
         SIGNALS + "test_what_does_not_finish_within_the_grace_time_is_handed_back",
         "Others would have to wait for the end of the lease.",
     ),
     Mutant(
         "release-burns-an-attempt",
-        "store/rescue.sql",
+        "commands/rescue.sql",
         "SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies",
         "SELECT part.lo, part.hi, domain, batch_id, priority, attempt + 1, forgiven, crashes, replies",
         SIGNALS + "test_what_does_not_finish_within_the_grace_time_is_handed_back",
@@ -290,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         "stop-does-not-settle",
-        "worker/worker.py",
+        "worker/run.py",
         "abandoned = await self._settlement.close(timedelta(seconds=last.left))",
         "abandoned = 0",
         SIGNALS + "test_what_runs_is_finished_and_the_rest_is_left[SIGTERM]",
@@ -298,7 +298,7 @@ MUTANTS = [
     ),
     Mutant(
         "stop-is-silent-about-results-it-gave-up",
-        "worker/worker.py",
+        "worker/run.py",
         "        if abandoned:\n            raise",
         "        if abandoned < 0:\n            raise",
         OUTAGES + "test_a_worker_that_cannot_settle_before_it_stops_says_so",
@@ -307,23 +307,23 @@ MUTANTS = [
     # -- identity
     Mutant(
         "a-key-is-held-for-its-window-only",
-        "store/send.sql",
-        "AND NOT busload.is_open(t.domain, t.command_id)\n    RETURNING command_id",
-        "\n    RETURNING command_id",
+        "commands/send.sql",
+        "t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)",
+        "t.held_until <= statement_timestamp()",
         DEDUP + "test_a_key_is_held_while_its_command_is_open_whatever_its_age[open_running]",
         "A second command is admitted though the first still runs.",
     ),
     Mutant(
         "an-end-by-other-hands-does-not-free-a-key",
-        "store/schema/0003_tasks.sql",
-        "'CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED') OFFSET 0",
-        "'CANCELED') OFFSET 0",
+        "postgres/schema/0006_tasks.sql",
+        "'CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')\n",
+        "'CANCELED')\n",
         DEDUP + "test_a_key_is_free_again_after_the_end_and_the_window[ended_completed_by_an_operator]",
         "A key stays held for ever by a command that an operator has ended.",
     ),
     Mutant(
         "is-open-sees-an-old-snapshot",
-        "store/schema/0003_tasks.sql",
+        "postgres/schema/0006_tasks.sql",
         "LANGUAGE plpgsql VOLATILE",
         "LANGUAGE plpgsql STABLE",
         DEDUP + "test_thirty_two_senders_at_once_one_wins",
@@ -331,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys-are-held-in-any-order",
-        "store/send.sql",
+        "commands/send.sql",
         ' ORDER BY task_key COLLATE "C"\n',
         "",
         DEDUP + "test_lists_of_the_same_keys_in_any_order_do_not_deadlock",
@@ -339,7 +339,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-last-of-a-list-counts",
-        "store/send.py",
+        "commands/send.py",
         "first.setdefault(command.task_key, command.command_id)",
         "first[command.task_key] = command.command_id",
         DEDUP + "test_many_are_judged_row_by_row_and_answered_in_order[arrays]",
@@ -347,15 +347,15 @@ MUTANTS = [
     ),
     Mutant(
         "an-emptied-batch-stays-open",
-        "store/send.py",
-        "    yield from open_batch(batch)\n    yield from seal(batch.domain, batch.batch_id)\n",
-        "    yield from open_batch(batch)\n",
+        "commands/send.py",
+        "        yield from open_batch(batch)\n        yield from seal(batch.domain, batch.batch_id)\n",
+        "        yield from open_batch(batch)\n",
         DEDUP + "test_a_batch_that_dedup_empties_completes_at_once_with_its_callback",
         "A batch of which dedup left nothing would never complete.",
     ),
     Mutant(
         "a-checkpoint-forgets-what-came-meanwhile",
-        "open_batch.py",
+        "batches/open_batch.py",
         "async with self._writing:  # what others add meanwhile is for the next one",
         "if True:",
         DEDUP + "test_adding_at_once_loses_nothing",
@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "separators-are-not-escaped",
-        "domain/dedup.py",
+        "commands/dedup.py",
         '.replace(":", "%3A")',
         "",
         DEDUP + "test_separators_inside_parts_cannot_make_two_keys_collide",
@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-lost-attempt-is-left-out-of-the-chain",
-        "store/report.sql",
+        "commands/search.sql",
         "FROM event AS v WHERE v.type IN ('LEASE_LOST', 'RELEASED')",
         "FROM event AS v WHERE v.type IN ('RELEASED')",
         TRACE + "test_a_lost_attempt_is_in_the_chain",
@@ -379,7 +379,7 @@ MUTANTS = [
     ),
     Mutant(
         "an-operators-action-hangs-on-every-attempt",
-        "store/report.sql",
+        "commands/search.sql",
         "WHERE v.id = c.id AND v.attempt = a.attempt",
         "WHERE v.id = c.id",
         TRACE + "test_retrying_out_of_troubleshooting_keeps_the_key_and_names_the_operator",
@@ -387,58 +387,59 @@ MUTANTS = [
     ),
     Mutant(
         "a-fence-is-used-twice",
-        "store/track.sql",
+        "tasks/track.sql",
         "THEN %(fresh)s::uuid ELSE a.lease_id END AS lease_id",
         "THEN a.lease_id ELSE a.lease_id END AS lease_id",
-        "tests/stories/test_tracker_faults.py::test_zombies_are_never_credited",
+        "tests/tasks/test_tracker_faults.py::test_zombies_are_never_credited",
         "A worker that was taken for dead would hold the id of whoever took its task over.",
     ),
     Mutant(
         "a-lapsed-lease-is-not-taken-over",
-        "store/track.py",
+        "tasks/track.py",
         "        if lapsed:\n",
         "        if False:\n",
-        "tests/stories/test_tracker_faults.py::test_a_dead_worker_with_very_many_tasks_is_taken_over_whole",
+        "tests/tasks/test_tracker_faults.py::test_a_dead_worker_with_very_many_tasks_is_taken_over_whole",
         "The message of a dead worker would be acknowledged away.",
     ),
     Mutant(
         "a-decision-moves-what-failed-after-it",
-        "store/operate.sql",
+        "troubleshooting/carry_out.sql",
         " AND t.since <= %(until)s::timestamptz",
         "",
-        "tests/stories/test_causes.py::test_what_fails_again_is_not_moved_by_a_decision_from_before",
+        "tests/troubleshooting/test_causes.py::test_what_fails_again_is_not_moved_by_a_decision_from_before",
         "Two decisions about the same cause would try everything twice.",
     ),
     Mutant(
         "a-patch-forgets-what-was-before",
-        "store/operate.sql",
+        "troubleshooting/carry_out.sql",
         "'before', t.data, 'after', i.data::json",
         "'before', i.data::json, 'after', i.data::json",
-        "tests/stories/test_causes.py::test_a_patched_retry_changes_the_data_and_keeps_every_change",
+        "tests/troubleshooting/test_causes.py::test_a_patched_retry_changes_the_data_and_keeps_every_change",
         "The audit could not reproduce the change.",
     ),
     Mutant(
         "a-claim-under-way-outruns-a-pause",
-        "worker/claim.py",
+        "worker/claimer.py",
         "if self._pauses.paused is not paused:",
         "if False:",
-        "tests/stories/test_pause.py::test_what_a_claim_under_way_brings_after_the_pause_does_not_start",
+        "tests/limits/test_pause.py::test_what_a_claim_under_way_brings_after_the_pause_does_not_start",
         "Commands of a paused domain would start.",
     ),
     Mutant(
         "prune-ignores-an-open-lease",
-        "store/schema/0006_retention.sql",
-        "WHERE l.hi BETWEEN ended.id AND (ended.id | 1023) AND l.lo <= ended.id OFFSET 0)",
+        "postgres/schema/0012_retention.sql",
+        "WHERE l.hi BETWEEN ended.id AND (ended.id OPERATOR(pg_catalog.|) 1023)\n"
+        "                          AND l.lo <= ended.id OFFSET 0)",
         "WHERE false)",
-        "tests/stories/test_retention.py::test_a_lease_that_is_open_for_neighbours_stays_right",
+        "tests/retention/test_prune.py::test_a_lease_that_is_open_for_neighbours_stays_right",
         "A repeated settlement would count a command again whose execution was removed.",
     ),
     Mutant(
         "prune-removes-open-members",
-        "store/prune.sql",
+        "retention/prune.sql",
         "ARRAY(SELECT id FROM ended WHERE id >> 10 NOT IN (SELECT load FROM kept))",
         "ARRAY(SELECT id FROM member)",
-        "tests/stories/test_retention.py::test_an_open_command_of_a_batch_that_says_it_is_complete_stays",
+        "tests/retention/test_prune.py::test_an_open_command_of_a_batch_that_says_it_is_complete_stays",
         "Work that has not ended would be gone.",
     ),
 ]

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-
-from tests.given import Database
 
 
 @pytest.fixture(autouse=True)
-def invariants(database: Database) -> Iterator[None]:
-    """Set up before the bus, so that it looks after everything has stopped."""
-    yield
-    database.check_invariants()
+def every_story_ends_with_the_invariants(invariants: None) -> None:
+    """Ask for the fixture that checks them."""

@@ -1,4 +1,4 @@
-"""Single events in, bulk calls out: whole journeys through a buffer (founding document S2)."""
+"""Single events in, bulk calls out: whole journeys through a buffer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import BufferTable, CommandBus, Group, HandlerContext, RetryPolicy, Settings, SyncCommandBus
-from busload.store.relation import all_ddl
-from tests.given import LOCKED_OUT, Database, Given, eventually
+from busload import CommandBus, Group, HandlerContext, RetryPolicy, Settings, SyncCommandBus
+from busload.buffers import BufferTable
+from busload.buffers.table import all_ddl
+from tests.given import LOCKED_OUT, Database, Given, eventually, short_and_long
 
 NOW = timedelta(0)
 CRM = """
@@ -42,7 +43,7 @@ def crm(database: Database) -> str:
 async def test_an_application_records_single_activities_and_the_service_gets_bulk_calls(
     bus: CommandBus, given: Given, dsn: str, database: Database
 ) -> None:
-    """S2-01 to S2-06, S2-10, S2-13, S2-14, S2-27: the write path keeps its shape, a rollback leaves nothing"""
+    """The write path keeps its shape, a rollback leaves nothing"""
     events = bus.buffer("contact_activity_events", size=100, max_age=timedelta(hours=1))
     database.rows("CREATE TABLE activity (id int)")
     received: list[list[int]] = []
@@ -75,7 +76,7 @@ async def test_an_application_records_single_activities_and_the_service_gets_bul
 async def test_a_table_with_its_own_rules_is_a_buffer(
     bus: CommandBus, given: Given, database: Database, crm: str
 ) -> None:
-    """S2-05 to S2-09, S2-15 to S2-17: foreign key, one open event per row, joins by the group's id"""
+    """Foreign key, one open event per row, joins by the group's id"""
     events = bus.buffer("marketing", table=crm, size=10, max_age=NOW)
     received: list[str] = []
     database.rows("INSERT INTO contact_activity SELECT n, 'call ' || n FROM generate_series(1, 25) AS n")
@@ -112,7 +113,7 @@ async def test_a_table_with_its_own_rules_is_a_buffer(
 async def test_a_buffer_that_keeps_history_copies_what_it_deletes(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
-    """S2-11: in the same statement"""
+    """In the same statement"""
     events = bus.buffer("events", archive=True, max_age=NOW)
 
     @events.handler()
@@ -126,7 +127,7 @@ async def test_a_buffer_that_keeps_history_copies_what_it_deletes(
 
 
 async def test_a_group_that_failed_comes_back_as_it_was(bus: CommandBus, given: Given, database: Database) -> None:
-    """S2-26: no other group takes its events; ids and group_id are the receiver's idempotency keys"""
+    """No other group takes its events; ids and group_id are the receiver's idempotency keys"""
     events = bus.buffer("events", size=10, max_age=NOW)
     calls: list[tuple[UUID, list[int]]] = []
 
@@ -192,12 +193,17 @@ def threads(*jobs: Callable[[threading.Event], None]) -> Iterator[None]:
         raise failures[0]
 
 
-async def storm(bus: CommandBus, given: Given, dsn: str, *, seconds: float, claimers: int = 8) -> None:
+@short_and_long("seconds", (3.0,), (30.0,))
+async def test_events_of_a_subject_arrive_once_and_in_order_in_a_storm(
+    bus: CommandBus, given: Given, dsn: str, seconds: float
+) -> None:
     """Events of a hundred subjects at full speed, and claimers that get in each other's way.
 
     The payloads of a subject are lists of numbers which a merge appends to each other: what the service gets must be
     every number, once, in order.
     """
+
+    claimers = 8
 
     def appended(older: list[int], newer: list[int]) -> list[int]:
         return older + newer
@@ -263,25 +269,11 @@ def _first_wrong(numbers: list[int]) -> list[int]:
     return numbers[max(0, wrong - 3) : wrong + 5]
 
 
-async def test_events_of_a_subject_arrive_once_and_in_order_in_a_storm(bus: CommandBus, given: Given, dsn: str) -> None:
-    """F63: 8 claimers, inserts at full speed"""
-    await storm(bus, given, dsn, seconds=3)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(300)
-async def test_events_of_a_subject_arrive_once_and_in_order_in_a_long_storm(
-    bus: CommandBus, given: Given, dsn: str
-) -> None:
-    """F63"""
-    await storm(bus, given, dsn, seconds=30)
-
-
 @pytest.mark.parametrize("form", ["own", "theirs"])
 def test_no_event_is_in_two_groups_in_a_storm(
     sync_bus: SyncCommandBus, database: Database, dsn: str, form: str
 ) -> None:
-    """F63, S2-19, S2-22: every group holds exactly the events that its claim has counted"""
+    """Every group holds exactly the events that its claim has counted"""
     database.rows("CREATE TABLE theirs (n int)")
     for statement in all_ddl(BufferTable("theirs")):
         database.rows(statement)
@@ -317,12 +309,8 @@ def test_no_event_is_in_two_groups_in_a_storm(
     database.check_invariants()
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(600)
-async def test_a_newer_event_of_a_subject_in_flight_is_the_next_one_a_thousand_times(
-    bus: CommandBus, given: Given
-) -> None:
-    """F64"""
+@short_and_long("rounds", (20,), (1000,))
+async def test_a_newer_event_of_a_subject_in_flight_is_the_next_one(bus: CommandBus, given: Given, rounds: int) -> None:
     events = bus.buffer("events", merge="keep_last", max_age=NOW)
     received: list[Any] = []
 
@@ -334,10 +322,10 @@ async def test_a_newer_event_of_a_subject_in_flight_is_the_next_one_a_thousand_t
                 assert await events.add(item.data + 1, key="a") is not None
                 assert await events.add(item.data + 1, key="a") is None
 
-    for round in range(0, 2000, 2):
+    for round in range(0, 2 * rounds, 2):
         await events.add(round, key="a")
         await given.drained(domains=None)
-    assert received == list(range(2000))
+    assert received == list(range(2 * rounds))
 
 
 UPDATED = "UPDATE contact SET name = 'new' WHERE id = 2"

@@ -1,4 +1,4 @@
-"""The contact-activity story of S2, with a marketing service that is called over HTTP and keeps a ledger."""
+"""Contact activity goes to a marketing service in bulk; the service is called over HTTP and keeps a ledger."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def app(request: pytest.FixtureRequest) -> str:
 def test_every_committed_activity_reaches_marketing_in_bulk(
     app: str, dsn: str, sync_bus: SyncCommandBus, database: Database
 ) -> None:
-    """S2-03, S2-04, S2-06, S2-07, S2-09, S2-27, S2-29, S2-D1: single records in, bulk calls out, none after a rollback.
+    """Single records in, bulk calls out, none after a rollback.
 
     The refused record waits alone. A service that wants fewer calls gets them, and nobody pays with an attempt.
     """
@@ -97,7 +97,7 @@ def test_every_committed_activity_reaches_marketing_in_bulk(
 def test_a_record_that_fails_every_call_is_isolated(
     app: str, dsn: str, sync_bus: SyncCommandBus, database: Database
 ) -> None:
-    """S2-D5, F61: a service that answers 500 to the whole call; 499 are delivered, and the bad one waits alone."""
+    """A service that answers 500 to the whole call; 499 are delivered, and the bad one waits alone."""
     with MarketingService(strict=True) as service:
         said = run(app, dsn, service.url)
 

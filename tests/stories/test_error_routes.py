@@ -39,7 +39,7 @@ async def wait_of(given: Given, command_id: Any) -> float:
 async def test_transient_and_unknown_errors_are_tried_three_times_after_10_and_60_seconds(
     bus: CommandBus, given: Given, error: Exception
 ) -> None:
-    """S008, S010, C8: no reply, no counter, the error kept each time"""
+    """No reply, no counter, the error kept each time"""
     tried = given.handler("Debit", raising(error))
     command_id = await given.sent(reply_to="ledger")
 
@@ -65,7 +65,6 @@ async def test_transient_and_unknown_errors_are_tried_three_times_after_10_and_6
 
 
 async def test_the_third_pause_is_300_seconds_and_repeats(given: Given) -> None:
-    """S008, C8"""
     given.handler("Debit", raising(TransientCommandError("busy")), retry=RetryPolicy(max_attempts=5))
     command_id = await given.sent()
     for backoff in (10, 60, 300, 300):
@@ -75,7 +74,7 @@ async def test_the_third_pause_is_300_seconds_and_repeats(given: Given) -> None:
 
 
 async def test_a_handler_may_have_its_own_policy_and_a_command_its_own_limit(bus: CommandBus, given: Given) -> None:
-    """S010, S041: the command's limit wins"""
+    """The command's limit wins"""
     tried = given.handler("Debit", raising(OSError("down")), retry=RetryPolicy(max_attempts=2, backoff=(1,)))
     usual, patient = await given.sent(), await given.sent(max_attempts=4)
     batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Debit", max_attempts=1)])
@@ -91,7 +90,6 @@ async def test_a_handler_may_have_its_own_policy_and_a_command_its_own_limit(bus
 
 
 async def test_a_retry_that_succeeds_completes_its_command(given: Given) -> None:
-    """S008"""
     executions = []
 
     async def second_time(command: Command, ctx: HandlerContext) -> int:
@@ -112,7 +110,7 @@ async def test_a_retry_that_succeeds_completes_its_command(given: Given) -> None
 
 
 async def test_a_permanent_error_goes_to_troubleshooting_at_once(bus: CommandBus, given: Given) -> None:
-    """S009: code, message and details kept; no reply"""
+    """Code, message and details kept; no reply"""
     error = PermanentCommandError("no such account", code="ACCOUNT", details={"account": 7})
     tried = given.handler("Debit", raising(error))
     command_id = await given.sent(reply_to="ledger")
@@ -131,7 +129,7 @@ async def test_a_permanent_error_goes_to_troubleshooting_at_once(bus: CommandBus
 
 
 async def test_a_broken_business_rule_ends_the_command_as_failed(bus: CommandBus, given: Given) -> None:
-    """F016, S4-D1: no retry, no troubleshooting"""
+    """No retry, no troubleshooting"""
     tried = given.handler("Debit", raising(BusinessRuleError("overdrawn", code="FUNDS")))
     command_id = await given.sent()
     await given.drained()
@@ -146,7 +144,7 @@ async def test_a_broken_business_rule_ends_the_command_as_failed(bus: CommandBus
 
 
 async def test_a_handler_that_takes_too_long_has_failed_an_attempt(bus: CommandBus, given: Given) -> None:
-    """S008: async or in a thread, which cannot be stopped but no longer counts"""
+    """Async or in a thread, which cannot be stopped but no longer counts"""
     release = asyncio.Event()
     thread_may_end = asyncio.run_coroutine_threadsafe
     loop = asyncio.get_running_loop()
@@ -193,7 +191,6 @@ ODD_ERRORS: list[tuple[BaseException, str]] = [
 
 
 async def test_whatever_a_handler_raises_is_the_failure_of_its_command_alone(given: Given) -> None:
-    """B53, S008"""
     odd = {}
     for n, (error, _) in enumerate(ODD_ERRORS):
         given.handler(f"Odd{n}", raising(error))
@@ -210,7 +207,6 @@ async def test_whatever_a_handler_raises_is_the_failure_of_its_command_alone(giv
 
 
 async def test_a_message_of_megabytes_is_cut(given: Given) -> None:
-    """B53"""
     given.handler("Debit", raising(ValueError("é" * 5_000_000)))
     command_id = await given.sent()
     await given.drained()
@@ -222,7 +218,7 @@ async def test_a_message_of_megabytes_is_cut(given: Given) -> None:
 
 
 async def test_whatever_a_thread_raises_is_the_failure_of_its_command(bus: CommandBus, given: Given) -> None:
-    """B53, S008: also StopIteration, which no future can carry"""
+    """Also StopIteration, which no future can carry"""
     errors = [StopIteration(), SystemExit(1), KeyError("x"), asyncio.CancelledError(), BusinessRuleError("no")]
 
     @bus.handler(DOMAIN, "Debit")
@@ -251,7 +247,7 @@ BAD_RESULTS = [
 async def test_a_result_that_cannot_be_kept_goes_to_troubleshooting_and_is_not_tried_again(
     bus: CommandBus, given: Given
 ) -> None:
-    """B52, S005: its neighbours in the flush are unaffected"""
+    """Its neighbours in the flush are unaffected"""
 
     async def answer(command: Command, ctx: HandlerContext) -> Any:
         n = command.data["n"]
@@ -272,7 +268,6 @@ async def test_a_result_that_cannot_be_kept_goes_to_troubleshooting_and_is_not_t
 
 
 async def test_a_result_comes_back_as_it_was(bus: CommandBus, given: Given) -> None:
-    """S005, B06, B23, B25"""
     results: list[Any] = [None, [], {}, "", 0, False, 2**64, 0.1, -0.0, "\\u0000", {"a": [None, "é👩"]}]
 
     async def answer(command: Command, ctx: HandlerContext) -> Any:

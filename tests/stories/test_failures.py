@@ -19,7 +19,7 @@ from busload import (
     Group,
     HandlerContext,
     PermanentCommandError,
-    RateLimited,
+    RateLimitedError,
     RetryPolicy,
     SyncHandlerContext,
 )
@@ -100,7 +100,7 @@ async def test_a_reply_brings_no_traceback(given: Given, bus: CommandBus) -> Non
     ]
 
 
-async def test_one_error_of_a_bulk_handler_is_told_for_every_command_and_rendered_once(
+async def test_one_error_of_a_bulk_handler_is_kept_for_every_command_and_rendered_once(
     given: Given, bus: CommandBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rendered = 0
@@ -272,7 +272,7 @@ ROUTES: list[tuple[list[BaseException], tuple[Any, ...]]] = [
         [ExceptionGroup("inner", [KeyError("b"), CLOSED])],
         ("IN_TROUBLESHOOTING_QUEUE", "PermanentCommandError", "CLOSED", "closed"),
     ),
-    ([RateLimited(), OWED], ("FAILED", "BusinessRuleError", "NOT_OWED", "Not owed.")),
+    ([RateLimitedError(), OWED], ("FAILED", "BusinessRuleError", "NOT_OWED", "Not owed.")),
     (
         [KeyError("b")],
         ("SCHEDULED", "ExceptionGroup", None, "unhandled errors in a TaskGroup (1 sub-exception); KeyError: 'b'"),
@@ -302,7 +302,7 @@ async def test_the_message_of_the_group_is_kept_beside_that_of_the_member(given:
 
 
 async def test_a_group_of_refusals_burns_no_attempt(given: Given, database: Database) -> None:
-    given.handler("Debit", in_task_group(RateLimited(after=30), RateLimited(after=60)))
+    given.handler("Debit", in_task_group(RateLimitedError(after=30), RateLimitedError(after=60)))
     command_id = await given.sent()
     await given.drained()
     found = await given.command_now(command_id)

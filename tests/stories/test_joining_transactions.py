@@ -10,7 +10,8 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from busload import BatchCommand, CommandBus, DuplicateCommandError, InvalidOperationError, SyncCommandBus
+from busload import BatchCommand, CommandBus, DuplicateCommandError, SyncCommandBus
+from busload.errors import InvalidOperationError
 from tests.given import DOMAIN, Database, Given
 
 
@@ -30,7 +31,7 @@ def ours(dsn: str) -> Iterator[psycopg.Connection]:
 async def test_what_is_sent_appears_with_the_commit(
     bus: CommandBus, given: Given, mine: psycopg.AsyncConnection
 ) -> None:
-    """S4-13, S001: send, send_many and create_batch, beside the caller's own writes"""
+    """Send, send_many and create_batch, beside the caller's own writes"""
     await mine.execute("CREATE TABLE orders (id int)")
     await mine.execute("INSERT INTO orders VALUES (1)")
     command_id = (await bus.send(DOMAIN, "Debit", conn=mine)).command_id
@@ -50,7 +51,7 @@ async def test_what_is_sent_appears_with_the_commit(
 async def test_what_is_sent_disappears_with_the_rollback(
     bus: CommandBus, given: Given, mine: psycopg.AsyncConnection
 ) -> None:
-    """S4-13: also when sending was the first thing the connection ever did"""
+    """Also when sending was the first thing the connection ever did"""
     await bus.send(DOMAIN, "Debit", conn=mine)
     await mine.rollback()
     await bus.send_many(DOMAIN, [BatchCommand("Debit")], conn=mine)
@@ -66,7 +67,7 @@ async def test_what_is_sent_disappears_with_the_rollback(
 def test_the_sync_bus_leaves_commit_and_rollback_to_the_caller(
     sync_bus: SyncCommandBus, database: Database, ours: psycopg.Connection
 ) -> None:
-    """S4-13, S081: the first statement of a connection included"""
+    """The first statement of a connection included"""
     sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")], conn=ours)
     sync_bus.send(DOMAIN, "Debit", conn=ours)
     ours.rollback()
@@ -80,7 +81,7 @@ def test_the_sync_bus_leaves_commit_and_rollback_to_the_caller(
 async def test_the_async_bus_joins_a_connection_that_waits(
     bus: CommandBus, database: Database, ours: psycopg.Connection
 ) -> None:
-    """S4-13: an async application with sync database code"""
+    """An async application with sync database code"""
     await bus.send(DOMAIN, "Debit", conn=ours)
     ours.rollback()
     await bus.create_batch(DOMAIN, [BatchCommand("Debit")], conn=ours)
@@ -92,7 +93,6 @@ async def test_the_async_bus_joins_a_connection_that_waits(
 async def test_a_savepoint_that_is_rolled_back_takes_its_commands_along(
     bus: CommandBus, given: Given, mine: psycopg.AsyncConnection
 ) -> None:
-    """S4-13"""
     kept = (await bus.send(DOMAIN, "Debit", conn=mine)).command_id
 
     async def change_our_mind() -> None:
@@ -109,7 +109,7 @@ async def test_a_savepoint_that_is_rolled_back_takes_its_commands_along(
 async def test_a_connection_in_autocommit_mode_gets_a_transaction_of_ours(
     bus: CommandBus, sync_bus: SyncCommandBus, given: Given, conn: psycopg.AsyncConnection, dsn: str
 ) -> None:
-    """S4-02: all or none, and there at once"""
+    """All or none, and there at once"""
     taken = await given.sent()
     with pytest.raises(DuplicateCommandError):
         await bus.create_batch(DOMAIN, [BatchCommand("Debit"), BatchCommand("Debit", taken)], conn=conn)
@@ -125,7 +125,7 @@ async def test_a_connection_in_autocommit_mode_gets_a_transaction_of_ours(
 async def test_a_refused_duplicate_leaves_the_callers_transaction_usable(
     bus: CommandBus, given: Given, mine: psycopg.AsyncConnection
 ) -> None:
-    """S002: their own writes survive"""
+    """Their own writes survive"""
     taken = await given.sent()
     await mine.execute("CREATE TABLE orders (id int)")
     for send in (
@@ -145,7 +145,6 @@ async def test_a_refused_duplicate_leaves_the_callers_transaction_usable(
 async def test_a_failed_or_closed_connection_is_refused(
     bus: CommandBus, sync_bus: SyncCommandBus, database: Database, dsn: str
 ) -> None:
-    """S4-13"""
     async with await psycopg.AsyncConnection.connect(dsn) as failed:
         with pytest.raises(psycopg.errors.DivisionByZero):
             await failed.execute("SELECT 1/0")
@@ -168,7 +167,7 @@ async def test_a_failed_or_closed_connection_is_refused(
 async def test_a_connection_the_bus_cannot_join_is_refused(
     bus: CommandBus, sync_bus: SyncCommandBus, database: Database, mine: psycopg.AsyncConnection
 ) -> None:
-    """S4-13, S081: the sync bus cannot wait for an async one; anything else is no connection"""
+    """The sync bus cannot wait for an async one; anything else is no connection"""
     with pytest.raises(InvalidOperationError, match="AsyncConnection"):
         sync_bus.send(DOMAIN, "Debit", conn=mine)  # type: ignore[arg-type]
     for bad in ("postgresql://", object()):
@@ -180,7 +179,6 @@ async def test_a_connection_the_bus_cannot_join_is_refused(
 
 
 async def test_the_callers_row_factory_does_not_matter(bus: CommandBus, given: Given, dsn: str) -> None:
-    """S4-13"""
     async with await psycopg.AsyncConnection.connect(dsn, row_factory=dict_row) as conn:
         batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Debit", uuid4())], conn=conn)
         assert await bus.cancel_batch(DOMAIN, batch_id, reason="enough", conn=conn) == 1
@@ -192,7 +190,7 @@ async def test_the_callers_row_factory_does_not_matter(bus: CommandBus, given: G
 def test_a_connection_with_another_kind_of_cursor_is_joined_too(
     sync_bus: SyncCommandBus, dsn: str, factory: type[psycopg.Cursor[Any]]
 ) -> None:
-    """DESIGN 5: the statements are ours, so the caller's way of writing them does not matter"""
+    """The statements are ours, so the caller's way of writing them does not matter"""
     with psycopg.connect(dsn, cursor_factory=factory, row_factory=psycopg.rows.dict_row) as conn:
         batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")], conn=conn)
         sync_bus.send(DOMAIN, "Debit", conn=conn)

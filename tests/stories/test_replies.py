@@ -19,7 +19,7 @@ def replies(given: Given) -> list[tuple[Any, ...]]:
 
 
 async def test_success_is_replied_with_the_result(bus: CommandBus, given: Given) -> None:
-    """S001, S003, S005: and the reply runs like any command"""
+    """The reply runs like any command"""
 
     async def run(command: Command, ctx: HandlerContext) -> dict[str, int]:
         assert (command.reply_to, command.correlation_id) == ("ledger", correlation_id)
@@ -52,7 +52,6 @@ async def test_success_is_replied_with_the_result(bus: CommandBus, given: Given)
 
 
 async def test_a_broken_business_rule_is_replied_as_failed(given: Given) -> None:
-    """F016"""
     given.handler("Debit", raising(BusinessRuleError("overdrawn", code="FUNDS", details={"missing": 3})))
     command_id = await given.sent(reply_to="ledger")
     await given.drained()
@@ -65,7 +64,7 @@ async def test_a_broken_business_rule_is_replied_as_failed(given: Given) -> None
 
 
 async def test_an_operators_verdict_is_replied(bus: CommandBus, given: Given) -> None:
-    """S013, S014: SUCCESS with the result, CANCELED with the reason; nothing on a retry"""
+    """SUCCESS with the result, CANCELED with the reason; nothing on a retry"""
     await given.in_troubleshooting()
     ids = [await given.sent("Refuse", reply_to="ledger") for _ in range(3)]
     await given.drained()
@@ -86,7 +85,7 @@ async def test_an_operators_verdict_is_replied(bus: CommandBus, given: Given) ->
 
 
 async def test_without_a_correlation_id_the_command_id_is_it(bus: CommandBus, given: Given) -> None:
-    """S003, C2: in the row, for the handler and in the reply"""
+    """In the row, for the handler and in the reply"""
     seen = given.handler()
     command_id = await given.sent(reply_to="ledger")
     assert (await given.command_now(command_id)).correlation_id == command_id
@@ -97,7 +96,7 @@ async def test_without_a_correlation_id_the_command_id_is_it(bus: CommandBus, gi
 
 
 async def test_a_command_without_reply_to_gets_none(bus: CommandBus, given: Given) -> None:
-    """S005: also beside some that do, in one batch"""
+    """Also beside some that do, in one batch"""
     given.handler()
     asked: UUID = uuid4()
     await bus.create_batch(
@@ -108,7 +107,7 @@ async def test_a_command_without_reply_to_gets_none(bus: CommandBus, given: Give
 
 
 async def test_a_reply_that_cannot_be_written_rolls_the_completion_back(given: Given) -> None:
-    """S005: both or neither"""
+    """Both or neither"""
     command_id = await given.sent(reply_to="ledger")
     leased = given.claimed()
     given.database.rows("ALTER TABLE busload.command ADD CONSTRAINT no_ledger CHECK (domain <> 'ledger')")

@@ -13,18 +13,16 @@ import pytest
 
 from busload import (
     BatchCommand,
-    BatchSealedError,
     BusinessRuleError,
     Command,
-    CommandNotFoundError,
     DuplicateCommandError,
     InvalidCommandError,
-    InvalidOperationError,
     PermanentCommandError,
     SyncCommandBus,
     SyncHandlerContext,
     Worker,
 )
+from busload.errors import BatchSealedError, CommandNotFoundError, InvalidOperationError
 from tests.given import DOMAIN, Database, counts
 
 
@@ -33,7 +31,7 @@ def drain(bus: SyncCommandBus) -> int:
 
 
 def test_a_batch_from_creation_to_completion(sync_bus: SyncCommandBus) -> None:
-    """S4-01, S4-37, S081: handlers written with def run in threads"""
+    """Handlers written with def run in threads"""
     threads: set[str] = set()
 
     @sync_bus.handler(DOMAIN, "Debit")
@@ -64,7 +62,6 @@ def test_a_batch_from_creation_to_completion(sync_bus: SyncCommandBus) -> None:
 
 
 def test_single_commands_and_many(sync_bus: SyncCommandBus, database: Database) -> None:
-    """S001, S002, S032"""
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     sent = sync_bus.send(DOMAIN, "Debit", {"a": 1}, priority=3, run_at=tomorrow, task_key="k", max_attempts=2)
     found = sync_bus.get_command(DOMAIN, sent.command_id)
@@ -88,8 +85,6 @@ def test_single_commands_and_many(sync_bus: SyncCommandBus, database: Database) 
 
 
 def test_an_open_batch(sync_bus: SyncCommandBus, database: Database) -> None:
-    """C11, C12, S4-D3"""
-
     @sync_bus.handler(DOMAIN, "Debit")
     def debit(command: Command, ctx: SyncHandlerContext) -> None: ...
 
@@ -118,8 +113,6 @@ def test_an_open_batch(sync_bus: SyncCommandBus, database: Database) -> None:
 
 
 def test_operators_and_cancels(sync_bus: SyncCommandBus) -> None:
-    """S012–S014, S4-D2, S4-D5"""
-
     @sync_bus.handler(DOMAIN, "Debit")
     def debit(command: Command, ctx: SyncHandlerContext) -> None:
         raise PermanentCommandError("closed")
@@ -140,8 +133,6 @@ def test_operators_and_cancels(sync_bus: SyncCommandBus) -> None:
 
 
 def test_watching(sync_bus: SyncCommandBus) -> None:
-    """S043"""
-
     @sync_bus.handler(DOMAIN, "Debit")
     def debit(command: Command, ctx: SyncHandlerContext) -> None: ...
 
@@ -153,7 +144,7 @@ def test_watching(sync_bus: SyncCommandBus) -> None:
 
 
 def test_a_handlers_writes_and_its_completion_commit_together(sync_bus: SyncCommandBus, database: Database) -> None:
-    """S005, S028: what it sends as well; its error rolls everything back"""
+    """What it sends as well; its error rolls everything back"""
     database.rows("CREATE TABLE booked (n int)")
 
     @sync_bus.handler(DOMAIN, "Debit")
@@ -174,7 +165,7 @@ def test_a_handlers_writes_and_its_completion_commit_together(sync_bus: SyncComm
 
 
 def test_no_event_loop_is_hidden_in_it(sync_bus: SyncCommandBus, dsn: str) -> None:
-    """S081: it works inside a running loop, and joins a transaction there"""
+    """It works inside a running loop, and joins a transaction there"""
 
     async def inside() -> None:
         with psycopg.connect(dsn) as conn:

@@ -121,6 +121,6 @@ def test_a_task_that_is_called_without_a_message_runs_untracked(dsn: str, chains
 
 
 def test_what_is_recovered_is_published_as_it_was_called(dsn: str, chains: Any) -> None:
-    """S3-D2: under its own name, with all its arguments."""
+    """Under its own name, with all its arguments."""
     assert ran(dsn, "recover") == [[[7], {"month": "May"}]]
     assert [chain for chain, _ in chains().values()] == [["completed"]]

@@ -67,7 +67,7 @@ async def statuses(tracker: TaskTracker, execution: Execution) -> list[str]:
 async def test_the_message_carries_both_keys_and_survives_the_broker(
     tracker: TaskTracker, channel: AbstractChannel, queue: AbstractQueue
 ) -> None:
-    """S3-08: in its body beside the metadata, and in its headers."""
+    """In its body beside the metadata, and in its headers."""
     execution = await enqueued(tracker, queue)
     await example.publish(channel, execution)
     message = await delivered(queue)
@@ -81,7 +81,7 @@ async def test_the_message_carries_both_keys_and_survives_the_broker(
 async def test_failures_are_requeued_and_then_success_is_acknowledged(
     tracker: TaskTracker, channel: AbstractChannel, queue: AbstractQueue
 ) -> None:
-    """S3-09, S3-10: the same message goes round."""
+    """The same message goes round."""
     execution = await enqueued(tracker, queue)
     await example.publish(channel, execution)
     await example.consume(tracker, await delivered(queue))
@@ -96,7 +96,7 @@ async def test_failures_are_requeued_and_then_success_is_acknowledged(
 async def test_the_last_failure_is_dead_lettered(
     tracker: TaskTracker, channel: AbstractChannel, queue: AbstractQueue
 ) -> None:
-    """S3-11, S3-12: and so is a message whose keys do not belong together."""
+    """So is a message whose keys do not belong together."""
     execution = await enqueued(tracker, queue, "broken")
     await example.publish(channel, execution)
     for _ in range(3):
@@ -121,7 +121,7 @@ async def test_a_message_that_outlives_its_worker_is_acknowledged_and_its_task_i
     channel: AbstractChannel,
     queue: AbstractQueue,
 ) -> None:
-    """S3-D2, F12, by the broker's own redelivery: it comes before anybody knows that the worker is dead."""
+    """By the broker's own redelivery: it comes before anybody knows that the worker is dead."""
     execution = await enqueued(tracker, queue)
     await example.publish(channel, execution)
     doomed = await aio_pika.connect(rabbitmq_url)

@@ -12,13 +12,12 @@ import pytest
 from busload import (
     Command,
     CommandBus,
-    CommandNotFoundError,
     HandlerContext,
     InvalidCommandError,
-    InvalidOperationError,
     PermanentCommandError,
     TransientCommandError,
 )
+from busload.errors import CommandNotFoundError, InvalidOperationError
 from tests.given import DOMAIN, Given, counts, raising
 
 Action = Callable[[CommandBus, UUID], Awaitable[None]]
@@ -31,7 +30,6 @@ every_action = pytest.mark.parametrize("action", ACTIONS.values(), ids=list(ACTI
 
 
 async def test_what_waits_is_listed_newest_first_with_its_data_and_its_error(bus: CommandBus, given: Given) -> None:
-    """S009, S011"""
     given.handler("Debit", raising(PermanentCommandError("closed", code="CLOSED", details={"account": 7})))
     given.handler("Credit", raising(ValueError("what?")))
     first = await given.sent("Debit", {"cents": 1}, task_key="invoice:1", reply_to="ledger")
@@ -58,7 +56,6 @@ async def test_what_waits_is_listed_newest_first_with_its_data_and_its_error(bus
 
 
 async def test_what_waits_is_filtered_by_type_and_paged(bus: CommandBus, given: Given) -> None:
-    """S011"""
     _, debits = await given.in_troubleshooting(commands=5)
     given.handler("Credit", raising(PermanentCommandError("closed")))
     credit = await given.sent("Credit")
@@ -73,7 +70,7 @@ async def test_what_waits_is_filtered_by_type_and_paged(bus: CommandBus, given: 
 
 
 async def test_a_retry_starts_the_attempts_over_and_the_chain_goes_on(bus: CommandBus, given: Given) -> None:
-    """S012, S4-D2: three attempts more, numbered on; the audit keeps all of them"""
+    """Three attempts more, numbered on; the audit keeps all of them"""
     attempts: list[int] = []
 
     async def busy(command: Command, ctx: HandlerContext) -> None:
@@ -106,7 +103,6 @@ async def test_a_retry_starts_the_attempts_over_and_the_chain_goes_on(bus: Comma
 
 
 async def test_a_retried_command_may_succeed(bus: CommandBus, given: Given) -> None:
-    """S012, S042"""
     fails = [PermanentCommandError("closed"), None]
 
     async def run(command: Command, ctx: HandlerContext) -> str:
@@ -126,7 +122,6 @@ async def test_a_retried_command_may_succeed(bus: CommandBus, given: Given) -> N
 
 
 async def test_an_operator_completes_with_a_result(bus: CommandBus, given: Given) -> None:
-    """S014, S4-28"""
     _, [command_id] = await given.in_troubleshooting()
     await bus.troubleshooting.complete(DOMAIN, command_id, result={"by": "phone"}, operator="ada")
 
@@ -139,7 +134,6 @@ async def test_an_operator_completes_with_a_result(bus: CommandBus, given: Given
 
 
 async def test_an_operator_cancels_with_a_reason(bus: CommandBus, given: Given) -> None:
-    """S013, S4-29"""
     batch_id, [command_id] = await given.in_troubleshooting()
     await bus.troubleshooting.cancel(DOMAIN, command_id, reason="account closed", operator="ada")
 
@@ -150,7 +144,7 @@ async def test_an_operator_cancels_with_a_reason(bus: CommandBus, given: Given) 
 
 
 async def test_a_cancel_needs_a_reason(bus: CommandBus, given: Given) -> None:
-    """S013: of a command and of a batch"""
+    """Of a command and of a batch"""
     batch_id, [command_id] = await given.in_troubleshooting()
     before = given.database.everything()
     reasons: list[Any] = ["", None, 7, "x\0", "x" * 5000]
@@ -171,7 +165,7 @@ async def test_a_cancel_needs_a_reason(bus: CommandBus, given: Given) -> None:
 async def test_only_what_is_in_troubleshooting_can_be_operated_on(
     bus: CommandBus, given: Given, action: Action
 ) -> None:
-    """S012–S014: the message names the state"""
+    """The message names the state"""
     given.handler("Done")
     done = await given.sent("Done")
     await given.drained()
@@ -187,7 +181,7 @@ async def test_only_what_is_in_troubleshooting_can_be_operated_on(
 
 @every_action
 async def test_a_command_nobody_knows_is_not_found(bus: CommandBus, given: Given, action: Action) -> None:
-    """S012–S014: nor one of another domain"""
+    """Nor one of another domain"""
     unknown = uuid4()
     with pytest.raises(CommandNotFoundError, match=str(unknown)) as refused:
         await action(bus, unknown)
@@ -199,7 +193,7 @@ async def test_a_command_nobody_knows_is_not_found(bus: CommandBus, given: Given
 
 @every_action
 async def test_the_second_of_two_operators_is_refused(bus: CommandBus, given: Given, action: Action) -> None:
-    """S012–S014, S4-28: counted once"""
+    """Counted once"""
     batch_id, [command_id, _] = await given.in_troubleshooting(commands=2)
     await action(bus, command_id)
     after = counts(await given.batch_now(batch_id))
@@ -210,7 +204,6 @@ async def test_the_second_of_two_operators_is_refused(bus: CommandBus, given: Gi
 
 @every_action
 async def test_an_operator_may_act_in_a_transaction(bus: CommandBus, given: Given, action: Action, dsn: str) -> None:
-    """S4-13"""
     batch_id, [command_id] = await given.in_troubleshooting()
     before = given.database.everything()
     async with await psycopg.AsyncConnection.connect(dsn) as conn:
@@ -226,7 +219,7 @@ async def test_an_operator_may_act_in_a_transaction(bus: CommandBus, given: Give
 
 
 async def test_a_batch_says_once_that_only_a_person_can_move_it_on(bus: CommandBus, given: Given) -> None:
-    """C13, S4-33: once per stall, though several commands wait; again when it stalls again"""
+    """Once per stall, though several commands wait; again when it stalls again"""
 
     async def stalls() -> list[Any]:
         trail = await bus.get_batch_audit_trail(DOMAIN, batch_id)
@@ -250,7 +243,7 @@ async def test_a_batch_says_once_that_only_a_person_can_move_it_on(bus: CommandB
 
 
 async def test_a_batch_that_still_has_work_is_not_stalled(bus: CommandBus, given: Given) -> None:
-    """C13: nor is one that is not sealed"""
+    """Nor is one that is not sealed"""
     given.handler("Refuse", raising(PermanentCommandError("closed")))
     async with bus.open_batch(DOMAIN) as batch:
         await batch.add("Refuse")

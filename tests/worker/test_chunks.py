@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,18 +20,17 @@ from busload import (
     Command,
     CommandBus,
     InvalidCommandError,
-    InvalidOperationError,
     PermanentCommandError,
     RateLimit,
-    RateLimited,
+    RateLimitedError,
     RetryPolicy,
     SyncChunkContext,
     SyncCommandBus,
     TransientCommandError,
     WorkerSettings,
 )
-from busload.store import rate
-from busload.worker import limit as limiting
+from busload.errors import InvalidOperationError
+from busload.limits import rate
 from busload.worker.chunks import Gatherer
 from tests.given import DOMAIN, Database, Given, counts, eventually
 
@@ -86,7 +86,9 @@ async def test_a_chunk_that_is_not_full_leaves_after_max_wait(bus: CommandBus, g
         await eventually(lambda: ran.sizes == [7])
 
 
-async def test_until_then_it_waits_for_more(bus: CommandBus, given: Given, database: Database) -> None:
+async def test_a_chunk_that_is_not_full_waits_for_more_until_max_wait(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
     ran = bulk(bus, size=10)
     async with given.running():
         for n in range(9):
@@ -340,10 +342,10 @@ async def test_what_was_gathered_is_handed_back_when_its_domain_is_paused(
     async with given.running():
         await given.batch(30, "Push")
         await eventually(lambda: database.value("SELECT sum(open) FROM busload.lease") == 30)
-        await bus.pause(DOMAIN, reason="maintenance", operator="ann")
+        await bus.domains.pause(DOMAIN, reason="maintenance", operator="ann")
         await eventually(lambda: database.count("lease") == 0)
         assert database.value("SELECT sum(hi - lo + 1) FROM busload.queue") == 30
-        await bus.resume(DOMAIN, operator="ann")
+        await bus.domains.resume(DOMAIN, operator="ann")
         await eventually(lambda: database.value("SELECT sum(open) FROM busload.lease") == 30)
     assert ran.calls == []
     database.check_invariants()
@@ -366,7 +368,7 @@ async def test_gathered_commands_whose_lease_was_lost_do_not_run_here(
 
 def worker_held(worker: Any) -> None:
     """What a heartbeat would tell: these leases are not ours any more."""
-    held = worker._stats.__self__._held
+    held = worker._run._held
     held.lose(set(held.lease_ids))
 
 
@@ -493,7 +495,7 @@ async def test_a_call_that_raises_tries_all_again(bus: CommandBus, given: Given,
 async def test_an_undecodable_command_waits_alone_and_the_chunk_runs(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
-    """P15, with `by` and without."""
+    """With `by` and without."""
     ran = bulk(bus, size=3)
     other = bulk(bus, command_type="Sort", size=3, by=lambda command: 1)
     await given.batch(3, "Push")
@@ -532,7 +534,7 @@ async def test_a_refused_call_puts_the_rest_off_and_burns_no_attempt(
     def judge(chunk: Chunk, ctx: ChunkContext) -> None:
         if len(ran.calls) == 1:
             chunk.succeed(chunk[0])
-            raise RateLimited(after=0)
+            raise RateLimitedError(after=0)
 
     ran = bulk(bus, judge, size=3, max_wait=0.05, retry=ONCE)
     batch_id = await given.batch(3, "Push")
@@ -544,7 +546,7 @@ async def test_a_refused_call_puts_the_rest_off_and_burns_no_attempt(
     database.check_invariants()
 
 
-async def test_a_refusal_that_is_told_item_by_item_in_a_transaction_is_one_too(
+async def test_a_refusal_item_by_item_in_a_transaction_puts_the_rest_off_too(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
     calls: list[int] = []
@@ -556,7 +558,7 @@ async def test_a_refusal_that_is_told_item_by_item_in_a_transaction_is_one_too(
             await conn.execute("SELECT 1")
             for item in chunk:
                 if len(calls) == 1:
-                    chunk.fail(item, RateLimited(after=0))
+                    chunk.fail(item, RateLimitedError(after=0))
 
     batch_id = await given.batch(2, "Push")
     async with given.running():
@@ -577,7 +579,7 @@ async def test_what_is_refused_waits_and_what_has_failed_otherwise_does_not(
                 await conn.execute("SELECT 1")
         errors = [None, PermanentCommandError("bad"), BusinessRuleError("no"), TransientCommandError("500")]
         for item in chunk:
-            error = RateLimited(after=3600) if item.data["n"] == 4 else errors[item.data["n"]]
+            error = RateLimitedError(after=3600) if item.data["n"] == 4 else errors[item.data["n"]]
             chunk.succeed(item) if error is None else chunk.fail(item, error)
 
     batch_id = await given.batch(5, "Push")
@@ -783,7 +785,7 @@ async def test_a_stopping_worker_hands_a_running_chunk_back(bus: CommandBus, giv
 async def test_after_the_second_whole_failure_the_bad_command_is_found(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
-    """F61 for commands: 64 of them, one poison, and each good one passes exactly once."""
+    """64 commands, one poison, and each good one passes exactly once."""
 
     def judge(chunk: Chunk, ctx: ChunkContext) -> None:
         if any(item.data["n"] == 17 for item in chunk):
@@ -800,10 +802,10 @@ async def test_after_the_second_whole_failure_the_bad_command_is_found(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call is put off unless its turn has come."""
     monkeypatch.setattr(rate, "AHEAD", 0.0)
-    monkeypatch.setattr(limiting, "PATIENCE", 0.02)
+    given.settings = replace(given.settings, wait_for_turn=timedelta(milliseconds=20))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -834,7 +836,7 @@ async def test_a_refusal_in_the_middle_of_the_search_does_not_end_it(
     def judge(chunk: Chunk, ctx: ChunkContext) -> None:
         if len(ran.calls) > 2 and ran.calls[-1] not in refused:
             refused.append(ran.calls[-1])
-            raise RateLimited(after=0.01)
+            raise RateLimitedError(after=0.01)
         if any(item.data["n"] == 2 for item in chunk):
             raise TransientCommandError("500")
 
@@ -854,14 +856,14 @@ async def test_a_pause_cuts_the_search_short_and_burns_nothing(
 ) -> None:
     def judge(chunk: Chunk, ctx: ChunkContext) -> None:
         if limit is None and len(ran.calls) == 3:
-            raise RateLimited(after=3600)
+            raise RateLimitedError(after=3600)
         raise TransientCommandError("500")
 
     ran = bulk(bus, judge, size=4, isolate_poison=True, rate_limit=limit)
     await given.batch(4, "Push")
     async with given.running():
         await eventually(lambda: len(ran.calls) == 3)
-        await bus.pause(DOMAIN)
+        await bus.domains.pause(DOMAIN)
         await eventually(lambda: database.count("lease") == 0)
     assert len(ran.calls) == 3
     assert database.count("execution") == 4
@@ -881,9 +883,9 @@ async def test_a_pause_is_heeded_between_two_parts_of_the_search(
     async def handle(chunk: Chunk, ctx: ChunkContext) -> None:
         calls.append(len(chunk))
         if len(calls) == 3:
-            await bus.pause(DOMAIN)
-            await eventually(lambda: DOMAIN in worker._stats.__self__._pauses.paused)  # type: ignore[attr-defined]
-            raise RateLimited(after=0)
+            await bus.domains.pause(DOMAIN)
+            await eventually(lambda: worker._run is not None and DOMAIN in worker._run._pauses.paused)
+            raise RateLimitedError(after=0)
         raise TransientCommandError("500")
 
     await given.batch(4, "Push")

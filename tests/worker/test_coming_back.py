@@ -15,12 +15,12 @@ import psycopg
 import pytest
 
 from busload import CommandBus, HandlerContext, Worker
-from busload.domain.command import Command
-from busload.domain.execution import Leased
-from busload.store import claim, rescue
-from busload.store.plan import perform
-from busload.store.pool import engine_pool
-from busload.worker.held import Held
+from busload.commands import claim, rescue
+from busload.commands.command import Command
+from busload.commands.execution import Leased
+from busload.postgres.pool import engine_pool
+from busload.sync.plan import perform
+from busload.worker.held_leases import HeldLeases
 from busload.worker.sweep import Sweep
 from tests.brokers.proxy import PostgresProxy
 from tests.given import DOMAIN, END_LISTENERS, LISTENERS, LOCKED_OUT, Database, Given, eventually
@@ -69,7 +69,7 @@ async def behind(line: Line, given: Given, name: str, handler: Any, domain: str 
         bus.handler(domain, "Debit")(handler)
         cut_off = Given(bus, given.database, replace(given.settings, lease_for=LEASE))
         async with cut_off.running(name=name, domains=[domain]) as worker:
-            await eventually(lambda: hasattr(worker._stats, "__self__"))  # it has begun
+            await eventually(lambda: worker._run is not None and worker._run.started)  # it has begun
             try:
                 yield worker
             finally:
@@ -77,8 +77,7 @@ async def behind(line: Line, given: Given, name: str, handler: Any, domain: str 
 
 
 def in_touch(worker: Worker) -> bool:
-    running = worker._stats.__self__  # type: ignore[attr-defined]
-    return bool(running._heartbeat.in_touch)
+    return worker._run is not None and worker._run._heartbeat.in_touch
 
 
 async def test_after_an_outage_for_everybody_what_runs_goes_on_and_who_died_is_found(
@@ -123,7 +122,7 @@ async def test_who_has_lost_touch_with_the_database_declares_nobody_dead(
     given.died(judge)  # its own heartbeat is late, too, but it lives: it asks
     database.perform(rescue.retire(worker=ended))
     async with engine_pool(dsn, 1) as pool:
-        await Sweep(pool, LEASE, lambda: judge, lambda: in_touch).once()
+        await Sweep(pool, LEASE).once(worker=judge, judge=in_touch)
     lost = "SELECT worker FROM busload.event WHERE type = 'LEASE_LOST' ORDER BY worker"
     assert database.rows(lost) == ([(silent,), (ended,)] if in_touch else [(ended,)])
     dead = database.rows("SELECT worker FROM busload.worker WHERE lost")
@@ -162,7 +161,7 @@ def lost_and_back(given: Given, database: Database, leased: list[Leased], worker
     given.died(worker)
     assert given.rescued().parked == 0
     plan = rescue.come_back(
-        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        dead=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
     )
     back: tuple[int, frozenset[UUID]] = database.perform(plan)
     return back
@@ -200,7 +199,9 @@ async def test_what_was_settled_or_given_back_before_stays_so(given: Given, data
     database.check_invariants()
 
 
-async def test_of_what_another_worker_has_begun_only_the_blame_is_taken_back(given: Given, database: Database) -> None:
+async def test_a_worker_that_comes_back_only_clears_commands_that_another_has_begun(
+    given: Given, database: Database
+) -> None:
     """There is one winner: the lease of the worker that came back stays lost."""
     await given.batch(1)
     worker = given.registered_worker()
@@ -212,7 +213,7 @@ async def test_of_what_another_worker_has_begun_only_the_blame_is_taken_back(giv
         taken = given.claimed(by=heir)
         assert len(taken) == 1
         plan = rescue.come_back(
-            buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+            dead=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
         )
         _, resumed = database.perform(plan)
         assert resumed == frozenset() and database.value(CRASHES) == 0
@@ -243,7 +244,7 @@ async def test_a_lease_of_which_others_have_begun_a_part_is_not_taken_up_again(
     taken = given.claimed(4)
     assert len(taken) == 4
     plan = rescue.come_back(
-        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        dead=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
     )
     _, resumed = database.perform(plan)
     assert resumed == frozenset() and database.value(CRASHES) == 0
@@ -281,7 +282,7 @@ BACK = "SELECT count(*) FROM busload.event WHERE type = 'NOT_CRASHED'"
 
 @pytest.mark.parametrize("notices_first", [False, True])
 @pytest.mark.parametrize("transaction", [False, True])
-async def test_a_command_whose_result_was_refused_runs_again_and_nobody_is_blamed(
+async def test_a_command_whose_result_was_refused_runs_again_and_is_not_suspected(
     given: Given, database: Database, transaction: bool, notices_first: bool
 ) -> None:
     handler = DeclaredDead(given, transaction=transaction, notices_first=notices_first)
@@ -363,7 +364,7 @@ async def test_a_worker_comes_back_though_its_first_try_is_not_committed(given: 
 
 @pytest.mark.parametrize("answers_lost", [1, 2, 3])
 @pytest.mark.parametrize("settled_between", [0, 1])
-async def test_a_worker_that_never_heard_that_it_was_back_comes_back_again(
+async def test_a_worker_that_missed_the_answer_to_its_return_returns_again(
     given: Given, database: Database, answers_lost: int, settled_between: int
 ) -> None:
     """It knows all the numbers that it had; each of them was declared dead with the same lease."""
@@ -375,7 +376,7 @@ async def test_a_worker_that_never_heard_that_it_was_back_comes_back_again(
         given.died(numbers[-1])
         assert given.rescued().parked == 0
         plan = rescue.come_back(
-            buried=numbers, leases=[lease], name="w", domains=[DOMAIN], concurrency=6, lease_for=LEASE
+            dead=numbers, leases=[lease], name="w", domains=[DOMAIN], concurrency=6, lease_for=LEASE
         )
         worker, resumed = database.perform(plan)
         assert resumed == {lease.lease_id}
@@ -401,7 +402,7 @@ async def test_a_lease_that_nobody_has_taken_back_yet_goes_on(given: Given, data
         holder.execute("SELECT FROM busload.batch WHERE batch_id = %s FOR NO KEY UPDATE", [batch_id])
         assert database.perform(rescue.rescue(free_only=True)).commands == 0
     plan = rescue.come_back(
-        buried=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
+        dead=[worker], leases=[leased[0].lease], name="w", domains=[DOMAIN], concurrency=1, lease_for=LEASE
     )
     _, resumed = database.perform(plan)
     assert resumed == {leased[0].lease.lease_id}
@@ -413,7 +414,7 @@ async def test_a_lease_that_nobody_has_taken_back_yet_goes_on(given: Given, data
 async def test_what_was_claimed_meanwhile_is_not_lost_with_the_rest(given: Given) -> None:
     await given.batch(2)
     before, after = (given.claimed()[0].lease for _ in range(2))
-    held = Held()
+    held = HeldLeases()
     held.take([before, after])
     held.lose({before.lease_id})
     assert (held.lease_ids, before.lost, after.lost) == ([after.lease_id], True, False)

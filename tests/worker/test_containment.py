@@ -1,4 +1,4 @@
-"""What a handler or its error does affects its own command only (P15)."""
+"""What a handler or its error does affects its own command only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,26 +21,23 @@ import pytest
 
 from busload import (
     BatchCommand,
-    Buffer,
     Command,
     CommandBus,
     DuplicateCommandError,
     HandlerContext,
-    InvalidOperationError,
     PermanentCommandError,
     RateLimit,
     RetryPolicy,
-    Superseded,
     Worker,
 )
-from busload.domain.ids import new_id
-from busload.domain.payload import Undecodable
-from busload.store import claim, rescue
-from busload.store.pool import async_pool, engine_pool
-from busload.worker.contain import hands_on
-from busload.worker.held import Held
-from busload.worker.limit import Postponed
-from busload.worker.sweep import DesertedLeases
+from busload.buffers import Buffer
+from busload.commands import claim
+from busload.commands.ids import new_id
+from busload.commands.payload import UndecodableError
+from busload.errors import InvalidOperationError, SupersededError
+from busload.limits.limiter import PostponedError
+from busload.postgres.pool import engine_pool
+from busload.worker.contain import references_to
 from tests.given import DOMAIN, Database, Given, eventually
 
 
@@ -104,7 +102,7 @@ async def test_an_id_twice_in_a_list_is_not_said_to_exist(bus: CommandBus, datab
 def test_a_bus_that_was_opened_before_a_fork_is_refused_in_the_child(dsn: str) -> None:
     """Two processes on one connection would read each other's answers."""
     bus = CommandBus(dsn)
-    bus._pool = async_pool(dsn, 1)
+    asyncio.run(bus.open(wait=None))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - runs in the child
@@ -454,28 +452,28 @@ async def test_what_a_task_has_waited_for_does_not_change_the_references_to_it()
             await asyncio.sleep(0.001)
             function()
 
-        counts["the first step"] = hands_on(task)
+        counts["the first step"] = references_to(task)
         await asyncio.sleep(0)
-        counts["a turn"] = hands_on(task)
+        counts["a turn"] = references_to(task)
         await asyncio.sleep(0.001)
-        counts["a timer"] = hands_on(task)
+        counts["a timer"] = references_to(task)
         await asyncio.create_task(asyncio.sleep(0.001))
-        counts["a task"] = hands_on(task)
+        counts["a task"] = references_to(task)
         with contextlib.suppress(ValueError):
             await asyncio.create_task(fail())
-        counts["an error"] = hands_on(task)
+        counts["an error"] = references_to(task)
         await asyncio.to_thread(int)
-        counts["a thread"] = hands_on(task)
+        counts["a thread"] = references_to(task)
         done = loop.create_future()
         done.set_result(None)
         await done
-        counts["nothing"] = hands_on(task)
+        counts["nothing"] = references_to(task)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.001):
                 await asyncio.Event().wait()
-        counts["a timeout"] = hands_on(task)
+        counts["a timeout"] = references_to(task)
         kept = later(task.cancel)
-        assert hands_on(task) > counts["the first step"], "somebody has a hand on it"
+        assert references_to(task) > counts["the first step"], "somebody has a hand on it"
         kept.close()
 
     await asyncio.Task(wait())
@@ -486,16 +484,18 @@ async def test_what_a_task_has_waited_for_does_not_change_the_references_to_it()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["Superseded", "Undecodable", "Postponed"])
+@pytest.mark.parametrize("name", ["SupersededError", "UndecodableError", "PostponedError"])
 async def test_what_only_we_may_say_is_the_failure_of_a_handler_that_says_it(
     bus: CommandBus, given: Given, database: Database, kind: str, name: str
 ) -> None:
     """Only the loss of its own lease means that an attempt is not settled."""
 
     def fail() -> None:
-        raise {"Superseded": Superseded("of others"), "Undecodable": Undecodable("x"), "Postponed": Postponed("x", 1)}[
-            name
-        ]
+        raise {
+            "SupersededError": SupersededError("of others"),
+            "UndecodableError": UndecodableError("x"),
+            "PostponedError": PostponedError("x", 1),
+        }[name]
 
     domain = served(bus, kind, fail, retry=RetryPolicy(max_attempts=1))
     await filled(bus, domain, 3)
@@ -509,39 +509,38 @@ async def test_what_only_we_may_say_is_the_failure_of_a_handler_that_says_it(
 
 async def test_superseded_that_a_limits_key_raises_is_the_failure_of_its_command(bus: CommandBus, given: Given) -> None:
     def by(command: Command) -> str:
-        raise Superseded("of another one")
+        raise SupersededError("of another one")
 
     once = RetryPolicy(max_attempts=1)
     given.handler("Debit", rate_limit=RateLimit(100, by=by), retry=once)
     await given.sent()
     await given.drained()
     [item] = await bus.troubleshooting.list(DOMAIN)
-    assert (item.reason, item.last_error_type) == ("EXHAUSTED", "Superseded")
+    assert (item.reason, item.last_error_type) == ("EXHAUSTED", "SupersededError")
     assert given.database.count("lease") == 0
 
 
-async def test_a_lease_that_nobody_works_at_is_handed_back(given: Given, database: Database) -> None:
+async def test_a_lease_that_nobody_works_at_is_handed_back(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By whatever fault of ours: its worker renews it, so no other one would take it over."""
     batch_id = await given.batch(commands=30)
     taken = database.perform(claim.claim(worker=given.registered_worker(), domains=[DOMAIN], limit=30, suspects=True))
-    held = Held()
-    held.take(taken.leases)
     alive = Counter(one.lease.lease_id for one in taken.leased)
-
-    async def hand_back(lease_ids: Sequence[UUID]) -> None:
-        database.perform(rescue.release(list(lease_ids)))
-        held.drop(lease_ids)
-
-    net = DesertedLeases(held, lambda: alive, hand_back, timedelta(seconds=1))
-    for _ in range(3):
-        await net.once()
-    assert database.count("lease") == 1 and not taken.leases[0].lost
-    alive.clear()
-    await net.once()
-    assert database.count("lease") == 1, "a command may be on its way from the line to its slot"
-    await net.once()
-    assert database.count("lease") == 0 and held.lease_ids == []
-    assert taken.leases[0].lost, "what is found again later must not begin"
+    rarely = replace(given.settings, sweep_every=timedelta(hours=1))
+    async with given.worker(settings=rarely)._running() as run:
+        held, look = run._held, run._hand_back_deserted
+        held.take(taken.leases)
+        monkeypatch.setattr(run._executor, "alive", lambda: alive)
+        for _ in range(3):
+            await look()
+        assert database.count("lease") == 1 and not taken.leases[0].lost
+        alive.clear()
+        await look()
+        assert database.count("lease") == 1, "a command may be on its way from the line to its slot"
+        await look()
+        assert database.count("lease") == 0 and held.lease_ids == []
+        assert taken.leases[0].lost, "what is found again later must not begin"
     given.handler()
     assert await given.drained() == 30
     assert (await given.batch_now(batch_id)).completed_count == 30

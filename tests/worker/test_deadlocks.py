@@ -18,7 +18,7 @@ from busload import (
     SyncHandlerContext,
     TransientCommandError,
 )
-from busload.domain.command import Command
+from busload.commands.command import Command
 from busload.worker.calls import MOST_COLLISIONS
 from busload.worker.context import ChunkContext
 from tests.given import DOMAIN, Database, Given
@@ -96,7 +96,7 @@ async def test_a_deadlock_burns_no_attempt_of_a_handler_in_a_thread(
         assert command.batch_id is not None
         calls.append(command.command_id)
         with ctx.transaction() as conn:
-            ctx._bus.send(DOMAIN, "Debit", batch_id=into[command.batch_id], conn=conn)
+            ctx.bus.send(DOMAIN, "Debit", batch_id=into[command.batch_id], conn=conn)
             if len(set(calls)) < 2 or len(calls) == 2:
                 both.wait(20)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from busload import Command, CommandBus, HandlerContext, InvalidOperationError, SyncCommandBus, Worker
+from busload import Command, CommandBus, HandlerContext, SyncCommandBus, Worker
+from busload.errors import InvalidOperationError
 from tests.chaos.harness import SOURCES
 from tests.given import DOMAIN, Database, Given, eventually, pending, until
 from tests.worker.test_coming_back import Line, Long
@@ -273,7 +274,7 @@ async def test_a_worker_stops_after_its_grace_time_also_while_the_database_is_aw
         await given.sent()
         await eventually(lambda: long.began == 1)
         await line.break_down()
-        await eventually(lambda: worker._stats.__self__._outage.is_away)  # type: ignore[attr-defined]
+        await eventually(lambda: worker._run is not None and worker._run._outage.is_away)
         worker.stop()
         async with asyncio.timeout(15):
             await running

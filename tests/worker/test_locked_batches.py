@@ -12,7 +12,8 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import CommandBus, InvalidOperationError
+from busload import CommandBus
+from busload.errors import InvalidOperationError
 from tests.given import DOMAIN, Database, Given, counts, eventually
 
 

@@ -16,10 +16,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
-from busload.store import outage as outages
-from busload.store.connection import Connection, was_spoken_to
-from busload.store.outage import Outage
-from busload.worker.renew import Pulse, beat
+from busload.postgres import outage as outages
+from busload.postgres.beat import NextBeat, beat
+from busload.postgres.connection import Connection, was_spoken_to
+from busload.postgres.outage import Outage
 from tests.given import Database, Given, closed_to_newcomers, eventually, until
 
 AWAY = psycopg.OperationalError("connection refused")
@@ -38,18 +38,19 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_an_outage_is_told_once_by_all_parts_of_a_worker(
-    given: Given, dsn: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_an_outage_is_logged_once_for_all_parts_of_a_worker(
+    given: Given, dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     go = asyncio.Event()
-    parts: Counter[str] = Counter()
-    tell = Outage.failed
+    caplog.set_level(logging.DEBUG, "busload")
 
-    def count(outage: Outage, part: str, error: BaseException) -> None:
-        parts[part] += 1
-        tell(outage, part, error)
-
-    monkeypatch.setattr(Outage, "failed", count)
+    def failures() -> Counter[str]:
+        """How often each part has failed: `Outage` says so to whoever debugs."""
+        return Counter(
+            str(record.args[0])
+            for record in caplog.records
+            if record.msg == "%s failed: %r" and isinstance(record.args, tuple)
+        )
 
     async def wait(command: Command, ctx: HandlerContext) -> None:
         await go.wait()
@@ -60,7 +61,7 @@ async def test_an_outage_is_told_once_by_all_parts_of_a_worker(
         await eventually(lambda: seen)
         with away(dsn):
             go.set()  # its result cannot be settled
-            await eventually(lambda: len(parts) >= 3 and parts.total() >= 6)
+            await eventually(lambda: len(failures()) >= 3 and failures().total() >= 6)
         await eventually(lambda: "is back after" in caplog.text)
         await eventually(lambda: worker.stats.completed == 1)
     begin, end = warnings(caplog)
@@ -68,7 +69,7 @@ async def test_an_outage_is_told_once_by_all_parts_of_a_worker(
     assert end.startswith("The database is back after ")
 
 
-async def test_an_outage_that_lasts_is_told_again_from_time_to_time(
+async def test_an_outage_that_lasts_is_logged_again_from_time_to_time(
     given: Given, dsn: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outages, "SAY_EVERY", 0.3)
@@ -83,7 +84,7 @@ async def test_an_outage_that_lasts_is_told_again_from_time_to_time(
     assert all(line.startswith("The database has been away for ") for line in said[1:-1])
 
 
-async def test_a_tracker_tells_of_an_outage_once(bus: CommandBus, dsn: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_tracker_logs_an_outage_once(bus: CommandBus, dsn: str, caplog: pytest.LogCaptureFixture) -> None:
     async with TaskTracker(bus, name="cut off") as tracker:
         tracker._presence._every = 0.05
         queued = await tracker.enqueue("jobs:1", queue="jobs")
@@ -115,11 +116,11 @@ def test_a_bus_that_is_closed_says_nothing_more(
     assert not about_to_speak()
 
 
-def test_a_heartbeat_that_slept_through_an_outage_does_not_tell_of_another_one(
+def test_a_heartbeat_that_slept_through_an_outage_does_not_report_another_one(
     dsn: str, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others have said long before that the database is back."""
-    pulse, beats = Pulse(), list[Connection]()
+    pulse, beats = NextBeat(), list[Connection]()
 
     def end_its_connection() -> None:
         if beats:
@@ -175,7 +176,7 @@ async def test_a_worker_that_stops_with_nothing_in_hand_says_just_that(
     assert said == "Stopping: nothing more is claimed, and nothing is in hand"
 
 
-def test_what_fails_for_a_reason_of_its_own_is_told_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_for_another_reason_is_logged_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage()
     for _ in range(100):
         outage.failed("Claiming", ValueError("odd"))

@@ -17,8 +17,8 @@ from hypothesis import given as whatever
 from hypothesis import strategies as st
 
 from busload import Command, CommandBus, HandlerContext, Worker, WorkerSettings
-from busload.worker.claim import SHORTEST_SAMPLE, SMALLEST_GAP, Claimer, Pace
-from busload.worker.worker import _Running
+from busload.worker.claimer import SHORTEST_SAMPLE, SMALLEST_GAP, Claimer, Look, Pace
+from busload.worker.run import Run
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
 HELD = "SELECT coalesce(sum(open), 0) FROM busload.lease"
@@ -32,23 +32,22 @@ def pace(prefetch: float = 0.05, longest: float = 2.0) -> Pace:
 
 
 def test_before_anything_was_measured_nothing_is_held_ahead() -> None:
-    """C4: the first claim fills the slots."""
+    """The first claim fills the slots."""
     assert pace().ahead(0, 0.0) == 0
 
 
 def test_as_many_are_held_ahead_as_finish_within_the_horizon() -> None:
-    """C4."""
     assert pace(0.05).ahead(1000, 1.0) == 50
     assert pace(0.5).ahead(1000, 1.0) == 500
 
 
 def test_slow_handlers_hold_nothing_ahead() -> None:
-    """C4: ten a second, of which half a one finishes in time."""
+    """Ten a second, of which half a one finishes in time."""
     assert pace().ahead(10, 1.0) == 0
 
 
 def test_handlers_that_slow_down_are_noticed_within_the_horizon() -> None:
-    """C4: a whole horizon without a result is all there is to know."""
+    """A whole horizon without a result is all there is to know."""
     measured = pace()
     assert measured.ahead(1000, 1.0) == 50
     assert measured.ahead(1000, 1.05) == 0
@@ -84,7 +83,7 @@ def test_where_claims_are_slow_more_is_held_ahead_up_to_a_bound() -> None:
 
 
 def test_without_prefetch_nothing_is_ever_held_ahead() -> None:
-    """C4: however fast they are, and however slow the claims."""
+    """However fast they are, and however slow the claims."""
     off = pace(0.0)
     for n in range(1, 5):
         off.claimed(1.0)
@@ -98,7 +97,7 @@ def test_without_prefetch_nothing_is_ever_held_ahead() -> None:
 def test_what_is_held_ahead_is_never_more_than_the_fastest_moment_allows(
     prefetch: float, steps: list[tuple[int, float, float]]
 ) -> None:
-    """C4: a bound that holds whatever is measured."""
+    """A bound that holds whatever is measured."""
     measured = pace(prefetch, longest=2.0)
     finished, busy, fastest, sampled = 0, 0.0, 0.0, (0, 0.0)
     for more, seconds, claim_took in steps:
@@ -116,10 +115,10 @@ def test_what_is_held_ahead_is_never_more_than_the_fastest_moment_allows(
 
 
 @asynccontextmanager
-async def rounds(given: Given, **options: Any) -> AsyncIterator[tuple[_Running, Claimer]]:
+async def rounds(given: Given, **options: Any) -> AsyncIterator[tuple[Run, Claimer]]:
     """A worker whose claims are made by the test, one by one."""
-    async with _Running(given.worker(**options)) as running:
-        yield running, running._claimer
+    async with given.worker(**options)._running() as run:
+        yield run, run._claimer
 
 
 def stuck(given: Given) -> tuple[list[Command], asyncio.Event]:
@@ -138,13 +137,13 @@ async def test_a_claim_that_emptied_the_queue_is_not_followed_by_another_at_once
     """What is sent meanwhile is claimed together, after the gap; and drain does not take the gap for an end."""
     seen = given.handler()
     async with rounds(given) as (_, claimer):
-        assert await claimer.once() == given.settings.poll_every.total_seconds()
-        assert claimer.found_nothing
+        poll = given.settings.poll_every.total_seconds()
+        assert await claimer.once() == Look(poll, found_nothing=True, emptied=True)
         claimer._empty_at = time.monotonic() + 60  # the gap is two milliseconds; the test may take longer
         for _ in range(3):
             await given.sent()
-            pause = await claimer.once()
-            assert pause is not None and pause > 1 and not claimer.found_nothing
+            look = await claimer.once()
+            assert look.pause is not None and look.pause > 1 and not look.found_nothing
         claimer._empty_at = time.monotonic() - SMALLEST_GAP
         assert database.count("queue") == 3
         await claimer.once()
@@ -162,8 +161,8 @@ async def test_many_notifications_are_answered_by_few_claims(given: Given, datab
 
         async def look() -> bool:
             nonlocal looks, asked
-            await claimer.once()
-            looks, asked = looks + 1, asked + claimer.found_nothing
+            found_nothing = (await claimer.once()).found_nothing
+            looks, asked = looks + 1, asked + found_nothing
             return looks > 100 and looks > 10 * asked
 
         async with asyncio.timeout(20):
@@ -187,21 +186,21 @@ async def test_drain_does_not_end_while_something_is_ready(bus: CommandBus, give
 
 
 async def test_the_first_claim_fills_the_slots_and_no_more(given: Given, database: Database) -> None:
-    """C4: nothing is known about the handlers yet."""
+    """Nothing is known about the handlers yet."""
     seen, go = stuck(given)
     await given.batch(commands=100)
     async with rounds(given, concurrency=7) as (running, claimer):
-        assert await claimer.once() == 0
-        assert running._executor.in_hand == 7 == database.value(HELD)
+        assert (await claimer.once()).pause == 0
+        assert running._line.in_hand == 7 == database.value(HELD)
         await eventually(lambda: len(seen) == 7)
         for _ in range(5):
-            assert await claimer.once() is None
-        assert running._executor.in_hand == 7 == database.value(HELD)
+            assert (await claimer.once()).pause is None
+        assert running._line.in_hand == 7 == database.value(HELD)
         go.set()
 
 
 async def test_handlers_that_never_finish_hold_nothing_but_their_slots(given: Given, database: Database) -> None:
-    """C4: slow ones never hoard, whoever calls."""
+    """Slow ones never hoard, whoever calls."""
     seen, go = stuck(given)
     await given.batch(commands=100)
     async with given.running(concurrency=5):
@@ -217,7 +216,7 @@ async def test_handlers_that_never_finish_hold_nothing_but_their_slots(given: Gi
 
 
 async def test_fast_handlers_are_claimed_ahead_in_proportion_to_their_pace(given: Given, database: Database) -> None:
-    """C4: far more in one claim than there are slots, and what runs is never more than these."""
+    """Far more in one claim than there are slots, and what runs is never more than these."""
     given.handler()
     await given.batch(commands=5000)
     settings = replace(given.settings, prefetch=timedelta(milliseconds=200))
@@ -228,7 +227,6 @@ async def test_fast_handlers_are_claimed_ahead_in_proportion_to_their_pace(given
 
 
 async def test_without_prefetch_no_claim_is_larger_than_the_slots(given: Given, database: Database) -> None:
-    """C4."""
     given.handler()
     await given.batch(commands=500)
     settings = replace(given.settings, prefetch=timedelta(0))
@@ -236,10 +234,10 @@ async def test_without_prefetch_no_claim_is_larger_than_the_slots(given: Given, 
         most = 0
         while database.count("queue"):
             await claimer.once()
-            most = max(most, running._executor.in_hand)
+            most = max(most, running._line.in_hand)
             await asyncio.sleep(0)
         assert most == 10
-        await eventually(lambda: running._executor.in_hand == 0)
+        await eventually(lambda: running._line.in_hand == 0)
     assert database.value(LARGEST) <= 10
     assert database.count("execution") == 500
     database.check_invariants()
@@ -270,7 +268,7 @@ def test_prefetch_may_be_anything_up_to_a_quarter_of_the_lease(bus: CommandBus) 
 async def test_claims_stop_while_there_is_no_room_for_results_and_go_on_when_there_is(
     given: Given, database: Database, dsn: str
 ) -> None:
-    """S5-08, P11: what is in hand and what waits to be written is never more than the settlement can hold."""
+    """What is in hand and what waits to be written is never more than the settlement can hold."""
     seen = given.handler()
     await given.batch(commands=300)
     settings = replace(given.settings, flush_size=10, poll_every=timedelta(hours=1), sweep_every=timedelta(hours=1))
@@ -289,12 +287,12 @@ async def test_claims_stop_while_there_is_no_room_for_results_and_go_on_when_the
 
 
 async def test_what_is_in_hand_and_what_waits_never_exceed_the_room(given: Given, database: Database, dsn: str) -> None:
-    """P11, at every moment: also while a fast pace asks for far more."""
+    """At every moment: also while a fast pace asks for far more."""
     most = 0
 
     async def look(command: Command, ctx: HandlerContext) -> None:
         nonlocal most
-        most = max(most, running._executor.in_hand + running._settlement.stats.waiting)
+        most = max(most, running._line.in_hand + running._settlement.stats.waiting)
 
     given.handler("Debit", look)
     await given.batch(commands=2000)
@@ -303,14 +301,14 @@ async def test_what_is_in_hand_and_what_waits_never_exceed_the_room(given: Given
         capacity = running._settlement.stats.capacity
         while database.count("queue"):
             await claimer.once()
-            assert running._executor.in_hand + running._settlement.stats.waiting <= capacity
+            assert running._line.in_hand + running._settlement.stats.waiting <= capacity
             await asyncio.sleep(0)
     assert 20 < most <= capacity == 100
 
 
 # -- a fast start that gets stuck -----------------------------------------------------------------------------------
 
-Run = Callable[[Command, HandlerContext], Awaitable[None]]
+Running = Callable[[Command, HandlerContext], Awaitable[None]]
 
 
 class Story:
@@ -346,7 +344,7 @@ class Story:
 async def test_a_worker_that_got_stuck_hands_back_what_stands_in_line(
     given: Given, database: Database, dsn: str
 ) -> None:
-    """C4: another one runs it, the trail says so, no attempt is burnt, and nothing runs twice."""
+    """Another one runs it, the trail says so, no attempt is burnt, and nothing runs twice."""
     story = Story(given)
     batch_id = await given.batch(commands=3000)
     async with given.running(concurrency=5):
@@ -393,7 +391,7 @@ async def test_a_worker_that_got_stuck_does_not_take_back_what_it_handed_back(gi
 async def test_a_hand_back_that_failed_is_repeated(
     given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P11: its connection is lost, and with it the answer; nothing stays in a line that nobody stands in."""
+    """Its connection is lost, and with it the answer; nothing stays in a line that nobody stands in."""
     story = Story(given)
     watch, braked = Claimer._watch_line, asyncio.Event()
 

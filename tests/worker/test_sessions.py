@@ -10,7 +10,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from busload import Chunk, ChunkContext, Command, CommandBus, HandlerContext, RetryPolicy
-from busload.store import guard
+from busload.postgres import guard
 from tests.given import DOMAIN, Database, Given
 
 ONCE = RetryPolicy(max_attempts=1)

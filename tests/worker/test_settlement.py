@@ -18,11 +18,11 @@ from hypothesis import given as whatever
 from hypothesis import strategies as st
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext
-from busload.domain.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
-from busload.store.outage import Outage
-from busload.store.pool import engine_pool
-from busload.worker.held import Held
-from busload.worker.settle import Settlement, fold
+from busload.commands.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
+from busload.postgres.outage import Outage
+from busload.postgres.pool import engine_pool
+from busload.worker.held_leases import HeldLeases
+from busload.worker.settlement import Settlement, fold
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
 NEVER = timedelta(hours=1)
@@ -42,25 +42,22 @@ def results(*outcomes: str, leased: Any = None) -> list[Transition]:
     "outcomes", sorted(set(itertools.permutations([FAILED, COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING])))
 )
 def test_a_completion_beats_every_failure_in_any_order(outcomes: tuple[str, ...]) -> None:
-    """S5-D4."""
     [kept] = fold(results(*outcomes))
     assert kept.outcome == COMPLETED
 
 
 @pytest.mark.parametrize("outcomes", list(itertools.permutations([FAILED, FAILED_ATTEMPT, TROUBLESHOOTING])))
 def test_without_a_completion_the_first_result_counts(outcomes: tuple[str, ...]) -> None:
-    """S5-D4."""
     first, *others = results(*outcomes)
     assert fold([first, *others]) == [first]
 
 
-def test_of_two_completions_the_first_counts() -> None:
+def test_the_first_of_two_completions_counts() -> None:
     first, second = results(COMPLETED, COMPLETED)
     assert fold([first, second]) == [first]
 
 
 def test_results_of_other_executions_are_untouched_and_keep_their_order() -> None:
-    """S5-D4."""
     [alone], [first, second], [last] = results(FAILED), results(FAILED_ATTEMPT, COMPLETED), results(COMPLETED)
     assert fold([alone, first, last, second]) == [alone, second, last]
     assert fold([alone, first, last]) == [alone, first, last]
@@ -69,7 +66,7 @@ def test_results_of_other_executions_are_untouched_and_keep_their_order() -> Non
 
 @whatever(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([COMPLETED, FAILED, FAILED_ATTEMPT])), max_size=30))
 def test_each_execution_has_one_result_afterwards(drawn: list[tuple[int, str]]) -> None:
-    """S5-D4, whatever came: one result each, a completion if there was one, and folding again changes nothing."""
+    """Whatever came: one result each, a completion if there was one, and folding again changes nothing."""
     leased = [Leased(None, n, UUID(int=n), "Debit", None) for n in range(6)]  # type: ignore[arg-type]
     transitions = [Transition(leased[n], outcome) for n, outcome in drawn]
     folded = fold(transitions)
@@ -91,13 +88,13 @@ async def settling(given: Given, dsn: str) -> AsyncIterator[Settling]:
         async def settling(leased: Sequence[Leased], **settings: Any) -> Settlement:
             pool = engine_pool(dsn, 2)
             stack.push_async_callback(pool.close)
-            held = Held()
+            held = HeldLeases()
             leases = list({one.lease.lease_id: one.lease for one in leased}.values())
             held.take(leases)
-            patient = replace(given.settings, **{"flush_every": NEVER, **settings})
+            patient = replace(given.settings, **{"concurrency": 10, "flush_every": NEVER, **settings})
             outage = Outage()
             stack.callback(outage.close)
-            settlement = Settlement(pool, held, patient, 10, lambda: None, outage)
+            settlement = Settlement(pool, held, patient, lambda room_wanted: None, outage)
             stack.push_async_callback(settlement.close, timedelta(seconds=10))
             settlement.expect(leases)
             return settlement
@@ -118,7 +115,7 @@ async def a_while() -> None:
 
 
 async def test_the_last_results_of_a_batch_are_written_at_once(given: Given, settling: Settling) -> None:
-    """C3: nothing can join them, and somebody waits for the batch."""
+    """Nothing can join them, and somebody waits for the batch."""
     batch_id = await given.batch(commands=5)
     leased = given.claimed(limit=5)
     settlement = await settling(leased)
@@ -131,7 +128,7 @@ async def test_the_last_results_of_a_batch_are_written_at_once(given: Given, set
 
 
 async def test_the_last_results_of_a_part_of_a_batch_wait_for_more(given: Given, settling: Settling) -> None:
-    """C3: the batch cannot end with them."""
+    """The batch cannot end with them."""
     await given.batch(commands=5)
     leased = given.claimed(limit=4)
     settlement = await settling(leased)
@@ -143,7 +140,7 @@ async def test_the_last_results_of_a_part_of_a_batch_wait_for_more(given: Given,
 async def test_a_batch_that_may_still_grow_has_no_last_results(
     bus: CommandBus, given: Given, settling: Settling
 ) -> None:
-    """C3: only a sealed one can end."""
+    """Only a sealed one can end."""
     async with bus.open_batch(DOMAIN, checkpoint_size=3) as batch:
         for _ in range(3):
             await batch.add("Debit")
@@ -165,7 +162,7 @@ async def test_a_command_without_a_batch_waits_for_others(given: Given, settling
 
 
 async def test_settled_immediately_a_result_waits_for_nothing(given: Given, settling: Settling) -> None:
-    """C3, S5-21: `settle="immediate"` is the way back to direct updates."""
+    """`settle="immediate"` is the way back to direct updates."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased, settle="immediate")
@@ -203,7 +200,7 @@ async def busy(given: Given, **settings: Any) -> AsyncIterator[None]:
 async def test_a_batch_completes_at_once_while_its_worker_is_busy_with_another(
     given: Given, database: Database, size: int
 ) -> None:
-    """C3: although results may wait for an hour, and however many claims a batch took."""
+    """Although results may wait for an hour, and however many claims a batch took."""
     given.handler()
     async with busy(given):
         batch_id = await given.batch(commands=size)
@@ -217,10 +214,10 @@ def status(database: Database, batch_id: UUID) -> str:
 
 
 @pytest.mark.parametrize("order", ["Write first", "Write last"])
-async def test_it_also_does_if_some_of_its_commands_settle_in_their_own_transaction(
+async def test_a_batch_completes_at_once_also_if_some_commands_settle_in_their_own_transaction(
     given: Given, database: Database, order: str
 ) -> None:
-    """C3: what a handler's transaction has settled is not waited for."""
+    """What a handler's transaction has settled is not waited for."""
     started, written = asyncio.Event(), asyncio.Event()
 
     async def debit(command: Command, ctx: HandlerContext) -> None:
@@ -244,7 +241,7 @@ async def test_it_also_does_if_some_of_its_commands_settle_in_their_own_transact
 
 
 async def test_a_worker_that_settles_immediately_does_not_wait_for_the_batch(given: Given, database: Database) -> None:
-    """C3: another command of the batch still runs."""
+    """Another command of the batch still runs."""
     given.handler()
     async with busy(given, settle="immediate"):
         await given.bus.create_batch(DOMAIN, [BatchCommand("Hold"), BatchCommand("Debit")])
@@ -258,7 +255,7 @@ async def test_a_worker_that_settles_immediately_does_not_wait_for_the_batch(giv
 async def test_two_results_for_one_execution_in_one_flush_count_once(
     given: Given, database: Database, settling: Settling
 ) -> None:
-    """S5-D4: measured elsewhere, (failed, completed, failed) for one id ended as the third, and the work was lost."""
+    """Measured elsewhere, (failed, completed, failed) for one id ended as the third, and the work was lost."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased)
@@ -275,7 +272,7 @@ async def test_two_results_for_one_execution_in_one_flush_count_once(
 async def test_a_connection_that_is_lost_in_a_flush_costs_no_result(
     given: Given, database: Database, dsn: str, settling: Settling, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S5-D2, F37: they are kept, sent again, and counted once."""
+    """They are kept, sent again, and counted once."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased)
@@ -295,7 +292,7 @@ async def test_a_connection_that_is_lost_in_a_flush_costs_no_result(
 async def test_a_flush_past_its_deadline_is_repeated_and_counts_once(
     given: Given, database: Database, settling: Settling
 ) -> None:
-    """F37: the server may still be at the first one when the second comes."""
+    """The server may still be at the first one when the second comes."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased, flush_deadline=timedelta(milliseconds=100))
@@ -318,7 +315,7 @@ async def test_a_flush_past_its_deadline_is_repeated_and_counts_once(
 async def test_results_whose_first_answer_was_lost_are_credited_once(
     given: Given, database: Database, settling: Settling, caplog: pytest.LogCaptureFixture, recorded: int
 ) -> None:
-    """F37: some of them, with new ones beside them, or all, when the lease is closed already."""
+    """Some of them, with new ones beside them, or all, when the lease is closed already."""
     batch_id = await given.batch(commands=3)
     leased = given.claimed(limit=3)
     given.settled(leased[:recorded])  # a flush that was committed, and nobody heard of it
@@ -334,7 +331,6 @@ async def test_results_whose_first_answer_was_lost_are_credited_once(
 async def test_results_of_a_lease_that_was_lost_do_not_count_and_this_is_said(
     given: Given, database: Database, settling: Settling, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S5-D7."""
     await given.batch(commands=2)
     mine, kept = given.claimed(by=(dead := given.registered_worker())), given.claimed()
     given.died(dead)
@@ -348,7 +344,7 @@ async def test_results_of_a_lease_that_was_lost_do_not_count_and_this_is_said(
     database.check_invariants()
 
 
-async def test_it_says_how_much_room_is_left(given: Given, dsn: str, settling: Settling) -> None:
+async def test_a_settlement_says_how_much_room_is_left(given: Given, dsn: str, settling: Settling) -> None:
     """What the claim looks at before it takes more."""
     await given.batch(commands=30)
     leased = given.claimed(limit=30)
@@ -365,7 +361,6 @@ async def test_it_says_how_much_room_is_left(given: Given, dsn: str, settling: S
 async def test_what_cannot_be_written_before_the_deadline_is_counted(
     given: Given, dsn: str, settling: Settling
 ) -> None:
-    """S5-22, F34."""
     await given.batch(commands=3)
     leased = given.claimed(limit=3)
     settlement = await settling(leased)

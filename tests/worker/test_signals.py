@@ -16,7 +16,7 @@ from busload import BatchCommand, SyncCommandBus
 from busload.testing import TestServer
 from tests.chaos.harness import SOURCES, Auditor, Server, Workers, folder
 from tests.chaos.nursery import DID_NOT_START
-from tests.given import DOMAIN, LISTENERS, Database, pending, until
+from tests.given import DOMAIN, LISTENERS, Database, pending, short_and_long, until
 
 
 @pytest.fixture
@@ -47,14 +47,13 @@ def nothing_was_burnt(database: Database, *, executions: int, left: int, workers
     database.check_invariants()
 
 
-# -- F33: SIGTERM while it works -------------------------------------------------------------------------------------
+# -- SIGTERM while it works ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_what_runs_is_finished_and_the_rest_is_left(
     workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path, number: int
 ) -> None:
-    """F33, S5-15, S5-22, P10."""
     [pid] = workers.start(grace=60)
     waiting(sync_bus, workers)
     workers.kill(pid, number)
@@ -69,7 +68,6 @@ def test_what_runs_is_finished_and_the_rest_is_left(
 def test_what_does_not_finish_within_the_grace_time_is_handed_back(
     workers: Workers, sync_bus: SyncCommandBus, database: Database
 ) -> None:
-    """F33, S5-22, P10."""
     [pid] = workers.start(grace=0.5)
     waiting(sync_bus, workers)
     began = time.monotonic()
@@ -80,8 +78,11 @@ def test_what_does_not_finish_within_the_grace_time_is_handed_back(
     nothing_was_burnt(database, executions=0, left=20)
 
 
-def stopped_in_flight(server: TestServer, *, in_flight: int, times: int = 1) -> float:
-    """SIGTERM with that many handlers waiting; returns the longest time beyond the grace time that an exit took."""
+@short_and_long("in_flight, times, beyond_grace", (2000, 1, 15), (10_000, 20, 2))
+def test_all_that_is_in_flight_is_released_and_no_attempt_is_burnt(
+    server: TestServer, in_flight: int, times: int, beyond_grace: float
+) -> None:
+    """SIGTERM with that many handlers waiting; the exit takes so many seconds more than the grace time at most."""
     grace, longest = 0.5, 0.0
     with server.database() as dsn, folder() as path, Database(dsn) as database, SyncCommandBus(dsn) as bus:
         bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(in_flight + 100)])
@@ -102,24 +103,12 @@ def stopped_in_flight(server: TestServer, *, in_flight: int, times: int = 1) -> 
             assert workers.stop() == [0], workers.last_words()
         assert database.rows("SELECT DISTINCT attempt, outcome FROM busload.execution") == [(1, "COMPLETED")]
         database.check_invariants()
-    return longest
-
-
-def test_2000_in_flight_are_released_and_none_is_burnt(server: TestServer) -> None:
-    """F33, S5-16, S5-22, P10."""
-    assert stopped_in_flight(server, in_flight=2000) < 15
-
-
-@pytest.mark.chaos
-def test_10000_in_flight_are_released_20_times_and_none_is_burnt(server: TestServer) -> None:
-    """F33, S5-16, S5-22, P10."""
-    longest = stopped_in_flight(server, in_flight=10_000, times=20)
-    print(f"F33: 20 times SIGTERM with 10000 in flight: all released, none burnt, exit at most grace + {longest:.1f} s")
-    assert longest < 2
+    print(f"{times} times SIGTERM with {in_flight} in flight: all released, exit at most grace + {longest:.1f} s")
+    assert longest < beyond_grace
 
 
 def test_what_stands_in_line_is_handed_back_and_others_run_it(server: TestServer) -> None:
-    """F33, S5-17, P10: what a worker holds ahead of its slots was never started, and a stop starts none of it."""
+    """What a worker holds ahead of its slots was never started, and a stop starts none of it."""
     quick, slow, concurrency = 4000, 600, 5
     with server.database() as dsn, folder() as path, Database(dsn) as database, SyncCommandBus(dsn) as bus:
         options = {"gate": str(path / "gate"), "concurrency": concurrency, "prefetch": 1, "grace": 60}
@@ -147,10 +136,12 @@ def test_what_stands_in_line_is_handed_back_and_others_run_it(server: TestServer
         database.check_invariants()
 
 
-# -- F34: SIGTERM while the database is down -------------------------------------------------------------------------
+# -- SIGTERM while the database is down ------------------------------------------------------------------------------
 
 
-def stopped_without_a_database(*, times: int) -> None:
+@short_and_long("times", (1,), (20,))
+def test_results_that_a_stop_without_a_database_abandons_are_counted_and_run_again(times: int) -> None:
+    """The worker waits as long as a flush may take, says how many results it abandons, and exits with an error."""
     with folder() as path, Server(path / "server") as server:
         options = {"gate": str(path / "gate"), "concurrency": 20, "lease_for": 2, "grace": 5}
         with Workers(server.dsn, path, **options) as workers:
@@ -180,56 +171,32 @@ def stopped_without_a_database(*, times: int) -> None:
             assert database.value("SELECT count(*) FROM busload.execution") == 7 * times
             assert database.count("lease") == 0
             database.check_invariants()
+    print(f"{times} stops without a database: exit with an error that counts the results, which ran again")
 
 
-def test_results_that_a_stop_without_a_database_abandons_are_counted_and_run_again() -> None:
-    """F34, S5-22, S5-D2: it waits as long as a flush may take, says how many, and leaves with an error."""
-    stopped_without_a_database(times=1)
-
-
-@pytest.mark.chaos
-def test_results_that_20_stops_without_a_database_abandon_are_counted_and_run_again() -> None:
-    """F34, S5-22, S5-D2."""
-    stopped_without_a_database(times=20)
-    print("F34: 20 stops without a database: exit with an error that counts the results, which ran again")
-
-
-# -- F35: signals at other times -------------------------------------------------------------------------------------
-
-
-def hurried(workers: Workers, sync_bus: SyncCommandBus, database: Database, first: int, second: int) -> None:
-    """Two signals while handlers wait; the grace time would be ten minutes."""
-    workers.ledger.write_text("")
-    [pid] = workers.start(grace=600)
-    until(lambda: len(workers.notes()) == 5)
-    workers.kill(pid, first)
-    until(lambda: not pending(pid))  # two that arrive together are one
-    assert pid not in workers.look()
-    workers.kill(pid, second)
-    until(lambda: pid in workers.look())
-    assert workers.ended[pid] == 0, workers.last_words()
+# -- signals at other times ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@short_and_long("times", (1,), (25,))
 def test_a_second_signal_hurries(
-    workers: Workers, sync_bus: SyncCommandBus, database: Database, first: int, second: int
+    workers: Workers, sync_bus: SyncCommandBus, database: Database, first: int, second: int, times: int
 ) -> None:
-    """F35, P10."""
+    """Two signals while handlers wait; the grace time would be ten minutes."""
     sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(20)])
-    hurried(workers, sync_bus, database, first, second)
-    nothing_was_burnt(database, executions=0, left=20)
-
-
-@pytest.mark.chaos
-def test_a_second_signal_hurries_100_times(workers: Workers, sync_bus: SyncCommandBus, database: Database) -> None:
-    """F35, P10."""
-    sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(20)])
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    for n in range(100):
-        hurried(workers, sync_bus, database, numbers[n % 2], numbers[n // 2 % 2])
+    for n in range(times):
+        workers.ledger.write_text("")
+        [pid] = workers.start(grace=600)
+        until(lambda: len(workers.notes()) == 5)
+        workers.kill(pid, first)
+        until(lambda pid=pid: not pending(pid))  # type: ignore[misc]  # two that arrive together are one
+        assert pid not in workers.look()
+        workers.kill(pid, second)
+        until(lambda pid=pid: pid in workers.look())  # type: ignore[misc]
+        assert workers.ended[pid] == 0, workers.last_words()
         nothing_was_burnt(database, executions=0, left=20, workers=n + 1)
-    print("F35: 100 times a second signal with five running: left at once, everything released, no attempt burnt")
+    print(f"{times} times a second signal with five running: left at once, everything released, no attempt burnt")
 
 
 def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> None:
@@ -241,8 +208,9 @@ def test_an_idle_worker_leaves_at_once(workers: Workers, database: Database) -> 
     assert workers.ended[pid] == 0, workers.last_words()
 
 
-def interrupted_at_start(
-    workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path, *, times: int
+@short_and_long("times", (8,), (200,))
+def test_a_signal_while_it_starts_leaves_nothing_behind(
+    workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path, times: int
 ) -> None:
     (path / "gate").touch()
     sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(5)])
@@ -259,22 +227,7 @@ def interrupted_at_start(
     assert database.count("lease") == 0
     assert database.value("SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'") == 0
     database.check_invariants()
-
-
-def test_a_signal_while_it_starts_leaves_nothing_behind(
-    workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path
-) -> None:
-    """F35, P10."""
-    interrupted_at_start(workers, sync_bus, database, path, times=8)
-
-
-@pytest.mark.chaos
-def test_100_signals_while_it_starts_leave_nothing_behind(
-    workers: Workers, sync_bus: SyncCommandBus, database: Database, path: Path
-) -> None:
-    """F35, P10."""
-    interrupted_at_start(workers, sync_bus, database, path, times=200)
-    print("F35: 100 SIGTERM and 100 SIGINT during start-up: nothing left behind")
+    print(f"{times} signals during start-up, SIGTERM and SIGINT in turn: nothing left behind")
 
 
 STUCK = """

@@ -14,19 +14,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from busload import (
-    BusinessRuleError,
-    Coalescer,
-    CoalescerStats,
-    Command,
-    CommandBus,
-    HandlerContext,
-    PermanentCommandError,
-    TransientCommandError,
-    WorkerStats,
-)
-from busload.store import claim, rescue
-from busload.store.plan import perform
+from busload import BusinessRuleError, Command, CommandBus, HandlerContext, PermanentCommandError, TransientCommandError
+from busload.commands import claim, rescue
+from busload.sync.plan import perform
+from busload.worker import Coalescer, CoalescerStats, WorkerStats
 from busload.worker import stats as stats_module
 from busload.worker.metrics import metrics_text
 from busload.worker.stats import Report, percentile
@@ -60,7 +51,7 @@ def opened(failures: int = 0) -> Gate:
 
 
 async def test_flush_size_and_saved_transactions_are_those_of_the_flushes() -> None:
-    """S5-19: average batch size, and transactions against one per item."""
+    """Average batch size, and transactions against one per item."""
     coalescer = Coalescer(opened(), max_size=25, max_interval=NEVER)
     assert (coalescer.stats.flush_size, coalescer.stats.saved_share) == (0, 0)
     for item in range(100):
@@ -72,7 +63,7 @@ async def test_flush_size_and_saved_transactions_are_those_of_the_flushes() -> N
 
 
 async def test_latency_is_from_put_to_the_end_of_the_flush() -> None:
-    """S5-19: update latency, also of an item that waits for a slow flush before its own quick one."""
+    """Update latency, also of an item that waits for a slow flush before its own quick one."""
     gate = Gate()
     coalescer = Coalescer(gate, max_size=1, max_interval=NEVER)
     before_put = time.monotonic()
@@ -92,7 +83,7 @@ async def test_latency_is_from_put_to_the_end_of_the_flush() -> None:
     assert coalescer.stats.measured_seconds == pytest.approx(sum(map(coalescer.stats.latency, (50, 99))))
 
 
-async def test_of_a_long_line_every_sixteenth_item_is_measured() -> None:
+async def test_every_sixteenth_item_of_a_long_line_is_measured() -> None:
     coalescer = Coalescer(opened(), max_size=100, max_interval=NEVER)
     for item in range(100):
         await coalescer.put(item)
@@ -147,7 +138,7 @@ def test_the_rate_forgets_what_is_older_than_ten_seconds() -> None:
 
 
 async def test_a_flush_that_is_rolled_back_counts_as_a_failure_and_not_as_a_flush() -> None:
-    """S5-19: rollbacks, and their share."""
+    """Rollbacks, and their share."""
     coalescer = Coalescer(opened(failures=2), max_size=1, max_interval=NEVER)
     await coalescer.put(1)
     await coalescer.put(2)
@@ -178,13 +169,12 @@ async def test_few_heavy_items_fill_it_as_many_light_ones_do() -> None:
     await coalescer.close()
 
 
-async def test_it_warns_when_it_is_nearly_full_and_stands_still(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S5-19, S5-20: an alert at 80 %, before `put` has to wait, and once a minute at most."""
-    monkeypatch.setattr("busload.worker.coalescer.STANDSTILL", 0.05)
+async def test_a_coalescer_warns_when_it_is_nearly_full_and_stands_still(caplog: pytest.LogCaptureFixture) -> None:
+    """An alert at 80 %, before `put` has to wait, and once a minute at most."""
     gate = Gate()
-    coalescer = Coalescer(gate, max_size=100, max_interval=NEVER, capacity=500, name="ledger")
+    coalescer = Coalescer(
+        gate, max_size=100, max_interval=NEVER, capacity=500, name="ledger", warn_after=timedelta(seconds=0.05)
+    )
     for item in range(399):
         await coalescer.put(item)
     await eventually(lambda: gate.tries == 1)
@@ -199,13 +189,18 @@ async def test_it_warns_when_it_is_nearly_full_and_stands_still(
     await coalescer.close()
 
 
-async def test_it_warns_when_it_fills_by_bytes(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S5-20: whatever it is full of."""
-    monkeypatch.setattr("busload.worker.coalescer.STANDSTILL", 0.05)
+async def test_a_coalescer_warns_when_it_fills_by_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it is full of."""
     gate = Gate()
-    coalescer = Coalescer(gate, max_size=10, max_interval=NEVER, capacity=100, weigh=len, max_bytes=100)
+    coalescer = Coalescer(
+        gate,
+        max_size=10,
+        max_interval=NEVER,
+        capacity=100,
+        weigh=len,
+        max_bytes=100,
+        warn_after=timedelta(seconds=0.05),
+    )
     await coalescer.put("x" * 350)
     coalescer.flush_soon()
     await eventually(lambda: gate.tries == 1)
@@ -215,7 +210,6 @@ async def test_it_warns_when_it_fills_by_bytes(
 
 
 async def test_every_flush_says_its_size_and_duration_to_whoever_debugs(caplog: pytest.LogCaptureFixture) -> None:
-    """S5-14."""
     caplog.set_level(logging.DEBUG, "busload")
     coalescer = Coalescer(opened(), max_size=3, max_interval=NEVER, name="ledger")
     for item in range(3):
@@ -284,10 +278,10 @@ def under_load(per_minute: int, minutes: int, **options: Any) -> tuple[Coalescer
     ("per_minute", "size", "a_minute"),
     [(480, (38, 42), (11, 13)), (600, (48, 52), (11, 13)), (720, (58, 62), (11, 13))],
 )
-def test_the_figures_of_the_founding_document_hold_under_its_load(
+def test_the_promised_figures_hold_under_the_promised_load(
     per_minute: int, size: tuple[int, int], a_minute: tuple[int, int]
 ) -> None:
-    """S5-05, S5-19: at 480 to 720 updates a minute, 100 or 5 s: 40 to 60 a flush, 12 flushes a minute, under 5 s."""
+    """At 480 to 720 updates a minute, 100 or 5 s: 40 to 60 a flush, 12 flushes a minute, under 5 s."""
     stats, waits = under_load(per_minute, 10, max_size=100, max_interval=timedelta(seconds=5), capacity=500)
     assert size[0] <= stats.flush_size <= size[1]
     assert a_minute[0] <= stats.flushes / 10 <= a_minute[1]
@@ -302,7 +296,7 @@ def test_the_figures_of_the_founding_document_hold_under_its_load(
     [(6_000, 10, 0.89), (12_000, 20, 0.94), (60_000, 100, 0.985), (120_000, 100, 0.985)],
 )
 def test_a_flush_grows_with_the_load_until_it_is_full(per_minute: int, size: int, saved: float) -> None:
-    """S5-D9: size = rate × interval, up to max_size; 20 to a flush are 95 % of all transactions."""
+    """Size = rate × interval, up to max_size; 20 to a flush are 95 % of all transactions."""
     stats, waits = under_load(per_minute, 1, max_size=100, max_interval=timedelta(milliseconds=100), capacity=500)
     assert 0.9 * size <= stats.flush_size <= 1.1 * size
     assert stats.saved_share >= saved
@@ -313,7 +307,7 @@ def test_a_flush_grows_with_the_load_until_it_is_full(per_minute: int, size: int
 
 
 async def test_stats_agree_with_the_database(given: Given, database: Database) -> None:
-    """S5-19: every count, and one transaction per flush, seen from the other side."""
+    """Every count, and one transaction per flush, seen from the other side."""
     given.handler()
     given.handler("Park", raising(PermanentCommandError("closed")))
     given.handler("Refuse", raising(BusinessRuleError("never")))
@@ -334,7 +328,7 @@ async def test_stats_agree_with_the_database(given: Given, database: Database) -
 
 
 async def test_under_load_a_twentieth_of_the_transactions_is_left(given: Given, database: Database) -> None:
-    """S5-19: transactions and trigger runs −95 %, completion accuracy 100 %."""
+    """Transactions and trigger runs −95 %, completion accuracy 100 %."""
     given.handler()
     batch_id = await given.batch(commands=3000)
     worker = given.worker(concurrency=100)
@@ -345,7 +339,7 @@ async def test_under_load_a_twentieth_of_the_transactions_is_left(given: Given, 
 
 
 async def test_switched_off_every_result_has_a_transaction_of_its_own(given: Given, database: Database) -> None:
-    """S5-21: back to direct updates by two settings."""
+    """Back to direct updates by two settings."""
     given.handler()
     await given.batch(commands=30)
     worker = given.worker(settings=replace(given.settings, settle="immediate", flush_size=1))
@@ -354,8 +348,8 @@ async def test_switched_off_every_result_has_a_transaction_of_its_own(given: Giv
     assert database.value("SELECT count(DISTINCT xmin::text) FROM busload.execution") == 30
 
 
-async def test_an_immediate_result_does_not_wait_for_company(given: Given) -> None:
-    """S5-21, C3: although others are still running, and the interval is an hour."""
+async def test_an_immediate_result_does_not_wait_for_others(given: Given) -> None:
+    """Although others are still running, and the interval is an hour."""
     go = asyncio.Event()
 
     async def wait(command: Command, ctx: HandlerContext) -> None:
@@ -437,7 +431,7 @@ async def test_what_has_no_handler_here_is_handed_back_and_counted(given: Given)
 async def test_what_waits_too_long_for_a_slot_is_handed_back_counted_and_does_not_set_the_pace(
     given: Given, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C4: prefetch is bounded by the lease; what was not run here says nothing about how fast this worker is."""
+    """Prefetch is bounded by the lease; what was not run here says nothing about how fast this worker is."""
     caplog.set_level(logging.INFO, "busload")
     go = asyncio.Event()
 
@@ -531,7 +525,6 @@ LINE = re.compile(
 async def test_the_log_says_what_was_settled_in_the_last_minute_and_nothing_when_idle(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """S5-14, S5-19."""
     caplog.set_level(logging.INFO, "busload")
     coalescer = Coalescer(opened(failures=1), max_size=4, max_interval=NEVER, capacity=8)
     report = Report(lambda: WorkerStats(1, coalescer.stats.snapshot()))
@@ -558,7 +551,7 @@ async def test_the_log_says_what_was_settled_in_the_last_minute_and_nothing_when
 async def test_a_worker_reports_while_it_works_and_when_it_stops(
     given: Given, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S5-14, S5-19: with a minute of 20 ms."""
+    """With a minute of 20 ms."""
     caplog.set_level(logging.INFO, "busload")
     monkeypatch.setattr(stats_module, "REPORT_EVERY", 0.02)
     given.handler()
@@ -637,7 +630,7 @@ def test_metrics_are_prometheus_text_whatever_the_worker_is_called() -> None:
 
 
 async def test_metrics_are_the_stats(bus: CommandBus, given: Given) -> None:
-    """S5-19, as the metrics text."""
+    """As the metrics text."""
     given.handler()
     given.handler("Park", raising(PermanentCommandError("closed")))
     await given.batch(commands=50)

@@ -17,18 +17,17 @@ from busload import (
     Command,
     CommandBus,
     HandlerContext,
-    InvalidOperationError,
     RetryPolicy,
     Settings,
     SyncHandlerContext,
     TransientCommandError,
 )
-from busload.domain.execution import COMPLETED, FAILED_ATTEMPT, Transition
-from busload.errors import Superseded
-from busload.store import settle
-from busload.store.guard import GuardedConnection
-from busload.store.pool import pool
-from busload.worker.context import SyncHandlerTransaction
+from busload.commands import settle
+from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, Transition
+from busload.errors import InvalidOperationError, SupersededError
+from busload.sync.context import SyncHandlerTransaction
+from busload.sync.guard import GuardedConnection
+from busload.sync.pool import pool
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
 INSERT = "INSERT INTO effect (command_id, attempt) VALUES (%s, %s)"
@@ -81,7 +80,9 @@ async def test_writes_and_completion_commit_together(
 
 
 @BOTH
-async def test_they_share_one_transaction_id(bus: CommandBus, given: Given, effects: Database, kind: str) -> None:
+async def test_writes_and_completion_share_one_transaction_id(
+    bus: CommandBus, given: Given, effects: Database, kind: str
+) -> None:
     register(bus, kind)
     await given.sent()
     await given.drained()
@@ -119,7 +120,9 @@ async def test_a_retry_writes_once(bus: CommandBus, given: Given, effects: Datab
 
 
 @BOTH
-async def test_a_business_no_writes_nothing(bus: CommandBus, given: Given, effects: Database, kind: str) -> None:
+async def test_a_broken_business_rule_writes_nothing(
+    bus: CommandBus, given: Given, effects: Database, kind: str
+) -> None:
     def no(command: Command, ctx: Any) -> None:
         raise BusinessRuleError("no")
 
@@ -288,7 +291,7 @@ async def test_a_thread_whose_time_was_over_before_it_could_commit_is_superseded
         with transaction as conn:
             conn.execute(INSERT, [one.command_id, 1])
         given.settled([one], FAILED_ATTEMPT, delay=60.0)
-        with pytest.raises(Superseded):
+        with pytest.raises(SupersededError):
             transaction.commit(settle.settle([Transition(one, COMPLETED)], now=0.0))
     finally:
         connections.close()
@@ -313,7 +316,7 @@ async def test_a_connection_that_is_lost_in_a_transaction_is_given_back(
 
     def cut(command: Command, ctx: Any) -> None:
         if ctx.attempt == 1:
-            pid = ctx._transaction.conn.info.backend_pid
+            pid = ctx.own_transaction.conn.info.backend_pid
             with Database(bus.dsn) as beside:
                 beside.rows("SELECT pg_terminate_backend(%s)", pid)
                 while beside.rows("SELECT FROM pg_stat_activity WHERE pid = %s", pid):
@@ -344,7 +347,7 @@ async def test_handlers_wait_for_the_connection_of_their_transaction_and_none_fa
     backends = []
 
     def note(command: Command, ctx: Any) -> None:
-        backends.append(ctx._transaction.conn.info.backend_pid)
+        backends.append(ctx.own_transaction.conn.info.backend_pid)
 
     register(narrow_bus, kind, during=note, retry=ONCE)
     await narrow_bus.send_many(DOMAIN, [BatchCommand("Debit") for _ in range(8)])

@@ -18,7 +18,6 @@ from busload import (
     Command,
     CommandBus,
     HandlerContext,
-    InvalidOperationError,
     RetryPolicy,
     SyncCommandBus,
     SyncHandlerContext,
@@ -26,10 +25,11 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.domain.execution import Transition
-from busload.store.claim import Claim
-from busload.worker.claim import Claimer
-from busload.worker.settle import Settlement
+from busload.commands.claim import Claim
+from busload.commands.execution import Transition
+from busload.errors import InvalidOperationError
+from busload.worker.claimer import Claimer
+from busload.worker.settlement import Settlement
 from tests.given import DOMAIN, Database, Given, eventually, raising
 
 PATIENT = timedelta(hours=1)
@@ -64,7 +64,7 @@ async def test_drain_also_runs_what_handlers_send(bus: CommandBus, given: Given)
 async def test_drain_looks_again_after_a_settlement_that_its_look_may_not_have_seen(
     bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S4-11: the settlement that sends the callback commits after a claim has looked and before its answer is read."""
+    """The settlement that sends the callback commits after a claim has looked and before its answer is read."""
     given.handler()
     ran = given.handler("Done")
     claim, flush = Claimer._claim, Settlement._flush
@@ -267,14 +267,25 @@ async def test_without_any_handler_it_refuses_to_start(bus: CommandBus, database
     [
         {"concurrency": 0},
         {"concurrency": True},
-        {"settings": WorkerSettings(lease_for=timedelta(0))},
-        {"settings": WorkerSettings(lease_for=timedelta(seconds=1), flush_deadline=timedelta(seconds=5))},
-        {"settings": WorkerSettings(poll_every=timedelta(0))},
+        {"threads": 0},
     ],
 )
-async def test_settings_that_cannot_work_are_refused(bus: CommandBus, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+async def test_options_that_cannot_work_are_refused(bus: CommandBus, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number from 1 on"):
         Worker(bus, domains=[DOMAIN], **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lease_for": timedelta(0)},
+        {"lease_for": timedelta(seconds=1), "flush_deadline": timedelta(seconds=5)},
+        {"poll_every": timedelta(0)},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        WorkerSettings(**wrong)
 
 
 async def test_a_notification_wakes_the_worker_however_seldom_it_polls(given: Given) -> None:
@@ -292,7 +303,7 @@ def listening(database: Database) -> bool:
     return bool(database.value(query.replace("%%", "%")))
 
 
-async def test_a_poll_finds_what_no_notification_told(given: Given, database: Database) -> None:
+async def test_a_poll_finds_commands_without_a_notification(given: Given, database: Database) -> None:
     """A notification is only a hint: here the rows are put in by hands that do not notify."""
     seen = given.handler()
     async with given.running(settings=replace(given.settings, poll_every=timedelta(milliseconds=20))):
@@ -445,7 +456,7 @@ async def test_nothing_is_left_behind_by_a_worker_that_stopped(given: Given, dat
 
 
 async def test_a_stop_that_is_cancelled_leaves_nothing_running(given: Given, database: Database) -> None:
-    """P10: as `asyncio.wait_for(running, 1)` does it to a stop that takes longer; the leases must be free to end."""
+    """As `asyncio.wait_for(running, 1)` does it to a stop that takes longer; the leases must be free to end."""
     started = asyncio.Event()
 
     async def hang(command: Command, ctx: HandlerContext) -> None:

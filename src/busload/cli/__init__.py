@@ -13,7 +13,7 @@ Exit codes, for all commands alike:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NOUNS = {
     "batch": "Follow batches, learn why they are not finished, and cancel them.",
-    "buffer": "See what waits in buffers, let it leave, prepare tables to be one.",
+    "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
     "command": "Look at one command and all that happened to it.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
@@ -41,7 +41,7 @@ NOUNS = {
     "worker": "Run the commands of an application.",
 }
 
-DSN, WAIT, DEBUG = "busload.dsn", "busload.wait", "busload.debug"
+WAIT, DEBUG = "busload.wait", "busload.debug"
 """Where the context keeps what was given for the options that every command takes."""
 
 
@@ -89,7 +89,7 @@ class _Nouns(click.Group):
             raise _wrong_environment(ctx, error) or _explained(error) from error
 
 
-class WrongInput(click.ClickException):
+class WrongInputError(click.ClickException):
     """What was given at the shell cannot be; nothing was done."""
 
     exit_code = 2
@@ -118,29 +118,51 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {likely[0]!r}?" if likely else ""
 
 
-def _give_common_options(command: click.Command) -> None:
-    """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
-    if any(option.name == "dsn" for option in command.params):
-        return
-    dsn = "The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one."
-    wait = "How long to wait for a server that cannot be reached; default not at all."
-    debug = "Show the traceback of an error."
-    command.params += [
-        click.Option(["--dsn"], metavar="URL", callback=_pass_dsn_on, expose_value=False, help=dsn),
-    ]
-    if not any(option.name == "wait" for option in command.params):  # some verbs wait for something else
-        seconds = click.FloatRange(0, 86_400)
-        command.params.append(
-            click.Option(
-                ["--wait"], type=seconds, metavar="SECONDS", callback=_keep_wait, expose_value=False, help=wait
-            )
-        )
-    command.params += [
-        click.Option(["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help=debug),
-    ]
-    if isinstance(command, click.Group):
-        for verb in command.commands.values():
-            _give_common_options(verb)
+def stands_for(
+    variable: str, check: Callable[[str], str | None]
+) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    """The callback of an option that stands for a variable of the environment, where every bus looks for it.
+
+    So this process finds it and, out of sight of other users, its children do. `check` refuses a text that cannot be,
+    and returns what to use instead if the text holds a password. The context remembers that the option was given.
+    """
+
+    def pass_on(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
+        if text is None or ctx.resilient_parsing:
+            return
+        from busload.errors import BusloadError
+
+        option = param.opts[0]
+        try:
+            rather = check(text)
+        except BusloadError as error:  # which does not repeat the text: it may hold a password
+            raise click.BadParameter(str(error), param_hint=option) from None
+        if rather:
+            warning = f"{option} holds a password, which every user of this machine can see."
+            click.echo(f"Warning: {warning} Use {rather} instead.", err=True)
+        ctx.meta[variable] = text
+        ctx.with_resource(_environment(variable, text))
+
+    return pass_on
+
+
+@contextmanager
+def _environment(variable: str, text: str) -> Iterator[None]:
+    before = os.environ.get(variable)
+    os.environ[variable] = text
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _check_dsn(dsn: str) -> str | None:
+    from busload.postgres.dsn import read
+
+    return "BUSLOAD_DATABASE_URL or a ~/.pgpass file" if read(dsn).get("password") else None
 
 
 def _keep_wait(ctx: click.Context, param: click.Parameter, seconds: float | None) -> None:
@@ -155,51 +177,49 @@ def _keep_debug(ctx: click.Context, param: click.Parameter, debug: bool) -> None
     ctx.meta[DEBUG] = debug or ctx.meta.get(DEBUG, False)
 
 
-def _pass_dsn_on(ctx: click.Context, param: click.Parameter, dsn: str | None) -> None:
-    if dsn is not None and not ctx.resilient_parsing:
-        ctx.meta[DSN] = dsn
-        ctx.with_resource(_database_url(dsn))
+def _common_options() -> Iterator[click.Option]:
+    yield click.Option(
+        ["--dsn"],
+        metavar="URL",
+        callback=stands_for("BUSLOAD_DATABASE_URL", _check_dsn),
+        expose_value=False,
+        help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.",
+    )
+    yield click.Option(
+        ["--wait"],
+        type=click.FloatRange(0, 86_400),
+        metavar="SECONDS",
+        callback=_keep_wait,
+        expose_value=False,
+        help="How long to wait for a server that cannot be reached; default not at all.",
+    )
+    yield click.Option(
+        ["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help="Show the traceback of an error."
+    )
 
 
-@contextmanager
-def _database_url(dsn: str) -> Iterator[None]:
-    """Pass it on where every bus looks for it: in this process and, out of sight of other users, in its children."""
-    from busload.errors import DatabaseUnusable
-    from busload.store.dsn import read
-
-    try:
-        parts = read(dsn)
-    except DatabaseUnusable as error:  # which does not repeat it: it may hold a password
-        raise click.BadParameter(str(error), param_hint="--dsn") from None
-    if parts.get("password"):
-        click.echo(
-            "Warning: --dsn holds a password, which every user of this machine can see. "
-            "Use BUSLOAD_DATABASE_URL or a ~/.pgpass file instead.",
-            err=True,
-        )
-    before = os.environ.get("BUSLOAD_DATABASE_URL")
-    os.environ["BUSLOAD_DATABASE_URL"] = dsn
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["BUSLOAD_DATABASE_URL"]
-        else:
-            os.environ["BUSLOAD_DATABASE_URL"] = before
+def _give_common_options(command: click.Command) -> None:
+    """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
+    known = {name for param in command.params for name in param.opts}  # some verbs wait for something else
+    command.params += [option for option in _common_options() if option.opts[0] not in known]
+    if isinstance(command, click.Group):
+        for verb in command.commands.values():
+            _give_common_options(verb)
 
 
 def _wrong_environment(ctx: click.Context, error: Exception) -> click.ClickException | None:
     """A variable whose text cannot be is refused as the same text given for its option is."""
-    from busload.errors import DatabaseUnusable, TransportMisconfigured
-    from busload.store.dsn import read
-    from busload.transport import find_transport
+    from busload.errors import DatabaseUnusableError, TransportMisconfiguredError
+    from busload.postgres.dsn import read
+    from busload.settings import from_environment
+    from busload.transports import find_transport
 
     checks = (
-        ("BUSLOAD_DATABASE_URL", DatabaseUnusable, read),
-        ("BUSLOAD_TRANSPORT_URL", TransportMisconfigured, find_transport),
+        ("BUSLOAD_DATABASE_URL", DatabaseUnusableError, read),
+        ("BUSLOAD_TRANSPORT_URL", TransportMisconfiguredError, find_transport),
     )
     for name, kind, check in checks:
-        text = os.environ.get(name)
+        text = from_environment(name)
         if isinstance(error, kind) and text is not None:
             try:
                 check(text)
@@ -212,13 +232,13 @@ def _explained(error: Exception) -> click.ClickException:
     """An error as one line for people, with the exit code that it means."""
     import psycopg
 
-    from busload.domain.payload import PayloadRefused
-    from busload.errors import BusloadError, DatabaseUnusable, InvalidCommandError
+    from busload.commands.payload import PayloadRefusedError
+    from busload.errors import BusloadError, DatabaseUnusableError, InvalidCommandError
 
     line = " ".join(str(error).split())
-    if isinstance(error, InvalidCommandError | PayloadRefused):
-        return WrongInput(line)
-    if isinstance(error, DatabaseUnusable):
+    if isinstance(error, InvalidCommandError | PayloadRefusedError):
+        return WrongInputError(line)
+    if isinstance(error, DatabaseUnusableError):
         return click.ClickException(str(error))  # may end with the server's last words, which are lines
     if isinstance(error, BusloadError):
         return click.ClickException(line)

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import click
 
-from busload.bus import SyncCommandBus
-from busload.cli.command import print_explanation
-from busload.cli.database import (
-    domain_option,
-    everywhere,
-    find_batch,
-    find_job_of_batches,
-    id_or_beginning,
-    open_bus,
-    operator,
-)
-from busload.cli.output import as_json, counters, echo_json, facts, progress, table
-from busload.domain.batch import BatchMetadata, BatchStatus
-from busload.domain.counted import counted
+from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName
+from busload.cli import options
+from busload.cli.answer import Answer, View, about, answers, everywhere, find_one
+from busload.cli.command import explained
+from busload.cli.output import PLAIN_EVERY, at_terminal, console, echo_json, width
+from busload.commands.command import AuditEvent
+from busload.commands.counted import counted
+from busload.commands.find import IdRange
+from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
-from busload.store.find import IdRange
+from busload.sync.bus import SyncCommandBus
 
 STILL = 3.0
-"""Seconds without any change after which one who waits should be told why."""
+"""Seconds without any change after which a person who waits is told why."""
+
+BATCHES = View[BatchMetadata](
+    "BATCH=batch_id DOMAIN NAME STATUS TOTAL=total_count COMPLETED=completed_count FAILED=failed_count"
+    " CANCELED=canceled_count TROUBLE=in_troubleshooting_count CREATED=created_at",
+    nothing="There are no such batches.",
+    elastic="NAME",
+    spare=("CREATED", "NAME"),
+)
+BATCH = View[BatchMetadata](
+    "batch=batch_id domain name custom_data job=job_id stage status total=total_count completed=completed_count"
+    " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
+    " remaining=remaining_count created=created_at started=started_at completed_at"
+)
+TRAIL = View[AuditEvent]("AT EVENT=type OPERATOR DETAILS", nothing="Nothing has happened to it yet.", elastic="DETAILS")
+DISPATCH = View[DispatchReport](
+    "batch=batch_id transport strategy status commands=total_tasks in_the_database=database_tasks"
+    " published=queued_tasks to_be_published=retry_tasks failed_rounds=rounds checkpoints failed_checkpoint"
+    " error warning insert_ms send_ms mark_ms total_ms job=job_id stage"
+    " created=created_at all_published=published_at",
+    {"checkpoints": lambda found: len(found.checkpoints) or None},
+)
+DERIVED = ("tasks_committed", "tasks_failed", "retry_tasks", "recovery_possible", "recovery_scheduled")
+
+
+STYLES = {"completed": "green", "failed": "red", "canceled": "magenta", "in troubleshooting": "yellow"}
+WIDE = 100
+"""Columns of a terminal that has room for a long bar."""
+
+Show: TypeAlias = Callable[[BatchMetadata], None]
 
 
 @click.group()
@@ -39,15 +68,20 @@ def batch() -> None:
 
 
 @batch.command()
-@domain_option
-@click.option(
-    "--status", type=click.Choice([status.value for status in BatchStatus], case_sensitive=False), help="Only those."
-)
-@click.option("--job", type=id_or_beginning, metavar="ID", help="Only those of a job.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True)
-@click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
-@as_json
-def ls(domain: str | None, status: str | None, job: IdRange | None, limit: int, offset: int, as_json: bool) -> None:
+@options.domain
+@options.status(BatchStatus)
+@click.option("--job", type=options.id_or_beginning, metavar="ID", help="Only batches of this job.")
+@options.limit(20)
+@options.offset
+@answers
+def ls(
+    bus: SyncCommandBus,
+    domain: str | None,
+    status: BatchStatusName | None,
+    job: IdRange | None,
+    limit: int,
+    offset: int,
+) -> Answer:
     """List batches, newest first.
 
     \b
@@ -56,68 +90,31 @@ def ls(domain: str | None, status: str | None, job: IdRange | None, limit: int, 
         busload batch ls --job 0198c5d2-7f3a
         busload batch ls --json | jq -r '.[].batch_id'
     """
-    with open_bus() as bus:
-        job_id = None if job is None else find_job_of_batches(bus, job, domain)
-
-        def ask(domain: str, *, limit: int, offset: int) -> list[BatchMetadata]:
-            return bus.list_batches(domain, status=status, job_id=job_id, limit=limit, offset=offset)
-
-        found = everywhere(bus, domain, ask, newest=lambda b: (b.created_at, b.batch_id), limit=limit, offset=offset)
-    if as_json:
-        echo_json(found)
-        return
-    columns = ("BATCH", "DOMAIN", "NAME", "STATUS", "TOTAL", "COMPLETED", "FAILED", "CANCELED", "TROUBLE", "CREATED")
-    rows = [(b.batch_id, b.domain, b.name, b.status, b.total_count, *counters(b).values(), b.created_at) for b in found]
-    table(columns, rows, nothing="There are no such batches.", elastic="NAME", spare=("CREATED", "NAME"))
+    # A whole id need not be that of a job which has batches.
+    job_id = None if job is None else (job.whole or find_one(bus, "job of batches", job, domain)[1])
+    ask = partial(bus.list_batches, status=status, job_id=job_id)
+    newest = attrgetter("created_at", "batch_id")
+    return BATCHES.list(everywhere(bus, domain, ask, newest=newest, limit=limit, offset=offset))
 
 
 @batch.command()
-@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
-@domain_option
-@as_json
-def show(batch: IdRange, domain: str | None, as_json: bool) -> None:
+@about("batch")
+def show(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     """Show how far a batch has come, and what happened to it.
 
     \b
         busload batch show 0198c5d2-7f3a
         busload batch show 0198c5d2-7f3a --json | jq .completed_count
     """
-    with open_bus() as bus:
-        domain, batch_id = find_batch(bus, batch, domain)
-        found = bus.get_batch(domain, batch_id)
-        trail = bus.get_batch_audit_trail(domain, batch_id)
+    found, trail = bus.get_batch(domain, batch_id), bus.get_batch_audit_trail(domain, batch_id)
     if found is None:
         raise BatchNotFoundError(domain, batch_id)
-    if as_json:
-        echo_json({**_fields(found), "audit_trail": trail})
-        return
-    facts(
-        [
-            ("batch", found.batch_id),
-            ("domain", found.domain),
-            ("name", found.name),
-            ("custom data", found.custom_data),
-            ("job", found.job_id),
-            ("stage", found.stage),
-            ("status", found.status),
-            ("total", found.total_count),
-            *counters(found).items(),
-            ("remaining", found.remaining_count),
-            ("created", found.created_at),
-            ("started", found.started_at),
-            ("completed at", found.completed_at),
-        ]
-    )
-    click.echo()
-    rows = [(event.at, event.type, event.operator, event.details) for event in trail]
-    table(("AT", "EVENT", "OPERATOR", "DETAILS"), rows, nothing="Nothing has happened to it yet.", elastic="DETAILS")
+    return BATCH.one(found, below=TRAIL.list(trail), audit_trail=trail)
 
 
 @batch.command()
-@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
-@domain_option
-@as_json
-def watch(batch: IdRange, domain: str | None, as_json: bool) -> None:
+@about("batch", prints=True)
+def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) -> None:
     """Follow a batch until it completes.
 
     Ends with exit code 0 if every command completed, and with 1 if some failed or were canceled. With --json it prints
@@ -127,106 +124,61 @@ def watch(batch: IdRange, domain: str | None, as_json: bool) -> None:
         busload batch watch 0198c5d2-7f3a && echo all completed
         busload batch watch 0198c5d2-7f3a --json | jq .completed_count
     """
-    with open_bus() as bus:
-        follow(bus, *find_batch(bus, batch, domain), as_json)
+    follow(bus, domain, batch_id, as_json)
 
 
 @batch.command()
-@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
-@click.option("--reason", required=True, help="Why; it is kept in the audit trail.")
-@click.option("--operator", default=operator, show_default="your user name", help="Who; kept in the audit trail.")
-@domain_option
-@as_json
-def cancel(batch: IdRange, reason: str, operator: str, domain: str | None, as_json: bool) -> None:
+@options.reason()
+@options.operator
+@about("batch")
+def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
     """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
 
     \b
         busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
     """
-    with open_bus() as bus:
-        domain, batch_id = find_batch(bus, batch, domain)
-        canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
-    if as_json:
-        echo_json({"batch_id": batch_id, "domain": domain, "canceled": canceled})
-    else:
-        click.echo(f"Canceled {counted(canceled, 'command')}.")
+    canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
+    value = {"batch_id": batch_id, "domain": domain, "canceled": canceled}
+    return Answer(value, f"Canceled {counted(canceled, 'command')}.")
 
 
 @batch.command()
-@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
-@domain_option
-@as_json
-def explain(batch: IdRange, domain: str | None, as_json: bool) -> None:
-    """Say why a batch is not finished, and what to do about it; of a healthy one, when it will be.
+@about("batch")
+def explain(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
+    """Say why a batch is not finished, and what to do about it.
+
+    If nothing is in its way, it says when the batch will be done.
 
     \b
         busload batch explain 0198c5d2-7f3a
         busload batch explain 0198c5d2-7f3a --json | jq -r '.reasons[].code'
     """
-    with open_bus() as bus:
-        found = bus.explain_batch(*find_batch(bus, batch, domain))
-    print_explanation(found, as_json)
+    return explained(bus.explain_batch(domain, batch_id))
 
 
 @batch.command()
-@click.argument("batch", type=id_or_beginning, metavar="BATCH_ID")
-@domain_option
-@as_json
-def dispatch(batch: IdRange, domain: str | None, as_json: bool) -> None:
-    """Show how a batch was announced to the broker, and what of it still waits for that.
+@about("batch")
+def dispatch(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
+    """Show how a batch was published to the broker, and what of it still waits for that.
 
     \b
         busload batch dispatch 0198c5d2-7f3a
         busload batch dispatch 0198c5d2-7f3a --json | jq .retry_needed
     """
-    with open_bus() as bus:
-        domain, batch_id = find_batch(bus, batch, domain)
-        found = bus.get_dispatch(domain, batch_id)
-        exists = found is not None or bus.get_batch(domain, batch_id) is not None
-    if not exists:
+    found = bus.get_dispatch(domain, batch_id)
+    if found is not None:
+        return DISPATCH.one(found, **{name: getattr(found, name) for name in DERIVED})
+    if bus.get_batch(domain, batch_id) is None:
         raise BatchNotFoundError(domain, batch_id)
-    if found is None:
-        raise InvalidOperationError(
-            f"There is no report: batch {batch_id} was created without a broker, or opened and filled bit by bit."
-            f" What waits to be announced: `busload outbox ls --batch {batch_id}`"
-        )
-    if as_json:
-        told = {name: getattr(found, name) for name in found.__dataclass_fields__}
-        echo_json({**told, **{name: getattr(found, name) for name in DERIVED}})
-        return
-    facts(
-        [
-            ("batch", found.batch_id),
-            ("transport", found.transport),
-            ("strategy", found.strategy),
-            ("status", found.status),
-            ("commands", found.total_tasks),
-            ("in the database", found.database_tasks),
-            ("announced", found.queued_tasks),
-            ("to be announced", found.retry_tasks),
-            ("failed rounds", found.rounds),
-            ("checkpoints", len(found.checkpoints) or None),
-            ("failed checkpoint", found.failed_checkpoint),
-            ("error", found.error),
-            ("warning", found.warning),
-            ("insert ms", found.insert_ms),
-            ("send ms", found.send_ms),
-            ("mark ms", found.mark_ms),
-            ("total ms", found.total_ms),
-            ("job", found.job_id),
-            ("stage", found.stage),
-            ("created", found.created_at),
-            ("all announced", found.announced_at),
-        ]
+    raise InvalidOperationError(
+        f"There is no report: batch {batch_id} was created without a broker, or opened and filled bit by bit."
+        f" What waits to be published: `busload outbox ls --batch {batch_id}`"
     )
-
-
-DERIVED = ("tasks_committed", "tasks_failed", "retry_tasks", "recovery_possible", "recovery_scheduled")
 
 
 def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, explain: bool = False) -> None:
     """Show how far a batch comes until it completes; the exit code says whether all of it did."""
-    seen = _explained(bus, domain, batch_id) if explain else bus.watch_batch(domain, batch_id)
+    seen = _watched(bus, domain, batch_id) if explain else bus.watch_batch(domain, batch_id)
     if as_json:
         for found in seen:
             echo_json(found)
@@ -238,21 +190,96 @@ def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, e
         raise click.exceptions.Exit(1)
 
 
-def _explained(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[BatchMetadata]:
+def _watched(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[BatchMetadata]:
     """As `watch_batch`; when nothing has moved for a while, it says why, once, beside what is shown."""
     last: BatchMetadata | None = None
     told = moved = False
     while last is None or not last.status.final:
-        for found in bus.watch_batch(domain, batch_id) if told else bus._watch(domain, batch_id, STILL):
-            moved = moved or (last is not None and found != last)
-            if found != last:
-                last = found
-                yield found
+        with suppress(TimeoutError):
+            for found in bus.watch_batch(domain, batch_id, timeout=None if told else STILL):
+                moved = moved or (last is not None and found != last)
+                if found != last:
+                    last = found
+                    yield found
         if not moved and not told:
             click.echo(bus.explain_batch(domain, batch_id).summary, err=True)
             told = True
         moved = False
 
 
-def _fields(batch: BatchMetadata) -> dict[str, object]:
-    return {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+def counters(batch: BatchMetadata) -> dict[str, int]:
+    """The counters of a batch without the total, in our words."""
+    values = (batch.completed_count, batch.failed_count, batch.canceled_count, batch.in_troubleshooting_count)
+    return dict(zip(STYLES, values, strict=True))
+
+
+@contextmanager
+def progress(indent: str = "") -> Iterator[Show]:
+    """A function that shows how far a batch has come: as a bar at a terminal, as lines in a pipe."""
+    with _bar(indent) if at_terminal() else _lines(indent) as show:
+        yield show
+
+
+@contextmanager
+def _bar(indent: str) -> Iterator[Show]:
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    length = 20 if width() >= WIDE else 8
+
+    class Counters(TextColumn):
+        def render(self, task: Any) -> Text:
+            room = width() - len(f"{indent}{' ' * length} {task.completed:,}/{task.total:,} ")
+            return Text("  ").join(
+                Text.assemble((f"{name} ", "dim"), (f"{count:,}", STYLES[name] if count else "dim"))
+                for name, count in counters_that_fit(task.fields["counters"], room).items()
+            )
+
+    start = [TextColumn(indent[:-1])] if indent else []  # a column ends with a space of its own
+    done = TextColumn("{task.completed:,}/{task.total:,}", table_column=Column(no_wrap=True))
+    columns = (*start, BarColumn(length), done, Counters("", table_column=Column(no_wrap=True)))
+    with Progress(*columns, console=console(), refresh_per_second=12) as bar:
+        task = None
+
+        def show(batch: BatchMetadata) -> None:
+            nonlocal task
+            if task is None:
+                task = bar.add_task("", total=batch.total_count, counters=counters(batch))
+            bar.update(task, total=batch.total_count, completed=batch.finished_count, counters=counters(batch))
+
+        yield show
+
+
+def counters_that_fit(counts: dict[str, int], room: int) -> dict[str, int]:
+    """The counters that there is room for. Zeros go first, then the completed ones, which the bar shows."""
+    happened = {name: count for name, count in counts.items() if count}
+    for tried in (counts, happened):
+        if len(_listed(tried)) <= room:
+            return tried
+    return {name: count for name, count in happened.items() if name != "completed"}
+
+
+@contextmanager
+def _lines(indent: str) -> Iterator[Show]:
+    """At most two lines a second, but always the last state."""
+    printed, waiting = 0.0, None
+
+    def show(batch: BatchMetadata) -> None:
+        nonlocal printed, waiting
+        waiting = batch
+        if time.monotonic() - printed >= PLAIN_EVERY or batch.status.final:
+            click.echo(indent + _line(batch))
+            printed, waiting = time.monotonic(), None
+
+    yield show
+    if waiting is not None:
+        click.echo(indent + _line(waiting))
+
+
+def _line(batch: BatchMetadata) -> str:
+    return f"{batch.finished_count:,}/{batch.total_count:,}  {_listed(counters(batch))}  {batch.status}"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return "  ".join(f"{name} {count:,}" for name, count in counts.items())

@@ -2,32 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
 
-from busload.bus import SyncCommandBus
-from busload.cli import did_you_mean
-from busload.cli.database import open_bus
-from busload.cli.output import as_json, echo_json, facts, paragraph, shown, table
-from busload.domain.buffer import EXHAUSTED, GROUP, BufferStatus, BufferTable
-from busload.domain.command import TroubleshootingItem
-from busload.domain.counted import counted
-from busload.domain.explanation import _span
+from busload.buffers import table as relation
+from busload.buffers.declaration import EXHAUSTED, GROUP, BufferStatus, BufferTable
+from busload.buffers.status import COUNTED
+from busload.cli import did_you_mean, options
+from busload.cli.answer import Answer, View, answers, open_bus
+from busload.cli.output import echo_json, joined, paragraph, shown
+from busload.commands.command import TroubleshootingItem
+from busload.commands.counted import counted, span
 from busload.errors import InvalidOperationError
-from busload.store import relation
-from busload.store.buffer import COUNTED
+from busload.sync.bus import SyncCommandBus
 
 MOST_GROUPS, MOST_ITEMS = 20, 10
 """Groups in troubleshooting that `show` lists, and items of each."""
 
 
+def _oldest_age(status: BufferStatus) -> timedelta | None:
+    return None if status.oldest is None else max(timedelta(0), datetime.now(UTC) - status.oldest)
+
+
+def _age(status: BufferStatus) -> str | None:
+    age = _oldest_age(status)
+    return None if age is None else span(age)
+
+
+def _waiting(status: BufferStatus) -> str:
+    if status.problem is not None and not status.waiting:
+        return "?"
+    return f"{status.waiting:,}{'+' if status.waiting_capped else ''}"
+
+
+def _per_call(status: BufferStatus) -> str | None:
+    return None if status.items_per_call is None else f"{status.items_per_call:,.1f}"
+
+
+def _leaves(status: BufferStatus) -> str | None:
+    if status.size is None or status.max_age is None:
+        return None
+    return f"{status.size:,} at a time, or after {span(status.max_age)}"
+
+
+BUFFERS = View[BufferStatus](
+    "BUFFER=name WAITING OLDEST READY=groups_ready RUNNING=groups_running RETRYING=groups_retrying"
+    " TROUBLE=groups_in_troubleshooting PER_CALL SAVED=calls_saved TABLE",
+    {"WAITING": _waiting, "OLDEST": _age, "PER CALL": _per_call},
+    nothing="There are no buffers.",
+    elastic="TABLE",
+    spare=("TABLE",),
+)
+BUFFER = View[BufferStatus](
+    "buffer=name table waiting oldest leaves in_groups=grouped groups_ready groups_running groups_retrying"
+    " groups_in_troubleshooting calls done vanished items_per_call calls_saved problem",
+    {
+        "table": lambda status: status.table or "busload.buffered",
+        "waiting": _waiting,
+        "oldest": lambda status: status.oldest and f"{_age(status)} old, since {shown(status.oldest)}",
+        "leaves": _leaves,
+        "vanished": lambda status: status.vanished or None,
+        "items per call": _per_call,
+    },
+)
+
+
 @click.group()
 def buffer() -> None:
-    """See what waits in buffers, let it leave, prepare tables to be one.
+    """See what waits in buffers, let it leave, and prepare tables to be buffers.
 
     \b
         busload buffer ls
@@ -38,78 +83,71 @@ def buffer() -> None:
 
 
 @buffer.command()
-@as_json
-def ls(as_json: bool) -> None:
+@answers
+def ls(bus: SyncCommandBus) -> Answer:
     """List buffers: what waits and for how long, groups in flight, events per call and calls saved.
 
     \b
         busload buffer ls
         busload buffer ls --json | jq -r '.[] | select(.oldest_age > 600) | .name'
     """
-    with open_bus() as bus:
-        found = bus.list_buffers()
-    if as_json:
-        echo_json([_fields(status) for status in found])
-        return
-    columns = ("BUFFER", "WAITING", "OLDEST", "READY", "RUNNING", "RETRYING", "TROUBLE", "PER CALL", "SAVED", "TABLE")
-    table(columns, [_row(one) for one in found], nothing="There are no buffers.", elastic="TABLE", spare=("TABLE",))
-    for status in found:
-        if status.problem is not None:
-            click.echo(f"{status.name}: {shown(status.problem)}", err=True)
+    found = bus.buffers.list()
+    problems = [f"{status.name}: {shown(status.problem)}" for status in found if status.problem is not None]
+    return BUFFERS.list(found, value=[*map(_fields, found)], notes=problems)
 
 
 @buffer.command()
 @click.argument("name")
-@as_json
-def show(name: str, as_json: bool) -> None:
+@answers
+def show(bus: SyncCommandBus, name: str) -> Answer:
     """Show how a buffer is doing, and which of its groups wait for a person and why.
 
     \b
         busload buffer show contact_activity_events
         busload buffer show contact_activity_events --json | jq .troubleshooting
     """
-    with open_bus() as bus:
-        status, paused = _find(bus, name), _is_paused(bus, name)
-        parked = bus.troubleshooting.list(name, command_type=GROUP, limit=MOST_GROUPS)
-        hooks = bus.troubleshooting.list(name, command_type=EXHAUSTED, limit=MOST_GROUPS)
-    if as_json:
-        told = [_parked_fields(group) for group in parked]
-        echo_json({**_fields(status), "paused": paused, "troubleshooting": told, "hooks": [*map(_hook_fields, hooks)]})
-        return
-    _print_status(status, paused)
-    for group in parked:
-        _print_parked(group)
-    for hook in hooks:
-        _print_hook(hook)
-    if more := status.groups_in_troubleshooting - len(parked):
-        click.echo()
-        paragraph(f"And {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
+    status, paused = _find(bus, name), _is_paused(bus, name)
+    parked = bus.troubleshooting.list(name, command_type=GROUP, limit=MOST_GROUPS)
+    hooks = bus.troubleshooting.list(name, command_type=EXHAUSTED, limit=MOST_GROUPS)
+
+    def show() -> None:
+        resume = f"yes: `busload domain resume {name}` lets its events leave"
+        BUFFER.print_facts(status, paused=resume if paused else None)
+        for group in parked:
+            _print_parked(group)
+        for hook in hooks:
+            _print_hook(hook)
+        if more := status.groups_in_troubleshooting - len(parked):
+            click.echo()
+            paragraph(f"And {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
+
+    waiting = {"troubleshooting": [*map(_parked_fields, parked)], "hooks": [*map(_hook_fields, hooks)]}
+    return Answer({**_fields(status), "paused": paused, **waiting}, show)
 
 
 @buffer.command()
 @click.argument("name")
-@click.option("--dry-run", is_flag=True, help="Say how many would leave, and do nothing.")
-@as_json
-def flush(name: str, dry_run: bool, as_json: bool) -> None:
-    """Let all that waits now leave without waiting for more, and say how many events that is.
+@options.dry_run
+@answers
+def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
+    """Let all events that wait now leave at once, and say how many there are.
 
     \b
         busload buffer flush contact_activity_events
         busload buffer flush contact_activity_events --dry-run
     """
-    with open_bus() as bus:
-        status, paused = _find(bus, name), _is_paused(bus, name)
-        leaving = status.waiting if dry_run else bus.buffer(name).flush()
-    if as_json:
-        echo_json({"name": name, "leaving": leaving, "dry_run": dry_run})
-    elif not leaving:
-        click.echo(f"Nothing waits in {name}.")
+    status, paused = _find(bus, name), _is_paused(bus, name)
+    leaving = status.waiting if dry_run else bus.buffer(name).flush()
+    events = counted(leaving, "event") + (" or more" if leaving >= COUNTED else "")
+    if not leaving:
+        said = f"Nothing waits in {name}."
     elif dry_run:
-        click.echo(f"{_events(leaving)} would leave {name}; nothing was done.")
+        said = f"{events} would leave {name}; nothing was done."
     elif paused:
-        click.echo(f"{_events(leaving)} will leave {name} once it is resumed: `busload domain resume {name}`.")
+        said = f"{events} will leave {name} once it is resumed: `busload domain resume {name}`."
     else:
-        click.echo(f"{_events(leaving)} will leave {name}, as soon as its workers have room.")
+        said = f"{events} will leave {name}, as soon as its workers have room."
+    return Answer({"name": name, "leaving": leaving, "dry_run": dry_run}, said)
 
 
 @buffer.command()
@@ -120,17 +158,8 @@ def flush(name: str, dry_run: bool, as_json: bool) -> None:
 @click.option("--key", help="The column that says what it is about, for buffers that merge.")
 @click.option("--partition-by", help="The column whose values never share a group.")
 @click.option("--all", "everything", is_flag=True, help="Print all of it, also what is there; needs no database.")
-@as_json
-def ddl(
-    table_name: str,
-    id: str,
-    group_id: str,
-    created_at: str,
-    key: str | None,
-    partition_by: str | None,
-    everything: bool,
-    as_json: bool,
-) -> None:
+@options.as_json
+def ddl(table_name: str, partition_by: str | None, everything: bool, as_json: bool, **columns: Any) -> None:
     """Print the columns and indexes that a table of yours lacks to be a buffer, as SQL for a migration.
 
     \b
@@ -138,12 +167,12 @@ def ddl(
         busload buffer ddl crm.outbox --id event_id --partition-by tenant
         busload buffer ddl contact_activity_event --all
     """
-    wanted = BufferTable(table_name, id=id, group_id=group_id, created_at=created_at, key=key)
+    wanted = BufferTable(table_name, **columns)
     if everything:
         lines = relation.all_ddl(wanted, partition_by=partition_by)
     else:
         with open_bus() as bus:
-            lines = bus._read(relation.ddl(wanted, partition_by=partition_by))
+            lines = bus.database.read(relation.ddl(wanted, partition_by=partition_by))
     if as_json:
         echo_json(lines)
         return
@@ -154,7 +183,7 @@ def ddl(
 
 
 def _find(bus: SyncCommandBus, name: str) -> BufferStatus:
-    known = {status.name: status for status in bus.list_buffers()}
+    known = {status.name: status for status in bus.buffers.list()}
     if name not in known:
         there_are = f"Known: {', '.join(known)}." if known else "There are none in this database."
         raise InvalidOperationError(
@@ -164,47 +193,8 @@ def _find(bus: SyncCommandBus, name: str) -> BufferStatus:
     return known[name]
 
 
-def _row(status: BufferStatus) -> Sequence[object]:
-    return (
-        status.name,
-        _waiting(status),
-        _age(status),
-        status.groups_ready,
-        status.groups_running,
-        status.groups_retrying,
-        status.groups_in_troubleshooting,
-        _per_call(status),
-        status.calls_saved,
-        status.table,
-    )
-
-
 def _is_paused(bus: SyncCommandBus, name: str) -> bool:
-    return any(pause.domain == name for pause in bus.list_pauses())
-
-
-def _print_status(status: BufferStatus, paused: bool) -> None:
-    facts(
-        [
-            ("buffer", status.name),
-            ("table", status.table or "busload.buffered"),
-            ("waiting", _waiting(status)),
-            ("oldest", status.oldest and f"{_age(status)} old, since {shown(status.oldest)}"),
-            ("leaves", _leaves(status)),
-            ("in groups", status.grouped),
-            ("groups ready", status.groups_ready),
-            ("groups running", status.groups_running),
-            ("groups retrying", status.groups_retrying),
-            ("groups in troubleshooting", status.groups_in_troubleshooting),
-            ("calls", status.calls),
-            ("done", status.done),
-            ("vanished", status.vanished or None),
-            ("items per call", _per_call(status)),
-            ("calls saved", status.calls_saved),
-            ("paused", f"yes: `busload domain resume {status.name}` lets its events leave" if paused else None),
-            ("problem", status.problem),
-        ]
-    )
+    return any(pause.domain == name for pause in bus.domains.pauses())
 
 
 def _print_parked(group: TroubleshootingItem) -> None:
@@ -215,8 +205,8 @@ def _print_parked(group: TroubleshootingItem) -> None:
     paragraph(f"{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
     for item in items[:MOST_ITEMS]:
         about = "" if item.get("key") is None else f" about {item['key']}"
-        why = ": ".join(str(part) for part in (item.get("code") or item.get("type"), item.get("message")) if part)
-        paragraph(f"event {shown(item.get('id'))}{shown(about)}: {shown(why)}", first="  ", then="    ")
+        why = joined(item.get("code") or item.get("type"), item.get("message"))
+        paragraph(f"event {shown(item.get('id'))}{shown(about)}: {shown(why or '')}", first="  ", then="    ")
     if (more := len(items) - MOST_ITEMS + _untold(group)) > 0:
         click.echo(f"  and {more:,} more")
     retry = f"Decide: `busload troubleshooting retry {group.command_id}` once the cause is gone; "
@@ -232,7 +222,7 @@ def _print_hook(hook: TroubleshootingItem) -> None:
 
 
 def _error(item: TroubleshootingItem) -> str:
-    return ": ".join(part for part in (item.last_error_code or item.last_error_type, item.last_error_message) if part)
+    return joined(item.last_error_code or item.last_error_type, item.last_error_message) or ""
 
 
 def _items(group: TroubleshootingItem) -> list[dict[str, Any]]:
@@ -270,33 +260,3 @@ def _fields(status: BufferStatus) -> dict[str, Any]:
         "items_per_call": status.items_per_call,
         "calls_saved": status.calls_saved,
     }
-
-
-def _oldest_age(status: BufferStatus) -> timedelta | None:
-    return None if status.oldest is None else max(timedelta(0), datetime.now(UTC) - status.oldest)
-
-
-def _age(status: BufferStatus) -> str | None:
-    age = _oldest_age(status)
-    return None if age is None else _span(age)
-
-
-def _waiting(status: BufferStatus) -> str:
-    if status.problem is not None and not status.waiting:
-        return "?"
-    return f"{status.waiting:,}{'+' if status.waiting_capped else ''}"
-
-
-def _events(count: int) -> str:
-    """How many, as far as they were counted."""
-    return counted(count, "event") + (" or more" if count >= COUNTED else "")
-
-
-def _per_call(status: BufferStatus) -> str | None:
-    return None if status.items_per_call is None else f"{status.items_per_call:,.1f}"
-
-
-def _leaves(status: BufferStatus) -> str | None:
-    if status.size is None or status.max_age is None:
-        return None
-    return f"{status.size:,} at a time, or after {_span(status.max_age)}"

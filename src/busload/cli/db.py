@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
 import subprocess
-from typing import Any
+from dataclasses import asdict
 
 import click
-import msgspec
 from psycopg.conninfo import make_conninfo
 
-from busload.errors import DatabaseUnusable
+from busload.cli import options
+from busload.cli.answer import Answer
+from busload.cli.output import aligned, shown
+from busload.postgres.dsn import read
+from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.settings import Settings
-from busload.store.dsn import read
-from busload.store.embedded import EmbeddedPostgres
 
 
 @click.group()
@@ -30,7 +30,7 @@ def db() -> None:
 
 
 @db.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.as_json
 def info(as_json: bool) -> None:
     """Show where the embedded PostgreSQL is, whether it runs, and who uses it.
 
@@ -38,23 +38,19 @@ def info(as_json: bool) -> None:
         busload db info
         busload db info --json | jq -r .dsn
     """
-    settings = Settings()
-    try:
-        found = _embedded().info
-    except DatabaseUnusable as error:
-        raise click.ClickException(str(error)) from error
-    facts = {**dataclasses.asdict(found), "in_use": settings.database_url is None}
-    if as_json:
-        _echo_json(facts)
-        return
-    if not facts.pop("in_use"):
-        click.echo("BUSLOAD_DATABASE_URL is set, or --dsn given, so busload does not use this server.")
-    for name, value in facts.items():
-        click.echo(f"{name:<11} {_for_people(value)}")
+    found, in_use = asdict(_embedded().info), Settings().database_url is None
+
+    def show() -> None:
+        if not in_use:
+            click.echo("BUSLOAD_DATABASE_URL is set, or --dsn given, so busload does not use this server.")
+        for line in aligned([[name, _listed(value)] for name, value in found.items()]):
+            click.echo(line)
+
+    Answer({**found, "in_use": in_use}, show).print(as_json)
 
 
 @db.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.as_json
 def stop(as_json: bool) -> None:
     """Stop the embedded PostgreSQL now, also while it is in use.
 
@@ -65,14 +61,8 @@ def stop(as_json: bool) -> None:
         busload db stop
         busload db stop --json | jq .stopped
     """
-    try:
-        stopped = _embedded().stop()
-    except DatabaseUnusable as error:
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        _echo_json({"stopped": stopped})
-    else:
-        click.echo("Stopped." if stopped else "It was not running.")
+    stopped = _embedded().stop()
+    Answer({"stopped": stopped}, "Stopped." if stopped else "It was not running.").print(as_json)
 
 
 @db.command(context_settings={"ignore_unknown_options": True})
@@ -85,17 +75,14 @@ def psql(ctx: click.Context, arguments: tuple[str, ...]) -> None:
         busload db psql
         busload db psql -c 'SELECT count(*) FROM busload.command'
     """
-    settings = Settings()
-    try:
-        if settings.database_url is not None:
-            ctx.exit(_run_psql(settings.database_url, arguments, shutil.which("psql")))
-        with _embedded() as server:
-            found = server.info
-            click.echo(found.notice, err=True)
-            # The bundled psql first: an older one of the system describes a newer server wrongly.
-            ctx.exit(_run_psql(found.dsn, arguments, shutil.which("psql", path=found.binaries)))
-    except DatabaseUnusable as error:
-        raise click.ClickException(str(error)) from error
+    url = Settings().database_url
+    if url is not None:
+        ctx.exit(_run_psql(url, arguments, shutil.which("psql")))
+    with _embedded() as server:
+        found = server.info
+        click.echo(found.notice, err=True)
+        # The bundled psql first: an older one of the system describes a newer server wrongly.
+        ctx.exit(_run_psql(found.dsn, arguments, shutil.which("psql", path=found.binaries)))
 
 
 def _embedded() -> EmbeddedPostgres:
@@ -110,7 +97,7 @@ def _run_psql(dsn: str, arguments: tuple[str, ...], program: str | None) -> int:
     # The password goes by the environment: arguments can be read by every user of the machine.
     parts = read(dsn)
     password = {"PGPASSWORD": str(parts.pop("password"))} if "password" in parts else {}
-    # Ctrl-C is psql's: it cancels a query there, and must not end us, who hold the lease.
+    # Ctrl-C is for psql, where it cancels a query. It must not end this process, which holds the lease.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         command = [program, "-d", make_conninfo("", **parts), *arguments]
@@ -119,17 +106,7 @@ def _run_psql(dsn: str, arguments: tuple[str, ...], program: str | None) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _echo_json(facts: dict[str, Any]) -> None:
-    click.echo(msgspec.json.encode(facts, enc_hook=str).decode())
-
-
-def _for_people(value: object) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case None:
-            return "-"
-        case tuple():
-            return ", ".join(str(pid) for pid in value) or "-"
-        case _:
-            return str(value)
+def _listed(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or shown(None)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else shown(value)

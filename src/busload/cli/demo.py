@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -10,32 +11,43 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import UUID
 
 import click
 
-from busload.bus import SyncCommandBus
-from busload.cli.command import print_trail
-from busload.cli.database import open_bus, transport_option
-from busload.cli.demo_invoices import DOMAIN, invoices
-from busload.cli.output import Show, as_json, at_terminal, console, counters, echo_json, progress, table, width, wrapped
-from busload.domain.batch import BatchMetadata
-from busload.domain.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
-from busload.domain.counted import counted
-from busload.domain.ids import new_id
-from busload.store import report
+from busload.batches.batch import BatchMetadata
+from busload.cli import options
+from busload.cli.answer import answers
+from busload.cli.batch import Show, counters, progress
+from busload.cli.command import TRAIL
+from busload.cli.output import at_terminal, echo_json, echo_styled, table, width, wrapped
+from busload.commands import search as report
+from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
+from busload.commands.counted import counted
+from busload.commands.ids import new_id
+from busload.sync.bus import SyncCommandBus
 
+DOMAIN, OPERATOR = "demo", "ada"
 INDENT = " " * 10
-OPERATOR = "ada"
 PROCESSES, CONCURRENCY = 2, 200
 PATIENCE = 60.0
 """Seconds without any progress after which the demo gives up."""
 
+LIMIT = 1_000_000
+"""The largest amount that the application pays."""
+
+# What an invoice of 10,000 may have about it, and how many of them do; at least one of each.
+ODDITIES: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"bank": "busy"}, 200),  # asks us to come back, and then pays
+    ({"country": "MT"}, 12),  # the first release cannot check accounts in Malta
+    ({"bank": "moved"}, 5),  # the first release calls it at its old address
+    ({"payee": "closed"}, 5),  # somebody has to pay these in another way
+    ({"copy": True}, 3),  # nobody should pay these
+    ({"amount": 2_000_000}, 10),  # over the limit: refused, and that is that
+)
 BY_HAND = {"ACCOUNT_CLOSED": "complete", "DUPLICATE": "cancel"}
 """What the operator does about an error; everything else is tried again with the next release."""
 
@@ -44,9 +56,9 @@ T = TypeVar("T")
 
 @click.command()
 @click.option("--commands", type=click.IntRange(100, 1_000_000), default=10_000, show_default=True)
-@transport_option
-@as_json
-def demo(commands: int, as_json: bool) -> None:
+@options.transport
+@answers(transport=True, prints=True)
+def demo(bus: SyncCommandBus, commands: int, *, as_json: bool) -> None:
     """Run 10,000 commands as one batch, and see what busload does.
 
     Two worker processes pay invoices: most are paid at once, some at the second attempt, and a few wait for a person
@@ -58,184 +70,143 @@ def demo(commands: int, as_json: bool) -> None:
         busload demo --transport amqp://localhost
         busload demo --json | jq .drain.per_second
     """
-    tell = _Teller(silent=as_json)
-    with open_bus(transport=True) as bus:
-        outcome = _run(bus, commands, tell)
+    outcome = _run(bus, commands, _Teller(silent=as_json))
     if as_json:
         echo_json(outcome)
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long something took, and how many commands that was per second."""
-
-    commands: int
-    seconds: float
-    per_second: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the demo has to tell, for programs."""
-
-    batch: BatchMetadata
-    create: Pace
-    drain: Pace
-    resolved: dict[str, int]
-    callback: CommandMetadata
-    retried: UUID
-    audit_trail: Sequence[AuditEvent]
-
-
-def _run(bus: SyncCommandBus, commands: int, tell: _Teller) -> Outcome:
+def _run(bus: SyncCommandBus, commands: int, tell: _Teller) -> dict[str, Any]:
+    """Play it all, and return what there is to tell programs."""
     bus.migrate()
-    tell.title(f"{commands:,} invoices to pay, as one batch of commands")
+    tell.line(("busload demo", "bold"), (f"   {commands:,} invoices to pay, as one batch of commands", ""))
     tell.step("Start", f"{PROCESSES} worker processes, each for {CONCURRENCY} commands at a time")
     with _workers(bus, "first_release", tell) as workers:
-        batch_id, callback_id, create = _create(bus, commands, tell)
+        prepared, callback_id = _invoices(commands), new_id()
+        on_complete = BatchCommand("ReportPayments", callback_id, {"to": "accounting"})
+        began = time.monotonic()
+        batch_id = bus.create_batch(DOMAIN, prepared, name=f"{commands:,} invoices", on_complete=on_complete)
+        create = _pace(commands, time.monotonic() - began)
+        tell.step("Create", f"one batch of {commands:,} commands in one transaction")
+        tell.result(f"{create['seconds']:.2f} s, {create['per_second']:,} per second")
         tell.step("Run", "until only a person can go on")
         with tell.progress() as show:
-            parked = _follow(bus, batch_id, workers, show, until=_only_a_person_can_go_on)
-        drain = _drained(parked, bus.get_batch_audit_trail(DOMAIN, batch_id))
-        tell.result(f"{drain.seconds:.1f} s, {drain.per_second:,} per second; every command waits 40 ms for its bank")
-        waiting = _waiting(bus, batch_id)
+            workers.follow(batch_id, show, until=_only_a_person_can_go_on)
+        # From the first claim to the last result, by the database's own clock.
+        at = {event.type: event.at for event in reversed(bus.get_batch_audit_trail(DOMAIN, batch_id))}
+        ended = at.get("BATCH_STALLED") or at["BATCH_COMPLETED"]
+        drain = _pace(commands, (ended - at["BATCH_STARTED"]).total_seconds())
+        rate = f"{drain['seconds']:.1f} s, {drain['per_second']:,} per second"
+        tell.result(f"{rate}; every command waits 40 ms for its bank")
+        waiting = [item for item in bus.troubleshooting.list(DOMAIN, limit=100_000) if item.batch_id == batch_id]
         tell.queue(waiting)
     tell.step("Deploy", "the second release, which knows Malta and the bank's new address")
     with _workers(bus, "second_release", tell) as workers:
-        resolved, retried = _resolve(bus, waiting, tell)
+        resolved = Counter(_resolve(bus, item) for item in waiting)
+        tell.step("Resolve", ", ".join(f"{action} {resolved[action]}" for action in sorted(resolved, reverse=True)))
         with tell.progress() as show:
-            _follow(bus, batch_id, workers, show, until=lambda batch: batch.status.final)
-        callback = _wait_for(lambda: _ended(bus, callback_id), workers, "the callback")
-    final = bus.get_batch(DOMAIN, batch_id)
-    assert final is not None
-    outcome = Outcome(final, create, drain, resolved, callback, retried, bus.get_audit_trail(DOMAIN, retried))
-    tell.end(outcome)
-    return outcome
+            batch = workers.follow(batch_id, show, until=lambda batch: batch.status.final)
+        callback = workers.wait_for(lambda: _completed(bus, callback_id), "the callback")
+    tried_again = [item for item in waiting if item.last_error_code not in BY_HAND]
+    retried = max(tried_again, key=lambda item: item.attempts).command_id
+    trail = bus.get_audit_trail(DOMAIN, retried)
+    tell.end(batch, callback, retried, trail)
+    measured = {"create": create, "drain": drain, "resolved": resolved}
+    return {"batch": batch, **measured, "callback": callback, "retried": retried, "audit_trail": trail}
 
 
-def _create(bus: SyncCommandBus, commands: int, tell: _Teller) -> tuple[UUID, UUID, Pace]:
-    prepared, callback_id = invoices(commands), new_id()
-    on_complete = BatchCommand("ReportPayments", callback_id, {"to": "accounting"})
-    began = time.monotonic()
-    batch_id = bus.create_batch(DOMAIN, prepared, name=f"{commands:,} invoices", on_complete=on_complete)
-    pace = _pace(commands, time.monotonic() - began)
-    tell.step("Create", f"one batch of {commands:,} commands in one transaction")
-    tell.result(f"{pace.seconds:.2f} s, {pace.per_second:,} per second")
-    return batch_id, callback_id, pace
+def _invoices(count: int) -> list[BatchCommand]:
+    """Invoices to pay; the odd ones lie scattered among them."""
+    chance = random.Random(count)  # noqa: S311 - nothing is secret here
+    data = [{"invoice": n, "amount": 1_000 + n % 9_000, "country": "FR", "bank": "north"} for n in range(1, count + 1)]
+    wanted = [oddity for oddity, often in ODDITIES for _ in range(max(1, often * count // 10_000))]
+    for position, oddity in zip(chance.sample(range(count), len(wanted)), wanted, strict=True):
+        data[position] |= oddity
+    return [BatchCommand("PayInvoice", data=one) for one in data]
 
 
-def _follow(
-    bus: SyncCommandBus,
-    batch_id: UUID,
-    workers: _Workers,
-    show: Show,
-    *,
-    until: Callable[[BatchMetadata], bool],
-) -> BatchMetadata:
-    """Show the batch until it is where we want it; fail if it stands still."""
-    last: BatchMetadata | None = None
-    changed = time.monotonic()
-    while True:
-        batch = bus.get_batch(DOMAIN, batch_id)
-        assert batch is not None
-        if batch != last:
-            last, changed = batch, time.monotonic()
-            show(batch)
-        if until(batch):
-            return batch
-        workers.check()
-        if time.monotonic() - changed > PATIENCE:
-            raise workers.failure("no command has ended for a minute")
-        time.sleep(0.05)
+def _pace(commands: int, seconds: float) -> dict[str, float]:
+    """How long something took, and how many commands that was per second."""
+    per_second = round(commands / max(seconds, 0.001))
+    return {"commands": commands, "seconds": round(seconds, 3), "per_second": per_second}
 
 
 def _only_a_person_can_go_on(batch: BatchMetadata) -> bool:
     return batch.status.final or batch.finished_count + batch.in_troubleshooting_count == batch.total_count
 
 
-def _drained(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> Pace:
-    """From the first claim to the last result, by the database's own clock."""
-    at: dict[str, datetime] = {event.type: event.at for event in reversed(trail)}
-    end = at.get("BATCH_STALLED") or at["BATCH_COMPLETED"]
-    return _pace(batch.total_count, (end - at["BATCH_STARTED"]).total_seconds())
+def _resolve(bus: SyncCommandBus, item: TroubleshootingItem) -> str:
+    """Do what an operator does about a command, and return what that was."""
+    action = BY_HAND.get(item.last_error_code or "", "retry")
+    how: dict[str, Any] = {"complete": {"result": {"paid": "by cheque"}}, "cancel": {"reason": "paid already"}}
+    getattr(bus.troubleshooting, action)(DOMAIN, item.command_id, operator=OPERATOR, **how.get(action, {}))
+    return action
 
 
-def _waiting(bus: SyncCommandBus, batch_id: UUID) -> list[TroubleshootingItem]:
-    return [item for item in bus.troubleshooting.list(DOMAIN, limit=100_000) if item.batch_id == batch_id]
-
-
-def _resolve(bus: SyncCommandBus, waiting: Sequence[TroubleshootingItem], tell: _Teller) -> tuple[dict[str, int], UUID]:
-    """Do what an operator does, and return how often, and one command that was tried again."""
-    for item in waiting:
-        match _action(item):
-            case "complete":
-                result = {"paid": "by cheque"}
-                bus.troubleshooting.complete(DOMAIN, item.command_id, result=result, operator=OPERATOR)
-            case "cancel":
-                bus.troubleshooting.cancel(DOMAIN, item.command_id, reason="paid already", operator=OPERATOR)
-            case _:
-                bus.troubleshooting.retry(DOMAIN, item.command_id, operator=OPERATOR)
-    resolved = dict(Counter(map(_action, waiting)))
-    tell.step("Resolve", ", ".join(f"{action} {resolved[action]}" for action in sorted(resolved, reverse=True)))
-    retried = [item for item in waiting if _action(item) == "retry"]
-    return resolved, max(retried, key=lambda item: item.attempts).command_id
-
-
-def _action(item: TroubleshootingItem) -> str:
-    return BY_HAND.get(item.last_error_code or "", "retry")
-
-
-def _ended(bus: SyncCommandBus, command_id: UUID) -> CommandMetadata | None:
+def _completed(bus: SyncCommandBus, command_id: UUID) -> CommandMetadata | None:
     found = bus.get_command(DOMAIN, command_id)
     return found if found is not None and found.status == CommandStatus.COMPLETED else None
 
 
-def _pace(commands: int, seconds: float) -> Pace:
-    return Pace(commands, round(seconds, 3), round(commands / max(seconds, 0.001)))
-
-
 class _Workers:
-    """A real `busload worker`, with processes of its own."""
+    """A real `busload worker` with processes of its own, and the patience to see what it does."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-        self._process, self._log = process, log
+    def __init__(self, bus: SyncCommandBus, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self._bus, self._process, self._log = bus, process, log
 
-    def check(self) -> None:
-        if self._process.poll() is not None:
-            raise self.failure(f"the workers ended with {self._process.returncode}")
+    def follow(self, batch_id: UUID, show: Show, *, until: Callable[[BatchMetadata], bool]) -> BatchMetadata:
+        """Show the batch until it is where we want it; fail if it stands still."""
+        last: BatchMetadata | None = None
 
-    def failure(self, what: str) -> click.ClickException:
-        self._log.seek(0)
-        words = self._log.read().decode(errors="replace").strip().splitlines()
-        return click.ClickException(
-            f"The demo came to a halt: {what}. " + "\n".join(["The workers said:", *words[-8:]])
-        )
+        def changed() -> BatchMetadata | None:
+            batch = self._bus.get_batch(DOMAIN, batch_id)
+            return batch if batch != last else None
+
+        while last is None or not until(last):
+            last = self.wait_for(changed, "a change of the batch")
+            show(last)
+        return last
+
+    def wait_for(self, look: Callable[[], T | None], what: str) -> T:
+        deadline = time.monotonic() + PATIENCE
+        while not (found := look()):
+            if self._process.poll() is not None:
+                raise self._failure(f"the workers ended with {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise self._failure(f"{what} did not come within a minute")
+            time.sleep(0.02)
+        return found
 
     def stop(self) -> None:
         self._process.terminate()
-        if self._process.wait(timeout=PATIENCE) != 0:
-            raise self.failure(f"the workers ended with {self._process.returncode}")
+        if code := self._process.wait(timeout=PATIENCE):
+            raise self._failure(f"the workers ended with {code}")
+
+    def _failure(self, what: str) -> click.ClickException:
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip().splitlines()
+        said = "\n".join(["The workers said:", *words[-8:]])
+        return click.ClickException(f"The demo came to a halt: {what}. {said}")
 
 
 @contextmanager
 def _workers(bus: SyncCommandBus, release: str, tell: _Teller) -> Iterator[_Workers]:
     """Serve with a release of the application, from the moment its processes are ready until the block ends."""
-    others, began = set(bus._read(report.living_workers(DOMAIN))), time.monotonic()
+    others, began = set(bus.database.read(report.living_workers(DOMAIN))), time.monotonic()
     command = [sys.executable, "-m", "busload.cli", "worker", f"busload.cli.demo_app:{release}"]
-    options = {"processes": PROCESSES, "concurrency": CONCURRENCY, "grace": 5, "parent": os.getpid()}
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    given = {"processes": PROCESSES, "concurrency": CONCURRENCY, "grace": 5, "parent": os.getpid()}
+    command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
     environment = {**os.environ, "BUSLOAD_DATABASE_URL": bus.dsn}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment, process_group=0) as process,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0) as process,
     ):
-        workers = _Workers(process, log)
+        workers = _Workers(bus, process, log)
 
         def ready() -> bool:
-            return len(set(bus._read(report.living_workers(DOMAIN))) - others) == PROCESSES
+            return len(set(bus.database.read(report.living_workers(DOMAIN))) - others) == PROCESSES
 
         try:
-            _wait_for(ready, workers, "the workers")
+            workers.wait_for(ready, "the workers")
             tell.result(f"{PROCESSES} processes ready in {time.monotonic() - began:.1f} s")
             yield workers
         except BaseException:
@@ -244,96 +215,58 @@ def _workers(bus: SyncCommandBus, release: str, tell: _Teller) -> Iterator[_Work
         workers.stop()
 
 
-def _wait_for(look: Callable[[], T | None], workers: _Workers, what: str) -> T:
-    deadline = time.monotonic() + PATIENCE
-    while not (found := look()):
-        workers.check()
-        if time.monotonic() > deadline:
-            raise workers.failure(f"{what} did not come within a minute")
-        time.sleep(0.02)
-    return found
-
-
 class _Teller:
     """Tells the story to people; to programs it is silent."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
 
-    def title(self, text: str) -> None:
-        self._print(("busload demo", "bold"), ("   " + text, ""))
+    def line(self, *parts: tuple[str, str]) -> None:
+        if not self._silent:
+            echo_styled(*parts)
 
     def step(self, verb: str, text: str) -> None:
-        self._print(())
+        self.line()
         begin, *others = self._lines(text)
-        self._print((f"{verb:<{len(INDENT)}}", "bold cyan"), (begin, ""))
+        self.line((f"{verb:<{len(INDENT)}}", "bold cyan"), (begin, ""))
         for line in others:
-            self._print((INDENT, ""), (line, ""))
+            self.line((INDENT + line, ""))
 
     def result(self, text: str) -> None:
         for line in self._lines(text):
-            self._print((INDENT, ""), (line, "green"))
+            self.line((INDENT, ""), (line, "green"))
 
-    def _lines(self, text: str) -> list[str]:
-        return wrapped(text, width() - len(INDENT)) if at_terminal() else [text]
-
-    @contextmanager
-    def progress(self) -> Iterator[Show]:
-        if self._silent:
-            yield lambda batch: None
-        else:
-            with progress(INDENT) as show:
-                yield show
+    def progress(self) -> AbstractContextManager[Show]:
+        return nullcontext(lambda batch: None) if self._silent else progress(INDENT)
 
     def queue(self, waiting: Sequence[TroubleshootingItem]) -> None:
         """The newest of each cause: the whole queue would be pages of the same."""
-        self.step(
-            "Inspect",
-            f"the troubleshooting queue, where {counted(len(waiting), 'command waits', 'commands wait')} for a person",
-        )
+        wait = counted(len(waiting), "command waits", "commands wait")
+        self.step("Inspect", f"the troubleshooting queue, where {wait} for a person")
         if self._silent:
             return
-        shown = list({(item.reason, item.last_error_code): item for item in reversed(waiting)}.values())
-        times = Counter((item.reason, item.last_error_code) for item in waiting)
+        alike = Counter((item.reason, item.last_error_code) for item in waiting)
+        newest = {(item.reason, item.last_error_code): item for item in reversed(waiting)}
         rows = [
-            (
-                item.command_id,
-                item.reason,
-                item.attempts,
-                f"{item.last_error_code}: {item.last_error_message}",
-                times[item.reason, item.last_error_code],
-            )
-            for item in shown
+            (one.command_id, one.reason, one.attempts, f"{one.last_error_code}: {one.last_error_message}", alike[cause])
+            for cause, one in newest.items()
         ]
         table(("COMMAND", "REASON", "ATTEMPTS", "ERROR", "ALIKE"), rows, nothing="", elastic="ERROR")
 
-    def end(self, outcome: Outcome) -> None:
-        batch, callback = outcome.batch, outcome.callback
+    def end(self, batch: BatchMetadata, callback: CommandMetadata, retried: UUID, trail: Sequence[AuditEvent]) -> None:
         counts = ", ".join(f"{name} {count:,}" for name, count in counters(batch).items())
         self.step("Complete", f"{batch.status}: {counts}")
-        self.result(f"callback {callback.command_type} ran and returned {_brief(callback.result)}")
-        self.step("Trace", f"what happened to {outcome.retried}, one of the retried commands")
+        returned = ", ".join(f"{key} {item}" for key, item in (callback.result or {}).items())
+        self.result(f"callback {callback.command_type} ran and returned {returned}")
+        self.step("Trace", f"what happened to {retried}, one of the retried commands")
         if self._silent:
             return
-        print_trail(outcome.audit_trail)
+        TRAIL.print_table(trail)
         self.step("Next", "look further")
         called_by_path = Path(sys.argv[0]).name == "busload" and not shutil.which("busload")
         program = os.path.relpath(sys.argv[0]) if called_by_path else "busload"
-        for line in (f"batch show {batch.batch_id}", f"command show {outcome.retried}", "batch ls"):
-            self._print((INDENT, ""), (f"{program} {line}", "bold"))
+        for line in (f"batch show {batch.batch_id}", f"command show {retried}", "batch ls"):
+            self.line((INDENT, ""), (f"{program} {line}", "bold"))
 
-    def _print(self, *parts: tuple[str, str] | tuple[()]) -> None:
-        """Styled at a terminal, plain in a pipe."""
-        if self._silent:
-            return
-        words = [part for part in parts if part]
-        if not at_terminal():
-            click.echo("".join(text for text, _ in words))
-            return
-        from rich.text import Text
-
-        console().print(Text.assemble(*words))
-
-
-def _brief(value: Any) -> str:
-    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+    def _lines(self, text: str) -> list[str]:
+        return wrapped(text, width() - len(INDENT)) if at_terminal() else [text]

@@ -20,7 +20,7 @@ from busload import (
     RetryPolicy,
     TransientCommandError,
 )
-from busload.cli.demo_invoices import DOMAIN, LIMIT
+from busload.cli.demo import DOMAIN, LIMIT
 
 
 def _application(*, fixed: bool) -> CommandBus:

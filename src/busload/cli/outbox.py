@@ -1,31 +1,43 @@
-"""`busload outbox`: what waits to be announced to a broker, and what to do about it."""
+"""`busload outbox`: what waits to be published to a broker, and what to do about it."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from typing import Any
 from uuid import UUID
 
 import click
 
-from busload.bus import CommandBus, SyncCommandBus
-from busload.cli.database import (
-    domain_option,
-    find_batch,
-    id_or_beginning,
-    note_unknown_domain,
-    open_bus,
-    queue_prefix_option,
-    transport_option,
-)
-from busload.cli.database import operator as operator_here
-from busload.cli.output import as_json, echo_json, table
-from busload.domain.counted import counted
-from busload.domain.dispatch import Reconciliation
-from busload.store import report
-from busload.store.find import IdRange
+from busload.cli import options
+from busload.cli.answer import Answer, View, answers, find_one
+from busload.commands import search as report
+from busload.commands.counted import counted
+from busload.commands.find import IdRange
+from busload.dispatch.strategy import OutboxEntry, Reconciliation
+from busload.sync.bus import SyncCommandBus
 
-batch_option = click.option("--batch", type=id_or_beginning, metavar="ID", help="Only commands of this batch.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only say how many commands that would be.")
+
+def _seen(name: str) -> Callable[[Reconciliation], int | None]:
+    """A figure that is known only where the broker lets us look at messages."""
+    return lambda found: getattr(found, name) if found.looked_into else None
+
+
+OUTBOX = View[OutboxEntry](
+    "TRANSPORT DOMAIN COMMANDS ROUNDS REASON OLDEST NEXT_TRY ERROR",
+    {"REASON": lambda entry: entry.reason or "not tried yet"},
+    nothing="Nothing waits to be published.",
+    elastic="ERROR",
+    spare=("OLDEST",),
+)
+QUEUES = View[Reconciliation](
+    "QUEUE PUBLISHED DEPTH LOOKED_AT ANSWERED UNKNOWN MISSING PUBLISHED_AGAIN REMOVED",
+    {
+        "LOOKED AT": _seen("messages"),
+        "ANSWERED": _seen("answered"),
+        "UNKNOWN": _seen("unknown"),
+        "MISSING": _seen("missing"),
+    },
+)
 
 
 @click.group()
@@ -41,137 +53,94 @@ def outbox() -> None:
 
 
 @outbox.command()
-@domain_option
-@batch_option
-@as_json
-def ls(domain: str | None, batch: IdRange | None, as_json: bool) -> None:
+@options.domain
+@options.batch
+@answers
+def ls(bus: SyncCommandBus, domain: str | None, batch: IdRange | None) -> Answer:
     """List what the broker has not confirmed: not tried yet, or after failed rounds, and what it said.
 
     \b
         busload outbox ls
         busload outbox ls --domain payments --json | jq 'map(.commands) | add'
     """
-    with open_bus() as bus:
-        batch_id = _batch_id(bus, batch, domain)
-        found = bus.outbox.list(domain=domain, batch_id=batch_id)
-        if not found:
-            note_unknown_domain(bus, domain)
-    if as_json:
-        echo_json(found)
-        return
-    columns = ("TRANSPORT", "DOMAIN", "COMMANDS", "ROUNDS", "REASON", "OLDEST", "NEXT TRY", "ERROR")
-    rows = [
-        (e.transport, e.domain, e.commands, e.rounds, e.reason or "not tried yet", e.oldest, e.next_try, e.error)
-        for e in found
-    ]
-    table(columns, rows, nothing="Nothing waits to be announced.", elastic="ERROR", spare=("OLDEST",))
+    return OUTBOX.list(bus.outbox.list(domain=domain, batch_id=_batch_id(bus, batch, domain)))
 
 
 @outbox.command()
-@domain_option
-@batch_option
-@dry_run_option
-@as_json
-def retry(domain: str | None, batch: IdRange | None, dry_run: bool, as_json: bool) -> None:
-    """Let the relays of workers try again now what waits for another round.
+@options.domain
+@options.batch
+@options.dry_run
+@answers
+def retry(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, dry_run: bool) -> Answer:
+    """Let the relays of workers publish now what waits for another round.
 
     \b
         busload outbox retry
         busload outbox retry --domain payments --dry-run
     """
-    with open_bus() as bus:
-        batch_id = _batch_id(bus, batch, domain)
-        count = bus.outbox.retry(domain=domain, batch_id=batch_id, dry_run=dry_run)
-        if not count:
-            note_unknown_domain(bus, domain)
-    if as_json:
-        echo_json({"commands": count, "dry_run": dry_run})
-    else:
-        due = counted(count, "command is", "commands are")
-        click.echo(f"{counted(count, 'command')} would be tried again." if dry_run else f"{due} due now.")
+    count = bus.outbox.retry(domain=domain, batch_id=_batch_id(bus, batch, domain), dry_run=dry_run)
+    due = counted(count, "command is", "commands are")
+    return _moved(count, dry_run, f"{counted(count, 'command')} would be tried again.", f"{due} due now.")
 
 
 @outbox.command()
-@domain_option
-@batch_option
-@click.option("--all", "everything", is_flag=True, help="Also what no round has failed for yet.")
-@click.option("--operator", default=operator_here, show_default="your user name", help="Who; kept in the audit trail.")
-@dry_run_option
-@as_json
-def reroute(
-    domain: str | None, batch: IdRange | None, everything: bool, operator: str, dry_run: bool, as_json: bool
-) -> None:
+@options.domain
+@options.batch
+@click.option("--all", "everything", is_flag=True, help="Also commands for which no round has failed yet.")
+@options.operator
+@options.dry_run
+@answers
+def reroute(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, everything: bool, **given: Any) -> Answer:
     """Let PostgreSQL deliver what the broker does not take: workers find it in the queue.
 
-    Only what a round has failed for, unless --all is given. A message that the broker has all the same does no harm.
+    Only commands for which a round of publishing has failed, unless --all is given. If the broker has a message about
+    them all the same, the message does no harm.
 
     \b
         busload outbox reroute --dry-run
         busload outbox reroute --domain payments
     """
-    with open_bus() as bus:
-        batch_id = _batch_id(bus, batch, domain)
-        count = bus.outbox.reroute(
-            domain=domain, batch_id=batch_id, failed_only=not everything, operator=operator, dry_run=dry_run
-        )
-        if not count:
-            note_unknown_domain(bus, domain)
-    if as_json:
-        echo_json({"commands": count, "dry_run": dry_run})
-    else:
-        commands = counted(count, "command")
-        click.echo(f"{commands} would be rerouted." if dry_run else f"Rerouted {commands}.")
+    batch_id = _batch_id(bus, batch, domain)
+    count = bus.outbox.reroute(domain=domain, batch_id=batch_id, failed_only=not everything, **given)
+    commands = counted(count, "command")
+    return _moved(count, given["dry_run"], f"{commands} would be rerouted.", f"Rerouted {commands}.")
 
 
 @outbox.command()
-@domain_option
-@transport_option
-@queue_prefix_option
-@click.option("--repair", is_flag=True, help="Send messages for what has none, remove those that nothing waits for.")
-@as_json
-def reconcile(domain: str | None, repair: bool, as_json: bool) -> None:
-    """Compare what the database has announced with the messages that the broker holds.
+@options.domain
+@options.transport
+@options.queue_prefix
+@click.option("--repair", is_flag=True, help="Send missing messages, and remove messages that no command waits for.")
+@answers(transport=True)
+def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool) -> Answer:
+    """Compare what the database has published with the messages that the broker holds.
 
-    Some brokers cannot be looked into; then only the counts of both sides are told. --repair takes the messages on loan
-    for some seconds, so it looks at them all the same. Ends with exit code 1 if messages are missing and were not sent
-    again.
+    If a broker does not let us look at messages, only the counts of both sides are compared. --repair takes the
+    messages on loan for some seconds, so it can look at them at every broker. Ends with exit code 1 if messages are
+    missing and were not sent again.
 
     \b
         busload outbox reconcile
         busload outbox reconcile --domain payments --repair
         busload outbox reconcile --json | jq 'map(.missing) | add'
     """
-    with open_bus(transport=True) as bus:
-        if bus.transport is None:
-            raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
+    if bus.transport is None:
+        raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
-        async def compare() -> list[Reconciliation]:
-            async with CommandBus(bus.dsn, settings=bus.settings) as face:
-                return await face.outbox.reconcile(domain=domain, repair=repair)
-
-        known = bus._read(report.domains())
-        found = [each for each in asyncio.run(compare()) if each.domain in known or each.depth or each.messages]
-        if not found:
-            note_unknown_domain(bus, domain)
-    if as_json:
-        echo_json(found)
-    else:
-        columns = ["QUEUE", "ANNOUNCED", "DEPTH", "LOOKED AT", "ANSWERED", "UNKNOWN", "MISSING", "RUNG AGAIN"]
-        columns += ["REMOVED"] if repair else []
-        nothing = "There are no domains yet." if domain is None else f"There is nothing in domain {domain!r}."
-        table(columns, [_row(each)[: len(columns)] for each in found], nothing=nothing)
-        for each in found:
-            if not each.looked_into:
-                click.echo(f"{each.transport} does not let us look at messages of {each.queue}.", err=True)
-    if any(each.missing > each.rung_again for each in found):
-        raise click.exceptions.Exit(1)
+    known = bus.database.read(report.domains())
+    compared = bus.outbox.reconcile(domain=domain, repair=repair)
+    found = [each for each in compared if each.domain in known or each.depth or each.messages]
+    closed = [each for each in found if not each.looked_into]
+    notes = [f"{each.transport} does not let us look at messages of {each.queue}." for each in closed]
+    all_sent = all(each.missing <= each.published_again for each in found)
+    view = QUEUES if repair else QUEUES.without("REMOVED")
+    nothing = "There are no domains yet." if domain is None else f"There is nothing in domain {domain!r}."
+    return view.list(found, nothing=nothing, notes=notes, ok=all_sent)
 
 
 def _batch_id(bus: SyncCommandBus, batch: IdRange | None, domain: str | None) -> UUID | None:
-    return None if batch is None else find_batch(bus, batch, domain)[1]
+    return None if batch is None else find_one(bus, "batch", batch, domain)[1]
 
 
-def _row(found: Reconciliation) -> tuple[object, ...]:
-    counts = (found.messages, found.answered, found.unknown, found.missing)
-    seen = counts if found.looked_into else (None,) * len(counts)
-    return (found.queue, found.announced, found.depth, *seen, found.rung_again, found.removed)
+def _moved(count: int, dry_run: bool, would: str, done: str) -> Answer:
+    return Answer({"commands": count, "dry_run": dry_run}, would if dry_run else done, found=count > 0)

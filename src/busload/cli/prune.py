@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,40 +9,28 @@ from datetime import timedelta
 
 import click
 
-from busload.cli.database import open_bus
-from busload.cli.output import PLAIN_EVERY, as_json, at_terminal, console, echo_json
-from busload.domain.counted import counted
-from busload.domain.retention import LONGEST, Pruned
+from busload.cli import options
+from busload.cli.answer import answers
+from busload.cli.output import PLAIN_EVERY, at_terminal, console, echo_json
+from busload.commands.counted import counted
+from busload.retention.prune import Pruned
+from busload.sync.bus import SyncCommandBus
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-"""In seconds."""
-
-
-def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
-    """`30d`, `12h`, `90m`, `1w`, `45s`."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{1,10})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
-    seconds = int(found[1]) * UNITS[found[2]] if found else 0
-    if not 0 < seconds <= LONGEST.total_seconds():
-        raise click.BadParameter(
-            f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w, of at most {LONGEST.days} days"
-        )
-    return timedelta(seconds=seconds)
+SINGULAR = {"commands": "command", "executions": "execution", "events": "event", "batches": "batch"}
 
 
 @click.command()
 @click.option(
     "--older-than",
     required=True,
-    callback=age,
+    callback=options.age,
     metavar="AGE",
     help="How long ago it must have ended: 30d, 12h, 90m, 1w.",
 )
 @click.option("--archive", is_flag=True, help="Move it to busload.archive and busload.archived_batch.")
-@click.option("--dry-run", is_flag=True, help="Only count it.")
-@as_json
-def prune(older_than: timedelta, archive: bool, dry_run: bool, as_json: bool) -> None:
+@options.dry_run
+@answers(prints=True)
+def prune(bus: SyncCommandBus, older_than: timedelta, archive: bool, dry_run: bool, *, as_json: bool) -> None:
     """Remove what ended long ago, or move it to the archive: commands of all domains, their executions and events.
 
     The commands of a batch go with their batch, once it is complete and its callback has ended. What is open stays,
@@ -54,19 +41,11 @@ def prune(older_than: timedelta, archive: bool, dry_run: bool, as_json: bool) ->
         busload prune --older-than 12w --archive
     """
     done = "Would remove" if dry_run else "Archived" if archive else "Removed"
-    pruned = Pruned()
-    with open_bus() as bus, _progress(done, silent=as_json) as show:
-        for pruned in bus._prune(older_than, archive=archive, dry_run=dry_run):
-            show(pruned)
+    with _progress(done, silent=as_json) as show:
+        pruned = bus.prune(older_than, archive=archive, dry_run=dry_run, progress=show)
     if as_json:
-        echo_json(
-            {
-                "older_than_seconds": older_than.total_seconds(),
-                "archive": archive,
-                "dry_run": dry_run,
-                **_fields(pruned),
-            }
-        )
+        given = {"older_than_seconds": older_than.total_seconds(), "archive": archive, "dry_run": dry_run}
+        echo_json({**given, **_fields(pruned)})
     else:
         click.echo(f"{_line(done, pruned)}.")
 
@@ -94,9 +73,6 @@ def _progress(done: str, *, silent: bool) -> Iterator[Callable[[Pruned], None]]:
 def _line(done: str, pruned: Pruned) -> str:
     counts = [counted(count, SINGULAR[name], name) for name, count in _fields(pruned).items()]
     return f"{done} {', '.join(counts[:-1])} and {counts[-1]}"
-
-
-SINGULAR = {"commands": "command", "executions": "execution", "events": "event", "batches": "batch"}
 
 
 def _fields(pruned: Pruned) -> dict[str, int]:

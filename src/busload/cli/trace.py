@@ -9,23 +9,14 @@ from itertools import groupby
 import click
 from rich.cells import cell_len
 
-from busload.bus import SyncCommandBus
-from busload.cli.database import domain_option, find_command, id_or_beginning, note_unknown_domain, open_bus
-from busload.cli.output import (
-    NOTHING,
-    aligned,
-    as_json,
-    at_terminal,
-    echo_json,
-    shown,
-    tracebacks,
-    width,
-    wrapped,
-)
-from busload.domain.counted import counted
-from busload.domain.execution import Execution, ExecutionStatus
+from busload.cli import options
+from busload.cli.answer import Answer, answers, find_one
+from busload.cli.output import NOTHING, aligned, at_terminal, joined, shown, tracebacks, width, wrapped
+from busload.commands import find
+from busload.commands.counted import counted
+from busload.commands.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
-from busload.store import find
+from busload.sync.bus import SyncCommandBus
 
 WIDTH = 32
 """Characters of the time axis."""
@@ -43,45 +34,42 @@ MARKS = {
 
 @click.command()
 @click.argument("task_key")
-@domain_option
-@as_json
-def trace(task_key: str, domain: str | None, as_json: bool) -> None:
+@options.domain
+@answers
+def trace(bus: SyncCommandBus, task_key: str, domain: str | None) -> Answer:
     """Draw every attempt at a task, by its key: of every command that was sent for it, oldest first.
 
-    The id of one of its commands, or the beginning of it, will do as well. In a bar, dots are waiting and lines are
-    running.
+    You can also give the id of one of its commands, or the beginning of that id. In a bar, dots mean waiting and lines
+    mean running.
 
     \b
         busload trace invoices:2026:7
         busload trace invoices:2026:7 --json | jq -r '.[].error'
     """
-    with open_bus() as bus:
-        found = bus.trace(task_key, domain=domain)
-        if not found and (of_command := _task_of_command(bus, task_key, domain)):
-            found = bus.trace(of_command, domain=domain)
+    found = bus.trace(task_key, domain=domain)
+    if not found and (of_command := _task_of_command(bus, task_key, domain)):
+        found = bus.trace(of_command, domain=domain)
+
+    def show() -> None:
         if not found:
-            note_unknown_domain(bus, domain)
-    if as_json:
-        echo_json(found)
-        return
-    if not found:
-        where = "any domain" if domain is None else f"domain {domain!r}"
-        raise InvalidOperationError(
-            f"No command was sent for the task {task_key!r} in {where}. Check the key; `busload command show` tells it."
-        )
-    for line in timeline(found, now=datetime.now(UTC), room=width() if at_terminal() else None):
-        click.echo(line)
+            where = "any domain" if domain is None else f"domain {domain!r}"
+            hint = "Check the key; `busload command show` tells it."
+            raise InvalidOperationError(f"No command was sent for the task {task_key!r} in {where}. {hint}")
+        for line in timeline(found, now=datetime.now(UTC), room=width() if at_terminal() else None):
+            click.echo(line)
+
+    return Answer(found, show, found=bool(found))
 
 
 def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str | None:
     """The key of the task that a command was sent for, if its id was given instead."""
     try:
-        ids = id_or_beginning(text)
+        ids = options.id_or_beginning(text)
     except click.BadParameter:
         return None
-    if not bus._read(find.commands(ids, domain=domain, limit=1)):
+    if not bus.database.read(find.commands(ids, domain=domain, limit=1)):
         return None
-    domain, command_id = find_command(bus, ids, domain)
+    domain, command_id = find_one(bus, "command", ids, domain)
     command = bus.get_command(domain, command_id)
     if command is not None and command.task_key is None:
         raise InvalidOperationError(
@@ -148,4 +136,4 @@ def _took(one: Execution, now: datetime) -> str:
 
 
 def _by(one: Execution) -> str:
-    return shown(": ".join(part for part in (one.worker, one.error) if part) or None)
+    return shown(joined(one.worker, one.error))

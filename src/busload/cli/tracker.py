@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeVar
@@ -11,15 +11,18 @@ from typing import Literal, TypeVar
 import click
 import psycopg
 
-from busload.cli.database import note_unknown_domain, open_bus
-from busload.cli.output import as_json, echo_json, table
-from busload.cli.prune import age
-from busload.domain.counted import counted
-from busload.domain.execution import Execution
-from busload.store import track
-from busload.store.connection import Connection, connect
-from busload.store.plan import Plan, perform
-from busload.tracker import PREFIXES, SyncTaskTracker
+from busload.cli import options
+from busload.cli.answer import Answer, View, answers, note_unknown_domain
+from busload.commands.counted import counted
+from busload.commands.execution import Execution
+from busload.postgres.connection import Connection
+from busload.postgres.plan import Plan
+from busload.sync.bus import SyncCommandBus
+from busload.sync.connection import connect
+from busload.sync.plan import perform
+from busload.sync.tracker import SyncTaskTracker
+from busload.tasks.compare import Newest, OldTable, OldTask, newest, task_page
+from busload.tasks.tracker import PREFIXES
 
 T = TypeVar("T")
 
@@ -35,6 +38,14 @@ class Disagreement:
     problem: Literal["missing here", "missing there", "status differs", "execution differs"]
     here: str | None
     there: str | None
+
+
+DISAGREEMENTS = View[Disagreement]("TASK=task_id PROBLEM HERE THERE", elastic="TASK")
+WAITING = View[Execution](
+    "TASK=task_key EXECUTION=execution_id ATTEMPT STATUS ENQUEUED=enqueued_at",
+    nothing="Nothing has waited that long.",
+    elastic="TASK",
+)
 
 
 def _table(ctx: click.Context, param: click.Parameter, name: str) -> str:
@@ -56,33 +67,32 @@ def tracker() -> None:
 
 @tracker.command()
 @click.option("--queue", required=True, help="The queue.")
-@click.option("--waiting-for", default="5m", callback=age, metavar="AGE", show_default=True, help="30s, 5m, 2h, 1d.")
-@click.option("--limit", default=PAGE, show_default=True, help="At most so many.")
 @click.option(
-    "--dry-run", is_flag=True, help="Only look; what dead workers hold is listed as lost, and not taken back from them."
+    "--waiting-for",
+    default="5m",
+    callback=options.age,
+    metavar="AGE",
+    show_default=True,
+    help="How long they must have waited: 30s, 5m, 2h, 1d.",
 )
-@as_json
-def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_json: bool) -> None:
-    """List tasks that nobody has claimed for too long, for somebody to publish their two keys again.
+@click.option("--limit", default=PAGE, show_default=True, help="How many tasks to list at most.")
+@options.dry_run
+@answers
+def recover(bus: SyncCommandBus, queue: str, waiting_for: timedelta, limit: int, dry_run: bool) -> Answer:
+    """List tasks that nobody has claimed for too long, so that you can publish their two keys again.
 
-    Each is listed once, and again when it has waited as long once more.
+    Each task is listed once, and again when it has waited that long once more. With --dry-run, tasks that dead workers
+    hold are listed as lost, and are not taken back from them.
 
     \b
         busload tracker recover --queue partner_tasks
         busload tracker recover --queue partner_tasks --json | publish
     """
-    with open_bus() as bus:
-        tracker = SyncTaskTracker(bus)
-        if dry_run:
-            found = tracker._look(queue, waiting_for=waiting_for, limit=limit)
-        else:
-            found = tracker.recover(queue, waiting_for=waiting_for, limit=limit)
-        if not found:
-            note_unknown_domain(bus, tracker._queue(queue))
-    if as_json:
-        echo_json(found)
-    else:
-        _print_waiting(found)
+    tracker = SyncTaskTracker(bus)
+    found = tracker.recover(queue, waiting_for=waiting_for, limit=limit, dry_run=dry_run)
+    if not found:
+        note_unknown_domain(bus, tracker.queue_name(queue))
+    return WAITING.list(found)
 
 
 @tracker.command()
@@ -90,18 +100,18 @@ def recover(queue: str, waiting_for: timedelta, limit: int, dry_run: bool, as_js
     "--table", "old_table", required=True, callback=_table, help="The old table, for example legacy.task_tracker."
 )
 @click.option("--old-dsn", metavar="URL", help="The database it is in; default this one.")
-@click.option("--queue", help="Compare the tasks of one queue only, in whatever environment.")
+@click.option("--queue", help="Compare the tasks of one queue only, in any environment.")
 @click.option("--map", "names", multiple=True, metavar="NEW=OLD", help=f"Columns with other names than {COLUMNS}.")
 @click.option(
-    "--limit", default=100, type=click.IntRange(min=1), show_default=True, help="Stop after so many disagreements."
+    "--limit", default=100, type=click.IntRange(min=1), show_default=True, help="Stop after this many disagreements."
 )
-@as_json
+@answers
 def compare(
-    old_table: str, old_dsn: str | None, queue: str | None, names: Sequence[str], limit: int, as_json: bool
-) -> None:
+    bus: SyncCommandBus, old_table: str, old_dsn: str | None, queue: str | None, names: Sequence[str], limit: int
+) -> Answer:
     """List tasks about which an old tracker's table and busload disagree; exit code 1 if there are any.
 
-    The newest execution of each task counts. What differs is looked at twice, so that a task which moved meanwhile
+    The newest execution of each task counts. Differences are checked twice, so that a task which changed meanwhile
     is not listed. The old table needs one row per execution, with a task id, an execution id, a status (queued,
     processing, completed, failed, dlq) and a time of creation; the queue is needed for --queue.
 
@@ -110,27 +120,18 @@ def compare(
         busload tracker compare --table tracker --map task_id=taskId --json
     """
     columns = _columns(names)
-    with open_bus() as bus, ExitStack() as stack:
-        queue = queue and SyncTaskTracker(bus)._queue(queue)
-        old = track.OldTable(old_table, columns, _environments(queue))
-        ours = stack.enter_context(bus.pool.connection())
-        theirs = stack.enter_context(connect(old_dsn)) if old_dsn else ours
-        comparison = _Comparison(ours, theirs, old, queue)
+    queue = queue and SyncTaskTracker(bus).queue_name(queue)
+    old_names = None if queue is None else [queue, *(prefix + queue for prefix in PREFIXES)]
+    with bus.pool.connection() as ours, connect(old_dsn) if old_dsn else nullcontext(ours) as theirs:
+        comparison = _Comparison(ours, theirs, OldTable(old_table, columns, old_names), queue)
         found = comparison.disagreements(limit)
-    if as_json:
-        echo_json(found)
-    else:
-        rows = [(one.task_id, one.problem, one.here, one.there) for one in found]
-        nothing = f"{counted(comparison.tasks, 'task')}, no disagreement."
-        table(("TASK", "PROBLEM", "HERE", "THERE"), rows, nothing=nothing, elastic="TASK")
-    if found:
-        raise click.exceptions.Exit(1)
+    return DISAGREEMENTS.list(found, nothing=f"{counted(comparison.tasks, 'task')}, no disagreement.", ok=not found)
 
 
 class _Comparison:
     """Page by page through the one, then through the other; each looks up what the other has of the same tasks."""
 
-    def __init__(self, ours: Connection, theirs: Connection, old: track.OldTable, queue: str | None) -> None:
+    def __init__(self, ours: Connection, theirs: Connection, old: OldTable, queue: str | None) -> None:
         self._ours, self._theirs, self._old, self._queue = ours, theirs, old, queue
         self.tasks = 0
 
@@ -149,14 +150,14 @@ class _Comparison:
             task_ids = [row.task_id for row in page]
             self.tasks += len(task_ids)
             yield task_ids
-        for names in _paged(lambda after: self._here(track.task_page(after=after, queue=self._queue, limit=PAGE)), str):
+        for names in _paged(lambda after: self._here(task_page(after=after, queue=self._queue, limit=PAGE)), str):
             known = {row.task_id for row in self._there(self._old.of(names))}
             missing = [task_id for task_id in names if task_id not in known]
             self.tasks += len(missing)
             yield missing
 
     def _compared(self, task_ids: Sequence[str]) -> list[Disagreement]:
-        here = {one.task_id: one for one in self._here(track.newest(task_ids, queue=self._queue))}
+        here = {one.task_id: one for one in self._here(newest(task_ids, queue=self._queue))}
         there = {one.task_id: one for one in self._there(self._old.of(task_ids))}
         pairs = ((task_id, here.get(task_id), there.get(task_id)) for task_id in task_ids)
         return [found for pair in pairs if (found := _disagreement(*pair)) is not None]
@@ -173,7 +174,7 @@ class _Comparison:
             raise click.UsageError(f"The old table cannot be read: {found}. {hint}") from None
 
 
-def _disagreement(task_id: str, here: track.Newest | None, there: track.OldTask | None) -> Disagreement | None:
+def _disagreement(task_id: str, here: Newest | None, there: OldTask | None) -> Disagreement | None:
     if here is None:
         return Disagreement(task_id, "missing here", None, there.status) if there is not None else None
     if there is None:
@@ -200,14 +201,3 @@ def _columns(names: Sequence[str]) -> dict[str, str]:
             raise click.BadParameter(f"found {pair!r}, wanted one of {', '.join(COLUMNS)}, =, and a column")
         columns[new] = old
     return columns
-
-
-def _environments(queue: str | None) -> list[str] | None:
-    """What the old table may call a queue."""
-    return None if queue is None else [queue, *(prefix + queue for prefix in PREFIXES)]
-
-
-def _print_waiting(found: Sequence[Execution]) -> None:
-    rows = [(one.task_key, one.execution_id, one.attempt, one.status, one.enqueued_at) for one in found]
-    heads = ("TASK", "EXECUTION", "ATTEMPT", "STATUS", "ENQUEUED")
-    table(heads, rows, nothing="Nothing has waited that long.", elastic="TASK")

@@ -14,40 +14,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import click
 import msgspec
 from click.core import ParameterSource
 
-from busload.bus import CommandBus, SyncCommandBus
-from busload.cli import DSN, WAIT, did_you_mean
-from busload.cli.database import transport_option
+from busload.bus import CommandBus
+from busload.cli import WAIT, did_you_mean, options
 from busload.cli.metrics import Address, MetricsServer, address
-from busload.cli.prune import age
+from busload.cli.options import Decorator
 from busload.errors import kind_of
-from busload.settings import WorkerSettings
-from busload.store import connection
+from busload.postgres.connection import told
+from busload.postgres.waiting import Event
+from busload.settings import WorkerSettings, from_environment
+from busload.sync.bus import SyncCommandBus
+from busload.sync.connection import connect_within
 from busload.worker import Worker
 from busload.worker.signals import Signals
 
 log = logging.getLogger("busload")
 
 DEFAULTS = WorkerSettings()
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
 LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
 
 LEFT_BEHIND = 3
 """The exit code of a process some of whose handlers did not end in time."""
 
-_PR_SET_PDEATHSIG = 1
 
-
-def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
+def _duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta:
     """`0.05`, `0.05s` and `50ms` are the same."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?|\.\d{1,6})(ms|s|)", text.replace(" ", ""), re.ASCII)
     if found is None:
@@ -55,56 +57,61 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
     return timedelta(seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
 
 
+def _seconds(ctx: click.Context, param: click.Parameter, seconds: float) -> timedelta:
+    if math.isnan(seconds):
+        raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
+    return timedelta(seconds=seconds)
+
+
+def _count(option: str, most: int, default: int, help: str | None = None, show_default: bool | str = True) -> Decorator:
+    kind = click.IntRange(1, most)
+    return click.option(option, type=kind, default=default, show_default=show_default, help=help)
+
+
+def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Decorator:
+    return click.option(
+        *option,
+        type=click.FloatRange(least, 86_400),
+        callback=_seconds,
+        default=default.total_seconds(),
+        show_default=True,
+        metavar="SECONDS",
+        help=help,
+    )
+
+
 @click.command()
 @click.argument("application", metavar="MODULE:BUS")
 @click.option("--domains", metavar="D1,D2", help="Which domains to serve; default all that have handlers.")
-@transport_option
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1, 100_000),
-    default=DEFAULTS.concurrency,
-    show_default=True,
-    help="How many commands a process runs at a time.",
-)
-@click.option(
+@options.transport
+@_count("--concurrency", 100_000, DEFAULTS.concurrency, "How many commands a process runs at a time.")
+@_count(
     "--threads",
-    type=click.IntRange(1, 10_000),
-    default=DEFAULTS.most_threads,
+    10_000,
+    DEFAULTS.most_threads,
+    "How many handlers written with `def` a process runs at a time: each takes a thread.",
     show_default="cores + 4, at most 32",
-    help="How many of them may be of handlers written with `def`: each takes a thread.",
 )
-@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True)
-@click.option(
-    "--grace",
-    type=click.FloatRange(0, 86_400),
-    default=DEFAULTS.grace.total_seconds(),
-    show_default=True,
-    metavar="SECONDS",
-    help="How long running commands may go on once the worker is told to stop.",
-)
-@click.option(
-    "--wait",
-    type=click.FloatRange(0, 86_400),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
+@_count("--processes", 256, 1)
+@_time("--grace", default=DEFAULTS.grace, help="How long running commands may go on once the worker is told to stop.")
+@_time(
+    *("--wait", "wait_for_database"),
+    default=timedelta(minutes=5),
     help="How long to wait, at the start, for a database that cannot be reached.",
 )
-@click.option(
-    "--lease",
-    type=click.FloatRange(1, 86_400),
-    default=DEFAULTS.lease_for.total_seconds(),
-    show_default=True,
-    metavar="SECONDS",
-    help="After how much silence of a process others take over its commands.",
+@_time(
+    *("--lease", "lease_for"),
+    default=DEFAULTS.lease_for,
+    least=1,
+    help="How long a process may be silent before others take over its commands.",
 )
 @click.option(
     "--prefetch",
-    callback=duration,
+    callback=_duration,
     default=f"{DEFAULTS.prefetch.total_seconds() * 1000:g}ms",
     show_default=True,
     metavar="SECONDS|ms",
-    help="How much work to hold ahead of the free slots; 0 claims only what can start at once.",
+    help="How much work to claim before slots are free; 0 claims only what can start at once.",
 )
 @click.option(
     "--settle",
@@ -115,17 +122,16 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
 )
 @click.option(
     "--keep-for",
-    callback=age,
+    callback=options.age,
     metavar="AGE",
     help="Remove what ended longer ago: 30d, 12h, 90m, 1w; default never. See `busload prune`.",
 )
 @click.option("--archive", is_flag=True, help="Move what --keep-for removes to busload.archive.")
 @click.option(
-    "--metrics",
-    "metrics_at",
+    *("--metrics", "metrics_at"),
     callback=address,
     metavar="ADDRESS:PORT",
-    help="Serve /metrics for Prometheus there, e.g. 127.0.0.1:9464; more processes take the ports after it.",
+    help="Serve /metrics for Prometheus there, e.g. 127.0.0.1:9464; with several processes, each takes the next port.",
 )
 @click.option(
     "--log-level",
@@ -135,23 +141,18 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelta
 )
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--parent", type=int, hidden=True, help="End when this process has ended.")
+@click.pass_context
 def worker(
+    ctx: click.Context,
+    /,
     application: str,
     domains: str | None,
-    concurrency: int,
-    threads: int,
     processes: int,
-    grace: float,
-    wait: float,
-    lease: float,
-    prefetch: timedelta,
-    settle: Literal["coalesced", "immediate"],
-    keep_for: timedelta | None,
-    archive: bool,
     metrics_at: Address | None,
     log_level: str,
     log_json: bool,
     parent: int | None,
+    **given: Any,
 ) -> None:
     """Run the commands of an application: BUS is the CommandBus in MODULE that its handlers are registered on.
 
@@ -171,71 +172,78 @@ def worker(
     set_up_logging(log_level, as_json=log_json)
     bus = load(application)
     served = _domains(domains, bus, application)
-    if archive and keep_for is None:
+    if given["archive"] and given["keep_for"] is None:
         raise click.UsageError("--archive needs --keep-for, which says how old what is moved must be, e.g. 30d.")
-    ctx = click.get_current_context()
-    if ctx.get_parameter_source("wait") is ParameterSource.DEFAULT:
-        wait = ctx.meta.get(WAIT, wait)
-    if any(map(math.isnan, (lease, grace, wait))):
-        raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
-    settings = WorkerSettings(
-        concurrency=concurrency,
-        threads=threads,
-        lease_for=timedelta(seconds=lease),
-        grace=timedelta(seconds=grace),
-        wait_for_database=timedelta(seconds=wait),
-        prefetch=prefetch,
-        settle=settle,
-        keep_for=keep_for,
-        archive=archive,
-    )
+    if WAIT in ctx.meta and ctx.get_parameter_source("wait_for_database") is ParameterSource.DEFAULT:
+        given["wait_for_database"] = timedelta(seconds=ctx.meta[WAIT])  # it was given before `worker`
     try:
-        serving = Worker(bus, domains=served, settings=settings)
+        settings = WorkerSettings(**given)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    serving = Worker(bus, domains=served, settings=settings)
     # Before anything is claimed: a port in use must not be found out by a worker that runs already.
     listening = _listen(metrics_at, processes)
     if processes == 1:
         _serve(serving, listening)
         return
-    options = [
-        "--domains",
-        ",".join(served),
-        "--concurrency",
-        concurrency,
-        "--threads",
-        threads,
-        "--grace",
-        grace,
-        "--lease",
-        lease,
-    ]
-    options += ["--wait", wait, "--prefetch", f"{prefetch.total_seconds():f}", "--settle", settle]
-    options += [] if keep_for is None else ["--keep-for", f"{keep_for.total_seconds():.0f}s"]
-    options += ["--archive"] if archive else []
-    options += ["--log-level", log_level, *(["--log-json"] if log_json else [])]
+    own = {**given, "domains": ",".join(served), "log_level": log_level, "log_json": log_json}
+    words = [application, *_spelt(ctx, own)]
 
     def arguments(number: int) -> list[str]:
-        metrics = [] if metrics_at is None else ["--metrics", metrics_at.after(number)]
-        return [application, *map(str, [*options, *metrics])]
+        return words if metrics_at is None else [*words, "--metrics", str(metrics_at.after(number))]
 
-    with SyncCommandBus(bus._dsn, settings=bus.settings).open(wait=None) as probe:
+    with SyncCommandBus(bus.database.given_dsn, settings=bus.settings).open(wait=None) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
         with (
-            connection.told(probe.dsn, "--wait says how long a worker waits for it"),
-            connection.connect_within(probe.dsn, wait) as conn,
+            told(probe.dsn, "--wait says how long a worker waits for it"),
+            connect_within(probe.dsn, given["wait_for_database"].total_seconds()) as conn,
         ):
-            probe._check_schema(conn)
-        longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
-        code = asyncio.run(Processes(processes, arguments, longest).run())
+            probe.database.check_schema(conn)
+        code = asyncio.run(Processes(processes, arguments, _longest(settings)).run())
     raise click.exceptions.Exit(code)
+
+
+def _spelt(ctx: click.Context, values: dict[str, Any]) -> list[str]:
+    """The command line of a process that is to have these values."""
+    words: list[str] = []
+    for option in ctx.command.params:
+        value = values.get(option.name or "")
+        if isinstance(value, timedelta):
+            exactly = f"{value.total_seconds():f}".rstrip("0").rstrip(".")
+            words += [option.opts[0], f"{exactly}s" if option.name == "keep_for" else exactly]
+        elif value is True:
+            words.append(option.opts[0])
+        elif value is not None and value is not False:
+            words += [option.opts[0], str(value)]
+    return words
+
+
+def _longest(settings: WorkerSettings) -> timedelta:
+    """How long a worker may take to stop: then something is wrong with it."""
+    return settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
 
 
 def load(application: str) -> CommandBus | SyncCommandBus:
     """The bus that `module:attribute` names, looked for in the current folder too, as `python -m` does."""
+    found = _imported(application)
+    if not isinstance(found, CommandBus | SyncCommandBus):
+        raise _wrong(f"{application!r} is {kind_of(found)}, wanted a CommandBus or SyncCommandBus")
+    if not found.handlers.domains:
+        raise _wrong(f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)")
+    url = None if found.transport is None else found.transport.url
+    for variable, used, what, option in (
+        ("BUSLOAD_DATABASE_URL", found.database.given_dsn, "database", "--dsn"),
+        ("BUSLOAD_TRANSPORT_URL", url, "transport", "--transport"),
+    ):
+        if variable in click.get_current_context().meta and used != from_environment(variable):
+            raise _wrong(f"{application!r} names a {what} of its own, which {option} does not change")
+    return found
+
+
+def _imported(application: str) -> object:
     module_name, colon, path = application.partition(":")
     if not module_name or not colon or not path:
-        raise click.BadParameter(f"found {application!r}, wanted e.g. app:bus", param_hint="MODULE:BUS")
+        raise _wrong(f"found {application!r}, wanted e.g. app:bus")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -244,29 +252,83 @@ def load(application: str) -> CommandBus | SyncCommandBus:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        message = f"there is no module {error.name!r}, neither in {here} nor among the installed ones"
-        raise click.BadParameter(message, param_hint="MODULE:BUS") from None
+        raise _wrong(f"there is no module {error.name!r}, neither in {here} nor among the installed ones") from None
     for name in path.split("."):
         if not hasattr(found, name):
-            message = f"{module_name!r} has no {path!r}.{did_you_mean(name, dir(found))}"
-            raise click.BadParameter(message, param_hint="MODULE:BUS")
+            raise _wrong(f"{module_name!r} has no {path!r}.{did_you_mean(name, dir(found))}")
         found = getattr(found, name)
-    if not isinstance(found, CommandBus | SyncCommandBus):
-        message = f"{application!r} is {kind_of(found)}, wanted a CommandBus or SyncCommandBus"
-        raise click.BadParameter(message, param_hint="MODULE:BUS")
-    if not found.handlers.domains:
-        message = f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)"
-        raise click.BadParameter(message, param_hint="MODULE:BUS")
-    given = os.environ.get("BUSLOAD_DATABASE_URL")
-    context = click.get_current_context()
-    if DSN in context.meta and found._dsn != given:
-        message = f"{application!r} names a database of its own, which --dsn does not change"
-        raise click.BadParameter(message, param_hint="MODULE:BUS")
-    by_option = context.get_parameter_source("transport") is ParameterSource.COMMANDLINE
-    if by_option and (found.transport is None or found.transport._url != os.environ.get("BUSLOAD_TRANSPORT_URL")):
-        message = f"{application!r} names a transport of its own, which --transport does not change"
-        raise click.BadParameter(message, param_hint="MODULE:BUS")
     return found
+
+
+def _wrong(message: str) -> click.BadParameter:
+    return click.BadParameter(message, param_hint="MODULE:BUS")
+
+
+def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: str) -> list[str]:
+    if text is None:
+        return bus.handlers.domains
+    named = [name.strip() for name in text.split(",")]
+    unknown = [name for name in named if name not in bus.handlers.domains]
+    if unknown:
+        known = ", ".join(bus.handlers.domains)
+        message = f"{application!r} has no handler in {', '.join(map(repr, unknown))}, only in {known}"
+        raise click.BadParameter(message, param_hint="--domains")
+    return list(dict.fromkeys(named))
+
+
+def _listen(metrics_at: Address | None, processes: int) -> socket.socket | None:
+    """The socket of a single process. Several processes have one each; here these are only tried."""
+    if metrics_at is None:
+        return None
+    if processes == 1:
+        return metrics_at.listen()
+    for number in range(processes):
+        metrics_at.after(number).listen().close()
+    return None
+
+
+def _serve(worker: Worker, listening: socket.socket | None) -> None:
+    """Serve until told to stop, and end the process even if handlers do not."""
+
+    async def serve() -> None:
+        async with nullcontext() if listening is None else MetricsServer(worker.metrics, listening):
+            await worker.run()
+
+    def hear(count: int) -> None:
+        worker.stop(hurry=count > 1)
+        if count == 1:
+            longest = _longest(worker.settings) - timedelta(seconds=LEAVE_WITHIN / 2)
+            watch = threading.Timer(longest.total_seconds(), _end_stuck, [worker])
+            watch.daemon = True
+            watch.start()
+
+    with Signals(hear, for_good=True):
+        runner = asyncio.Runner()
+        try:
+            runner.run(serve())
+        except Exception as error:
+            if worker.left_behind:
+                log.error("%s", error)
+                _end_at_once(1)
+            raise
+        finally:
+            if worker.left_behind:  # the loop would wait for them before it closes
+                _end_at_once(LEFT_BEHIND)
+            runner.close()
+
+
+def _end_stuck(worker: Worker) -> None:
+    """The worker was told to stop and had its time. Most likely a handler blocks the event loop."""
+    log.critical("The worker could not stop: its event loop is blocked. The process ends now")
+    worker.abandon()
+    _end_at_once(LEFT_BEHIND)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Processes:
@@ -278,24 +340,24 @@ class Processes:
 
     async def run(self) -> int:
         """Return the exit code: 0 if every process that was told to stop has stopped cleanly, else the highest."""
-        self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._stopping, self._loop = Event(), asyncio.get_running_loop()
         with Signals(self._hear, for_good=True):
             codes = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
         return max(codes)
 
     async def _keep_one(self, number: int) -> int:
-        """One place for a process: whoever ends there without having been told to is replaced."""
+        """Keep one process running: another replaces it if it ends without having been told to."""
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
             began = time.monotonic()
             process = await self._spawn(number)
             code = await self._wait_for(process)
             if self._stopping.is_set():
-                # Killed by our signal: it had not begun to serve, or had ended to.
+                # A process that our signal killed was not serving yet, or no longer.
                 return 0 if -code in (signal.SIGTERM, signal.SIGINT) else code if code >= 0 else 1
             pause = FIRST_PAUSE if time.monotonic() - began > 60 else pause
             log.error("Worker process %d ended with %d, starting another in %.1f s", process.pid, code, pause)
-            await self._pause(pause)
+            await self._stopping.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return 0
 
@@ -312,27 +374,16 @@ class Processes:
         return process
 
     async def _wait_for(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit code; one that hangs after it was told to stop is killed."""
-        ended = asyncio.create_task(process.wait())
-        told = asyncio.create_task(self._stopping.wait())
+        """Its exit code; a process that hangs after it was told to stop is killed."""
+        ended, told = asyncio.create_task(process.wait()), asyncio.create_task(self._stopping.wait())
         await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
-        try:
-            async with asyncio.timeout(self._stop_within.total_seconds()):
-                code = await asyncio.shield(ended)
-        except TimeoutError:
+        await asyncio.wait({ended}, timeout=self._stop_within.total_seconds())
+        if not ended.done():
             log.error("Worker process %d did not stop in time and is killed", process.pid)
             process.kill()
-            code = await ended
         self._running.discard(process)
-        return code
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
+        return await ended
 
     def _hear(self, count: int) -> None:
         # Another signal the second time: two of one kind that arrive together are one.
@@ -350,7 +401,8 @@ def end_with(parent: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         raise click.ClickException(f"Process {parent}, which started this one, has ended.")
 
@@ -358,11 +410,9 @@ def end_with(parent: int) -> None:
 def set_up_logging(level: str, *, as_json: bool) -> None:
     """The library logs and leaves it to programs where that goes; this program writes it to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter(_TEXT))
+    text = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
-_TEXT = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
 
 
 class JsonLines(logging.Formatter):
@@ -389,74 +439,3 @@ class JsonLines(logging.Formatter):
             return msgspec.json.encode(line, enc_hook=str).decode()
         except Exception:  # a lone surrogate, or an `extra` that is no JSON at all: better as text than not at all
             return msgspec.json.encode({name: ascii(value) for name, value in line.items()}).decode()
-
-
-def _domains(text: str | None, bus: CommandBus | SyncCommandBus, application: str) -> list[str]:
-    if text is None:
-        return bus.handlers.domains
-    named = [name.strip() for name in text.split(",")]
-    unknown = [name for name in named if name not in bus.handlers.domains]
-    if unknown:
-        known = ", ".join(bus.handlers.domains)
-        message = f"{application!r} has no handler in {', '.join(map(repr, unknown))}, only in {known}"
-        raise click.BadParameter(message, param_hint="--domains")
-    return list(dict.fromkeys(named))
-
-
-def _listen(metrics_at: Address | None, processes: int) -> socket.socket | None:
-    """The socket of a process of its own; of several, each has its own, and here they are only tried."""
-    if metrics_at is None:
-        return None
-    if processes == 1:
-        return metrics_at.listen()
-    for number in range(processes):
-        metrics_at.after(number).listen().close()
-    return None
-
-
-def _serve(worker: Worker, listening: socket.socket | None) -> None:
-    """Serve until told to stop, and end the process even if handlers do not."""
-
-    async def serve() -> None:
-        if listening is None:
-            await worker.run()
-            return
-        async with MetricsServer(worker.metrics, listening):
-            await worker.run()
-
-    def hear(count: int) -> None:
-        worker.stop(hurry=count > 1)
-        if count == 1:
-            settings = worker.settings
-            longest = settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN / 2)
-            watch = threading.Timer(longest.total_seconds(), _end_stuck, [worker])
-            watch.daemon = True
-            watch.start()
-
-    with Signals(hear, for_good=True):
-        runner = asyncio.Runner()
-        try:
-            runner.run(serve())
-        except Exception as error:
-            if worker.left_behind:
-                log.error("%s", error)
-                _end_at_once(1)
-            raise
-        finally:
-            if worker.left_behind:  # the loop would wait for them before it closes
-                _end_at_once(LEFT_BEHIND)
-            runner.close()
-
-
-def _end_stuck(worker: Worker) -> None:
-    """The worker was told to stop and had its time. Most likely a handler blocks the event loop."""
-    log.critical("The worker could not stop: its event loop is blocked. The process ends now")
-    worker._abandon()
-    _end_at_once(LEFT_BEHIND)
-
-
-def _end_at_once(code: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

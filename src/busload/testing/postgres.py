@@ -14,15 +14,14 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psycopg
 from psycopg import sql
 
-from busload.store.embedded import EmbeddedPostgres
-from busload.store.plan import perform
-from busload.store.schema import migrate
+from busload.postgres.embedded.server import EmbeddedPostgres
+from busload.postgres.schema import migrate
+from busload.sync.plan import perform
 
 TEMPLATE = "busload_template"
 
@@ -44,9 +43,7 @@ class TestServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager

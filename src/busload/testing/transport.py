@@ -15,25 +15,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
-import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Protocol
 from uuid import uuid4
 
 import pytest
 import pytest_asyncio
 
-from busload.errors import PublishFailed, RefusalReason, TransportMisconfigured, TransportUnavailable
-from busload.transport import Delivery, Message, Transport, find_transport
-
-SECRET = "kept-to-ourselves"  # noqa: S105
-"""The password in `unreachable_url` and `wrong_credentials_url`: nothing that is shown may hold it."""
-
-WITHIN = 30.0
-"""Seconds after which something that must come has not come."""
+from busload.errors import PublishError, RefusalReason, TransportMisconfiguredError, TransportUnavailableError
+from busload.testing.messages import (
+    SECRET,
+    WITHIN,
+    Receiver,
+    another,
+    messages,
+    odd_names,
+    publish,
+    reasons,
+    receiving,
+    refusals,
+    said_by,
+    until,
+)
+from busload.transports import Transport, find_transport
 
 
 class Restartable(Protocol):
@@ -78,7 +84,7 @@ class TransportContract:
         """Where no broker answers, with the password SECRET."""
         with socket.socket() as taken:  # it is not free for others, and does not listen
             taken.bind(("127.0.0.1", 0))
-            scheme = url_of(transport).partition(":")[0]
+            scheme = transport.url.partition(":")[0]
             yield f"{scheme}://someone:{SECRET}@127.0.0.1:{taken.getsockname()[1]}/"
 
     @pytest.fixture
@@ -94,8 +100,7 @@ class TransportContract:
     # -- carrying -------------------------------------------------------------------------------------------------
 
     async def test_a_queue_can_be_declared_twice(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one"]))
+        await publish(transport, queue, b"one")
         await transport.declare([queue, queue])
         await transport.declare([])
         assert await self._emptied(transport, queue, b"one") == {b"one": 1}
@@ -111,8 +116,7 @@ class TransportContract:
             b'{"a": "\\u0000"}',
             b"\xff\xfe",
         ]
-        await transport.declare([queue])
-        await transport.publish(messages(queue, bodies))
+        await publish(transport, queue, *bodies)
         async with receiving(transport, queue) as receiver:
             arrived = await receiver.take(len(bodies))
             assert {each.queue for each in arrived} == {queue}
@@ -130,8 +134,7 @@ class TransportContract:
 
     async def test_a_thousand_messages_go_out_in_one_call(self, transport: Transport, queue: str) -> None:
         bodies = [b'{"commands": [[%d, %d]]}' % (n * 1024, n * 1024 + 99) for n in range(1000)]
-        await transport.declare([queue])
-        await transport.publish(messages(queue, bodies))
+        await publish(transport, queue, *bodies)
         async with receiving(transport, queue, prefetch=100) as receiver:
             arrived: list[bytes] = []
             while len(arrived) < len(bodies):
@@ -152,8 +155,7 @@ class TransportContract:
             assert await self._emptied(transport, other, b"there") == {b"there": 1}
 
     async def test_another_connection_sees_what_was_published(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one", b"two"]))
+        await publish(transport, queue, b"one", b"two")
         async with another(transport) as second:
             assert await self._emptied(second, queue, b"one", b"two") == {b"one": 1, b"two": 1}
 
@@ -174,23 +176,20 @@ class TransportContract:
     # -- on loan --------------------------------------------------------------------------------------------------
 
     async def test_what_was_not_acknowledged_comes_again_after_closing(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one", b"two", b"three"]))
+        await publish(transport, queue, b"one", b"two", b"three")
         async with receiving(transport, queue) as receiver:
             await receiver.take(2)
         assert await self._emptied(transport, queue, b"one", b"two", b"three") == {b"one": 1, b"two": 1, b"three": 1}
 
     async def test_what_a_closed_connection_held_goes_to_another(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one"]))
+        await publish(transport, queue, b"one")
         async with another(transport) as second, receiving(second, queue) as receiver:
             await receiver.take(1)
             await second.aclose()
             assert await self._emptied(transport, queue, b"one") == {b"one": 1}
 
     async def test_a_rejected_one_does_not_come_again(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"unreadable"]))
+        await publish(transport, queue, b"unreadable")
         async with receiving(transport, queue) as receiver:
             [delivery] = await receiver.take(1)
             await delivery.reject("It is no JSON")
@@ -201,8 +200,7 @@ class TransportContract:
         assert await self._emptied(transport, queue) == {}
 
     async def test_an_acknowledged_one_never_comes_again(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one", b"two"]))
+        await publish(transport, queue, b"one", b"two")
         async with receiving(transport, queue) as receiver:
             done, _ = await receiver.take(2)
             await done.ack()
@@ -214,8 +212,7 @@ class TransportContract:
 
     async def test_no_more_are_on_loan_than_prefetched(self, transport: Transport, queue: str) -> None:
         """So another consumer gets the rest."""
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"%d" % n for n in range(6)]))
+        await publish(transport, queue, *(b"%d" % n for n in range(6)))
         async with receiving(transport, queue, prefetch=2) as receiver:
             first, second = await receiver.take(2)
             assert await receiver.nothing_for(self.quiet)
@@ -230,8 +227,7 @@ class TransportContract:
             assert last.body == rest[3].body
 
     async def test_an_acknowledged_one_makes_room_for_the_next(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"%d" % n for n in range(5)]))
+        await publish(transport, queue, *(b"%d" % n for n in range(5)))
         seen = set()
         async with receiving(transport, queue, prefetch=1) as receiver:
             for _ in range(5):
@@ -243,8 +239,7 @@ class TransportContract:
     async def test_consumers_share_a_queue(self, transport: Transport, queue: str) -> None:
         """None gets what another one has."""
         bodies = [b"%d" % n for n in range(60)]
-        await transport.declare([queue])
-        await transport.publish(messages(queue, bodies))
+        await publish(transport, queue, *bodies)
         arrived: list[bytes] = []
 
         async def consume(receiver: Receiver) -> None:
@@ -264,8 +259,7 @@ class TransportContract:
         assert Counter(arrived) == Counter(bodies)
 
     async def test_an_ack_after_closing_does_no_harm(self, transport: Transport, queue: str) -> None:
-        await transport.declare([queue])
-        await transport.publish(messages(queue, [b"one", b"two"]))
+        await publish(transport, queue, b"one", b"two")
         async with receiving(transport, queue) as receiver:
             late, later = await receiver.take(2)
         await late.ack()
@@ -288,9 +282,9 @@ class TransportContract:
         await transport.declare([queue])
         async with receiving(transport, queue) as receiver:
             assert await receiver.nothing_for(self.quiet)
-            await transport.publish(messages(queue, [b"ring"]))
+            await transport.publish(messages(queue, [b"wake up"]))
             [delivery] = await receiver.take(1)
-            assert delivery.body == b"ring"
+            assert delivery.body == b"wake up"
             await delivery.ack()
 
     async def test_after_closing_a_call_connects_again(self, transport: Transport, queue: str) -> None:
@@ -310,13 +304,13 @@ class TransportContract:
             await delivery.ack()
             assert await receiver.nothing_for(self.quiet)
             await second.aclose()
-            with pytest.raises(TransportUnavailable):
+            with pytest.raises(TransportUnavailableError):
                 await receiver.take(1)
 
     async def test_one_event_loop_after_another_can_use_it(self, transport: Transport, queue: str) -> None:
         """As a worker does that is run twice. Several calls at a time: only who waits for his turn knows his loop."""
         await transport.declare([queue])
-        second = type(transport).from_url(url_of(transport))
+        second = type(transport).from_url(transport.url)
 
         async def use(bodies: Sequence[bytes]) -> Counter[bytes]:
             async with aclosing(second):
@@ -336,16 +330,16 @@ class TransportContract:
         assert await self._emptied(transport, queue, body) == {body: 1}
 
     async def test_a_body_that_is_too_large_is_refused_alone(self, transport: Transport, queue: str) -> None:
-        """F53: the others are confirmed."""
+        """The others are confirmed."""
         await transport.declare([queue])
         bodies = [b"one", bytes(transport.max_bytes + 1), b"three"]
         assert await refusals(transport, messages(queue, bodies)) == {1: RefusalReason.TOO_LARGE}
         assert await self._emptied(transport, queue, b"one", b"three") == {b"one": 1, b"three": 1}
 
-    async def test_a_message_for_a_queue_that_is_not_there_is_not_lost_in_silence(
+    async def test_a_message_for_a_queue_that_is_not_there_is_not_lost_silently(
         self, transport: Transport, queue: str
     ) -> None:
-        """F53: either the queue is made, or it is told by index; what has a queue is confirmed."""
+        """Either the queue is made, or it is told by index; what has a queue is confirmed."""
         missing = f"busload.test-{uuid4().hex}"
         await transport.declare([queue])
         mixed = messages(queue, [b"one"]) + messages(missing, [b"lost"]) + messages(queue, [b"two"])
@@ -355,17 +349,19 @@ class TransportContract:
             assert await self._emptied(transport, missing, b"lost") == {b"lost": 1}
         assert await self._emptied(transport, queue, b"one", b"two") == {b"one": 1, b"two": 1}
 
-    async def test_nobody_answers(self, unreachable_url: str, queue: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_broker_that_does_not_answer_is_unreachable(
+        self, unreachable_url: str, queue: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """It is told within seconds, by index, and without a password."""
         caplog.set_level(logging.DEBUG)
         transport = find_transport(unreachable_url)
         try:
             async with asyncio.timeout(WITHIN):
-                with pytest.raises(TransportUnavailable) as declared:
+                with pytest.raises(TransportUnavailableError) as declared:
                     await transport.declare([queue])
-                with pytest.raises(PublishFailed) as published:
+                with pytest.raises(PublishError) as published:
                     await transport.publish(messages(queue, [b"one", b"two"]))
-                with pytest.raises(TransportUnavailable) as received:
+                with pytest.raises(TransportUnavailableError) as received:
                     async with receiving(transport, queue) as receiver:
                         await receiver.take(1)
         finally:
@@ -374,7 +370,7 @@ class TransportContract:
         shown = [repr(transport), caplog.text, *map(said_by, (declared.value, published.value, received.value))]
         assert [text for text in shown if SECRET in text] == []
 
-    async def test_the_broker_refuses_us(
+    async def test_a_broker_that_refuses_our_credentials_is_an_error(
         self, wrong_credentials_url: str | None, queue: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A person has to change something: trying again would not help. The password is not shown."""
@@ -384,9 +380,9 @@ class TransportContract:
         transport = find_transport(wrong_credentials_url)
         try:
             async with asyncio.timeout(WITHIN):
-                with pytest.raises(TransportMisconfigured) as declared:
+                with pytest.raises(TransportMisconfiguredError) as declared:
                     await transport.declare([queue])
-                with pytest.raises(TransportMisconfigured) as received:
+                with pytest.raises(TransportMisconfiguredError) as received:
                     async with receiving(transport, queue) as receiver:
                         await receiver.take(1)
         finally:
@@ -399,20 +395,19 @@ class TransportContract:
         assert "@" not in repr(transport)
 
     async def test_confirmed_messages_survive_a_restart(self, restartable: Restartable | None, queue: str) -> None:
-        """P12: and the same transport works again, for those who publish and those who wait."""
+        """The same transport works again, for those who publish and those who wait."""
         if restartable is None:
             return
         transport = find_transport(restartable.url)
         bodies = [b"%d" % n for n in range(50)]
         try:
-            await transport.declare([queue])
-            await transport.publish(messages(queue, bodies))
+            await publish(transport, queue, *bodies)
             async with receiving(transport, queue) as receiver:
                 [done] = await receiver.take(1)
                 await done.ack()
                 # What the broker forgets of an acknowledgement comes again, which does no harm.
                 await restartable.restart()
-                with pytest.raises(TransportUnavailable):
+                with pytest.raises(TransportUnavailableError):
                     await receiver.take(len(bodies))
             assert await until(lambda: refusals(transport, messages(queue, [b"after"])), lambda refused: not refused)
             arrived = await self._emptied(transport, queue, *({*bodies, b"after"} - {done.body}))
@@ -450,100 +445,3 @@ class TransportContract:
                 found[delivery.body] += 1
                 await delivery.ack()
         return found
-
-
-class Receiver:
-    """Takes deliveries one by one. Unlike `wait_for` it can wait for one that does not come, and go on."""
-
-    def __init__(self, deliveries: AsyncIterator[Delivery]) -> None:
-        self._deliveries = deliveries
-        self._coming: asyncio.Task[Delivery] | None = None
-
-    async def next(self, within: float) -> Delivery | None:
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(anext(self._deliveries))
-        await asyncio.wait({self._coming}, timeout=within)
-        if not self._coming.done():
-            return None
-        came, self._coming = self._coming, None
-        return came.result()
-
-    async def take(self, count: int) -> list[Delivery]:
-        taken: list[Delivery] = []
-        while len(taken) < count:
-            delivery = await self.next(WITHIN)
-            assert delivery is not None, f"{len(taken)} of {count} messages came within {WITHIN:.0f} s"
-            taken.append(delivery)
-        return taken
-
-    async def nothing_for(self, seconds: float) -> bool:
-        return await self.next(seconds) is None
-
-    async def close(self) -> None:
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            coming.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration, TransportUnavailable):
-                await coming
-        aclose: Callable[[], Awaitable[None]] = self._deliveries.aclose  # type: ignore[attr-defined]
-        await aclose()
-
-
-@asynccontextmanager
-async def receiving(transport: Transport, queue: str, *, prefetch: int = 10) -> AsyncIterator[Receiver]:
-    receiver = Receiver(transport.deliveries(queue, prefetch=prefetch))
-    try:
-        yield receiver
-    finally:
-        await receiver.close()
-
-
-def connected(url: str) -> AbstractAsyncContextManager[Transport]:
-    return aclosing(find_transport(url))
-
-
-def another(transport: Transport) -> AbstractAsyncContextManager[Transport]:
-    """A second one like it, with connections of its own."""
-    return aclosing(type(transport).from_url(url_of(transport)))
-
-
-def messages(queue: str, bodies: Sequence[bytes]) -> list[Message]:
-    """Each with an id as the relay makes them."""
-    number = uuid4().int % 2**48
-    return [Message(queue, f"{number + n}-{number + n}-1", body) for n, body in enumerate(bodies)]
-
-
-def odd_names(queue: str) -> list[str]:
-    """Those of domains may be as odd; they have up to 255 bytes, and the prefix up to 100."""
-    ends = [".", "..", "..b", ".b", "_b", "-b", "-B", ".a.b", ".a_b", ".a-b"]
-    long = queue.ljust(355, "x")
-    return [*(f"{queue}{end}" for end in ends), *(long[:length] for length in (250, 251, 255, 256, 354, 355))]
-
-
-async def until(ask: Callable[[], Awaitable[object]], fits: Callable[[object], bool]) -> bool:
-    deadline = time.monotonic() + WITHIN
-    while not fits(await ask()):
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
-
-
-async def refusals(transport: Transport, batch: Sequence[Message]) -> dict[int, RefusalReason]:
-    try:
-        await transport.publish(batch)
-    except PublishFailed as failed:
-        return reasons(failed)
-    return {}
-
-
-def reasons(failed: PublishFailed) -> dict[int, RefusalReason]:
-    return {index: refusal.reason for index, refusal in failed.refused.items()}
-
-
-def url_of(transport: Transport) -> str:
-    return transport._url
-
-
-def said_by(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))

@@ -1,7 +1,8 @@
 """What runs: a worker claims commands, runs their handlers, and settles the results."""
 
+from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.coalescer import Coalescer
-from busload.worker.context import ChunkContext, HandlerContext, SyncChunkContext, SyncHandlerContext
+from busload.worker.context import ChunkContext, HandlerContext
 from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
 from busload.worker.worker import Worker
 

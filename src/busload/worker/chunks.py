@@ -1,4 +1,4 @@
-"""Commands for a bulk handler: gathered into chunks as they are claimed, run by one call, settled one by one."""
+"""Chunks of commands for bulk handlers: gathered as commands are claimed, and run with one call for all of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
-from busload.bus import CommandBus
-from busload.domain.bulk import Chunk, Item, Judgement
-from busload.domain.execution import (
+from busload.commands import settle
+from busload.commands.bulk import Chunk, Item, Judgement
+from busload.commands.execution import (
     Failed,
     Leased,
     Stopped,
@@ -23,33 +24,36 @@ from busload.domain.execution import (
     decide,
     deciding,
     describe,
+    failure,
 )
-from busload.domain.payload import PayloadLimits, Undecodable
-from busload.errors import RateLimited, Superseded, TransientCommandError
+from busload.commands.payload import UndecodableError
+from busload.errors import RateLimitedError, SupersededError, TransientCommandError
 from busload.handlers import Gathering, Handler, Handlers
-from busload.store import settle
-from busload.store.plan import Plan
-from busload.store.pool import AsyncPool
-from busload.worker.calls import Call, Calls, command_of, failure, find_bad, isolates
-from busload.worker.context import ChunkContext, SyncChunkContext
+from busload.limits.limiter import PostponedError
+from busload.postgres.plan import Plan
+from busload.settings import PayloadLimits
+from busload.worker.bulk import BulkCall, BulkCalls, find_bad, isolates
+from busload.worker.calls import Calls, command_of, outlast
 from busload.worker.failures import FailureLog
-from busload.worker.limit import Limiter, Postponed
-from busload.worker.settle import Settlement
-from busload.worker.threads import Threads
+from busload.worker.settlement import Outcomes, Settlement
+from busload.worker.shared import Shared
+
+if TYPE_CHECKING:
+    from busload.worker.executor import Line
 
 log = logging.getLogger("busload")
 
 AHEAD = 2
-"""How many chunks of commands are held at most that do not run yet, whatever their keys."""
+"""How many chunks of a domain may wait for a slot, whatever their keys."""
 
 Key: TypeAlias = tuple[str, str, object, UUID | None]
-"""Domain, type, what `by` has found, and the lease of a suspect: it must not be mixed with others."""
+"""Domain, type, what `by` returned, and the lease of a suspect: a suspect runs apart from others."""
 
 Failure: TypeAlias = Failed | Stopped | Unreadable
 
 
 class _Place:
-    """What the line asks of a lease: a chunk has many, and each may be lost alone."""
+    """What the line asks of a lease. A chunk has commands of many leases, and each may be lost alone."""
 
     __slots__ = ("claimed", "domain", "lost")
 
@@ -58,7 +62,7 @@ class _Place:
 
 
 class Gathered:
-    """A chunk on its way to a slot; the line takes it for one command."""
+    """A chunk on its way to a slot; in the line it counts as one command."""
 
     def __init__(self, key: Key, handler: Handler, gathering: Gathering) -> None:
         self.lease = _Place(key[0])
@@ -96,14 +100,8 @@ class Gatherer:
     Of a domain it holds two chunks' worth at most, whatever the keys. When no more may come, the fullest one leaves.
     """
 
-    def __init__(
-        self,
-        handlers: Handlers,
-        into_line: Callable[[Sequence[Gathered]], None],
-        on_room: Callable[[], None],
-        failures: FailureLog,
-    ) -> None:
-        self._handlers, self._into_line, self._on_room, self._failures = handlers, into_line, on_room, failures
+    def __init__(self, handlers: Handlers, line: Line, failures: FailureLog) -> None:
+        self._handlers, self._line, self._failures = handlers, line, failures
         self._open: dict[Key, Gathered] = {}
         self._in_line: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
@@ -116,7 +114,7 @@ class Gatherer:
 
     @property
     def gathered(self) -> Iterator[Leased]:
-        """What waits for company."""
+        """Commands that wait until their chunk is full."""
         return (one for gathered in self._open.values() for one in gathered.leased)
 
     def gathers(self, domain: str, command_type: str) -> bool:
@@ -129,7 +127,7 @@ class Gatherer:
         return bool(handlers) and all(handler.gathering is not None for handler in handlers)
 
     def room(self, domain: str) -> int | None:
-        """How many more commands of a domain to claim, none if it is hardly worth it; None if it gathers nothing."""
+        """How many more commands of a domain to claim; 0 if it is not worth a claim; None without a bulk handler."""
         sizes = [h.gathering.size for h in self._handlers.of_domain(domain) if h.gathering is not None]
         if not sizes:
             return None
@@ -144,7 +142,7 @@ class Gatherer:
         return 0
 
     def take(self, leased: Iterable[Leased]) -> list[Transition]:
-        """Gather these; returns the results of those that fail alone, as nobody can tell where they belong."""
+        """Gather these; return the results of commands that fail at once, because their chunk cannot be determined."""
         refused: list[Transition] = []
         suspects: list[Key] = []
         for one in leased:
@@ -154,7 +152,7 @@ class Gatherer:
             try:
                 key = _key(one, handler.gathering)
                 self._gather(one, key, handler, handler.gathering)
-            except Undecodable as error:
+            except UndecodableError as error:
                 refused.append(self._ended(one, Unreadable(error), handler))
             except BaseException as error:  # of `by`, or of a key that cannot be compared; also a SystemExit
                 refused.append(self._ended(one, failure(one, error), handler))
@@ -167,33 +165,31 @@ class Gatherer:
         return refused
 
     def alone(self, one: Leased, handler: Handler) -> Gathered:
-        """A chunk of one command that did not come through here."""
+        """A chunk of one command that was not gathered."""
         assert handler.gathering is not None
         gathered = Gathered((one.lease.domain, one.command_type, None, None), handler, handler.gathering)
         gathered.add(one, 0)
-        self._held[one.lease.domain] += 1
-        self._in_line[one.lease.domain] += 1
         return gathered
 
     def flush(self) -> bool:
-        """Let everything leave that was gathered; returns whether there was anything."""
+        """Send every chunk to the line, full or not; return whether there was any."""
         keys = list(self._open)
         for key in keys:
             self._leave(key)
         return bool(keys)
 
     def started(self, gathered: Gathered) -> None:
-        """It has its slot: there is room for more."""
+        """A chunk has its slot: there is room for more."""
         self._let_go(gathered)
-        self._on_room()
+        self._line.on_low()
 
     def abandon(self, domains: Collection[str] | None = None) -> list[Leased]:
-        """Gather these no more, and return them: they are to be handed back. None: of all domains."""
+        """Drop what was gathered of these domains, or of all, and return it: it has to be handed back."""
         found = [key for key in self._open if domains is None or key[0] in domains]
         return [one for key in found for one in self._drop(key)]
 
     def unpack(self, line: Iterable[Leased | Gathered]) -> list[Leased]:
-        """Commands that stood in line, those of chunks too, which are none any more."""
+        """The commands of what stood in line; their chunks are dissolved."""
         unpacked: list[Leased] = []
         for one in line:
             if isinstance(one, Gathered):
@@ -204,15 +200,15 @@ class Gatherer:
         return unpacked
 
     def stuck(self, domain: str) -> None:
-        """Its chunks waited too long for a slot: claim no more before there is one."""
+        """Chunks of this domain waited too long for a slot: claim no more until a slot is free."""
         self._stuck.add(domain)
 
     def slot_is_free(self) -> None:
         self._stuck.clear()
 
     def _ended(self, one: Leased, outcome: Failure, handler: Handler) -> Transition:
-        transition = _ended(one, outcome, handler)
-        self._failures.tell(transition, outcome.error)
+        transition = end_failed(one, outcome, handler)
+        self._failures.report(transition, outcome.error)
         return transition
 
     def _gather(self, one: Leased, key: Key, handler: Handler, gathering: Gathering) -> None:
@@ -236,7 +232,7 @@ class Gatherer:
             gathered.timer.cancel()
         gathered.lease.claimed = time.monotonic()
         self._in_line[key[0]] += 1
-        self._into_line([gathered])
+        self._line.add([gathered])
 
     def _drop(self, key: Key) -> list[Leased]:
         gathered = self._open.pop(key)
@@ -263,32 +259,18 @@ class Settled:
 
 
 class ChunkRunner:
-    """Runs chunks: one call each, or several small ones to find the command that spoils it."""
+    """Runs chunks: one call each, or several with parts of a chunk, to find the bad commands."""
 
-    def __init__(
-        self,
-        bus: CommandBus,
-        calls: Calls,
-        transactions: AsyncPool,
-        threads: Threads,
-        limiter: Limiter,
-        settlement: Settlement,
-        gatherer: Gatherer,
-        failures: FailureLog,
-        postpone: Callable[[Sequence[Leased], Postponed], Awaitable[None]],
-    ) -> None:
-        self._bus, self._calls, self._transactions, self._threads = bus, calls, transactions, threads
-        self._limiter, self._settlement, self._gatherer = limiter, settlement, gatherer
-        self._failures, self._postpone = failures, postpone
+    def __init__(self, shared: Shared, calls: Calls, outcomes: Outcomes, settlement: Settlement) -> None:
+        self.shared, self.calls, self.outcomes, self.settlement = shared, calls, outcomes, settlement
 
     async def run(self, gathered: Gathered) -> None:
-        self._gatherer.started(gathered)
         run = _Run(self, gathered)
         try:
             await run.all()
         except Exception as error:  # ours, not the handler's: no command of the chunk may hang
-            log.exception("Could not say how a chunk of %s ended", gathered.command_type)
-            await run.fail_rest(TransientCommandError(f"The outcome could not be told: {type(error).__name__}."))
+            log.exception("Could not record how a chunk of %s ended", gathered.command_type)
+            await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
 
 
 class _Run:
@@ -296,18 +278,16 @@ class _Run:
 
     def __init__(self, runner: ChunkRunner, gathered: Gathered) -> None:
         self._runner, self._gathered, self._handler = runner, gathered, gathered.handler
-        self._limits = runner._bus.settings.limits.payload
-        self._settlement = runner._settlement
+        self._limits = runner.shared.bus.settings.limits.payload
+        self._calls = BulkCalls(
+            runner.calls, runner.shared.limiter, gathered.handler, gathered.lease.domain, gathered.command_type
+        )
         self._leased = {one.command_id: one for one in gathered.leased if not one.lease.lost}
-        """What has no result yet."""
-        self._postponed: Postponed | None = None
-        """Until when items wait that the receiver has refused."""
-        self._cut_short: Postponed | None = None
-        """The search for bad ones was: by a pause, or as the worker stops."""
+        """Commands without a result yet."""
         self._errors: dict[UUID, BaseException | None] = {}
-        """What commands have failed by, for the log."""
+        """By which error a command has failed, for the log."""
         self._described: dict[int, str] = {}
-        """What was said about an error, by its identity: one may be that of every command of the chunk."""
+        """Errors as text, by identity: all commands of a chunk may share one error."""
         self._began(self._leased.values())
 
     async def all(self) -> None:
@@ -317,8 +297,8 @@ class _Run:
         attempt = max(one.lease.round_attempt for one in self._leased.values())
         try:
             call = await self._call(items)
-        except Postponed as postponed:
-            await self._put_off(items, postponed)
+        except PostponedError as postponed:
+            await self._postpone(items, postponed)
             return
         except Exception as error:  # of the limit's own `by`
             await self.fail_rest(error)
@@ -326,87 +306,68 @@ class _Run:
         failed, overdue = call.judgement.failed, call.overdue
         if isolates(self._handler, call, attempt):
             failed, overdue = await find_bad(failed, self._try)
-        if self._cut_short is not None:
-            await self._put_off([item for item, _ in failed], self._cut_short)
+        if self._calls.cut_short is not None:
+            await self._postpone([item for item, _ in failed], self._calls.cut_short)
         else:
             await self._fail(failed)
         if overdue is not None:
-            log.warning(
-                "A handler of %s outlived its %s s; its slot is taken until it returns",
-                self._gathered.command_type,
-                self._handler.timeout,
-            )
-            await asyncio.wait({overdue})
+            await outlast(overdue, self._handler, self._gathered.command_type)
 
     async def fail_rest(self, error: BaseException) -> None:
         await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
 
     async def _items(self) -> list[Item]:
-        """What can be decoded; the rest waits for a person, each alone."""
+        """The commands that can be decoded. Each of the others waits for a person."""
         items: list[Item] = []
         for one in list(self._leased.values()):
             try:
                 command = command_of(one)
-            except Undecodable as error:
+            except UndecodableError as error:
                 await self._put([self._ended(one, Unreadable(error))])
             else:
                 items.append(Item(one.command_id, command.data, command.task_key, command.created_at, command))
         return items
 
-    async def _try(self, items: list[Item]) -> Call | None:
-        """Call with a part, however long its turn takes; None if there is no point in going on."""
-        try:
-            while items := self._ours(items):
-                call = await self._call(items, patient=True)
-                if call.judgement.answered or call.refusal is None or self._postponed is None:
-                    return call
-                if self._handler.rate_limit is None:  # else the next turn comes after the pause
-                    await self._runner._limiter.sit_out(self._gathered.lease.domain, self._postponed)
-        except Postponed as postponed:
-            self._cut_short = postponed
-        return None
+    async def _try(self, items: list[Item]) -> BulkCall | None:
+        """Call with a part; None if the search is over."""
+        return await self._calls.insist(partial(self._call_with_ours, items))
 
-    async def _call(self, items: list[Item], *, patient: bool = False) -> Call:
-        """One call, with those that it has done settled."""
-        runner, gathered, handler = self._runner, self._gathered, self._handler
+    async def _call_with_ours(self, items: list[Item]) -> BulkCall | None:
+        ours = self._ours(items)
+        return await self._call(ours, patient=True) if ours else None
+
+    async def _call(self, items: list[Item], *, patient: bool = False) -> BulkCall:
+        """Make one call, and settle the commands that it has done."""
+        gathered, runner = self._gathered, self._runner
         chunk = Chunk(gathered.lease.domain, gathered.command_type, items, gathered.key[2])
-        entered = None
-        if handler.rate_limit is not None:
-            entered = await runner._limiter.enter(handler, chunk.domain, chunk.command_type, chunk, patient=patient)
+        entered = await self._calls.enter(chunk, patient=patient)
+        if entered is not None:
             ours = self._ours(items)
             if not ours:
-                return Call(Judgement([], [], {}, answered=True))
+                return BulkCall(Judgement([], [], {}, answered=True))
             if len(ours) < len(items):
                 items, chunk = ours, Chunk(chunk.domain, chunk.command_type, ours, chunk.key)
             if not patient:
                 self._began(self._leased[item.id] for item in items)
-        about = (handler, chunk.domain, chunk.command_type, chunk)
+        leased = [self._leased[item.id] for item in items]
+        context = runner.shared.chunk_context(self._handler, leased)
         try:
-            late = None if entered is None else entered.refuse_late
-            call = await runner._calls.call(handler, chunk, self._context(items), self._end, late)
-        except Superseded as superseded:
+            call = await self._calls.call(chunk, context, leased, self._end, entered)
+        except SupersededError as superseded:
             # Nothing of it was written. Some of its commands run elsewhere now, and the others are tried again.
             error = TransientCommandError(str(superseded), code="SUPERSEDED")
-            return Call(Judgement([], [(item, error) for item in items], {}, answered=True))
-        if call.refusal is not None:
-            self._postponed = await runner._limiter.refused(*about, call.refusal, entered)
+            return BulkCall(Judgement([], [(item, error) for item in items], {}, answered=True))
         if call.ended is not None:
             for transition in call.ended.transitions:
                 self._leased.pop(transition.leased.command_id, None)
-                self._settlement.settled_elsewhere(transition.leased, transition.outcome)
-            self._log(call.ended.transitions)
+                runner.settlement.settled_elsewhere(transition.leased, transition.outcome)
+            self._report(call.ended.transitions)
         else:
             await self._put(self._completed(call.judgement, call.value))
         return call
 
-    def _context(self, items: list[Item]) -> ChunkContext | SyncChunkContext:
-        leased = [self._leased[item.id] for item in items]
-        if self._handler.is_async:
-            return ChunkContext(leased, self._runner._bus, self._runner._transactions)
-        return self._runner._threads.context(leased, SyncChunkContext)
-
     def _end(self, judgement: Judgement, value: Any) -> Plan[Settled]:
-        """Settle what the handler's transaction ends, in that transaction: all of it, or nothing is committed."""
+        """Settle in the handler's own transaction: all that the call has ended, or nothing is committed."""
         transitions = self._completed(judgement, value)
         failed = [self._failed(item, error) for item, error in judgement.failed if not self._waits(item, error)]
         now = time.monotonic()
@@ -415,7 +376,7 @@ class _Run:
             transition.finished = now
         credited = (yield from settle.settle(ended, now=now)) if ended else set()
         if len(credited) < len(ended):
-            raise Superseded("Another worker has some of these commands now; what the handler wrote was rolled back.")
+            raise SupersededError("Another worker has some of these commands now. What the handler wrote was undone.")
         return Settled(ended)
 
     def _completed(self, judgement: Judgement, value: Any) -> list[Transition]:
@@ -436,21 +397,23 @@ class _Run:
         return self._ended(one, failure(one, error))
 
     def _ended(self, one: Leased, outcome: Failure) -> Transition:
-        error = self._errors[one.command_id] = outcome.error  # kept alive, so that no other gets its identity
+        error = self._errors[one.command_id] = outcome.error  # kept alive, so that no other error gets its identity
         if error is not None and id(error) not in self._described:
             self._described[id(error)] = describe(error)
-        return _ended(one, outcome, self._handler, None if error is None else self._described[id(error)])
+        return end_failed(one, outcome, self._handler, None if error is None else self._described[id(error)])
 
     async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
-        failed = [(item, error) for item, error in failed if item.id in self._leased]  # else a transaction has done it
+        failed = [
+            (item, error) for item, error in failed if item.id in self._leased
+        ]  # else a transaction has settled it
         late = [item for item, error in failed if self._waits(item, error)]
         await self._put([self._failed(item, error) for item, error in failed if not self._waits(item, error)])
-        if self._postponed is not None:
-            await self._put_off(late, self._postponed)
+        if self._calls.postponed is not None:
+            await self._postpone(late, self._calls.postponed)
 
     def _waits(self, item: Item, error: BaseException) -> bool:
-        """Whether this one is only put off. Not in a canceled batch: there it has stopped, as it was asked to."""
-        return isinstance(deciding(error), RateLimited) and not self._leased[item.id].lease.canceled
+        """Whether the item is only put off. In a canceled batch it is not: there it has stopped, as it was asked to."""
+        return isinstance(deciding(error), RateLimitedError) and not self._leased[item.id].lease.canceled
 
     def _ours(self, items: Sequence[Item]) -> list[Item]:
         """Without those that another worker has now."""
@@ -461,30 +424,31 @@ class _Run:
 
     @staticmethod
     def _began(leased: Iterable[Leased]) -> None:
-        """The time of their attempt begins, after that in which they waited for a limit."""
+        """Begin the time of their attempt, after they have waited for a limit."""
         now = time.monotonic()
         for one in leased:
             one.started = now
 
-    async def _put_off(self, items: Sequence[Item], postponed: Postponed) -> None:
+    async def _postpone(self, items: Sequence[Item], postponed: PostponedError) -> None:
         leased = [self._leased.pop(item.id) for item in items if item.id in self._leased]
         if leased:
-            await self._runner._postpone(leased, postponed)
+            await self._runner.outcomes.postpone(leased, postponed)
 
     async def _put(self, transitions: Sequence[Transition]) -> None:
         now = time.monotonic()
         for transition in transitions:
             transition.finished = now
             self._leased.pop(transition.leased.command_id, None)
-        await self._settlement.put_many(transitions)
-        self._log(transitions)
+        await self._runner.settlement.put_many(transitions)
+        self._report(transitions)
 
-    def _log(self, transitions: Iterable[Transition]) -> None:
+    def _report(self, transitions: Iterable[Transition]) -> None:
+        failures = self._runner.shared.failures
         for transition in transitions:
             if transition.leased.command_id in self._errors:
-                self._runner._failures.tell(transition, self._errors[transition.leased.command_id])
+                failures.report(transition, self._errors[transition.leased.command_id])
             elif transition.reason is not None:
-                self._runner._failures.tell_result(transition)
+                failures.report_result(transition)
 
 
 def _key(one: Leased, gathering: Gathering) -> Key:
@@ -493,8 +457,8 @@ def _key(one: Leased, gathering: Gathering) -> Key:
     return one.lease.domain, one.command_type, found, one.lease.lease_id if one.lease.crashes else None
 
 
-def _ended(one: Leased, outcome: Failure, handler: Handler, described: str | None = None) -> Transition:
-    """The result of one that did not succeed."""
+def end_failed(one: Leased, outcome: Failure, handler: Handler, described: str | None = None) -> Transition:
+    """The result of a command that did not succeed."""
     one.started = one.started or time.monotonic()
     transition = decide(one, outcome, handler.retry, PayloadLimits(), described)
     transition.finished = time.monotonic()

@@ -1,4 +1,4 @@
-"""Many outcomes, one statement: collects items and hands them over together."""
+"""Collects items and hands many of them over together: many outcomes, one statement."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Generic, TypeVar
 
 import psycopg
 
-from busload.domain.counted import counted
-from busload.domain.retry import Backoff
+from busload.commands.counted import counted
 from busload.errors import InvalidOperationError
-from busload.store.outage import Outage
+from busload.postgres.backoff import Backoff
+from busload.postgres.outage import Outage
 from busload.worker.stats import EVERY, CoalescerStats
 
 log = logging.getLogger("busload")
 
 T = TypeVar("T")
 LAST_WORDS = 5.0
-"""Seconds in which a flush that was cancelled has to end."""
+"""Seconds that `close` waits for a flush that was cancelled."""
 NEARLY_FULL = 0.8
-STANDSTILL = 5.0
-"""Seconds without a flush that has worked after which somebody should know that a coalescer is nearly full."""
+"""The share of the capacity from which on a coalescer that stands still is worth a warning."""
 SAY_EVERY = 60.0
+"""Seconds between two lines about the same coalescer."""
 
 REFUSALS = (
     psycopg.DataError,
@@ -36,7 +36,7 @@ REFUSALS = (
     psycopg.errors.ProgramLimitExceeded,  # too long, or too deep, for the server whatever its settings
     psycopg.errors.StatementTooComplex,
 )
-"""Errors that say something about an item, so trying the same again is in vain. All others may pass."""
+"""Errors that an item causes, so that trying again is in vain. All other errors may pass."""
 
 
 class Coalescer(Generic[T]):
@@ -49,9 +49,10 @@ class Coalescer(Generic[T]):
 
     `weigh` says how many bytes an item takes: a flush then also ends at `max_bytes`, and `put` waits while four times
     as many are held. `merge` may fold the items of a flush before it. With `on_refused`, a flush that fails by a
-    `psycopg.DataError`, an `IntegrityError` or a limit of the server is halved until the guilty items stand alone; each
-    of these is passed to `on_refused`, and the others are flushed. `stats` tells what was done, and how long it took.
-    Flushes that fail are told in the log as an `outage`, which others may share.
+    `psycopg.DataError`, an `IntegrityError` or a limit of the server is halved until the bad items stand alone; each of
+    these is passed to `on_refused`, and the others are flushed. `stats` has the figures. Flushes that fail are logged
+    as an `outage`, which others may share. A coalescer that is nearly full and has ended no flush for `warn_after` says
+    so in the log.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Coalescer(Generic[T]):
         weigh: Callable[[T], int] | None = None,
         max_bytes: int = 16 * 1024 * 1024,
         on_refused: Callable[[T, Exception], Awaitable[None]] | None = None,
+        warn_after: timedelta = timedelta(seconds=5),
         name: str = "coalescer",
         outage: Outage | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class Coalescer(Generic[T]):
         self._weigh, self._max_bytes, self._name = weigh, max_bytes, name
         self._part = f"A flush of the {name}, whose items are kept,"
         self._max_size, self._capacity = max_size, capacity
-        self._interval = max_interval.total_seconds()
+        self._interval, self._warn_after = max_interval.total_seconds(), warn_after.total_seconds()
         self._items: deque[T] = deque()
         self._due = asyncio.Event()
         self._room = asyncio.Event()
@@ -97,18 +99,18 @@ class Coalescer(Generic[T]):
         self._watching: asyncio.TimerHandle | None = None
 
     async def put(self, item: T) -> None:
-        """Hand over an item; waits while the coalescer is full, and is refused once it is closed."""
+        """Hand over an item; wait while the coalescer is full. After `close` this raises `InvalidOperationError`."""
         while not self.offer(item):
             self._room.clear()
-            if time.monotonic() >= self._silent_until:  # the first to wait says so, and not every time
-                self._silent_until = time.monotonic() + 60
+            if time.monotonic() >= self._silent_until:  # said once a minute at most
+                self._silent_until = time.monotonic() + SAY_EVERY
                 held = counted(self.stats.waiting, "item")
                 log.error("The %s is full with %s; waiting to hand over %.200r", self._name, held, item)
-            self.flush_soon()  # also if bytes are what it is full of: no further item can come
+            self.flush_soon()  # it may be full of bytes, and then no further item makes the flush due
             await self._room.wait()
 
     def offer(self, item: T) -> bool:
-        """Hand over an item if there is room for it; False if there is none, and then nothing has changed."""
+        """Hand over an item if there is room. If not, return False and change nothing."""
         stats = self.stats
         if self._closing:
             raise InvalidOperationError("The coalescer is closed and takes no more items.")
@@ -135,12 +137,12 @@ class Coalescer(Generic[T]):
         return True
 
     def flush_soon(self) -> None:
-        """Do not wait for more: nobody is about to hand over another item."""
+        """Flush what is held without waiting for more items."""
         if self._items:
             self._due.set()
 
     async def close(self, deadline: timedelta | None = None) -> list[T]:
-        """Flush what is held and stop; closing again does no harm.
+        """Flush what is held and stop. A second call does no harm.
 
         After the deadline, stop anyway and return what could not be flushed.
         """
@@ -151,7 +153,7 @@ class Coalescer(Generic[T]):
             await asyncio.wait({self._task}, timeout=None if deadline is None else deadline.total_seconds())
             if not self._task.done():
                 self._task.cancel()
-                await asyncio.wait({self._task}, timeout=LAST_WORDS)  # a flush may not heed it
+                await asyncio.wait({self._task}, timeout=LAST_WORDS)  # a flush may ignore it
             if self._task.done() and not self._task.cancelled():
                 self._task.result()
         for timer in (self._timer, self._watching):
@@ -180,31 +182,45 @@ class Coalescer(Generic[T]):
                 self._due.set()
 
     async def _flush_once(self) -> int:
-        items = self._next_items()
-        began = time.monotonic()
+        """Flush some items until it succeeds. A part that never can is halved until the bad items stand alone."""
+        items, merge, on_refused = self._next_items(), self._merge, self._on_refused
         parts: list[Sequence[T]] = [items]
+        began = time.monotonic()
+
+        async def flush() -> None:
+            await self._flush(parts[0])
+
         try:
-            if self._merge is not None:
-                await self._insist(partial(self._fold, parts), len(items), halve=False)
+            if merge is not None:
+
+                async def fold() -> None:
+                    parts[:] = filter(None, [list(merge(items))])
+
+                await self._insist(fold, len(items), halve=False)
             while parts:
-                await self._flush_first(parts)
+                part = parts[0]
+                refused = await self._insist(flush, len(part), halve=on_refused is not None)
+                if refused is not None and len(part) > 1:
+                    middle = len(part) // 2
+                    parts[:1] = [part[:middle], part[middle:]]
+                    continue
+                if refused is not None and on_refused is not None:
+                    await self._insist(partial(on_refused, part[0], refused), 1, halve=False)
+                del parts[0]
         except BaseException:
             self._items.extendleft(reversed(list(chain(*parts))))  # still ours: close() hands it to the caller
             raise
-        self.stats.flushed(len(items), sum(map(self._weigh, items)) if self._weigh else 0, time.monotonic() - began)
         self._flushed_at = time.monotonic()
+        weight = sum(map(self._weigh, items)) if self._weigh and self.stats.waiting_bytes else 0
+        self.stats.flushed(len(items), weight, self._flushed_at - began)
         flushed = counted(len(items), "item")
         log.debug("The %s flushed %s in %.1f ms", self._name, flushed, 1000 * self.stats.last_flush)
         if self.stats.waiting < self._capacity:
             self._room.set()
         return len(items)
 
-    async def _fold(self, parts: list[Sequence[T]]) -> None:
-        if self._merge is not None:
-            parts[:] = filter(None, [list(self._merge(parts[0]))])
-
     def _next_items(self) -> list[T]:
-        """As many items as may leave together; at least one, however heavy."""
+        """As many items as fit into a flush; at least one, whatever its size."""
         if self._weigh is None or self.stats.waiting_bytes <= self._max_bytes:
             count = min(self._max_size, len(self._items))
         else:
@@ -213,8 +229,8 @@ class Coalescer(Generic[T]):
         return [self._items.popleft() for _ in range(count)]
 
     def _watch(self, after: float | None = None) -> None:
-        """It is nearly full, as every busy one may be. Look later whether it stands still."""
-        after = STANDSTILL if after is None else after
+        """It is nearly full, which is normal for a busy one. Look later whether it stands still."""
+        after = self._warn_after if after is None else after
         self._watching = asyncio.get_running_loop().call_later(after, self._warn_at_standstill)
 
     def _warn_at_standstill(self) -> None:
@@ -222,7 +238,7 @@ class Coalescer(Generic[T]):
         if self.stats.fullness < NEARLY_FULL or self._closing:
             return
         still = time.monotonic() - self._flushed_at
-        if still < STANDSTILL:
+        if still < self._warn_after:
             self._watch()
             return
         if not self._outage.is_away:  # which is said already
@@ -234,23 +250,10 @@ class Coalescer(Generic[T]):
             )
         self._watch(SAY_EVERY)
 
-    async def _flush_first(self, parts: list[Sequence[T]]) -> None:
-        """Flush the first part until it succeeds. One that never can is halved until the guilty stand alone."""
-        part, on_refused = parts[0], self._on_refused
-        refused = await self._insist(lambda: self._flush(part), len(part), halve=on_refused is not None)
-        if refused is not None and len(part) > 1:
-            middle = len(part) // 2
-            parts[:1] = [part[:middle], part[middle:]]
-            return
-        if refused is not None and on_refused is not None:
-            [item], error = part, refused
-            await self._insist(lambda: on_refused(item, error), 1, halve=False)
-        del parts[0]
-
     async def _insist(self, attempt: Callable[[], Awaitable[None]], count: int, *, halve: bool) -> Exception | None:
-        """Try until it succeeds, with pauses that grow; or return the error if half of it may do better.
+        """Try until it succeeds, with pauses that grow; or return the error if halves may succeed.
 
-        That is where the flush took too long, and with `halve` also where an item is to blame.
+        Halves may succeed if the flush took too long and, with `halve`, if an item causes the error.
         """
         backoff = Backoff()
         while True:
@@ -272,7 +275,7 @@ class Coalescer(Generic[T]):
 
 
 def refuse_cancelled() -> None:
-    """Go no further if it is us who are cancelled, and not something that a flush had started.
+    """Raise `CancelledError` if this task is cancelled, rather than something that a flush had started.
 
     A statement that was cancelled while it failed by itself reports its failure instead.
     """

@@ -1,4 +1,4 @@
-"""What a handler does to its surroundings ends with its attempt.
+"""Keeps what a handler does to its task and context from reaching the next handler.
 
 Two things outlive a careless handler. Context variables that it set would be seen by the next handler of the same task.
 And a cancellation of its task (by a timer that it forgot, or one that it swallowed) would hit the next one.
@@ -22,10 +22,14 @@ from busload.errors import TransientCommandError
 
 
 class Ended(msgspec.Struct, frozen=True, eq=False, gc=False):  # a struct is made in a fifth of a dataclass's time
-    """How a handler came to its end: by returning a result, or by raising an error."""
+    """How a handler ended: it returned a result, or raised an error."""
 
     result: Any = None
     error: BaseException | None = None
+
+
+RETURNED_NOTHING = Ended()
+"""Most handlers return None: one value does for all of them."""
 
 
 class Suspended:
@@ -57,8 +61,8 @@ class Suspended:
                 del step  # else an error would hold the frames that hold the error
 
 
-def hands_on(task: asyncio.Task[Any]) -> int:
-    """How many references there are to the task that runs; -1 if somebody wants it cancelled.
+def references_to(task: asyncio.Task[Any]) -> int:
+    """How many references there are to the task that runs; -1 if somebody has asked to cancel it.
 
     If that is the same before and after a handler, the handler has left nothing behind that could cancel the task: for
     that one needs a reference to it. A cancellation that was asked for already is counted by the task or, if it was

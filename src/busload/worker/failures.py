@@ -1,4 +1,4 @@
-"""What the log says about failed attempts: each once, and many of one cause together."""
+"""Logs failed attempts: the first of a cause in full, the others of the same cause as a number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 import time
 from typing import TypeAlias
 
-from busload.domain.counted import counted
-from busload.domain.execution import (
+from busload.commands.counted import counted
+from busload.commands.execution import (
     COMPLETED,
     FAILED_ATTEMPT,
     RESULT_NOT_KEPT,
@@ -20,8 +20,8 @@ from busload.domain.execution import (
     deciding,
     summarise,
 )
-from busload.domain.payload import decode, safe_str
-from busload.domain.traceback_text import traceback_text
+from busload.commands.payload import decode, safe_str
+from busload.commands.traceback_text import traceback_text
 
 log = logging.getLogger("busload")
 
@@ -32,71 +32,68 @@ MOST_CAUSES = 500
 """Causes that are remembered at a time; beyond that, the oldest is summed up early."""
 
 LEVELS = {TROUBLESHOOTING: logging.ERROR, FAILED_ATTEMPT: logging.WARNING}
-"""How loud a failure is: a person must look, it is tried again, or (all others, INFO) it is an answer as any other."""
+"""The level of a failure: ERROR if a person must look, WARNING if it is tried again. Business rules are INFO."""
 
 Cause: TypeAlias = tuple[str, ...]
 _DIFFERS = re.compile(r"""'(?![^\W\d][^\W\d.]*')[^']*'|"(?![^\W\d][^\W\d.]*")[^"]*"|\b[0-9a-fA-F]*\d[\w-]*""")
-"""What differs from one command to the next: numbers, ids, and quoted text unless it is a name, as of a key."""
+"""What differs between commands: numbers, ids, and quoted text, unless the text looks like a name."""
 
 
 class FailureLog:
-    """Logs failed attempts. Of those with the same cause, the first is told whole, and the others as a number.
-
-    The database keeps every one of them; only the log is spared.
-    """
+    """One for each worker. The database keeps every failure in full; only the log has fewer lines."""
 
     def __init__(self) -> None:
-        self._told: dict[Cause, _Told] = {}
+        self._reported: dict[Cause, _Reported] = {}
 
-    def tell(
+    def report(
         self,
         transition: Transition,
         error: BaseException | None,
         then: str | None = None,
         level: int | None = None,
     ) -> None:
-        """An attempt has failed by this error; `then` says what happens next if its outcome does not."""
+        """Log that an attempt has failed by this error. `then` says what happens next; otherwise the outcome does."""
         level = LEVELS.get(transition.outcome, logging.INFO) if level is None else level
         try:
             if log.isEnabledFor(level):
                 cause = _cause(transition, error)
                 if not self._is_counted(cause):
                     what = "" if error is None else _headline(error)
-                    self._tell(level, transition, cause, f"failed: {then or next_step(transition)}", what, error)
+                    self._report(level, transition, cause, f"failed: {then or next_step(transition)}", what, error)
         except Exception:  # of somebody's filter or handler: what becomes of the command must not depend on it
             log.debug("A failure could not be logged", exc_info=True)
 
-    def tell_result(self, transition: Transition) -> None:
-        """What a handler has returned could not be kept."""
+    def report_result(self, transition: Transition) -> None:
+        """Log that the result of a handler could not be kept."""
         try:
             told = decode(transition.details or "{}")
             what = " " + str(told.get(RESULT_NOT_KEPT) or told.get("message"))
             then = "completed without a result" if transition.outcome == COMPLETED else next_step(transition)
             cause = (*_who(transition), _DIFFERS.sub("?", what))
             if not self._is_counted(cause):
-                self._tell(logging.ERROR, transition, cause, f"returned what cannot be kept: {then}", what, None)
+                self._report(logging.ERROR, transition, cause, f"returned what cannot be kept: {then}", what, None)
         except Exception:  # as above
             log.debug("A result that cannot be kept could not be logged", exc_info=True)
 
     def close(self) -> None:
-        """Sum up what was counted."""
-        for cause in list(self._told):
+        """Log what was only counted so far."""
+        for cause in list(self._reported):
             self._forget(cause)
 
     def _is_counted(self, cause: Cause) -> bool:
         """Whether one like this was logged a moment ago, so that this one is only counted."""
-        told = self._told.get(cause)
+        told = self._reported.get(cause)
         if told is None:
             return False
         told.more += 1
         return True
 
-    def _tell(
+    def _report(
         self, level: int, transition: Transition, cause: Cause, said: str, what: str, error: BaseException | None
     ) -> None:
-        while len(self._told) >= MOST_CAUSES:
-            self._forget(next(iter(self._told)))
-        self._told[cause] = _Told(level, transition.leased, what)
+        while len(self._reported) >= MOST_CAUSES:
+            self._forget(next(iter(self._reported)))
+        self._reported[cause] = _Reported(level, transition.leased, what)
         asyncio.get_running_loop().call_later(WINDOW, self._forget, cause)
         words = (name(transition.leased), said, what)
         file, line, function, _ = log.findCaller()
@@ -110,7 +107,7 @@ class FailureLog:
         log.handle(record)
 
     def _forget(self, cause: Cause) -> None:
-        told = self._told.pop(cause, None)
+        told = self._reported.pop(cause, None)
         if told is None or not told.more:
             return
         log.log(
@@ -125,7 +122,7 @@ class FailureLog:
         )
 
 
-class _Told:
+class _Reported:
     """A failure that was logged, and how many like it came since."""
 
     __slots__ = ("command_type", "domain", "level", "more", "since", "what")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from busload.domain.retry import Backoff
-from busload.store.outage import Outage
+from busload.postgres.backoff import Backoff
+from busload.postgres.outage import Outage
+from busload.postgres.waiting import Event
 
 
 class Loop:
     """Calls `once`, which returns the seconds to wait before the next round; `wake` cuts the wait short.
 
     A round that fails is repeated after a pause that grows to two seconds, so that an outage neither stops the loop nor
-    makes it spin.
+    makes it spin. What a station sets to ask for a round may be given as `wake`.
     """
 
-    def __init__(self, name: str, once: Callable[[], Awaitable[float | None]], outage: Outage | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        once: Callable[[], Awaitable[float | None]],
+        outage: Outage | None = None,
+        wake: Event | None = None,
+    ) -> None:
         self._name, self._once, self._outage = name, once, outage or Outage()
-        self._wake = asyncio.Event()
+        self._wake = wake or Event()
         self._stopping = False
         self._backoff = Backoff()
 
@@ -26,7 +33,7 @@ class Loop:
         self._wake.set()
 
     def stop(self) -> None:
-        """Do no further round; the one under way comes to its end."""
+        """Begin no further round; the round under way comes to its end."""
         self._stopping = True
         self._wake.set()
 
@@ -46,9 +53,5 @@ class Loop:
     async def _rest(self, pause: float | None) -> None:
         if pause == 0:
             await asyncio.sleep(0)
-            return
-        try:
-            async with asyncio.timeout(pause):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        else:
+            await self._wake.wait(pause)

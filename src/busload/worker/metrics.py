@@ -1,145 +1,169 @@
-"""A worker's stats as Prometheus reads them: text exposition format 0.0.4."""
+"""The figures of a worker, each declared once: its stats, its metrics and the tables in the docs are made from that.
+
+Metrics are text as Prometheus reads it: exposition format 0.0.4.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from busload.worker.stats import BrokerStats, WorkerStats
+T = TypeVar("T")
+Getter = TypeVar("Getter", bound=Callable[..., Any])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def metrics_text(stats: WorkerStats, *, worker: str, about: Mapping[str, str] | None = None) -> str:
-    """Every figure with the label `worker`; `about` are the labels of one more metric that says which worker it is."""
-    text = _Text({"worker": worker})
-    text.gauge("worker_info", "What this worker is, in its labels.", 1, about)
-    _worker(text, stats)
-    _settlement(text, stats)
-    if stats.broker is not None:
-        _broker(text, stats.broker)
-    return "".join(text.lines)
-
-
-def _worker(text: _Text, stats: WorkerStats) -> None:
-    text.counter("worker_claims_total", "Claim statements sent.", stats.claims)
-    text.counter("worker_empty_claims_total", "Claims that found nothing.", stats.empty_claims)
-    text.counter("worker_claimed_total", "Commands claimed.", stats.claimed)
-    text.gauge("worker_concurrency", "Commands that may run at a time.", stats.concurrency)
-    text.gauge("worker_in_hand", "Commands that run or stand in line.", stats.in_hand)
-    text.gauge("worker_in_line", "Commands that wait for a slot.", stats.in_line)
-    text.gauge("worker_prefetch", "Commands that should stand in line at this pace.", stats.prefetch)
-    text.counter("worker_finished_total", "Attempts that came to a result.", stats.finished)
-    outcomes = {
-        "completed": stats.completed,
-        "failed": stats.failed,
-        "canceled": stats.canceled,
-        "parked": stats.parked,
-        "failed_attempt": stats.failed_attempts,
-    }
-    text.add(
-        "worker_settled_total",
-        "counter",
-        "Attempts whose result is committed, by how they ended.",
-        [("", {"outcome": outcome}, count) for outcome, count in outcomes.items()],
-    )
-    text.counter(
-        "worker_in_transactions_total", "Attempts settled by the handler's own transaction.", stats.in_transactions
-    )
-    text.counter("worker_late_results_total", "Results that came after their lease was lost.", stats.late)
-    text.counter("worker_handed_back_total", "Commands claimed and handed back without having run.", stats.handed_back)
-    text.counter("worker_lost_leases_total", "Leases that others took over.", stats.lost_leases)
-    text.counter("worker_bulk_calls_total", "Calls of bulk handlers and of those of buffers.", stats.bulk_calls)
-    text.counter("worker_bulk_items_total", "Commands and events they were given.", stats.bulk_items)
-
-
-def _settlement(text: _Text, stats: WorkerStats) -> None:
-    settlement = stats.settlement
-    text.counter("settlement_results_total", "Results that were flushed.", settlement.items)
-    text.counter("settlement_flushes_total", "Flushes, one transaction each.", settlement.flushes)
-    text.counter("settlement_failures_total", "Flushes that were rolled back and repeated.", settlement.failures)
-    text.counter(
-        "settlement_saved_transactions_total", "Transactions that one write per result adds.", settlement.saved
-    )
-    text.counter("settlement_flush_seconds_total", "Time spent in flushes.", settlement.flush_seconds)
-    text.gauge("settlement_waiting", "Results that are not committed yet.", settlement.waiting)
-    text.gauge("settlement_waiting_bytes", "Bytes of their details.", settlement.waiting_bytes)
-    text.gauge("settlement_capacity", "Results that may wait; then claiming stops.", settlement.capacity)
-    text.gauge("settlement_fullness_ratio", "The share of the capacity that is taken.", settlement.fullness)
-    quantiles = (0.5, 0.95, 0.99)
-    text.add(
-        "settlement_latency_seconds",
-        "summary",
-        "Time from a result to its commit; a sample of the results is measured.",
-        [
-            *(
-                ("", {"quantile": str(q)}, settlement.latency(100 * q) if settlement.measured else math.nan)
-                for q in quantiles
-            ),
-            ("_sum", None, settlement.measured_seconds),
-            ("_count", None, settlement.measured),
-        ],
-    )
-
-
-def _broker(text: _Text, broker: BrokerStats) -> None:
-    transport = {"transport": broker.transport}
-    text.gauge("broker_connected", "Whether the broker delivers to this worker.", int(broker.connected), transport)
-    results = {"confirmed": broker.confirmed, **broker.refused}
-    text.add(
-        "broker_messages_total",
-        "counter",
-        "Messages handed to the broker, by what became of them.",
-        [("", {**transport, "result": result.lower()}, count) for result, count in sorted(results.items())],
-    )
-    text.counter("relay_rounds_total", "Rounds that had something to announce.", broker.rounds)
-    text.counter("relay_failed_rounds_total", "Rounds that the broker ended.", broker.failed_rounds)
-    text.counter("relay_commands_total", "Commands announced from the outbox.", broker.relayed)
-    text.counter("relay_rung_again_total", "Commands announced again as nobody came.", broker.rung_again)
-    text.counter("receive_rings_total", "Messages that came and could be read.", broker.rings)
-    text.counter("receive_commands_total", "Commands claimed for them.", broker.rung)
-    text.counter("receive_duplicates_total", "Messages that found nothing to claim.", broker.duplicates)
-    text.counter("receive_unknown_total", "Loads in messages that are not in the database.", broker.unknown)
-    text.counter("receive_refused_total", "Messages that cannot be read or are not ours.", broker.refused_messages)
-    for name, help in OUTBOX.items():
-        samples = [("", {"transport": one.transport}, getattr(one, name)) for one in broker.outbox]
-        text.add(f"outbox_{name}{'_seconds' if name == 'oldest' else ''}", "gauge", help, samples)
-
-
-OUTBOX = {
-    "commands": "Commands that wait to be announced.",
-    "failed": "Those of them after a failed round.",
-    "oldest": "Time that the oldest of them has waited.",
-    "rounds": "The most rounds that have failed for one of them.",
+SHARED = {
+    "worker_settled_total": "Attempts whose result is committed, by how they ended.",
+    "broker_messages_total": "Messages handed to the broker, by what became of them.",
 }
+"""The help of a metric that several figures are of."""
+OF_A_TRANSPORT = ("broker", "outbox")
+"""The first words of the metrics that have a label `transport`."""
+QUANTILES = (0.5, 0.95, 0.99)
 
 
-class _Text:
-    """The lines of an exposition: each family with its help, its type and its samples."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a figure counts and, if Prometheus is to have it, as which metric."""
+
+    help: str
+    kind: Literal["counter", "gauge", "summary"] | None = None
+    metric: str | None = None
+    source: str | None = None
+    """Where a running worker counts it: a part, and its attribute or key, as in `claimer.claims`."""
+    labels: Mapping[str, str] | None = None
+    """What tells this figure from the others of its metric."""
+    label: str | None = None
+    """The label for the keys of a figure that is a mapping."""
+
+    def named(self) -> str:
+        """The metric for people, with its labels."""
+        labels = {**(self.labels or {}), **({self.label: "…"} if self.label else {})}
+        return f"busload_{self.metric}" + "".join(f'{{{name}="{text}"}}' for name, text in labels.items())
+
+
+def figure(
+    help: str,
+    metric: str | None = None,
+    source: str | None = None,
+    *,
+    kind: Literal["counter", "gauge"] | None = None,
+    default: Any = 0,
+    label: str | None = None,
+    **labels: str,
+) -> Any:
+    """A field of a dataclass of stats, with the `Figure` that it is."""
+    declared = Figure(help, kind, metric, source, labels, label)
+    of_its_own = {"default_factory": default} if callable(default) else {"default": default}
+    return field(metadata={"figure": declared}, **({} if default is MISSING else of_its_own))
+
+
+counter = partial(figure, kind="counter")
+gauge = partial(figure, kind="gauge")
+
+
+def derived(
+    metric: str | None = None, kind: Literal["counter", "gauge", "summary"] | None = None
+) -> Callable[[Getter], Getter]:
+    """A property or method that is made of other figures; its docstring says what it is."""
+
+    def declare(function: Getter) -> Getter:
+        help = (function.__doc__ or "").partition("\n\n")[0]
+        function.__dict__["figure"] = Figure(help, kind, metric)
+        return function
+
+    return declare
+
+
+def figures_of(stats: type[Any]) -> dict[str, Figure]:
+    """Every figure of a class of stats by its name: first the fields, then what is derived from them."""
+    declared = {one.name: one.metadata["figure"] for one in fields(stats) if "figure" in one.metadata}
+    for name, member in vars(stats).items():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(found := getattr(function, "figure", None), Figure):
+            declared[name] = found
+    return declared
+
+
+def gathered(stats: type[T], parts: Mapping[str, object], **given: object) -> T:
+    """The stats of this moment: what is `given`, and each other figure from the part that counts it."""
+    sources = {name: one.source for name, one in figures_of(stats).items()}
+    counted = {name: _look_up(source, parts) for name, source in sources.items() if source and name not in given}
+    return stats(**counted, **given)
+
+
+def _look_up(source: str, parts: Mapping[str, object]) -> object:
+    found: Any = parts
+    for name in source.split("."):
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    return dict(found) if isinstance(found, Mapping) else found
+
+
+def docs_table(stats: type[Any]) -> str:
+    """The figures as a table for the docs."""
+    rows = [
+        f"| {name} | {f'`{one.named()}`' if one.metric else ''} | {one.help.rstrip('.')} |"
+        for name, one in figures_of(stats).items()
+    ]
+    return "\n".join(["| figure | metric | meaning |", "|---|---|---|", *rows])
+
+
+def metrics_text(stats: Any, *, worker: str, about: Mapping[str, str] | None = None) -> str:
+    """Every figure with the label `worker`; `about` are the labels of one more metric that says which worker it is."""
+    families = _Families({"worker": worker})
+    families.add(Figure("What this worker is, in its labels.", "gauge", "worker_info"), [("", about or {}, 1)])
+    families.add_all(stats)
+    families.add_all(stats.settlement)
+    if stats.broker is not None:
+        families.add_all(stats.broker)
+        for one in stats.broker.outbox:
+            families.add_all(one)
+    return families.text()
+
+
+class _Families:
+    """The metrics of an exposition: each with its help and its type, then all its samples."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
-        self.lines: list[str] = []
+        self._lines: dict[str, list[str]] = {}
 
-    def counter(self, name: str, help: str, value: float) -> None:
-        self.add(name, "counter", help, [("", None, value)])
+    def add_all(self, stats: Any) -> None:
+        for name, figure in figures_of(type(stats)).items():
+            if figure.metric is not None:
+                self.add(figure, _samples(stats, name, figure))
 
-    def gauge(self, name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        self.add(name, "gauge", help, [("", labels, value)])
-
-    def add(
-        self,
-        name: str,
-        kind: Literal["counter", "gauge", "summary"],
-        help: str,
-        samples: Iterable[tuple[str, Mapping[str, str] | None, float]],
-    ) -> None:
-        self.lines.append(f"# HELP busload_{name} {help}\n# TYPE busload_{name} {kind}\n")
+    def add(self, figure: Figure, samples: Any) -> None:
+        metric = f"busload_{figure.metric}"
+        head = f"# HELP {metric} {SHARED.get(figure.metric or '', figure.help)}\n# TYPE {metric} {figure.kind}\n"
+        lines = self._lines.setdefault(metric, [head])
         for suffix, labels, value in samples:
-            pairs = {**self._labels, **(labels or {})}.items()
+            pairs = {**self._labels, **labels}.items()
             shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in pairs)
-            self.lines.append(f"busload_{name}{suffix}{{{shown}}} {'NaN' if math.isnan(value) else value}\n")
+            lines.append(f"{metric}{suffix}{{{shown}}} {'NaN' if math.isnan(value) else value}\n")
+
+    def text(self) -> str:
+        return "".join(line for lines in self._lines.values() for line in lines)
+
+
+def _samples(stats: Any, name: str, figure: Figure) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    labels = dict(figure.labels or {})
+    if figure.metric is not None and figure.metric.startswith(OF_A_TRANSPORT):
+        labels["transport"] = stats.transport
+    value = getattr(stats, name)
+    if figure.kind == "summary":
+        for quantile in QUANTILES:
+            yield "", {"quantile": str(quantile)}, value(100 * quantile) if stats.measured else math.nan
+        yield "_sum", labels, stats.measured_seconds
+        yield "_count", labels, stats.measured
+    elif figure.label is not None:
+        for key, count in sorted(value.items()):
+            yield "", {**labels, figure.label: key.lower()}, count
+    else:
+        yield "", labels, int(value) if isinstance(value, bool) else value
 
 
 def _escaped(text: str) -> str:

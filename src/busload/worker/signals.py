@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT for a process that is all a worker's own."""
+"""SIGTERM and SIGINT, for a process that runs nothing but a worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Tells `heard` which signal it is, counted from 1. The third one ends the process, as if nobody had listened.
+    """Calls `heard` with the number of the signal, counted from 1. The third signal ends the process.
 
-    They are heard while the event loop is blocked, too. With `for_good` the process ends afterwards anyway, and another
+    This works while the event loop is blocked, too. With `for_good` the process ends afterwards anyway, and another
     signal must not change its exit code.
     """
 
@@ -42,6 +42,6 @@ class Signals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
         if self._count == 2:
-            for each in SIGNALS:  # the next one needs nobody who listens
+            for each in SIGNALS:  # the next signal ends the process
                 signal.signal(each, signal.SIG_DFL)
         self._heard(self._count)

@@ -7,10 +7,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from itertools import islice
 
-from busload.domain.counted import counted
+from busload.commands.counted import counted
+from busload.worker.metrics import counter, derived, figure, figures_of, gauge
 
 log = logging.getLogger("busload")
 
@@ -22,31 +23,27 @@ RECENT = 10
 """Seconds that `rate` looks back."""
 REPORT_EVERY = 60.0
 """Seconds between two lines in the log about what was settled."""
+SETTLED = "worker_settled_total"
 
 
 @dataclass(slots=True)
 class CoalescerStats:
-    """What a coalescer has done so far; `waiting` is what it holds now, also while it is being flushed."""
+    """What a coalescer has done so far, and what it holds now."""
 
-    capacity: int
-    capacity_bytes: int | None = None
-    items: int = 0
-    """Items that were flushed."""
-    flushes: int = 0
-    failures: int = 0
-    """Flushes that raised, and were rolled back and repeated."""
-    waiting: int = 0
-    waiting_bytes: int = 0
-    most_waiting: int = 0
-    """The largest `waiting` that a flush has met."""
-    last_flush: float = 0.0
-    """Seconds the last flush took."""
-    flush_seconds: float = 0.0
-    """Seconds that all flushes took together."""
-    measured: int = 0
-    """Items whose latency was measured."""
-    measured_seconds: float = 0.0
-    """The sum of these latencies."""
+    capacity: int = gauge("Items that may be held; then no more are taken.", "settlement_capacity", default=MISSING)
+    capacity_bytes: int | None = figure("Bytes that these may have, if items are weighed.", default=None)
+    items: int = counter("Items that were flushed.", "settlement_results_total")
+    flushes: int = counter("Flushes, one transaction each.", "settlement_flushes_total")
+    failures: int = counter("Flushes that were rolled back and repeated.", "settlement_failures_total")
+    waiting: int = gauge("Items that are held, those being flushed included.", "settlement_waiting")
+    waiting_bytes: int = gauge("Bytes of the items that are held, if items are weighed.", "settlement_waiting_bytes")
+    most_waiting: int = figure("The largest `waiting` that a flush has met.")
+    last_flush: float = figure("Seconds that the last flush took.", default=0.0)
+    flush_seconds: float = counter(
+        "Seconds that all flushes took together.", "settlement_flush_seconds_total", default=0.0
+    )
+    measured: int = counter("Items whose latency was measured: of those that gather, one in sixteen.")
+    measured_seconds: float = counter("The sum of these latencies in seconds.", default=0.0)
     _marks: deque[tuple[int, float]] = field(default_factory=deque, repr=False)
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
     _born: float = field(default_factory=time.monotonic, repr=False)
@@ -56,32 +53,38 @@ class CoalescerStats:
     """When a snapshot was taken; None while it is still counting."""
 
     @property
+    @derived("settlement_fullness_ratio", "gauge")
     def fullness(self) -> float:
         """The share of the capacity that is taken: from 0.8 on, items come faster than they leave."""
         by_bytes = self.waiting_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
         return max(self.waiting / self.capacity, by_bytes)
 
     @property
+    @derived()
     def flush_size(self) -> float:
         """Items per flush, on average."""
         return self.items / self.flushes if self.flushes else 0.0
 
     @property
+    @derived("settlement_saved_transactions_total", "counter")
     def saved(self) -> int:
         """Transactions that one write per item would have taken in addition."""
         return self.items - self.flushes
 
     @property
+    @derived()
     def saved_share(self) -> float:
         """The share of transactions that was saved: 0.95 is one flush for every 20 items."""
         return self.saved / self.items if self.items else 0.0
 
     @property
+    @derived()
     def failed_share(self) -> float:
         """The share of flushes that was rolled back."""
         return self.failures / (self.flushes + self.failures) if self.failures else 0.0
 
     @property
+    @derived()
     def rate(self) -> float:
         """Items per second, over the last ten seconds or as long as there is something to look back on."""
         now = time.monotonic() if self._at is None else self._at
@@ -89,8 +92,9 @@ class CoalescerStats:
         elapsed = now - max(self._born, first)
         return sum(count for second, count in self._seconds if second >= first) / elapsed if elapsed > 0 else 0.0
 
+    @derived("settlement_latency_seconds", "summary")
     def latency(self, percent: float) -> float:
-        """Seconds from `put` to the end of the flush that wrote the item: a percentile over the most recent ones."""
+        """Seconds from `put` to the end of the flush that wrote the item: a percentile over the last measured items."""
         return percentile(sorted(self._waits), percent)
 
     def snapshot(self) -> CoalescerStats:
@@ -101,12 +105,8 @@ class CoalescerStats:
     def since(self, earlier: CoalescerStats) -> CoalescerStats:
         """What was done after an earlier snapshot of the same coalescer; its latencies are of that time too."""
         period = self.snapshot()
-        period.items -= earlier.items
-        period.flushes -= earlier.flushes
-        period.failures -= earlier.failures
-        period.flush_seconds -= earlier.flush_seconds
-        period.measured -= earlier.measured
-        period.measured_seconds -= earlier.measured_seconds
+        for name in _COUNTED:
+            setattr(period, name, getattr(self, name) - getattr(earlier, name))
         older = max(0, len(self._waits) - period.measured)
         period._waits = deque(islice(self._waits, older, None), maxlen=SAMPLES)
         return period
@@ -135,18 +135,18 @@ class CoalescerStats:
         self._seconds.append((int(now), count))
 
 
+_COUNTED = [name for name, one in figures_of(CoalescerStats).items() if one.kind == "counter" and name != "saved"]
+
+
 @dataclass(frozen=True, slots=True)
 class OutboxStats:
-    """What waits to be announced on one transport, in the whole database, as of the worker's last look."""
+    """What waits to be published on one transport, in the whole database, as of the worker's last look."""
 
     transport: str
-    commands: int
-    failed: int
-    """Those after a round that has failed."""
-    oldest: float
-    """Seconds that the oldest has waited."""
-    rounds: int
-    """The most rounds that have failed for one of them."""
+    commands: int = gauge("Commands that wait to be published.", "outbox_commands", default=MISSING)
+    failed: int = gauge("Commands of these after a failed round.", "outbox_failed", default=MISSING)
+    oldest: float = gauge("Seconds that the oldest of them has waited.", "outbox_oldest_seconds", default=MISSING)
+    rounds: int = gauge("The most rounds that have failed for one of them.", "outbox_rounds", default=MISSING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,80 +154,117 @@ class BrokerStats:
     """What a worker did between the outbox and the broker, and between the broker and its claims."""
 
     transport: str
-    connected: bool = False
-    """Whether messages come for every domain; while they do not, it polls as without a broker."""
-    messages: int = 0
-    """Messages handed to the broker, by the worker and the bus it runs on."""
-    confirmed: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """Those that were not confirmed, by reason."""
-    rounds: int = 0
-    """Rounds in which the relay had something to announce."""
-    failed_rounds: int = 0
-    """Those in which the broker could not be reached, or asked it to wait."""
-    relayed: int = 0
-    """Commands that are ready by it."""
-    rung_again: int = 0
-    """Commands that were announced long ago and that nobody had come for."""
-    rings: int = 0
-    """Messages that came and could be read."""
-    rung: int = 0
-    """Commands that were claimed for them."""
-    duplicates: int = 0
-    """Messages that found nothing: the commands had been claimed before."""
-    unknown: int = 0
-    """Loads in messages that are not in the database."""
-    refused_messages: int = 0
-    """Messages that nobody can read, or that are not signed by us."""
-    outbox: tuple[OutboxStats, ...] = ()
+    connected: bool = gauge(
+        "Whether messages come for every domain; while they do not, the worker polls as without a broker.",
+        "broker_connected",
+        "broker.connected",
+        default=False,
+    )
+    messages: int = figure("Messages handed to the broker, by the worker and its bus.", source="publisher.messages")
+    confirmed: int = counter(
+        "Messages that the broker confirmed.", "broker_messages_total", "publisher.confirmed", result="confirmed"
+    )
+    refused: Mapping[str, int] = counter(
+        "Messages that were not confirmed, by reason.",
+        "broker_messages_total",
+        "publisher.refused",
+        default=dict,
+        label="result",
+    )
+    rounds: int = counter("Rounds in which the relay had something to publish.", "relay_rounds_total", "relay.rounds")
+    failed_rounds: int = counter(
+        "Rounds in which the broker could not be reached, or asked the relay to wait.",
+        "relay_failed_rounds_total",
+        "relay.failed_rounds",
+    )
+    relayed: int = counter("Commands published from the outbox.", "relay_commands_total", "relay.relayed")
+    published_again: int = counter(
+        "Commands published again as nobody came.", "relay_published_again_total", "recovery.published_again"
+    )
+    received: int = counter("Messages that came and could be read.", "receive_messages_total", "deliveries.received")
+    claimed: int = counter("Commands claimed for these messages.", "receive_commands_total", "deliveries.claimed")
+    duplicates: int = counter(
+        "Messages that found nothing: their commands had been claimed before.",
+        "receive_duplicates_total",
+        "deliveries.duplicates",
+    )
+    unknown: int = counter(
+        "Loads in messages that are not in the database.", "receive_unknown_total", "deliveries.unknown"
+    )
+    refused_messages: int = counter(
+        "Messages that nobody can read, or that are not signed by us.", "receive_refused_total"
+    )
+    outbox: tuple[OutboxStats, ...] = figure(
+        "An `OutboxStats` per transport; the worker looks at the whole database every 15 seconds.", default=()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
     """What a worker does at this moment, and has done since it started. Of a stopped one: what its last run came to."""
 
-    concurrency: int
-    settlement: CoalescerStats
-    """How results were written: flush size, rate, latency, fullness, transactions saved, rollbacks."""
-    claims: int = 0
-    """Claim statements, one for all free slots."""
-    empty_claims: int = 0
-    """Those that found nothing."""
-    claimed: int = 0
-    """Commands they brought."""
-    in_hand: int = 0
-    """Commands that run or stand in line now."""
-    in_line: int = 0
-    """Commands that wait for a slot now."""
-    prefetch: int = 0
-    """How many commands it wants to stand in line now: what its slots finish within `WorkerSettings.prefetch`."""
-    completed: int = 0
-    failed: int = 0
-    canceled: int = 0
-    parked: int = 0
-    """Attempts that ended in troubleshooting."""
-    failed_attempts: int = 0
-    """Attempts after which the command will be tried again."""
-    in_transactions: int = 0
-    """Attempts that were settled by the handler's own transaction, not by a flush."""
-    late: int = 0
-    """Results that came after their lease was lost, and do not count."""
-    handed_back: int = 0
-    """Commands that were claimed and not run: they waited too long, have no handler here, or the worker stopped."""
-    lost_leases: int = 0
-    bulk_calls: int = 0
-    """Calls of bulk handlers, and of those of buffers."""
-    bulk_items: int = 0
-    """Commands and events that they were given."""
-    broker: BrokerStats | None = None
-    """None where PostgreSQL delivers."""
+    concurrency: int = gauge("Commands that may run at a time.", "worker_concurrency", default=MISSING)
+    settlement: CoalescerStats = figure("How results were written, as `CoalescerStats`.", default=MISSING)
+    claims: int = counter("Claim statements, one for all free slots.", "worker_claims_total", "claimer.claims")
+    empty_claims: int = counter("Claims that found nothing.", "worker_empty_claims_total", "claimer.empty_claims")
+    claimed: int = counter("Commands that were claimed.", "worker_claimed_total", "claimer.claimed")
+    in_hand: int = gauge("Commands that run or stand in line now.", "worker_in_hand", "line.in_hand")
+    in_line: int = gauge("Commands that wait for a slot now.", "worker_in_line")
+    prefetch: int = gauge(
+        "Commands that should stand in line now: what the slots finish within `WorkerSettings.prefetch`.",
+        "worker_prefetch",
+        "claimer.ahead",
+    )
+    completed: int = counter(
+        "Attempts that completed their command.", SETTLED, "settlement.outcomes.COMPLETED", outcome="completed"
+    )
+    failed: int = counter("Attempts that ended in a final no.", SETTLED, "settlement.outcomes.FAILED", outcome="failed")
+    canceled: int = counter(
+        "Attempts whose command was canceled.", SETTLED, "settlement.outcomes.CANCELED", outcome="canceled"
+    )
+    parked: int = counter(
+        "Attempts that ended in troubleshooting.", SETTLED, "settlement.outcomes.TROUBLESHOOTING", outcome="parked"
+    )
+    failed_attempts: int = counter(
+        "Attempts after which the command will be tried again.",
+        SETTLED,
+        "settlement.outcomes.FAILED_ATTEMPT",
+        outcome="failed_attempt",
+    )
+    in_transactions: int = counter(
+        "Attempts that were settled by the handler's own transaction, not by a flush.",
+        "worker_in_transactions_total",
+        "settlement.in_transactions",
+    )
+    late: int = counter(
+        "Results that came after their lease was lost, and do not count.",
+        "worker_late_results_total",
+        "settlement.late",
+    )
+    handed_back: int = counter(
+        "Commands that were claimed and not run: they waited too long, have no handler here, or the worker stopped.",
+        "worker_handed_back_total",
+        "hand_back.commands",
+    )
+    bulk_calls: int = counter(
+        "Calls of bulk handlers, and of handlers of buffers.", "worker_bulk_calls_total", "calls.bulk_calls"
+    )
+    bulk_items: int = counter(
+        "Commands and events that these calls were given.", "worker_bulk_items_total", "calls.bulk_items"
+    )
+    lost_leases: int = counter("Leases that others took over.", "worker_lost_leases_total", "held.lost")
+    broker: BrokerStats | None = figure(
+        "What the broker delivered, as `BrokerStats`; None where PostgreSQL delivers.", default=None
+    )
 
     @property
+    @derived("worker_finished_total", "counter")
     def finished(self) -> int:
         """Attempts that have a result, whether it is settled or still waits for its flush."""
         return self.settlement.items + self.settlement.waiting + self.in_transactions
 
     @property
+    @derived()
     def settled(self) -> int:
         """Attempts whose result is committed and counts."""
         return self.completed + self.failed + self.canceled + self.parked + self.failed_attempts

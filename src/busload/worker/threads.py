@@ -1,4 +1,4 @@
-"""What handlers written with `def` need, made when the first one runs: threads, and a bus that waits."""
+"""Threads for handlers written with `def`, with a bus for them. All of it is made when the first one runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from busload.bus import CommandBus, SyncCommandBus
-from busload.domain.execution import Leased
-from busload.store.guard import GuardedConnection
-from busload.store.pool import Pool, pool
+from busload.bus import CommandBus
+from busload.commands.execution import Leased
+from busload.sync.bus import SyncCommandBus
+from busload.sync.guard import GuardedConnection
+from busload.sync.pool import Pool, pool
 
 C = TypeVar("C")
 L = TypeVar("L")
@@ -23,7 +24,7 @@ class Threads:
     def __init__(self, bus: CommandBus, most: int, patience: float) -> None:
         self._async_bus, self._patience = bus, patience
         self.most = most
-        """Calls at a time; whoever submits them sees to it that there are no more."""
+        """How many calls may run at a time. The caller of `submit` sees to that."""
         self._bus: SyncCommandBus | None = None
         self._transactions: Pool | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
@@ -34,7 +35,9 @@ class Threads:
         """What a handler in a thread is given besides its work."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
-            self._bus = SyncCommandBus(dsn, transport=self._async_bus.transport, settings=settings).open(wait=None)
+            self._bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(
+                wait=None
+            )
             self._transactions = pool(
                 dsn,
                 settings.pool_size,
@@ -46,11 +49,11 @@ class Threads:
 
     @property
     def running(self) -> list[Leased]:
-        """What threads are at."""
+        """The commands whose handlers run in threads now."""
         return [one for leased in self._running.values() for one in leased]
 
     def submit(self, call: Callable[[], Any], context: Context, leased: Sequence[Leased]) -> asyncio.Future[Any]:
-        """Run a call in a thread and a context. None waits for a thread, as there are never more calls than that."""
+        """Run a call in a thread and a context. No call waits, as there are never more calls than threads."""
         future = asyncio.get_running_loop().create_future()
         self._running[future] = leased
         future.add_done_callback(self._forget)
@@ -82,7 +85,7 @@ class Threads:
             future.exception()  # seen: what an overdue handler raises in the end is nobody's error any more
 
     def close(self) -> None:
-        """Let go of everything; a handler that still runs cannot be stopped and keeps its thread and connections."""
+        """End the threads. A handler that still runs cannot be stopped: it keeps its thread and its connections."""
         for _ in self._threads:
             self._calls.put(None)
         if self._bus is not None and self._transactions is not None and not self._running:

@@ -1,0 +1,190 @@
+"""A batch: what it is, how it is checked before it is created, and how it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from enum import StrEnum
+from inspect import iscoroutinefunction
+from typing import Any, Literal, TypeAlias, TypedDict
+from uuid import UUID
+
+from busload.commands.checks import WIDEST, check_all, encoded, given, problems_of, refuse, wrong
+from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
+from busload.commands.dedup import Dedup
+from busload.commands.ids import new_id
+from busload.commands.payload import readable
+from busload.commands.send import NewBatch
+from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
+from busload.postgres.plan import Plan, many, one
+from busload.postgres.statements import statements
+from busload.settings import InputLimits
+
+BatchStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "COMPLETED_WITH_FAILURES"]
+
+
+class BatchStatus(StrEnum):
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    COMPLETED_WITH_FAILURES = "COMPLETED_WITH_FAILURES"
+
+    @property
+    def final(self) -> bool:
+        return self in (BatchStatus.COMPLETED, BatchStatus.COMPLETED_WITH_FAILURES)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """A batch with its exact counters at one moment."""
+
+    batch_id: UUID
+    domain: str
+    name: str | None
+    custom_data: dict[str, Any] | None
+    status: BatchStatus
+    total_count: int
+    completed_count: int
+    failed_count: int
+    canceled_count: int
+    in_troubleshooting_count: int
+    created_at: datetime
+    started_at: datetime | None
+    completed_at: datetime | None
+    job_id: UUID | None = None
+    stage: str | None = None
+
+    @property
+    def finished_count(self) -> int:
+        """Commands that have ended: completed, failed or canceled."""
+        return self.completed_count + self.failed_count + self.canceled_count
+
+    @property
+    def remaining_count(self) -> int:
+        """Commands that have not ended; those in troubleshooting are among them."""
+        return self.total_count - self.finished_count
+
+
+BatchCompletionCallback: TypeAlias = Callable[[BatchMetadata], Awaitable[None]]
+SyncBatchCompletionCallback: TypeAlias = Callable[[BatchMetadata], None]
+
+
+SQL = statements(__name__)
+
+COLUMNS = [field.name for field in fields(BatchMetadata)]
+"""The statements select their columns in this order."""
+
+
+def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
+    return one(_batch, SQL.batch, domain=domain, batch_id=batch_id)
+
+
+def list_batches(
+    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None, job_id: UUID | None = None
+) -> Plan[list[BatchMetadata]]:
+    page = {"domain": domain, "status": status and status.value, "limit": limit, "offset": offset, "after": after}
+    if job_id is None:
+        return many(_batch, SQL.batches, **page)
+    return many(_batch, SQL.batches_of_job, job_id=job_id, **page)
+
+
+def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
+    return many(_batch, SQL.existing_batches, batch_ids=list(batch_ids))
+
+
+def _batch(*row: Any) -> BatchMetadata:
+    values = dict(zip(COLUMNS, row, strict=True))
+    values |= {"custom_data": readable(values["custom_data"]), "status": BatchStatus(values["status"])}
+    return BatchMetadata(**values)
+
+
+class BatchOptions(TypedDict, total=False):
+    """What may be said about a new batch, in every call that creates one."""
+
+    batch_id: UUID | None
+    """The id of the batch; a new one if it is left out."""
+    name: str | None
+    """A name for people to find the batch by."""
+    custom_data: dict[str, Any] | None
+    """Data of your own, which the batch keeps and its callback gets."""
+    dedup: Dedup | None
+    """Leave out commands whose task key another command holds. They do not count in the batch's total."""
+    job_id: UUID | None
+    """A job of your own to find the batch by. `bus.jobs.create` sets it for its batches."""
+    stage: str | None
+    """The stage of that job."""
+
+
+def new_batch(
+    call: str, limits: InputLimits, domain: str, options: BatchOptions, on_complete: object, *, awaits: bool
+) -> NewBatch:
+    """Check everything about a new batch but its commands. `awaits` says that an async function may be its callback."""
+    refuse_unknown(call, options, BatchOptions)
+    name, custom_data, stage = options.get("name"), options.get("custom_data"), options.get("stage")
+    chosen = given(batch_id=options.get("batch_id"), job_id=options.get("job_id"))
+    problems = problems_of(limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data)
+    callback, callback_id = None, None
+    if not isinstance(on_complete, BatchCommand | None):
+        problems += _wrong_function(on_complete, awaits=awaits)
+    refuse(problems + problems_of(limits, dedup=options.get("dedup")))
+    if isinstance(on_complete, BatchCommand):
+        callback, callback_id = callback_of(limits, domain, on_complete)
+    text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
+    batch_id = options.get("batch_id") or new_id()
+    return NewBatch(batch_id, domain, name, text, callback, callback_id, options.get("job_id"), stage)
+
+
+def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchCommand], first: int = 0) -> list[NewCommand]:
+    """Check the commands of a batch, or a slice of them that begins at `first`.
+
+    An error names offenders by their place among all commands of the batch.
+    """
+    try:
+        checked = check_all(batch.domain, commands, limits)
+    except InvalidCommandError as refused:
+        if not first:
+            raise
+        problems = [replace(p, index=None if p.index is None else p.index + first) for p in refused.problems]
+        raise InvalidCommandError(problems, refused.total) from None
+    if not checked and not first:
+        message = "found no commands, wanted at least one; open_batch may stay empty"
+        raise InvalidCommandError([Problem("EMPTY_BATCH", "/commands", message)])
+    if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
+        raise DuplicateCommandError(batch.domain, [batch.callback_id])
+    return checked
+
+
+def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str = "batch") -> tuple[str, UUID | None]:
+    """The command that is sent on completion, as the row of its batch or job keeps it, and its id if it was chosen.
+
+    The completed batch, or job, is added to its data when it is sent.
+    """
+    data = {} if command.data is None else command.data
+    if not isinstance(data, dict) or of in data:
+        message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/data", message)])
+    if command.run_at is not None:
+        message = f"a callback is sent when its {of} completes and cannot have a time of its own"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
+    [checked] = check_all(domain, [command], limits)
+    row = {
+        "command_id": str(checked.command_id),
+        "command_type": checked.command_type,
+        "data": data,
+        "correlation_id": str(checked.correlation_id) if checked.correlation_id else None,
+        "reply_to": checked.reply_to,
+        "task_key": checked.task_key,
+        "priority": checked.priority,
+        "max_attempts": checked.max_attempts,
+    }
+    return encoded(row, "/on_complete", WIDEST), command.command_id
+
+
+def _wrong_function(on_complete: object, *, awaits: bool) -> list[Problem]:
+    if not callable(on_complete):
+        return [wrong(on_complete, "on_complete", "a function or a BatchCommand")]
+    if iscoroutinefunction(on_complete) and not awaits:
+        message = "found an async function, which nobody awaits here; pass a plain one, or use CommandBus"
+        return [Problem("INVALID_OPTION", "/on_complete", message)]
+    return []

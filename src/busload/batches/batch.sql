@@ -1,0 +1,36 @@
+-- fragments of: busload.commands.load
+
+-- fragment: batch
+SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
+       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
+  FROM busload.batch
+
+-- fragment: newest_batches
+-- The newest batch comes first; `after` is the last batch of the page before.
+AND (%(status)s::text IS NULL OR status = %(status)s::text)
+AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
+     (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
+ORDER BY created_at DESC, batch_id DESC
+{page}
+
+-- name: batch
+-- One batch.
+{batch}
+ WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
+
+-- name: batches
+-- The batches of a domain.
+{batch}
+ WHERE domain = %(domain)s::text AND pruned_at IS NULL
+   {newest_batches};
+
+-- name: batches_of_job
+-- The batches of a job.
+{batch}
+ WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
+   {newest_batches};
+
+-- name: existing_batches
+-- The batches of these that exist: whoever waits for many batches asks once.
+{batch}
+ WHERE batch_id = ANY (%(batch_ids)b::uuid[]);

@@ -1,0 +1,138 @@
+"""How a batch is stopped: in pages, so that the cancel of a large one keeps nobody else waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TypeAlias
+from uuid import UUID
+
+import psycopg
+
+from busload.commands import send
+from busload.commands.counted import counted
+from busload.errors import BatchNotFoundError, BusloadError, PartlyDoneError
+from busload.postgres.connection import AnyConnection
+from busload.postgres.database import Database
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+from busload.postgres.write import Write, patient
+
+SQL = statements(__name__)
+
+PAGE = 2000
+"""Commands that one transaction cancels, and up to a load more: with replies, that takes it some tenths of a second."""
+
+HOLD = timedelta(seconds=30)
+"""How long whoever cancels may take for a page; then a sweep thinks it dead and goes on."""
+
+BEGINNING = -1
+
+Begun: TypeAlias = tuple[int, UUID | None]
+"""How many commands were canceled so far, and the batch of which more are to be; None if that was all."""
+
+
+async def cancel(
+    database: Database,
+    begin: Callable[..., Plan[Begun]],
+    conn: AnyConnection | None,
+    *,
+    reason: str,
+    operator: str | None,
+    batch_id: UUID | None = None,
+    job_id: UUID | None = None,
+) -> int:
+    """Carry out a cancel, each page in a transaction of its own, or all of it in the caller's; returns how many.
+
+    If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
+    nobody sends into the batch, so the others need not wait for a lock.
+    """
+    about = {"reason": reason, "operator": operator}
+    if conn is not None:
+        whole = at_once(begin, reason=reason, operator=operator)
+        return await database.write(Write(whole, batch_id, job_id=job_id), conn)
+    canceled, of = await database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
+    after: int | None = BEGINNING
+    try:
+        while of is not None and after is not None:
+            plan = page(of, after, **about, hold=HOLD)
+            more, after = await database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
+            canceled += more
+    except (BusloadError, psycopg.Error) as error:
+        raise _partly_canceled(canceled, error, batch_id, job_id) from error
+    return canceled
+
+
+def _partly_canceled(commands: int, why: BaseException, batch_id: UUID | None, job_id: UUID | None) -> PartlyDoneError:
+    what = f"batch {batch_id}" if job_id is None else f"job {job_id}"
+    return PartlyDoneError(
+        f"The cancel of {what} has begun, and {counted(commands, 'command is', 'commands are')} canceled so far",
+        commands,
+        why,
+        todo="None of the others starts. Repeat the call to cancel them now; else a worker does so within a minute.",
+    )
+
+
+def begin_to_cancel(domain: str, batch_id: UUID, *, reason: str, operator: str | None, in_pages: bool) -> Plan[Begun]:
+    """Mark a batch as canceled and ask what runs to stop; needs a transaction."""
+    marked = yield from execute(
+        SQL.mark_canceled,
+        domain=domain,
+        batch_id=batch_id,
+        reason=reason,
+        operator=operator,
+        in_pages=in_pages,
+        hold=HOLD,
+    )
+    if not marked:
+        if not (yield from send.batch_exists(domain, batch_id)):
+            raise BatchNotFoundError(domain, batch_id)
+        return 0, None
+    yield from send.complete_if_ended(batch_id)
+    return 0, batch_id
+
+
+def cancel_batch(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[int]:
+    """Cancel what has not started and ask the rest to stop, all in one transaction, which this needs."""
+    return at_once(partial(begin_to_cancel, domain, batch_id), reason=reason, operator=operator)
+
+
+def at_once(begin: Callable[..., Plan[Begun]], *, reason: str, operator: str | None) -> Plan[int]:
+    """Every page of a cancel in one transaction, which this needs; returns how many commands were canceled."""
+    total, batch_id = yield from begin(reason=reason, operator=operator, in_pages=False)
+    after: int | None = BEGINNING
+    while batch_id is not None and after is not None:
+        canceled, after = yield from page(batch_id, after, reason=reason, operator=operator, hold=None)
+        total += canceled
+    return total
+
+
+def page(
+    batch_id: UUID, after: int, *, reason: str | None, operator: str | None, hold: timedelta | None
+) -> Plan[tuple[int, int | None]]:
+    """Cancel the next page of what waits; returns how many that were, and where the next one begins, if there is one.
+
+    Needs a transaction. With the last page the batch may be claimed from again: what comes back to it is swept.
+    """
+    yield from execute(SQL.hold_batch, batch_id=batch_id, hold=hold)
+    [(canceled, next_one, _)] = yield from execute(
+        SQL.cancel_page, batch_id=batch_id, after=after, limit=PAGE, reason=reason, operator=operator
+    )
+    if next_one is None:
+        yield from execute(SQL.let_batch_go, batch_id=batch_id)
+    return int(canceled), next_one
+
+
+def cancel_stragglers() -> Plan[int]:
+    """Cancel commands that came back to a place after their batch was canceled, or that a cancel which died has left.
+
+    One page at a time; needs a transaction.
+    """
+    total = 0
+    for batch_id, after, reason in (yield from execute(SQL.canceling_batches)):
+        canceled, _ = yield from page(batch_id, after, reason=reason, operator=None, hold=None)
+        total += canceled
+        if total >= PAGE:
+            break
+    return total

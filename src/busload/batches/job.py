@@ -1,0 +1,296 @@
+"""A job: stages, one batch each, that run one after the other; and how a job is checked before it is created."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal
+from uuid import UUID
+
+import msgspec
+
+from busload.batches.batch import BatchMetadata, callback_of
+from busload.commands.checks import (
+    check_all,
+    encoded,
+    given,
+    problems_of,
+    refuse,
+    refuse_repeated_ids,
+    wrong,
+    wrong_list,
+    wrong_name,
+)
+from busload.commands.command import BatchCommand, CommandMetadata, NewCommand
+from busload.commands.ids import new_id
+from busload.errors import InvalidCommandError, PermanentCommandError, Problem
+from busload.settings import InputLimits
+
+STAGE = "busload.Stage"
+"""The type of the command that takes a job on when a stage has ended; every worker has the handler for it."""
+
+PLAN = "busload.Plan."
+"""The type of the command that plans a stage begins so, and ends with the name of the stage."""
+
+PRIORITY = 100
+"""The step from one stage to the next should not wait behind a backlog."""
+
+NAME_BYTES = 200
+"""What the name of a stage may measure: it is part of a type's name."""
+
+PART, PART_BYTES = 1000, 4_000_000
+"""How many commands of a later stage are kept in one row, and how large they may be together."""
+
+
+JobStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "FAILED", "CANCELED"]
+
+
+class JobStatus(StrEnum):
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+    @property
+    def final(self) -> bool:
+        """Whether it has ended; a FAILED one can be resumed."""
+        return self not in (JobStatus.PENDING, JobStatus.IN_PROGRESS)
+
+
+class StageStatus(StrEnum):
+    """How far a stage has come; once it has a batch, this is the batch's status.
+
+    `CANCELED`: its job was canceled while the stage was planned."""
+
+    PENDING = "PENDING"
+    PLANNING = "PLANNING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    COMPLETED_WITH_FAILURES = "COMPLETED_WITH_FAILURES"
+    SKIPPED = "SKIPPED"
+    CANCELED = "CANCELED"
+
+    @property
+    def final(self) -> bool:
+        return self not in (StageStatus.PENDING, StageStatus.PLANNING, StageStatus.IN_PROGRESS)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a job: its commands or, without them, what the planner of that name returns once it is its turn."""
+
+    name: str
+    commands: Iterable[BatchCommand] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageMetadata:
+    """A stage and how far it has come. There is a batch once its commands were sent."""
+
+    name: str
+    status: StageStatus
+    planned: bool
+    batch: BatchMetadata | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobMetadata:
+    """A job with its stages at one moment.
+
+    `operator` and `reason` are those of the last one who resumed or canceled it.
+    """
+
+    job_id: UUID
+    domain: str
+    name: str | None
+    custom_data: dict[str, Any] | None
+    status: JobStatus
+    continue_after_failures: bool
+    operator: str | None
+    reason: str | None
+    created_at: datetime
+    started_at: datetime | None
+    completed_at: datetime | None
+    stages: tuple[StageMetadata, ...] = ()
+    step: CommandMetadata | None = None
+    """The command that is to take it to its next stage: what it waits for, its last error. None while a stage runs."""
+
+    def stage(self, name: str) -> StageMetadata:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"Job {self.job_id} has no stage {name!r}: {', '.join(stage.name for stage in self.stages)}.")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Which stage has ended, for `busload.Stage`, or is to be planned."""
+
+    job_id: UUID
+    position: int
+
+
+def wrong_stage(name: object, path: str, limits: InputLimits) -> list[Problem]:
+    """The name of a stage is one like that of a type, and a little shorter."""
+    return wrong_name(name, path, replace(limits, name_bytes=min(limits.name_bytes, NAME_BYTES)))
+
+
+def read_step(data: Any) -> Step:
+    try:
+        return msgspec.convert(data, Step)
+    except msgspec.ValidationError as error:
+        raise PermanentCommandError(f"Steps of a job are sent by busload itself; this one was not: {error}") from None
+
+
+def parts(commands: Sequence[NewCommand]) -> Iterator[str]:
+    """The commands of a later stage as JSON texts, none of which is large."""
+    part: list[NewCommand] = []
+    size = 0
+    for command in commands:
+        if part and (len(part) == PART or size + len(command.data) > PART_BYTES):
+            yield _encoded(part)
+            part, size = [], 0
+        part.append(command)
+        size += len(command.data)
+    if part:
+        yield _encoded(part)
+
+
+def read_part(text: str) -> list[NewCommand]:
+    return _decoder.decode(text)
+
+
+def _encoded(part: Sequence[NewCommand]) -> str:
+    return msgspec.json.encode(part).decode()
+
+
+_decoder = msgspec.json.Decoder(list[NewCommand])
+
+
+def summary(job: JobMetadata) -> dict[str, Any]:
+    """What the command that is sent on completion gets under the key "job"."""
+    return {
+        "job_id": str(job.job_id),
+        "name": job.name,
+        "custom_data": job.custom_data,
+        "status": job.status.value,
+        "created_at": job.created_at.isoformat(),
+        "stages": [_stage_summary(stage) for stage in job.stages],
+    }
+
+
+def _stage_summary(stage: StageMetadata) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": stage.name, "status": stage.status.value}
+    if stage.batch is not None:
+        counts = ("total_count", "completed_count", "failed_count", "canceled_count")
+        told |= {"batch_id": str(stage.batch.batch_id)} | {name: getattr(stage.batch, name) for name in counts}
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class NewStage:
+    """A stage that was checked; without commands it is planned."""
+
+    name: str
+    commands: Sequence[NewCommand] | None
+    chosen: Sequence[UUID] = ()
+    """Ids of commands that the caller chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job that was checked: what goes into the tables."""
+
+    job_id: UUID
+    domain: str
+    name: str | None
+    custom_data: str | None
+    on_complete: str | None
+    continue_after_failures: bool
+    stages: Sequence[NewStage]
+    callback_id: UUID | None = None
+
+    def columns(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COLUMNS}
+
+
+_NO_COLUMNS = "stages", "callback_id"
+
+
+def new_job(
+    limits: InputLimits,
+    domain: str,
+    stages: Iterable[Stage],
+    *,
+    job_id: UUID | None,
+    name: str | None,
+    custom_data: dict[str, Any] | None,
+    on_complete: object,
+    continue_after_failures: bool,
+) -> NewJob:
+    """Check a job with every command of every stage, so that no job stops at a list that was wrong from the start."""
+    problems = problems_of(
+        limits,
+        domain=domain,
+        continue_after_failures=continue_after_failures,
+        **given(job_id=job_id),
+        name=name,
+        custom_data=custom_data,
+    )
+    if not isinstance(on_complete, BatchCommand | None):
+        problems.append(wrong(on_complete, "on_complete", "a BatchCommand"))
+    refuse(problems)
+    checked = _stages(limits, domain, stages)
+    callback, callback_id = None, None
+    if isinstance(on_complete, BatchCommand):
+        callback, callback_id = callback_of(limits, domain, on_complete, "job")
+    chosen = [command_id for stage in checked for command_id in stage.chosen]
+    refuse_repeated_ids(domain, chosen if callback_id is None else [*chosen, callback_id])
+    text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
+    return NewJob(job_id or new_id(), domain, name, text, callback, continue_after_failures, checked, callback_id)
+
+
+def _stages(limits: InputLimits, domain: str, stages: Iterable[Stage]) -> list[NewStage]:
+    wanted = "at least one Stage"
+    refuse(wrong_list(stages, "stages", wanted))
+    if not (found := list(stages)):
+        refuse([wrong(stages, "stages", wanted)])
+    names: set[str] = set()
+    refuse(
+        [problem for position, stage in enumerate(found) for problem in _wrong_stage(stage, position, names, limits)]
+    )
+    checked = [_stage(limits, domain, position, stage) for position, stage in enumerate(found)]
+    if not checked[0].commands:
+        message = "found no commands, wanted at least one: before the first stage there is nothing to plan it from"
+        raise InvalidCommandError([Problem("EMPTY_BATCH", "/stages/0/commands", message)])
+    return checked
+
+
+def _wrong_stage(stage: object, position: int, names: set[str], limits: InputLimits) -> list[Problem]:
+    path = f"stages/{position}"
+    if not isinstance(stage, Stage):
+        return [wrong(stage, path, "a Stage")]
+    problems = wrong_stage(stage.name, f"{path}/name", limits)
+    if isinstance(stage.name, str) and stage.name in names:
+        message = f"found a second stage {stage.name!r:.80}, wanted each name once"
+        problems.append(Problem("INVALID_OPTION", f"/{path}/name", message))
+    names.add(str(stage.name))
+    if stage.commands is not None:
+        problems += wrong_list(stage.commands, f"{path}/commands", "a list of BatchCommand")
+    return problems
+
+
+def _stage(limits: InputLimits, domain: str, position: int, stage: Stage) -> NewStage:
+    if stage.commands is None:
+        return NewStage(stage.name, None)
+    commands = list(stage.commands)
+    try:
+        checked = check_all(domain, commands, limits)
+    except InvalidCommandError as refused:
+        path = f"/stages/{position}/commands"
+        named = [Problem(p.code, path + p.path, p.message, p.index, p.limit) for p in refused.problems]
+        raise InvalidCommandError(named, refused.total) from None
+    chosen = [command.command_id for command in commands if command.command_id is not None]
+    return NewStage(stage.name, checked, chosen)

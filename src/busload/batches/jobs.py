@@ -1,0 +1,374 @@
+"""How a job comes about and goes from stage to stage. Whoever moves it holds its row until the transaction ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from busload.batches.batch import BatchMetadata, BatchStatus, existing_batches, find_batch
+from busload.batches.cancel import Begun
+from busload.batches.cancel import begin_to_cancel as begin_to_cancel_batch
+from busload.batches.job import (
+    PLAN,
+    PRIORITY,
+    STAGE,
+    JobMetadata,
+    JobStatus,
+    NewJob,
+    StageMetadata,
+    StageStatus,
+    Step,
+    parts,
+    read_part,
+    summary,
+)
+from busload.commands import search, send
+from busload.commands.checks import WIDEST
+from busload.commands.command import NewCommand
+from busload.commands.ids import new_id, new_ids
+from busload.commands.payload import decode, encode
+from busload.commands.send import NO_BROKER, Via
+from busload.dispatch import progress as dispatch
+from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
+from busload.explain.facts import ENDED, ONE_MOMENT
+from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, many
+from busload.postgres.statements import statements
+
+log = logging.getLogger("busload")
+
+SQL = statements(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job whose row is held."""
+
+    job_id: UUID
+    domain: str
+    name: str | None
+    status: str
+    position: int
+    continue_after_failures: bool
+    on_complete: str | None
+    via: Via = NO_BROKER
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    job_id: UUID
+    position: int
+    name: str
+    planned: bool
+    batch_id: UUID
+    step_id: UUID
+    plan_id: UUID
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a planner is told: the job, the stage that has ended, and which one is to be planned."""
+
+    job: JobMetadata
+    ended: StageMetadata
+    name: str
+
+
+def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
+    """A job with its first batch; needs a transaction."""
+    yield from _refuse_taken(job)
+    try:
+        yield Savepoint(execute(SQL.create, **job.columns()))
+    except pg.UniqueViolation:
+        raise InvalidOperationError(
+            f"There is already a job {job.job_id}. Nothing was written; "
+            "look at it with `busload job show`, or choose another job_id."
+        ) from None
+    count = len(job.stages)
+    yield from execute(
+        SQL.create_stages,
+        job_id=job.job_id,
+        names=[stage.name for stage in job.stages],
+        planned=[stage.commands is None for stage in job.stages],
+        batch_ids=new_ids(count),
+        step_ids=new_ids(count),
+        plan_ids=new_ids(count),
+    )
+    for position, stage in enumerate(job.stages[1:], 1):
+        for part, commands in enumerate(parts(stage.commands or ())):
+            yield from execute(SQL.keep_part, job_id=job.job_id, position=position, part=part, commands=commands)
+    held = yield from _hold(job.domain, job.job_id, via)
+    [first, *_] = yield from _stages(job.job_id)
+    yield from _start(held, first, job.stages[0].commands or ())
+    return job.job_id
+
+
+def advance(domain: str, step: Step, via: Via = NO_BROKER) -> Plan[str]:
+    """Take a job on after a stage that has ended, in the transaction that completes the step; says what became of it.
+
+    A step that is repeated, or comes after the job was canceled, changes nothing.
+    """
+    job = yield from _hold(domain, step.job_id, via)
+    stages = yield from _stages(job.job_id)
+    if step.position not in range(len(stages)) or stages[step.position].status != StageStatus.IN_PROGRESS:
+        return job.status
+    ended = stages[step.position]
+    batch = yield from find_batch(domain, ended.batch_id)
+    if batch is None or not batch.status.final:
+        raise PermanentCommandError(f"Stage {ended.name!r} of job {job.job_id} has not ended.")
+    yield from execute(SQL.mark_stage, job_id=job.job_id, position=ended.position, status=batch.status.value)
+    if job.status != JobStatus.IN_PROGRESS:
+        return job.status
+    if batch.status == BatchStatus.COMPLETED_WITH_FAILURES and not job.continue_after_failures:
+        yield from execute(SQL.end, job_id=job.job_id, status=JobStatus.FAILED.value)
+        log.warning("Job %s stopped: stage %s completed with failures", job.job_id, ended.name)
+        return JobStatus.FAILED.value
+    return (yield from _begin(job, stages, ended.position + 1))
+
+
+def look(domain: str, step: Step) -> Plan[Finished | None]:
+    """What a planner is told; None if the stage is not to be planned any more. Needs a transaction of its own."""
+    yield Script(ONE_MOMENT)
+    job = yield from _read(domain, step.job_id)
+    if job is None:
+        raise JobNotFoundError(domain, step.job_id)
+    if job.status.final or step.position not in range(1, len(job.stages)):
+        return None
+    stage = job.stages[step.position]
+    if stage.status != StageStatus.PLANNING:
+        return None
+    return Finished(job, job.stages[step.position - 1], stage.name)
+
+
+def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[str]:
+    """Begin a stage with what its planner returned, or skip it; says what became of the job.
+
+    A step that is repeated, or comes after the job was canceled, changes nothing.
+    """
+    job = yield from _hold(domain, step.job_id, via)
+    stages = yield from _stages(job.job_id)
+    stage = stages[step.position]
+    if job.status != JobStatus.IN_PROGRESS or stage.status != StageStatus.PLANNING:
+        return job.status
+    if commands:
+        return (yield from _start(job, stage, commands))
+    yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.SKIPPED.value)
+    return (yield from _begin(job, stages, stage.position + 1))
+
+
+def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BROKER) -> Plan[str]:
+    """Let a job go on that has stopped after failures, or whose step was ended by other hands; needs a transaction."""
+    job = yield from _hold(domain, job_id, via)
+    stages = yield from _stages(job_id)
+    here = stages[job.position]
+    planning = here.status == StageStatus.PLANNING
+    if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, here)):
+        wanted = "Only a job that has FAILED can be resumed, or one whose step was completed or canceled by hand"
+        raise InvalidOperationError(f"Job {job_id} is {job.status}. {wanted}; look at it with `busload job show`.")
+    yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=None)
+    if planning:
+        again = replace(here, plan_id=new_id())
+        yield from execute(SQL.replan, job_id=job_id, position=here.position, plan_id=again.plan_id)
+        return (yield from _send_planner(job, again))
+    if here.status == StageStatus.IN_PROGRESS:
+        batch = yield from find_batch(domain, here.batch_id)
+        status = batch.status.value if batch is not None else StageStatus.COMPLETED_WITH_FAILURES.value
+        yield from execute(SQL.mark_stage, job_id=job_id, position=here.position, status=status)
+    return (yield from _begin(job, stages, job.position + 1))
+
+
+def begin_to_cancel(domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool) -> Plan[Begun]:
+    """Stop a job and mark the batch of its stage as canceled; needs a transaction."""
+    job = yield from _hold(domain, job_id)
+    if job.status not in (JobStatus.IN_PROGRESS, JobStatus.FAILED):
+        return 0, None
+    yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
+    yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
+    yield from execute(SQL.drop_parts, job_id=job_id)
+    here = (yield from _stages(job_id))[job.position]
+    if here.status == StageStatus.PLANNING:
+        about = {"domain": domain, "plan_id": here.plan_id}
+        [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
+        return int(ended), None
+    if here.status != StageStatus.IN_PROGRESS:
+        return 0, None
+    return (
+        yield from begin_to_cancel_batch(domain, here.batch_id, reason=reason, operator=operator, in_pages=in_pages)
+    )
+
+
+def job(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
+    """Needs a transaction of its own."""
+    yield Script(ONE_MOMENT)
+    return (yield from _read(domain, job_id))
+
+
+def jobs(domain: str, *, status: JobStatus | None, limit: int, offset: int) -> Plan[list[JobMetadata]]:
+    """Newest first; needs a transaction of its own."""
+    yield Script(ONE_MOMENT)
+    rows = yield from execute(SQL.jobs, domain=domain, status=status and status.value, limit=limit, offset=offset)
+    return (yield from _with_stages(domain, rows))
+
+
+def _refuse_taken(job: NewJob) -> Plan[None]:
+    """What later stages and the callback will use must be free now, though it is not held until then."""
+    ids = [command_id for stage in job.stages[1:] for command_id in stage.chosen]
+    if job.callback_id is not None:
+        ids.append(job.callback_id)
+    if ids:
+        taken = yield from send.taken_ids(job.domain, ids)
+        if taken:
+            raise DuplicateCommandError(job.domain, taken)
+
+
+def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[_Job]:
+    rows = yield from execute(SQL.hold, domain=domain, job_id=job_id)
+    if not rows:
+        raise JobNotFoundError(domain, job_id)
+    return replace(_Job(*rows[0]), via=via)
+
+
+def _stages(*job_ids: UUID) -> Plan[list[_Stage]]:
+    return many(_Stage, SQL.stages, job_ids=list(job_ids))
+
+
+def _begin(job: _Job, stages: Sequence[_Stage], position: int) -> Plan[str]:
+    """Begin the next stage that has something to do; after the last one the job is complete."""
+    for stage in stages[position:]:
+        if stage.planned:
+            return (yield from _send_planner(job, stage))
+        taken = yield from execute(SQL.take_parts, job_id=job.job_id, position=stage.position)
+        if taken:
+            commands = [command for (text,) in taken for command in read_part(text)]
+            return (yield from _start(job, stage, commands))
+        yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.SKIPPED.value)
+    yield from execute(SQL.end, job_id=job.job_id, status=JobStatus.COMPLETED.value)
+    if job.on_complete is not None:
+        yield from _send_callback(job, job.on_complete)
+    return JobStatus.COMPLETED.value
+
+
+def _start(job: _Job, stage: _Stage, commands: Sequence[NewCommand]) -> Plan[str]:
+    yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.IN_PROGRESS.value)
+    callback = {
+        "command_id": str(stage.step_id),
+        "command_type": STAGE,
+        "data": _step(stage),
+        "priority": PRIORITY,
+    }
+    batch = send.NewBatch(
+        stage.batch_id,
+        job.domain,
+        stage.name if job.name is None else f"{job.name}: {stage.name}"[:255],
+        None,
+        encode(callback, WIDEST),
+        job_id=job.job_id,
+        stage=stage.name,
+    )
+    if job.via.transport is not None:
+        yield from dispatch.create(batch, commands, job.via)
+    else:
+        yield from send.create_batch(batch, commands)
+    return JobStatus.IN_PROGRESS.value
+
+
+def _send_planner(job: _Job, stage: _Stage) -> Plan[str]:
+    yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.PLANNING.value)
+    data = encode(_step(stage), WIDEST)
+    planner = NewCommand(stage.plan_id, PLAN + stage.name, data, None, None, None, PRIORITY, None, None)
+    yield from send.send_many(job.domain, [planner])
+    return JobStatus.IN_PROGRESS.value
+
+
+def _step(stage: _Stage) -> dict[str, Any]:
+    return {"job_id": str(stage.job_id), "position": stage.position}
+
+
+def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
+    found = yield from _read(job.domain, job.job_id)
+    assert found is not None
+    callback = decode(on_complete)
+    data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
+    correlation_id = callback["correlation_id"] and UUID(callback["correlation_id"])
+    command = NewCommand(
+        UUID(callback["command_id"]),
+        callback["command_type"],
+        data,
+        callback["reply_to"],
+        correlation_id,
+        callback["task_key"],
+        callback["priority"],
+        None,
+        callback["max_attempts"],
+    )
+    try:
+        yield from send.send_many(job.domain, [command])
+    except DuplicateCommandError:  # somebody used the id meanwhile: no reason to hold the job up
+        log.warning("Job %s is complete; its on_complete was not sent, since its command_id is used", job.job_id)
+
+
+def _is_stuck(job: _Job, here: _Stage) -> Plan[bool]:
+    """Whether its step has ended and left it where it is, which only a person can have done."""
+    if job.status != JobStatus.IN_PROGRESS:
+        return False
+    step_id = here.plan_id if here.status == StageStatus.PLANNING else here.step_id
+    step = yield from search.command(job.domain, step_id)
+    return step is not None and step.status in ENDED
+
+
+def _read(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
+    rows = yield from execute(SQL.job, domain=domain, job_id=job_id)
+    found = yield from _with_stages(domain, rows)
+    return found[0] if found else None
+
+
+def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
+    """Jobs as they are shown: with their stages, the batches of these, and the steps that are under way."""
+    if not rows:
+        return []
+    positions = {row[0]: row[-1] for row in rows}
+    stages: dict[UUID, list[_Stage]] = {job_id: [] for job_id in positions}
+    for stage in (yield from _stages(*positions)):
+        stages[stage.job_id].append(stage)
+    ids = [stage.batch_id for those in stages.values() for stage in those]
+    batches = {batch.batch_id: batch for batch in (yield from existing_batches(ids))}
+    jobs = [_job(row, stages[row[0]], batches) for row in rows]
+    awaited = {job.job_id: _awaited(job, stages[job.job_id][positions[job.job_id]]) for job in jobs}
+    wanted = [step_id for step_id in awaited.values() if step_id is not None]
+    found = (yield from search.commands(domain, wanted)) if wanted else []
+    steps = {step.command_id: step for step in found}
+    return [replace(job, step=steps.get(awaited[job.job_id] or job.job_id)) for job in jobs]
+
+
+def _awaited(job: JobMetadata, here: _Stage) -> UUID | None:
+    """The step that will take a job on, if it is at one."""
+    if job.status.final:
+        return None
+    return here.plan_id if here.status == StageStatus.PLANNING else here.step_id
+
+
+def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:
+    values = dict(zip(_JOB, row[:-1], strict=True))
+    status = JobStatus(values["status"])
+    values |= {
+        "custom_data": values["custom_data"] and decode(values["custom_data"]),
+        "status": status,
+        "stages": tuple(_stage(status, stage, batches.get(stage.batch_id)) for stage in stages),
+    }
+    return JobMetadata(**values)
+
+
+def _stage(job: JobStatus, stage: _Stage, batch: BatchMetadata | None) -> StageMetadata:
+    status = StageStatus(stage.status if batch is None else batch.status.value)
+    if status is StageStatus.PLANNING and job is JobStatus.CANCELED:
+        status = StageStatus.CANCELED
+    return StageMetadata(stage.name, status, stage.planned, batch)
+
+
+# The statements select their columns in the order of these fields.
+_JOB = [field.name for field in fields(JobMetadata) if field.name not in ("stages", "step")]

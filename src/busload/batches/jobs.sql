@@ -1,0 +1,126 @@
+-- fragments of: busload.commands.load
+
+-- fragment: status_of_job
+-- A job is pending until the batch of its first stage has started.
+CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
+     ELSE j.status END
+
+-- name: create
+-- A job without its stages.
+INSERT INTO busload.job (job_id, domain, name, custom_data, continue_after_failures, on_complete)
+VALUES (%(job_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb,
+        %(continue_after_failures)s::boolean, %(on_complete)s::text::json);
+
+-- name: create_stages
+-- The stages of a job.
+INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id)
+SELECT %(job_id)s::uuid, nth - 1, name, planned, batch_id, step_id, plan_id
+  FROM unnest(%(names)b::text[], %(planned)b::boolean[], %(batch_ids)b::uuid[], %(step_ids)b::uuid[],
+              %(plan_ids)b::uuid[])
+       WITH ORDINALITY AS stage (name, planned, batch_id, step_id, plan_id, nth);
+
+-- name: keep_part
+-- Keep commands of a stage until its turn has come.
+INSERT INTO busload.job_part (job_id, position, part, commands)
+VALUES (%(job_id)s::uuid, %(position)s::integer, %(part)s::integer, %(commands)s::text::json);
+
+-- name: take_parts
+-- The commands of a stage whose turn has come. From here on they are in its batch.
+WITH taken AS (
+    DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer
+    RETURNING part, commands::text AS commands
+)
+SELECT commands FROM taken ORDER BY part;
+
+-- name: drop_parts
+-- Drop the commands that are kept for stages of a job.
+DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid;
+
+-- name: hold
+-- Whoever moves a job on, or stops it, locks its row first: one at a time.
+SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text
+  FROM busload.job WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text
+   FOR NO KEY UPDATE;
+
+-- name: stages
+-- The stages of these jobs, in order.
+SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status
+  FROM busload.job_stage WHERE job_id = ANY (%(job_ids)b::uuid[]) ORDER BY job_id, position;
+
+-- name: mark_stage
+-- How far a stage has come.
+UPDATE busload.job_stage SET status = %(status)s::text
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: replan
+-- The command that should have planned a stage was ended by an operator: another command will plan it.
+UPDATE busload.job_stage SET plan_id = %(plan_id)s::uuid
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: arrive
+-- The job has reached this stage. If it had stopped, it goes on.
+WITH here AS (
+    UPDATE busload.job SET position = %(position)s::integer, status = 'IN_PROGRESS', completed_at = NULL
+     WHERE job_id = %(job_id)s::uuid
+)
+UPDATE busload.job_stage SET status = %(status)s::text
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
+-- name: end
+-- A job ends. Whoever waits for it is notified.
+WITH ended AS (
+    UPDATE busload.job SET status = %(status)s::text, completed_at = statement_timestamp()
+     WHERE job_id = %(job_id)s::uuid
+    RETURNING job_id
+)
+SELECT pg_notify('busload_batch', job_id::text) FROM ended;
+
+-- name: sign
+-- Who has decided about the job, and why.
+UPDATE busload.job
+   SET operator = %(operator)s::text, reason = %(reason)s::text
+ WHERE job_id = %(job_id)s::uuid;
+
+-- name: cancel_planner
+-- Cancel the command that would have planned a stage, wherever it waits. If it runs already, it finds that
+-- its job was canceled.
+WITH planner AS MATERIALIZED (
+    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(plan_id)s::uuid
+), waiting AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT id FROM planner)) RETURNING hi, attempt
+), later AS (
+    DELETE FROM busload.scheduled WHERE hi = ANY (ARRAY(SELECT id FROM planner)) RETURNING hi, attempt
+), parked AS (
+    DELETE FROM busload.troubleshooting WHERE command = ANY (ARRAY(SELECT id FROM planner))
+    RETURNING command, attempt
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, attempt, operator, details)
+    SELECT type, id, id, attempt, %(operator)s::text, json_build_object('reason', %(reason)s::text)
+      FROM (SELECT 'CANCELED', * FROM waiting UNION ALL SELECT 'CANCELED', * FROM later
+            UNION ALL SELECT 'OPERATOR_CANCELED', * FROM parked) AS ended (type, id, attempt)
+    RETURNING hi
+)
+SELECT count(*)::integer FROM noted;
+
+-- name: job
+-- One job.
+SELECT j.job_id, j.domain, j.name, j.custom_data::text,
+       {status_of_job},
+       j.continue_after_failures, j.operator, j.reason, j.created_at, b.started_at, j.completed_at, j.position
+  FROM busload.job AS j
+  LEFT JOIN busload.job_stage AS s ON s.job_id = j.job_id AND s.position = 0
+  LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+ WHERE j.job_id = %(job_id)s::uuid AND j.domain = %(domain)s::text;
+
+-- name: jobs
+-- The jobs of a domain, the newest first.
+SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
+       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
+  FROM busload.job AS j
+ CROSS JOIN LATERAL (
+        SELECT {status_of_job} AS status, b.started_at
+          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
+ WHERE j.domain = %(domain)s::text AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
+ ORDER BY j.created_at DESC, j.job_id DESC
+ {page};

@@ -1,0 +1,274 @@
+"""A buffer: single events in, bulk calls out; `bus.buffer(...)`."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, Protocol, TypeVar, Unpack
+
+from busload.buffers import events, status, table
+from busload.buffers.declaration import SIZES, BufferSettings, BufferStatus
+from busload.buffers.events import NewEvent
+from busload.buffers.table import Relation
+from busload.commands.checks import refuse, wrong, wrong_list, wrong_text
+from busload.commands.command import refuse_unknown
+from busload.commands.payload import PayloadRefusedError, encode
+from busload.errors import InvalidCommandError, Problem
+from busload.limits.options import Function, GroupHandlerOptions, PolicyOptions
+from busload.postgres import waiting
+from busload.postgres.connection import AnyConnection
+from busload.postgres.database import Database
+from busload.postgres.plan import Plan, perform_async
+from busload.postgres.write import PATIENCE, Write, only, patient
+from busload.settings import PayloadLimits
+
+T = TypeVar("T")
+
+KEY_BYTES = 512
+
+
+class Handlers(Protocol):
+    """Where the functions are registered that run the groups of a buffer."""
+
+    def register_buffer(
+        self, buffer: BufferSettings, **options: Unpack[GroupHandlerOptions]
+    ) -> Callable[[Function], Function]: ...
+
+    def register_exhausted(
+        self, buffer: BufferSettings, **options: Unpack[PolicyOptions]
+    ) -> Callable[[Function], Function]: ...
+
+
+class AnyBuffer:
+    """What both faces share: the declaration, and the functions that run its groups."""
+
+    settings: BufferSettings
+    _handlers: Handlers
+
+    @property
+    def name(self) -> str:
+        """The name of the buffer, which is also the domain of its groups."""
+        return self.settings.name
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def handler(self, **options: Unpack[GroupHandlerOptions]) -> Callable[[Function], Function]:
+        """Register the function below to run the groups of this buffer; it is returned unchanged.
+
+        It is called with a `Group` and a `HandlerContext`. When it returns, the events are done and deleted; when it
+        raises, all of them are tried again, with the same ids. Or it judges each: `group.succeed(item)` and
+        `group.fail(item, error)`; what failed is tried again alone. With `isolate_poison`, a group that fails as a
+        whole more than once is split until the bad events stand alone.
+        """
+        refuse_unknown("handler", options, GroupHandlerOptions)
+        return self._handlers.register_buffer(self.settings, **options)
+
+    def exhausted(self, **options: Unpack[PolicyOptions]) -> Callable[[Function], Function]:
+        """Register the function below to be called, with the `Group`, when attempts are used up.
+
+        It runs as a command of its own, with its own retries: what it does about the events is done at least once.
+        """
+        refuse_unknown("exhausted", options, PolicyOptions)
+        return self._handlers.register_exhausted(self.settings, **options)
+
+
+class Buffer(AnyBuffer):
+    """A buffer of a `CommandBus`: add events, see how many wait, and let them go before their time."""
+
+    def __init__(
+        self, database: Database, handlers: Handlers, settings: BufferSettings, payload: PayloadLimits
+    ) -> None:
+        self._database, self._handlers, self.settings, self._payload = database, handlers, settings, payload
+
+    async def add(self, data: Any, *, key: str | None = None, conn: AnyConnection | None = None) -> Any | None:
+        """Add one event and return its id. With `conn` it exists exactly if that transaction commits.
+
+        `key` names its subject; a buffer that merges needs it. None: it was merged into the event that waits for the
+        same key, which then is not taken into a group before this transaction has ended. If that event is in a group
+        already, the new one is the next. For a buffer that is a table of yours, `data` are columns and their values.
+        """
+        return await self._database.write(_add(self._payload, self.settings, data, key), conn)
+
+    async def add_many(
+        self,
+        items: Iterable[Any],
+        *,
+        key: Callable[[Any], str] | None = None,
+        conn: AnyConnection | None = None,
+    ) -> list[Any]:
+        """Add many events, the payloads in `items`, all or none; returns their ids.
+
+        Instead of an id there is None for an event that was merged into another. `key` tells the subject of a payload:
+        `add_many(rows, key=lambda row: row["contact_id"])`. With `conn` they exist exactly if that transaction commits.
+        """
+        return await self._database.write(_add_many(self._payload, self.settings, items, key), conn)
+
+    async def claim(self, callback: Callable[..., Any], *, limit: int | None = None) -> list[Any]:
+        """Make a group of what waits, due or not, and return the ids of its events; none if nothing waits.
+
+        The group has at most `limit` events, or as many as the buffer's `size` says. `callback` is called with the
+        group_id in the transaction that makes the group, and, if it takes two arguments, with its connection. If it
+        raises, nothing was claimed. It may be async. Workers need none of this.
+        """
+        _check_claim(callback, limit, awaits=waiting.AWAITS)
+        at = await self._database.in_transaction(_serve(self.settings))
+        async with self._database.pool.connection() as conn, conn.transaction():
+            claimed = await perform_async(conn, events.claim(self.settings, at, limit or self.settings.size))
+            if claimed is None:
+                return []
+            group_id, ids = claimed
+            answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
+            await waiting.result_of(answer)
+            return ids
+
+    async def distribute(self) -> int:
+        """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
+        at = await self._database.in_transaction(_serve(self.settings))
+        perform = self._database.in_transaction if events.takes_turns(self.settings) else self._database.read
+        groups, after = 0, None
+        while True:
+            round = events.Round(self.settings, at, after, around=False)
+            for plan in round.plans():
+                await perform(plan)
+            groups, after = groups + round.groups, round.cursor
+            if after is None or round.short_of_room:
+                return groups
+
+    async def flush(self) -> int:
+        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""
+        return await self._database.write(patient(partial(status.flush, self.settings)))
+
+    async def status(self) -> BufferStatus:
+        """How many wait and since when, where its groups are, and what was done so far."""
+        return await self._database.in_transaction(status.status(self.settings))
+
+
+class Buffers:
+    """Every buffer of the database, whoever has declared it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self) -> builtins.list[BufferStatus]:
+        """Every buffer that a worker has served or in which events wait, and how it is doing."""
+        return await self._database.in_transaction(status.statuses())
+
+
+def _serve(settings: BufferSettings) -> Plan[Relation]:
+    at = yield from table.find(settings)
+    yield from status.declare(settings, at)
+    return at
+
+
+def _takes_connection(callback: Callable[..., Any]) -> bool:
+    """Whether it can be called with two arguments."""
+    try:
+        inspect.signature(callback).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _add(limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None) -> Write[Any]:
+    """Add one event."""
+    if buffer.table is not None:
+        row = _row(limits, buffer, data, key)
+        return patient(lambda: only(events.insert(buffer, [row])))
+    adding = partial(events.add, buffer, _event(limits, buffer, data, key))
+    return Write(adding(), one_statement=True, again=_again(buffer, adding))
+
+
+def _add_many(
+    limits: PayloadLimits, buffer: BufferSettings, items: Iterable[Any], key: Callable[[Any], str] | None
+) -> Write[list[Any]]:
+    """Add many events, all or none; an error names every offender by its index."""
+    refuse(wrong_list(items, "items", "several payloads, for example a list of dicts"))
+    function: object = key
+    if function is not None and not callable(function):
+        refuse([wrong(key, "key", "a function that tells the key of a payload")])
+    checked: list[Any] = []
+    problems: list[Problem] = []
+    check = _event if buffer.table is None else _row
+    for index, data in enumerate(items):
+        try:
+            checked.append(check(limits, buffer, data, None if key is None else key(data), index))
+        except InvalidCommandError as refused:
+            problems += refused.problems
+    refuse(problems)
+    if buffer.table is not None:
+        return patient(partial(events.insert, buffer, checked))
+    adding = partial(events.add_many, buffer, checked)
+    return Write(adding(), one_statement=events.in_one_statement(checked), again=_again(buffer, adding))
+
+
+def _check_claim(callback: object, limit: int | None, *, awaits: bool) -> None:
+    """Refuse a claim that cannot call its function, or asks for no number of events that a group may have."""
+    if not callable(callback):
+        raise TypeError(f"claim() needs a function to call with the group_id, found {callback!r:.80}.")
+    if iscoroutinefunction(callback) and not awaits:
+        raise TypeError("claim() found an async function, which nobody awaits here; pass a plain one.")
+    if limit is not None:
+        refuse(SIZES(limit, "limit"))
+
+
+def _event(
+    limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None, index: int | None = None
+) -> NewEvent:
+    partition, problems = _partition_of(buffer, data)
+    problems += _key_problems(buffer, key)
+    text = ""
+    try:
+        text = encode(data, limits)
+    except PayloadRefusedError as refused:
+        problems.append(refused.problem)
+    refuse([Problem(p.code, p.path, p.message, index, p.limit) for p in problems])
+    return NewEvent(partition, key, text)
+
+
+def _partition_of(settings: BufferSettings, data: Any) -> tuple[str, list[Problem]]:
+    """The partition an event belongs to: what its payload holds under `partition_by`, as text; or the empty one."""
+    name = settings.partition_by
+    if name is None:
+        return "", []
+    if not isinstance(data, dict):
+        return "", [wrong(data, "data", f"a dict, since the buffer is partitioned by its key {name!r}")]
+    value = data.get(name)
+    if value is None or value == "":
+        return "", []
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        return "", [wrong(value, f"data/{name}", "text or a whole number, since it tells the partition")]
+    return str(value), wrong_text(str(value), f"data/{name}", KEY_BYTES)
+
+
+def _key_problems(settings: BufferSettings, key: object) -> list[Problem]:
+    if key is not None:
+        return wrong_text(key, "key", KEY_BYTES)
+    if settings.merge is None:
+        return []
+    return [wrong(None, "key", "the subject of the event, since this buffer merges those of the same one; pass key=")]
+
+
+def _row(
+    limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None, index: int | None = None
+) -> dict[str, Any]:
+    """The columns of an event in the application's table. The table has rules of its own, so `limits` do not count."""
+    table = buffer.table
+    assert table is not None
+    if not isinstance(data, dict) or not data or not all(isinstance(name, str) for name in data):
+        message = f"found {data!r:.80}, wanted a dict of columns and values, since the buffer is a table of yours"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/data", message, index)])
+    if key is None:
+        return dict(data)
+    if table.key is None:
+        message = f"found {key!r:.80}, but no column for it; declare BufferTable(key=...)"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/key", message, index)])
+    return {table.key: key} | data
+
+
+def _again(buffer: BufferSettings, adding: Callable[..., Plan[T]]) -> Callable[[], Plan[T]] | None:
+    """Only an event that may be merged into another event may have to wait for a transaction."""
+    return partial(adding, patience=PATIENCE) if events.merges_at_once(buffer) else None

@@ -1,0 +1,113 @@
+"""The options that several commands share, each spelt once, and what their texts mean."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import click
+
+from busload.cli import stands_for
+from busload.commands.find import IdRange
+from busload.dispatch.envelope import QUEUE_PREFIX
+from busload.errors import TransportMisconfiguredError
+from busload.settings import LONGEST
+from busload.transports import find_transport
+
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+"""In seconds."""
+
+
+def id_or_beginning(text: str) -> IdRange:
+    """A type of arguments and options: a UUID, or enough of its beginning to tell it from others."""
+    digits = text.rstrip("…").replace("-", "").lower()
+    if not re.fullmatch(r"[0-9a-f]{4,32}", digits):
+        raise click.BadParameter(f"found {text!r:.80}, wanted a UUID, or at least its first 4 hex digits")
+    return IdRange(digits)
+
+
+def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
+    """`30d`, `12h`, `90m`, `1w`, `45s`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,10})([smhdw])", text.replace(" ", "").lower(), re.ASCII)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < seconds <= LONGEST.total_seconds():
+        raise click.BadParameter(
+            f"found {text!r:.80}, wanted a number and a unit, e.g. 30d, 12h, 90m or 1w, of at most {LONGEST.days} days"
+        )
+    return timedelta(seconds=seconds)
+
+
+def user_here() -> str:
+    """Who is at the shell; a user without a name goes by number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+def _check_transport(url: str) -> str | None:
+    find_transport(url)
+    return "BUSLOAD_TRANSPORT_URL" if urlsplit(url).password else None
+
+
+def _check_prefix(prefix: str) -> None:
+    if not QUEUE_PREFIX.fullmatch(prefix):
+        wanted = "wanted a letter, then up to 99 letters, digits, '_', '.' or '-'"
+        raise TransportMisconfiguredError(f"{wanted}, found {prefix!r:.80}")
+
+
+def _variable(option: str, variable: str, check: Callable[[str], str | None], metavar: str, help: str) -> Decorator:
+    passed_on = stands_for(variable, check)
+    return click.option(option, callback=passed_on, expose_value=False, is_eager=True, metavar=metavar, help=help)
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+domain = click.option("--domain", help="The domain to look in; default all.")
+command_type = click.option("--type", "command_type", help="Only commands of this type.")
+batch = click.option("--batch", type=id_or_beginning, metavar="ID", help="Only commands of this batch.")
+offset = click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
+dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+operator = click.option(
+    "--operator", default=user_here, show_default="your user name", help="Who does it; this is recorded."
+)
+transport = _variable(
+    "--transport",
+    "BUSLOAD_TRANSPORT_URL",
+    _check_transport,
+    "URL",
+    "The broker to publish to; default BUSLOAD_TRANSPORT_URL, else none.",
+)
+queue_prefix = _variable(
+    "--queue-prefix",
+    "BUSLOAD_QUEUE_PREFIX",
+    _check_prefix,
+    "TEXT",
+    "The first part of the queues' names; default BUSLOAD_QUEUE_PREFIX, else busload.",
+)
+
+
+def limit(default: int) -> Decorator:
+    return click.option("--limit", type=click.IntRange(1, 10_000), default=default, show_default=True)
+
+
+def status(statuses: type[StrEnum]) -> Decorator:
+    choice = click.Choice([status.value for status in statuses], case_sensitive=False)
+    return click.option("--status", type=choice, help="Only those with this status.")
+
+
+def reason(*, required: bool = True) -> Decorator:
+    return click.option("--reason", required=required, help="Why; this is recorded.")
+
+
+def id_of(noun: str) -> Decorator:
+    return click.argument(noun, type=id_or_beginning, metavar=f"{noun.upper()}_ID")

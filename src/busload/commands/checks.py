@@ -1,0 +1,392 @@
+"""Every rule for input, by the name of its parameter, and the one way to refuse input that breaks a rule.
+
+`check(limits, domain=domain, batch_id=batch_id)` looks up the rule of each parameter by its name, and raises one error
+that names every problem it has found. Input of several parts (a new batch, a job, an event) is checked by the
+capability that owns it, with the same rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, TypeVar
+from uuid import UUID
+
+from busload.commands.command import BatchCommand, NewCommand
+from busload.commands.dedup import Dedup
+from busload.commands.ids import ascending_ids
+from busload.commands.payload import PayloadRefusedError, encode
+from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
+from busload.settings import LONGEST, InputLimits, PayloadLimits
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*\Z")
+FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
+RESERVED = ("busload.Group", "busload.Exhausted")
+"""Types of commands that buffers make: one without its events would be none."""
+RATES = 0.001, 1_000_000.0
+"""Items a second: from one in a quarter of an hour to more than any database moves."""
+WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
+"""For JSON that was checked already and is only wrapped once more."""
+
+
+def check(limits: InputLimits, *, writes: bool = True, **parameters: object) -> None:
+    """Refuse parameters that break their rules; one error names all of them.
+
+    `writes` is False for a call that only reads: then its error does not add that nothing was written.
+    """
+    refuse(problems_of(limits, **parameters), writes=writes)
+
+
+def problems_of(limits: InputLimits, **parameters: object) -> list[Problem]:
+    """Everything that is wrong with these parameters, in their order."""
+    found: list[Problem] = []
+    for name, value in parameters.items():
+        if value is not None or name not in OR_NONE:
+            found += RULES[name](value, name, limits)
+    return found
+
+
+def given(**parameters: object) -> dict[str, Any]:
+    """The parameters that are not None, for a call in which they may be left out."""
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def refuse(problems: Sequence[Problem], *, writes: bool = True) -> None:
+    """Raise one error for these problems, if there are any; `writes` is as in `check`."""
+    if problems:
+        raise InvalidCommandError(problems, writes=writes)
+
+
+def require(kind: Kind, **parameters: object) -> None:
+    """Refuse a setting, or an argument of a constructor, that is not of this kind."""
+    for name, value in parameters.items():
+        if not kind.fits(value):
+            raise ValueError(f"{name} must be {kind.wanted}, found {shown(value)}.")
+
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def choice(kind: type[Choice], value: str | None, path: str = "status", *, writes: bool = False) -> Choice | None:
+    """The member of an enum that the caller has named; None if the caller has named none."""
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidCommandError([wrong(value, path, f"one of {', '.join(kind)}")], writes=writes) from None
+
+
+def seconds_of(timeout: timedelta | float | None) -> float | None:
+    """A time-out in seconds; None if there is none."""
+    seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None or (isinstance(seconds, int | float) and seconds == seconds):  # NaN is not
+        return seconds
+    raise ValueError(f"timeout must be a timedelta or seconds, found {timeout!r:.80}.")
+
+
+def encoded(value: Any, path: str, limits: PayloadLimits) -> str:
+    """A value as JSON text; `path` says where in the call the value stands."""
+    try:
+        return encode(value, limits, path=path)
+    except PayloadRefusedError as refused:
+        raise InvalidCommandError([refused.problem]) from None
+
+
+def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits) -> list[NewCommand]:
+    """Check a whole list and name every offender; nothing has been written when this raises."""
+    problems = wrong_name(domain, "domain", limits)
+    if type(commands) is not list:
+        refuse(problems + wrong_list(commands, "commands", "a list of BatchCommand"))
+    known_names: set[str] = set()
+    checked: list[NewCommand] = []
+    chosen: list[UUID] = []
+    fresh = ascending_ids()
+    for index, command in enumerate(commands):
+        # A million may come, nearly all of them like this: asked in place, for the price of one call.
+        plain = (
+            type(command) is BatchCommand
+            and type(command.command_type) is str
+            and command.command_type in known_names
+            and command.command_id is None
+            and command.reply_to is None
+            and command.correlation_id is None
+            and command.task_key is None
+            and type(command.priority) is int
+            and command.priority == 0
+            and command.max_attempts is None
+            and command.run_at is None
+        )
+        found = [] if plain else _problems_of_command(command, known_names, limits)
+        if not found:
+            try:
+                data = encode(command.data, limits.payload)
+            except PayloadRefusedError as refused:
+                found = [refused.problem]
+        if found:
+            problems += [Problem(p.code, p.path, p.message, index, p.limit) for p in found]
+            continue
+        command_id = command.command_id
+        if command_id is None:
+            command_id = next(fresh)
+        else:
+            chosen.append(command_id)
+        checked.append(
+            NewCommand(
+                command_id,
+                command.command_type,
+                data,
+                command.reply_to,
+                command.correlation_id,
+                command.task_key,
+                command.priority,
+                # Long past means now; some zones put year 1 before the first one that comes back as a datetime.
+                None if command.run_at is None or command.run_at.year == 1 else command.run_at,
+                command.max_attempts,
+            )
+        )
+    refuse(problems)
+    refuse_repeated_ids(domain, chosen)
+    return checked
+
+
+def _problems_of_command(command: object, known_names: set[str], limits: InputLimits) -> list[Problem]:
+    if not isinstance(command, BatchCommand):
+        return [Problem("INVALID_OPTION", "", f"found {shown(command)}, wanted a BatchCommand")]
+    problems: list[Problem] = []
+    if not isinstance(command.command_type, str) or command.command_type not in known_names:
+        problems = wrong_name(command.command_type, "command_type", limits)
+        if not problems and command.command_type in RESERVED:
+            message = f"found {command.command_type!r}, which busload sends itself; choose another name"
+            problems = [Problem("INVALID_NAME", "/command_type", message)]
+        if not problems:
+            known_names.add(command.command_type)
+    if command.command_id is not None:
+        problems += _problems_of_id(command)
+    # Asked one by one, since every command of a batch with task keys comes here.
+    if command.reply_to is not None:
+        problems += problems_of(limits, reply_to=command.reply_to)
+    if command.correlation_id is not None:
+        problems += problems_of(limits, correlation_id=command.correlation_id)
+    if command.task_key is not None:
+        problems += wrong_text(command.task_key, "task_key", limits.task_key_bytes)
+    if type(command.priority) is not int or command.priority != 0:
+        problems += problems_of(limits, priority=command.priority)
+    if command.max_attempts is not None:
+        problems += problems_of(limits, max_attempts=command.max_attempts)
+    if command.run_at is not None:
+        problems += problems_of(limits, run_at=command.run_at)
+    return problems
+
+
+def _problems_of_id(command: BatchCommand) -> list[Problem]:
+    """The id stands before the data, which newcomers put in its place."""
+    problems = wrong_id(command.command_id, "command_id")
+    if problems and command.data is None and not isinstance(command.command_id, UUID | str):
+        message = f"found {shown(command.command_id)}, wanted a uuid.UUID; data is the third parameter: pass data=..."
+        return [Problem("INVALID_ID", "/command_id", message)]
+    return problems
+
+
+def check_one(
+    limits: InputLimits, domain: str, command: BatchCommand, batch_id: UUID | None = None, dedup: Dedup | None = None
+) -> NewCommand:
+    """Check a command that is sent by itself, or into an open batch."""
+    [checked] = check_all(domain, [command], limits)
+    if batch_id is not None or dedup is not None:
+        check(limits, **given(batch_id=batch_id), dedup=dedup)
+    if dedup is not None and command.task_key is None:
+        message = "found none, wanted the key that dedup is about; pass task_key=, or leave dedup out"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/task_key", message)])
+    return checked
+
+
+def refuse_repeated_ids(domain: str, command_ids: Sequence[UUID]) -> None:
+    """Refuse a list in which a command_id stands twice."""
+    if len(set(command_ids)) < len(command_ids):
+        repeated = [command_id for command_id, times in Counter(command_ids).items() if times > 1]
+        raise DuplicateCommandError(domain, repeated, in_the_list=True)
+
+
+def wrong_name(name: object, path: str, limits: InputLimits) -> list[Problem]:
+    """Names of domains and types: ASCII letters, digits, `_`, `.` and `-`, beginning with a letter."""
+    if not isinstance(name, str) or not NAME.match(name):
+        wanted = "wanted a letter, then letters, digits, '_', '.' or '-'"
+        return [Problem("INVALID_NAME", f"/{path}", f"found {shown(name)}, {wanted}")]
+    if len(name) > limits.name_bytes:
+        message = f"found {len(name)} bytes, at most {limits.name_bytes} are allowed"
+        return [Problem("INVALID_NAME", f"/{path}", message, limit=limits.name_bytes)]
+    return []
+
+
+def wrong_text(text: object, path: str, max_bytes: int) -> list[Problem]:
+    """Free text that is stored in a column: task keys, batch names, reasons, operators."""
+    if not isinstance(text, str) or not text or "\0" in text:
+        return [Problem("INVALID_TEXT", f"/{path}", f"found {shown(text)}, wanted text without NUL that is not empty")]
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return [Problem("LONE_SURROGATE", f"/{path}", f"found {shown(text)}, wanted text that UTF-8 can hold")]
+    if size > max_bytes:
+        return [
+            Problem("TOO_LONG", f"/{path}", f"found {size} bytes, at most {max_bytes} are allowed", limit=max_bytes)
+        ]
+    return []
+
+
+def wrong_id(value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
+    """Ids of commands, batches, jobs and executions."""
+    if isinstance(value, UUID) and value.int:
+        return []
+    instead = "; pass uuid.UUID(...) of the text" if isinstance(value, str) and len(value) == 36 else ""
+    return [Problem("INVALID_ID", f"/{path}", f"found {shown(value)}, wanted a uuid.UUID that is not nil{instead}")]
+
+
+def wrong_time(value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
+    """Points in time; they must know their time zone."""
+    if not isinstance(value, datetime):
+        return [Problem("INVALID_TIME", f"/{path}", f"found {shown(value)}, wanted a datetime")]
+    if value.tzinfo is None or value.utcoffset() is None:
+        message = f"found {value.isoformat()} without a time zone; use e.g. datetime.now(UTC)"
+        return [Problem("NAIVE_DATETIME", f"/{path}", message)]
+    if value - datetime.now(UTC) > LONGEST:
+        return [Problem("INVALID_TIME", f"/{path}", f"found {value.isoformat()}, which is over 100 years away")]
+    return []
+
+
+def wrong_list(items: object, path: str, wanted: str) -> list[Problem]:
+    """Lists, and whatever else yields items; a text or a dict would yield the wrong ones."""
+    if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
+        return []
+    return [wrong(items, path, wanted)]
+
+
+def wrong(value: object, path: str, wanted: str) -> Problem:
+    """The problem of a parameter at this path that has this value."""
+    return Problem("INVALID_OPTION", f"/{path}", f"found {shown(value)}, wanted {wanted}")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: its repr, cut to 80 characters."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a value may be: `fits` decides, and `wanted` says it in words. It is a rule for parameters as it stands."""
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+    def __call__(self, value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
+        return [] if self.fits(value) else [wrong(value, path, self.wanted)]
+
+
+def whole(first: int, last: int | None = None) -> Kind:
+    """Whole numbers from `first` to `last`; without `last`, they have no end."""
+    to = "on" if last is None else f"to {last}"
+    return Kind(
+        f"a whole number from {first} {to}",
+        lambda value: (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and first <= value
+            and (last is None or value <= last)
+        ),
+    )
+
+
+def between(first: timedelta, last: timedelta, wanted: str = "") -> Kind:
+    """Durations from `first` to `last`; `wanted` says it in other words."""
+    from_first = "zero" if not first else str(first)
+    return Kind(
+        wanted or f"a timedelta from {from_first} to {last.days} days",
+        lambda value: isinstance(value, timedelta) and first <= value <= last,
+    )
+
+
+def instance(kind: type, wanted: str) -> Kind:
+    """Values of a class."""
+    return Kind(wanted, lambda value: isinstance(value, kind))
+
+
+FLAG = instance(bool, "True or False")
+MAPPING = instance(dict, "a dict")
+POSITIVE = Kind("a number of more than 0", lambda value: type(value) in (int, float) and 0 < value < float("inf"))
+MORE_THAN_ZERO = Kind(
+    "a timedelta of more than zero", lambda value: isinstance(value, timedelta) and value > timedelta(0)
+)
+ZERO, TICK = timedelta(0), timedelta.resolution
+
+Rule = Callable[[object, str, InputLimits], list[Problem]]
+
+
+def _text(max_bytes: Callable[[InputLimits], int]) -> Rule:
+    return lambda value, path, limits: wrong_text(value, path, max_bytes(limits))
+
+
+_short_text = _text(lambda limits: limits.name_bytes)
+_key = _text(lambda limits: limits.task_key_bytes)
+_page, _age = whole(0, 2**31 - 1), between(ZERO, LONGEST)
+
+RULES: Mapping[str, Rule] = {
+    "domain": wrong_name,
+    "queue": wrong_name,
+    "command_type": wrong_name,
+    "reply_to": wrong_name,
+    "batch_id": wrong_id,
+    "command_id": wrong_id,
+    "correlation_id": wrong_id,
+    "execution_id": wrong_id,
+    "job_id": wrong_id,
+    "after": wrong_id,
+    "task_key": _key,
+    "task_id": _key,
+    "name": _short_text,
+    "stage": _short_text,
+    "operator": _short_text,
+    "reason": _text(lambda limits: 4096),
+    "by": _text(lambda limits: 512),
+    "limit_name": lambda value, _, limits: wrong_text(value, "name", 2 * limits.name_bytes + 1),
+    "run_at": wrong_time,
+    "priority": whole(-32768, 32767),
+    "max_attempts": whole(1, 32767),
+    "limit": _page,
+    "offset": _page,
+    "checkpoint_size": whole(1, 100_000),
+    "custom_data": MAPPING,
+    "metadata": MAPPING,
+    "archive": FLAG,
+    "dry_run": FLAG,
+    "failed_only": FLAG,
+    "continue_after_failures": FLAG,
+    "older_than": between(TICK, LONGEST, f"a timedelta of more than zero and at most {LONGEST.days} days"),
+    "publish_again_after": _age,
+    "waiting_for": _age,
+    "dedup": instance(Dedup, "a Dedup, for example Dedup(window=timedelta(minutes=5))"),
+    "fingerprint": Kind(
+        "the 12 hex digits that `busload troubleshooting groups` shows",
+        lambda value: isinstance(value, str) and FINGERPRINT.match(value.lower()) is not None,
+    ),
+    "rate": Kind(
+        f"from {RATES[0]:g} to {RATES[1]:,.0f} commands a second",
+        lambda value: type(value) in (int, float) and RATES[0] <= value <= RATES[1],
+    ),
+}
+"""What each parameter may be, in every call that has it."""
+
+OR_NONE = frozenset(
+    (
+        *("after", "command_type", "correlation_id", "custom_data", "dedup", "max_attempts", "metadata"),
+        *("name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
+    )
+)
+"""The parameters that may be None in every call that has them. `given` is for those that may be None in some."""

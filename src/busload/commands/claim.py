@@ -1,0 +1,161 @@
+"""How PostgreSQL hands out commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import repeat
+from typing import Any
+from uuid import UUID
+
+from busload.commands.execution import Lease, Leased
+from busload.commands.ids import new_id
+from busload.commands.load import Load
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+MOST = 65_000
+"""How many commands one claim takes at most: its leases are told apart by 16 bits of their id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim took.
+
+    `contended` means that more commands were ready, but other workers had locked them at that moment. `refused` means
+    that the worker which asked was declared dead.
+    """
+
+    leases: list[Lease]
+    leased: list[Leased]
+    contended: bool
+    refused: bool = False
+
+    def joined(self, other: Claim) -> Claim:
+        """What both together took."""
+        return Claim(
+            self.leases + other.leases,
+            self.leased + other.leased,
+            contended=self.contended or other.contended,
+            refused=self.refused or other.refused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredClaim(Claim):
+    """What a claim of certain loads took.
+
+    `unknown` are the loads of which no command was found. `passed_over` are loads with commands that could not be
+    taken, because others had locked them or they are not for this worker.
+    """
+
+    unknown: frozenset[int] = frozenset()
+    passed_over: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """How many loads became ready, and the seconds until the next one is due."""
+
+    loads: int
+    next_due: float | None
+
+
+def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True) -> Plan[Claim]:
+    [row] = yield from execute(
+        SQL.claim,
+        worker=worker,
+        domains=domains,
+        limit=min(limit, MOST),
+        suspects=int(suspects),
+        lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
+    )
+    seen, leases, leased = row[0], *_read(row[1:11], *row[11:])
+    contended = seen is not None and len(leased) < min(limit, seen)
+    return Claim(leases, leased, contended, refused=seen is None)
+
+
+def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[DeliveredClaim]:
+    """Take so many commands of each of these loads, by their number; at most `MOST` together."""
+    loads = sorted(wanted)
+    [row] = yield from execute(
+        SQL.claim_delivered,
+        worker=worker,
+        domains=domains,
+        loads=loads,
+        wanted=[wanted[load] for load in loads],
+        lease=str(new_id()),
+    )
+    alive, unknown, passed_over, leases, leased = *row[:3], *_read(row[3:13], *row[13:])
+    return DeliveredClaim(
+        leases,
+        leased,
+        contended=False,
+        refused=not alive,
+        unknown=frozenset(unknown),
+        passed_over=frozenset(passed_over),
+    )
+
+
+def promote() -> Plan[Promotion]:
+    [row] = yield from execute(SQL.promote)
+    return Promotion(*row)
+
+
+def give_back(
+    parts: Mapping[Lease, Sequence[int]], *, pause: float | None = None, details: Sequence[str] = ()
+) -> Plan[set[UUID]]:
+    """Let others run these commands of leases. Returns the leases that still had them.
+
+    With a `pause` the commands wait for a worker that knows their type; `details` name the types for each lease.
+    """
+    columns = {
+        "leases": [lease.lease_id for lease in parts],
+        "commands": [id for ids in parts.values() for id in ids],
+        "ordinals": [ordinal for ordinal, ids in enumerate(parts.values(), 1) for _ in ids],
+        "details": list(details),
+    }
+    if pause is None:
+        [[given, _]] = yield from execute(SQL.give_back, **columns)
+    else:
+        [[given]] = yield from execute(SQL.set_aside, **columns, pause=pause)
+    return set(given)
+
+
+def _read(
+    lease_columns: tuple[list[Any], ...],
+    created_at: datetime,
+    created_ats: list[datetime] | None,
+    ids: list[int] | None,
+    command_ids: list[UUID],
+    command_types: list[str],
+    data: list[str | None],
+    *rare: list[Any] | None,
+) -> tuple[list[Lease], list[Leased]]:
+    """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
+    if ids is None:
+        return [], []
+    lease_ids, los, his, *shared, remaining = lease_columns
+    loads = list(map(Load, los, his))
+    counts = [load.size for load in loads]
+    leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), counts, counts, remaining))
+    if ids == [id for load in loads for id in load.ids]:
+        owners = [lease for lease in leases for _ in range(lease.unsettled)]
+    else:
+        leases, owners = _without_deleted(leases, ids)
+    columns: list[Iterable[Any]] = [owners, ids, command_ids, command_types, data]
+    if created_ats or any(rare):
+        columns += [column or repeat(None) for column in (*rare, created_ats)]
+    return leases, list(map(Leased, *columns))
+
+
+def _without_deleted(leases: list[Lease], ids: list[int]) -> tuple[list[Lease], list[Lease]]:
+    """The leases, if somebody has deleted some of their commands. The next sweep closes a lease without commands."""
+    owner_of = {id: lease for lease in leases for id in lease.load.ids}
+    owners = [owner_of[id] for id in ids]
+    for lease in leases:
+        lease.unsettled = lease.running = owners.count(lease)
+    return [lease for lease in leases if lease.unsettled], owners

@@ -1,0 +1,337 @@
+-- fragments of: busload.commands.load
+
+-- fragment: lease_id
+-- The sender draws one id. The database counts on from it in 16 bits, and leaves 12 bits for the position of
+-- a command.
+(left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid
+
+-- fragment: starting
+-- The batches that begin with this claim. If somebody else holds the row of a batch, its first settlement
+-- starts it.
+SELECT batch_id
+  FROM busload.batch
+ WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased))
+   AND status = 'PENDING'
+   FOR NO KEY UPDATE SKIP LOCKED
+
+-- fragment: leases_and_commands
+-- The leases and their commands, one array for each column. Most commands have no task key, reply and so on:
+-- then that column is null. A claim does not wait for the disk: if a crash undoes it, the commands are ready
+-- again, and a result of theirs cannot be durable without it. `remaining` is what has not ended of a batch
+-- that takes no more commands.
+FROM (
+    SELECT set_config('synchronous_commit', 'off', true),
+           (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint) FROM starting)
+) AS hasty
+CROSS JOIN (
+    SELECT array_agg(lease_id),
+           array_agg(lo),
+           array_agg(hi),
+           array_agg(domain),
+           array_agg(batch_id),
+           array_agg(priority),
+           array_agg(attempt),
+           array_agg(forgiven),
+           array_agg(crashes),
+           array_agg(remaining)
+      FROM (
+        SELECT l.*, b.remaining
+          FROM leased AS l
+          LEFT JOIN LATERAL (
+            SELECT total_count - completed_count - failed_count - canceled_count
+                   - in_troubleshooting_count AS remaining
+              FROM busload.batch
+             WHERE batch_id = l.batch_id AND sealed_at IS NOT NULL
+            OFFSET 0
+          ) AS b ON true
+         ORDER BY l.priority DESC, l.hi
+      ) AS lease
+) AS l
+CROSS JOIN (
+    SELECT min(created_at),
+           CASE WHEN min(created_at) < max(created_at) THEN array_agg(created_at) END,
+           array_agg(id),
+           array_agg(command_id),
+           array_agg(command_type),
+           array_agg(data::text),
+           CASE WHEN count(task_key) > 0 THEN array_agg(task_key) END,
+           CASE WHEN count(correlation_id) > 0 THEN array_agg(correlation_id) END,
+           CASE WHEN count(reply_to) > 0 THEN array_agg(reply_to) END,
+           CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts) END
+      FROM (SELECT * FROM leased ORDER BY priority DESC, hi) AS l
+     CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c
+) AS c
+
+-- name: claim
+-- Take as many ready commands as were asked for: whole loads, and a part of the last one. Of each domain only
+-- as many loads are locked as hold that many commands, because a locked load is invisible to the other
+-- workers. Among equal priorities the domains take turns: a load that has fewer commands of its own domain
+-- before it comes first, then chance decides. So no domain starves behind the backlog of another. Neighbours
+-- that were sent one by one are leased together. A load that was held by a worker when it died is a suspect.
+-- A worker runs one suspect at a time, so that the next crash names its command. `busload.ready` leaves out
+-- the batches that are being canceled. A worker that was declared dead gets nothing until its heartbeat has
+-- given it a new number.
+WITH alive AS (
+    SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+), wanted AS (
+    SELECT d.domain, random() AS turn, q.*
+      FROM alive
+     CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
+     CROSS JOIN LATERAL (
+        SELECT count(*) AS loads, sum(size) AS commands
+          FROM (
+            SELECT size, sum(size) OVER (ORDER BY priority DESC, hi) - size AS before
+              FROM (
+                SELECT hi, priority, (hi - lo + 1)::integer AS size
+                  FROM busload.ready
+                 WHERE domain = d.domain AND crashes = 0
+                 ORDER BY priority DESC, hi
+                 LIMIT %(limit)s::integer
+              ) AS q
+          ) AS q
+         WHERE before < %(limit)s::integer
+     ) AS q
+), ready AS (
+    SELECT q.*, w.turn
+      FROM wanted AS w
+     CROSS JOIN LATERAL (
+        SELECT *
+          FROM busload.ready
+         WHERE domain = w.domain AND crashes = 0
+         ORDER BY priority DESC, hi
+         LIMIT w.loads
+           FOR UPDATE SKIP LOCKED
+     ) AS q
+), suspect AS (
+    SELECT *, random() AS turn
+      FROM busload.ready
+     WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
+     ORDER BY priority DESC, hi
+     LIMIT %(suspects)s::integer * (SELECT count(*) FROM alive)
+       FOR UPDATE SKIP LOCKED
+), lined_up AS (
+    SELECT *, sum(size) OVER (PARTITION BY domain, priority ORDER BY hi) - size AS ahead
+      FROM (
+        SELECT *, (hi - lo + 1)::integer AS size
+          FROM (SELECT * FROM ready UNION ALL SELECT * FROM suspect) AS load
+      ) AS load
+), taken AS (
+    SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
+      FROM (
+        SELECT *,
+               sum(size) OVER (
+                   ORDER BY priority DESC, ahead, turn, hi
+                   ROWS UNBOUNDED PRECEDING
+               ) - size AS before
+          FROM lined_up
+      ) AS load
+     WHERE before < %(limit)s::integer
+), whole AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi))
+), split AS (   -- only the last load can be split: a scalar, so that no plan reads the whole queue for it
+    UPDATE busload.queue
+       SET lo = (SELECT upto FROM taken WHERE upto < hi) + 1
+     WHERE hi = (SELECT hi FROM taken WHERE upto < hi)
+), run AS (
+    SELECT min(lo) AS lo, max(upto) AS hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+      FROM (
+        SELECT *,
+               upto - sum((upto - lo + 1)::integer) OVER (
+                   PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10
+                   ORDER BY hi
+               ) AS island
+          FROM taken
+      ) AS part
+     GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10, island
+), leased AS (
+    INSERT INTO busload.lease (lease_id, {load}, worker, open)
+    SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
+    RETURNING *
+), starting AS (
+    {starting}
+)
+SELECT CASE WHEN EXISTS (SELECT FROM alive)
+            THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer
+       END,
+       l.*, c.*
+  {leases_and_commands};
+
+-- name: claim_delivered
+-- Take commands of the loads that messages have named: as many of each load as was asked for. They come from
+-- the queue, or from the outbox if their publisher has not yet marked them as published. Any command of the
+-- load will do: a message only says that a look is worth it. Suspects are left to `claim`. The second column
+-- has the loads that do not exist: not yet visible, pruned, or made up. The third one has the loads with
+-- commands that could not be taken, because others have locked them.
+WITH alive AS (
+    SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
+), load AS (
+    SELECT r.*, load << 10 AS first
+      FROM alive
+     CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
+), ready AS MATERIALIZED (
+    SELECT q.*, r.load, r.wanted
+      FROM load AS r
+     CROSS JOIN LATERAL (
+        SELECT {load}
+          FROM busload.ready
+         WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+           FOR UPDATE SKIP LOCKED
+     ) AS q
+), boxed AS MATERIALIZED (
+    SELECT o.*, r.load, r.wanted
+      FROM load AS r
+     CROSS JOIN LATERAL (
+        SELECT {load}
+          FROM busload.unmarked
+         WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
+           FOR UPDATE SKIP LOCKED
+     ) AS o
+), taken AS (
+    SELECT *, least(hi, lo + wanted - before - 1) AS upto
+      FROM (
+        SELECT *, sum((hi - lo + 1)::integer) OVER (PARTITION BY load ORDER BY hi) - (hi - lo + 1) AS before
+          FROM (SELECT *, true AS queued FROM ready UNION ALL SELECT *, false FROM boxed) AS load
+      ) AS load
+     WHERE before < wanted
+), whole AS (
+    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi AND queued))
+), split AS (
+    UPDATE busload.queue AS q
+       SET lo = t.upto + 1
+      FROM taken AS t
+     WHERE q.hi = t.hi
+       AND q.hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto < hi AND queued))
+       AND t.queued
+), gone AS (
+    DELETE FROM busload.outbox WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi AND NOT queued))
+), cut AS (
+    UPDATE busload.outbox AS o
+       SET lo = t.upto + 1
+      FROM taken AS t
+     WHERE o.hi = t.hi
+       AND o.hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto < hi AND NOT queued))
+       AND NOT t.queued
+), leased AS (
+    INSERT INTO busload.lease (lease_id, {load}, worker, open)
+    SELECT {lease_id}, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+           %(worker)s::bigint, upto - lo + 1
+      FROM taken
+    RETURNING *
+), starting AS (
+    {starting}
+)
+SELECT EXISTS (SELECT FROM alive),
+       ARRAY(
+        SELECT load
+          FROM load AS r
+         WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.first AND r.first + 1023 OFFSET 0)
+       ),
+       ARRAY(
+        SELECT load
+          FROM load AS r
+         WHERE EXISTS (
+            SELECT
+              FROM (SELECT hi FROM busload.queue UNION ALL SELECT hi FROM busload.outbox) AS p
+             WHERE hi BETWEEN r.first AND r.first + 1023
+               AND hi <> ALL (ARRAY(SELECT hi FROM ready UNION ALL SELECT hi FROM boxed))
+            OFFSET 0
+         )
+       ),
+       l.*, c.*
+  {leases_and_commands};
+
+-- name: promote
+-- Move loads that have become due into the queue. Every worker that polls does it. Returns how many loads
+-- moved, and the seconds until the next one is due.
+WITH due AS (
+    DELETE FROM busload.scheduled
+     WHERE hi IN (
+        SELECT hi
+          FROM busload.scheduled
+         WHERE run_at <= now()
+         ORDER BY run_at
+         LIMIT 1000
+           FOR UPDATE SKIP LOCKED
+     )
+    RETURNING *
+), queued AS (
+    INSERT INTO busload.queue ({load})
+    SELECT {load} FROM due
+    RETURNING domain
+), told AS (
+    SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS domains
+)
+SELECT (SELECT count(*) FROM due)::integer,
+       extract(epoch FROM (SELECT min(run_at) FROM busload.scheduled WHERE run_at > now()) - now())::float8
+  FROM told;
+
+-- fragment: returned_parts
+-- The commands of some leases that their worker will not run, as loads. A lease remembers them, or is closed
+-- with its last command: so to repeat this is harmless.
+held AS MATERIALIZED (
+    SELECT * {leases_in_order}
+), asked AS MATERIALIZED (
+    SELECT n.lease_id, n.details, array_agg(c.id ORDER BY c.id) AS ids
+      FROM unnest(%(leases)b::uuid[], %(details)b::text[]) WITH ORDINALITY AS n (lease_id, details, ordinal)
+      JOIN unnest(%(commands)b::bigint[], %(ordinals)b::integer[]) AS c (id, ordinal) USING (ordinal)
+     GROUP BY n.lease_id, n.details
+), given AS MATERIALIZED (
+    SELECT h.*, a.ids, a.details, h.open - cardinality(a.ids) AS left_open
+      FROM asked AS a
+      JOIN held AS h USING (lease_id)
+     WHERE NOT h.returned && a.ids
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM given WHERE left_open <= 0))
+), kept AS (
+    UPDATE busload.lease AS l
+       SET returned = g.returned || g.ids, open = g.left_open
+      FROM given AS g
+     WHERE l.lease_id = g.lease_id
+       AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM given WHERE left_open > 0))
+), rest AS (
+    SELECT g.lease_id, id, id - row_number() OVER (PARTITION BY g.lease_id ORDER BY id) AS island
+      FROM given AS g
+     CROSS JOIN LATERAL unnest(g.ids) AS id
+), load AS MATERIALIZED (
+    SELECT part.lo, part.hi, g.domain, g.batch_id, g.priority, g.attempt, g.forgiven, g.crashes, g.replies,
+           g.lease_id, g.worker, g.since, g.details
+      FROM (SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island) AS part
+      JOIN given AS g USING (lease_id)
+)
+
+-- name: give_back
+-- Commands of some leases that this worker will not run are ready again for the others. They burn no attempt.
+WITH {returned_parts}, queued AS (
+    INSERT INTO busload.queue ({load})
+    SELECT {load} FROM load
+    RETURNING domain
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT 'RELEASED', lo, hi, batch_id, attempt, lease_id, worker,
+           json_build_object('since', since, 'crashes', crashes)
+      FROM load
+)
+SELECT ARRAY(SELECT lease_id FROM given),
+       (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS told);
+
+-- name: set_aside
+-- Commands of some leases whose type nobody here knows wait for a worker that knows it. They burn no attempt.
+-- The event is written the first time; later ones would only repeat it.
+WITH {returned_parts}, scheduled AS (
+    INSERT INTO busload.scheduled ({load}, run_at, reason)
+    SELECT {load}, now() + %(pause)s::float8 * interval '1 second', 'NO_HANDLER' FROM load
+), noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+    SELECT 'NO_HANDLER', lo, hi, batch_id, attempt, lease_id, worker, details::json
+      FROM load
+     WHERE NOT EXISTS (
+        SELECT
+          FROM busload.event AS e
+         WHERE e.lo >> 10 = load.lo >> 10
+           AND e.lo <= load.lo
+           AND e.hi >= load.hi
+           AND e.type = 'NO_HANDLER'
+        OFFSET 0
+     )
+)
+SELECT ARRAY(SELECT lease_id FROM given);

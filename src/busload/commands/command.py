@@ -1,0 +1,213 @@
+"""What a command is: what people send, what a handler gets, and what is told about it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal, TypedDict
+from uuid import UUID
+
+import msgspec
+
+from busload.commands.dedup import Dedup
+
+CommandStatusName = Literal[
+    "PENDING_QUEUE",
+    "PENDING_RETRY",
+    "SCHEDULED",
+    "PENDING",
+    "IN_PROGRESS",
+    "COMPLETED",
+    "FAILED",
+    "CANCELED",
+    "IN_TROUBLESHOOTING_QUEUE",
+]
+
+
+class CommandStatus(StrEnum):
+    """Where a command is."""
+
+    PENDING_QUEUE = "PENDING_QUEUE"
+    PENDING_RETRY = "PENDING_RETRY"
+    SCHEDULED = "SCHEDULED"
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+    IN_TROUBLESHOOTING_QUEUE = "IN_TROUBLESHOOTING_QUEUE"
+
+
+@dataclass(slots=True)
+class BatchCommand:
+    """A command to be sent, alone or in a batch.
+
+    `command_id` is yours or a new one; it is unique in its domain for ever. A higher `priority` runs earlier. `run_at`
+    must know its time zone. `max_attempts` overrides the handler's retry policy. `reply_to` names the domain that gets
+    the reply.
+    """
+
+    command_type: str
+    command_id: UUID | None = None
+    data: Any = None
+    reply_to: str | None = field(default=None, kw_only=True)
+    correlation_id: UUID | None = field(default=None, kw_only=True)
+    task_key: str | None = field(default=None, kw_only=True)
+    priority: int = field(default=0, kw_only=True)
+    run_at: datetime | None = field(default=None, kw_only=True)
+    max_attempts: int | None = field(default=None, kw_only=True)
+
+
+class CommandOptions(TypedDict, total=False):
+    """What may be said about a command, in every call that sends one."""
+
+    command_id: UUID | None
+    """The id of the command, unique in its domain for ever; a new one if it is left out."""
+    task_key: str | None
+    """The task that the command is for: `dedup` and `trace` go by it."""
+    priority: int
+    """A command of higher priority runs earlier; 0 if it is left out."""
+    run_at: datetime | None
+    """Do not run the command before this time, which must know its time zone."""
+    max_attempts: int | None
+    """How often the command may be tried, instead of what the retry policy of its handler says."""
+    reply_to: str | None
+    """The domain that gets the reply."""
+    correlation_id: UUID | None
+    """An id that the reply and the handler get as well; that of the command if it is left out."""
+
+
+class SendOptions(CommandOptions, total=False):
+    """What may be said where one command is sent."""
+
+    dedup: Dedup | None
+    """Send the command only if no other command holds its `task_key`; else the result names the holder."""
+    batch_id: UUID | None
+    """The open batch that the command joins. The total of the batch rises with it."""
+
+
+def new_command(
+    call: str, command_type: str, data: Any, options: CommandOptions, known: type = CommandOptions
+) -> BatchCommand:
+    """The command that a call with these options sends; `known` are all options of the call."""
+    try:
+        return BatchCommand(command_type, data=data, **options)
+    except TypeError:
+        refuse_unknown(call, options, known)
+        raise
+
+
+def refuse_unknown(call: str, options: Mapping[str, object], known: type) -> None:
+    """Refuse options that the call does not have; a type checker would have seen them."""
+    names = known.__annotations__
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"{call}() has no option {unknown[0]!r}. Its options are {', '.join(sorted(names))}.")
+
+
+class SendResult(msgspec.Struct, frozen=True, gc=False):
+    """The id of the command that was sent, and whether this call created it."""
+
+    command_id: UUID
+    created: bool
+
+
+class Command(msgspec.Struct):
+    """What a handler gets."""
+
+    command_id: UUID
+    domain: str
+    command_type: str
+    data: Any
+    batch_id: UUID | None
+    task_key: str | None
+    correlation_id: UUID
+    reply_to: str | None
+    priority: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class SentCommand:
+    """A command as it was sent."""
+
+    command_id: UUID
+    domain: str
+    command_type: str
+    data: Any
+    batch_id: UUID | None
+    task_key: str | None
+    correlation_id: UUID
+    reply_to: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandMetadata(SentCommand):
+    """A command and how far it has come."""
+
+    priority: int
+    created_at: datetime
+    status: CommandStatus
+    attempts: int
+    max_attempts: int | None
+    run_at: datetime | None
+    started_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    execution_id: UUID | None
+    last_error_type: str | None
+    last_error_code: str | None
+    last_error_message: str | None
+    result: Any
+    last_traceback: str | None = None
+    """Where the last error was raised, as Python prints it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleshootingItem(SentCommand):
+    """A command that waits for a person: the original data, why it is here and since when."""
+
+    reason: str
+    attempts: int
+    since: datetime
+    last_error_type: str | None
+    last_error_code: str | None
+    last_error_message: str | None
+    details: Any
+    fingerprint: str
+    """The same for all that failed for the same cause."""
+    last_traceback: str | None = None
+    """Where the last error was raised, as Python prints it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEvent:
+    """Something that happened to a command, or to a batch."""
+
+    type: str
+    at: datetime
+    execution_id: UUID | None
+    attempt: int | None
+    worker: str | None
+    operator: str | None
+    batch_id: UUID | None
+    details: Any
+
+
+class NewCommand(msgspec.Struct, frozen=True, gc=False):
+    """A `BatchCommand` that was checked: what goes into the table.
+
+    A struct, because a million of them are made: it costs a third of a tuple with names, and leaves the garbage
+    collector, which would walk through all of them again and again, out of it.
+    """
+
+    command_id: UUID
+    command_type: str
+    data: str
+    reply_to: str | None
+    correlation_id: UUID | None
+    task_key: str | None
+    priority: int
+    run_at: datetime | None
+    max_attempts: int | None

@@ -1,0 +1,207 @@
+"""A load: commands whose ids follow one another, and which travel between places as one row.
+
+The id of a command is the number of its load times `POSITIONS`, plus the command's position in the load. So an id tells
+which load it belongs to, and any part of a load is written as its first and its last id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from operator import attrgetter
+from struct import Struct
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from busload.commands.command import NewCommand
+from busload.postgres.arrays import unless_all_null
+
+LOAD_SIZE = 1000
+"""How many commands travel in one load at most."""
+
+POSITIONS = 1024
+"""How many ids the number of a load stands for."""
+
+
+class Load(NamedTuple):
+    """The commands from id `lo` to id `hi`: a load, or a part of one. Both ids have the number of the load."""
+
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(cls, number: int, count: int) -> Load:
+        """The first `count` commands of the load with this number."""
+        lo = number * POSITIONS
+        return cls(lo, lo + count - 1)
+
+    @property
+    def number(self) -> int:
+        return self.hi // POSITIONS
+
+    @property
+    def size(self) -> int:
+        """The number of its commands."""
+        return self.hi - self.lo + 1
+
+    @property
+    def ids(self) -> range:
+        return range(self.lo, self.hi + 1)
+
+    def split(self, count: int) -> tuple[Load, Load | None]:
+        """The first `count` commands, at least one, and the others, if there are any."""
+        last = self.lo + count - 1
+        return (self, None) if last >= self.hi else (Load(self.lo, last), Load(last + 1, self.hi))
+
+    def join(self, other: Load) -> Load | None:
+        """Both as one, if `other` begins in the same load where this one ends; otherwise None."""
+        follows = self.hi + 1 == other.lo and self.number == other.number
+        return Load(self.lo, other.hi) if follows else None
+
+    def subtract(self, parts: Iterable[Load]) -> Iterator[Load]:
+        """What is left without these parts, in order. Parts of other loads are ignored."""
+        lo = self.lo
+        for part in sorted(parts):
+            if part.hi < lo or part.lo > self.hi:
+                continue
+            if lo < part.lo:
+                yield Load(lo, part.lo - 1)
+            lo = part.hi + 1
+        if lo <= self.hi:
+            yield Load(lo, self.hi)
+
+
+def number_of(id: int) -> int:
+    """The number of the load that this command belongs to."""
+    return id // POSITIONS
+
+
+def position_of(id: int) -> int:
+    """The place of this command within its load, counted from 0."""
+    return id % POSITIONS
+
+
+def first_id(number: int) -> int:
+    """The id of the first command in the load with this number."""
+    return number * POSITIONS
+
+
+def count_commands(loads: Iterable[Load]) -> int:
+    return sum(hi - lo + 1 for lo, hi in loads)
+
+
+BLOCK = 65_536
+"""Bytes that go out at once: large enough to be cheap, small enough for the server to work while we pack the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewLoad:
+    """Commands that will be neighbours, and what they share."""
+
+    domain: str
+    commands: Sequence[NewCommand]
+
+    @property
+    def priority(self) -> int:
+        return self.commands[0].priority
+
+    @property
+    def run_at(self) -> datetime | None:
+        return self.commands[0].run_at
+
+    @property
+    def replies(self) -> bool:
+        return self.commands[0].reply_to is not None
+
+
+_kind = attrgetter("priority", "run_at", "reply_to")
+
+
+def cut(domain: str, commands: Sequence[NewCommand]) -> Iterator[NewLoad]:
+    """Cut a list into loads; what differs in priority, time or reply cannot travel together, so it is sorted apart."""
+    groups: list[Sequence[NewCommand]] = [commands]
+    if len(set(map(_kind, commands))) > 1:
+        apart: dict[tuple[int, datetime | None, bool], list[NewCommand]] = {}
+        for command in commands:
+            kind = command.priority, command.run_at, command.reply_to is not None
+            apart.setdefault(kind, []).append(command)
+        groups = list(apart.values())
+    for group in groups:
+        for start in range(0, len(group), LOAD_SIZE):
+            yield NewLoad(domain, group[start : start + LOAD_SIZE])
+
+
+def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:
+    """Loads and commands as arrays. What no command has is an empty one: `unnest` makes nulls of it for all of them."""
+    commands = [command for load in loads for command in load.commands]
+    lasts = list(accumulate(len(load.commands) for load in loads))
+    return {
+        "firsts": [1, *(last + 1 for last in lasts[:-1])],
+        "lasts": lasts,
+        "domains": [load.domain for load in loads],
+        "priorities": [load.priority for load in loads],
+        "replies": [load.replies for load in loads],
+        "run_ats": unless_all_null(load.run_at for load in loads),
+        "command_ids": [command.command_id for command in commands],
+        "command_types": [command.command_type for command in commands],
+        "data": [command.data for command in commands],
+        "task_keys": unless_all_null(command.task_key for command in commands),
+        "correlation_ids": unless_all_null(command.correlation_id for command in commands),
+        "reply_tos": unless_all_null(command.reply_to for command in commands),
+        "max_attempts": unless_all_null(command.max_attempts for command in commands),
+    }
+
+
+def blocks(loads: Sequence[NewLoad], places: Sequence[Load], batch_id: UUID | None) -> Iterator[bytes]:
+    """The rows in the binary format of COPY: half the price of its text, here and in the server."""
+    block, size = [b"PGCOPY\n\xff\r\n\0" + bytes(8)], 0
+    for place, load in zip(places, loads, strict=True):
+        shared = _text(load.domain) + _uuid(batch_id) + _smallint(load.priority) + _time(load.run_at)
+        ends: dict[object, bytes] = {}  # neighbours that have the same options end alike
+        for id, command in zip(place.ids, load.commands, strict=True):
+            options = _options(command)
+            end = ends.get(options)
+            if end is None:
+                command_type, task_key, correlation_id, reply_to, max_attempts = options
+                end = shared + _text(command_type) + _text(task_key) + _uuid(correlation_id) + _text(reply_to)
+                end = ends[options] = end + _smallint(max_attempts)
+            data = command.data.encode()
+            row = _row(_COLUMNS, 8, id, 16, command.command_id.int.to_bytes(16), len(data)) + data + end
+            block.append(row)
+            size += len(row)
+            if size > BLOCK:
+                yield b"".join(block)
+                block, size = [], 0
+    block.append(b"\xff\xff")
+    yield b"".join(block)
+
+
+_options = attrgetter("command_type", "task_key", "correlation_id", "reply_to", "max_attempts")
+_row = Struct(">hiqi16si").pack  # how many columns; then each after its length: the id, the command_id, the data
+_COLUMNS = 12
+_NULL = b"\xff\xff\xff\xff"
+_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+
+
+def _text(value: str | None) -> bytes:
+    return _NULL if value is None else _field(value.encode())
+
+
+def _uuid(value: UUID | None) -> bytes:
+    return _NULL if value is None else _field(value.bytes)
+
+
+def _smallint(value: int | None) -> bytes:
+    return _NULL if value is None else _field(value.to_bytes(2, signed=True))
+
+
+def _time(value: datetime | None) -> bytes:
+    if value is None:
+        return _NULL
+    return _field(((value - _EPOCH) // timedelta(microseconds=1)).to_bytes(8, signed=True))
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(4) + value

@@ -1,0 +1,17 @@
+-- What statements about loads share.
+
+-- fragment: load
+-- The columns that a load has in every place.
+lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+
+-- fragment: leases_in_order
+-- Whoever locks leases locks them by their id, and before any batch: then two transactions never wait for
+-- each other.
+FROM busload.lease
+WHERE lease_id = ANY (%(leases)b::uuid[])
+ORDER BY lease_id
+FOR UPDATE
+
+-- fragment: page
+LIMIT %(limit)s::integer
+OFFSET %(offset)s::integer

@@ -1,0 +1,141 @@
+"""How workers show that they are alive, and how the commands of dead workers go back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from uuid import UUID
+
+from busload.commands.execution import Lease
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+from busload.postgres.write import PATIENCE, Write
+
+SQL = statements(__name__)
+
+MAX_CRASHES = 3
+"""How many workers a command may take down alone before it waits for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """The leases of a living worker. Those in `settled` are older than a claim takes to answer."""
+
+    leases: frozenset[UUID]
+    canceled: frozenset[UUID]
+    settled: frozenset[UUID]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How many commands went back, and how many of them to troubleshooting."""
+
+    commands: int = 0
+    parked: int = 0
+
+
+def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta) -> Plan[int]:
+    [(worker,)] = yield from execute(
+        SQL.register, name=name, domains=list(domains), concurrency=concurrency, lease_for=lease_for
+    )
+    return int(worker)
+
+
+def renew(*, worker: int, settled: timedelta) -> Plan[Renewal | None]:
+    """Say that this worker is alive. None means that it was declared dead."""
+    rows = yield from execute(SQL.renew, worker=worker, settled=settled)
+    return Renewal(*map(frozenset, rows[0])) if rows else None
+
+
+def come_back(
+    *,
+    dead: Sequence[int],
+    leases: Sequence[Lease],
+    name: str,
+    domains: Sequence[str],
+    concurrency: int,
+    lease_for: timedelta,
+) -> Plan[tuple[int, frozenset[UUID]]]:
+    """Give a worker that was declared dead a new number, and the leases that nobody has taken over.
+
+    `dead` are the numbers that it had. Returns the new number, and the leases that it holds again. Needs a transaction.
+    """
+    worker = yield from register(name=name, domains=domains, concurrency=concurrency, lease_for=lease_for)
+    resumed = yield from resume(
+        worker=worker,
+        dead=dead,
+        leases=[lease.lease_id for lease in leases],
+        whole=[lease.lease_id for lease in leases if not lease.refused],
+        loads={lease.load.number for lease in leases},
+    )
+    return worker, resumed
+
+
+def resume(
+    *, worker: int, dead: Sequence[int], leases: Sequence[UUID], whole: Sequence[UUID], loads: Collection[int]
+) -> Plan[frozenset[UUID]]:
+    """Give the leases of these dead numbers that nobody has taken over to this worker; needs a transaction.
+
+    `loads` are the numbers of the loads of these leases. Returns the leases that are held again.
+    """
+    if not leases:
+        return frozenset()
+    held = yield from execute(
+        SQL.resume, worker=worker, dead=list(dead), leases=list(leases), whole=list(whole), loads=list(loads)
+    )
+    return frozenset(lease_id for (lease_id,) in held)
+
+
+def retire(*, worker: int) -> Plan[None]:
+    yield from execute(SQL.retire, worker=worker)
+
+
+def release(leases: Sequence[UUID]) -> Plan[Returned]:
+    """Hand leases back on purpose: no command becomes a suspect. Needs a transaction."""
+    if not leases:
+        return Returned()
+    yield from hold(leases)
+    return (yield from return_leases(leases, suspect=False))
+
+
+def hold(leases: Sequence[UUID]) -> Plan[bool]:
+    """Lock leases, and wait for whoever settles commands of theirs right now. False if none of them exists."""
+    return bool((yield from execute(SQL.hold, leases=list(leases))))
+
+
+def write() -> Write[Returned]:
+    """Take back the leases of dead workers, as a call of its own."""
+    return Write(rescue(), again=partial(rescue, patience=PATIENCE))
+
+
+def rescue(
+    *, worker: int | None = None, judge: bool = True, free_only: bool = False, patience: int | None = None
+) -> Plan[Returned]:
+    """Take back what dead workers held; needs a transaction.
+
+    Without `judge` no worker is declared dead: only leases of workers that are dead already are taken back. `worker` is
+    the one that asks. With `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold a batch for
+    longer. With `free_only`, commands of such a batch are left for the next time.
+    """
+    if judge:
+        leases = yield from execute(SQL.declare_dead, worker=worker, free_only=free_only)
+    else:
+        leases = yield from execute(SQL.orphaned_leases, free_only=free_only)
+    if not leases:
+        return Returned()
+    if patience is not None:
+        yield from execute(SQL.be_patient, patience=patience)
+    return (yield from return_leases([lease_id for (lease_id,) in leases], suspect=True))
+
+
+def start_batches(*, worker: int) -> Plan[int]:
+    [(started, _)] = yield from execute(SQL.start_batches, worker=worker)
+    return int(started)
+
+
+def return_leases(leases: Sequence[UUID], *, suspect: bool) -> Plan[Returned]:
+    """Put back what these leases have not settled; with `suspect`, a worker died while it held them."""
+    [row] = yield from execute(SQL.return_leases, leases=list(leases), suspect=suspect, max_crashes=MAX_CRASHES)
+    return Returned(*row)

@@ -1,0 +1,112 @@
+"""What people ask about commands: read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
+from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
+from busload.commands.payload import readable
+from busload.postgres.plan import Plan, execute, many, one
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+
+def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
+    return one(_command, SQL.command, domain=domain, command_id=command_id)
+
+
+def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetadata]]:
+    """Those that exist, in any order."""
+    return many(_command, SQL.commands, domain=domain, command_ids=list(command_ids))
+
+
+def batch_commands(
+    domain: str, batch_id: UUID, *, status: CommandStatus | None, limit: int, offset: int, after: UUID | None
+) -> Plan[list[CommandMetadata]]:
+    where = {"domain": domain, "batch_id": batch_id, "limit": limit, "offset": offset, "after": after}
+    if status is None:
+        return many(_command, SQL.batch_commands, **where)
+    return many(_command, SQL.batch_commands_in, status=status.value, **where)
+
+
+def troubleshooting(
+    domain: str, *, command_type: str | None, limit: int, offset: int
+) -> Plan[list[TroubleshootingItem]]:
+    return many(
+        _troubleshooting_item,
+        SQL.troubleshooting,
+        domain=domain,
+        command_type=command_type,
+        limit=limit,
+        offset=offset,
+    )
+
+
+def troubleshooting_item(domain: str, command_id: UUID) -> Plan[TroubleshootingItem | None]:
+    return one(_troubleshooting_item, SQL.troubleshooting_item, domain=domain, command_id=command_id)
+
+
+def audit_trail(domain: str, command_id: UUID) -> Plan[list[AuditEvent]]:
+    return many(_audit_event, SQL.audit_trail, domain=domain, command_id=command_id)
+
+
+def batch_audit_trail(domain: str, batch_id: UUID) -> Plan[list[AuditEvent]]:
+    return many(_audit_event, SQL.batch_audit_trail, domain=domain, batch_id=batch_id)
+
+
+def trace(task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
+    return many(as_execution, SQL.trace, task_key=task_key, domain=domain)
+
+
+def domains() -> Plan[list[str]]:
+    rows = yield from execute(SQL.domains)
+    return [domain for (domain,) in rows]
+
+
+def living_workers(domain: str) -> Plan[list[str]]:
+    """The names of the workers that serve a domain now."""
+    rows = yield from execute(SQL.living_workers, domain=domain)
+    return [name for (name,) in rows]
+
+
+def _command(*row: Any) -> CommandMetadata:
+    values = dict(zip(_COMMAND, row, strict=True))
+    values |= {
+        "data": readable(values["data"]),
+        "status": CommandStatus(values["status"]),
+        "result": readable(values["result"]),
+    }
+    return CommandMetadata(**values)
+
+
+def _troubleshooting_item(*row: Any) -> TroubleshootingItem:
+    values = dict(zip(_ITEM, row, strict=True))
+    values |= {"data": readable(values["data"]), "details": readable(values["details"])}
+    return TroubleshootingItem(**values)
+
+
+def _audit_event(*row: Any) -> AuditEvent:
+    values = dict(zip(_EVENT, row, strict=True))
+    return AuditEvent(**values | {"details": readable(values["details"])})
+
+
+def as_execution(*row: Any) -> Execution:
+    values = dict(zip(_EXECUTION, row, strict=False))  # what cannot have failed yet comes without a traceback
+    actions = [
+        OperatorAction(type, datetime.fromisoformat(at), operator, details)
+        for type, at, operator, details in readable(values["actions"]) or []
+    ]
+    values |= {"status": ExecutionStatus(values["status"]), "metadata": readable(values["metadata"])}
+    return Execution(**values | {"actions": tuple(actions)})
+
+
+# The statements select their columns in the order of these fields.
+_COMMAND, _ITEM, _EVENT, _EXECUTION = (
+    [field.name for field in fields(kind)] for kind in (CommandMetadata, TroubleshootingItem, AuditEvent, Execution)
+)

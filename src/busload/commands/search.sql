@@ -1,0 +1,203 @@
+-- fragments of: busload.commands.load
+
+-- fragment: command
+-- A command as its status view `s` shows it, with the traceback of the last attempt that did not succeed.
+SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_key, s.correlation_id,
+       s.reply_to, s.priority, s.created_at, s.status, s.attempts, s.max_attempts, s.run_at, s.started_at,
+       s.finished_at, s.worker, s.execution_id,
+       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message', s.result::text,
+       (SELECT x.details ->> 'traceback'
+          FROM busload.execution AS x
+         WHERE x.command = s.id AND x.outcome <> 'COMPLETED'
+         ORDER BY x.attempt DESC
+         LIMIT 1)
+
+-- fragment: after_the_last
+-- The commands `c` of a batch that come after the last one of the page before. The `first` command of each
+-- load finds the others.
+first.batch_id = %(batch_id)s::uuid
+AND first.id & 1023 = 0
+AND first.domain = %(domain)s::text
+AND NOT EXISTS (SELECT FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NOT NULL)
+AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
+
+-- fragment: item
+-- A command in troubleshooting. The traceback is that of the attempt. A command that was parted from a group
+-- has no attempt of its own: its error brings the traceback.
+SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_key,
+       coalesce(c.correlation_id, c.command_id), c.reply_to,
+       t.reason, t.attempt - t.forgiven, t.since,
+       t.error ->> 'type', t.error ->> 'code', t.error ->> 'message', (t.error -> 'details')::text,
+       t.fingerprint,
+       coalesce(
+           (SELECT e.details ->> 'traceback'
+              FROM busload.execution AS e
+             WHERE e.command = t.command AND e.attempt = t.attempt),
+           t.error ->> 'traceback'
+       )
+
+-- fragment: status_of_attempt
+CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END
+
+-- fragment: error_of_attempt
+CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END
+
+-- fragment: traceback_of_attempt
+CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END
+
+-- fragment: holds_command
+hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
+
+-- name: command
+-- One command.
+{command}
+  FROM busload.command_status AS s
+ WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
+
+-- name: commands
+-- The commands of these that exist.
+{command}
+  FROM unnest(%(command_ids)b::uuid[]) AS wanted (command_id)
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s
+                      WHERE s.domain = %(domain)s::text AND s.command_id = wanted.command_id OFFSET 0) AS s;
+
+-- name: batch_commands
+-- The commands of a batch in the order in which they were sent; `after` is the last command of the page
+-- before. The page is cut first, so that only its commands are looked for in the places.
+WITH last AS (
+    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
+), page AS MATERIALIZED (
+    SELECT c.id
+      FROM busload.command AS first JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
+     WHERE {after_the_last}
+     ORDER BY first.id, c.id
+     {page}
+)
+{command}
+  FROM page CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = page.id OFFSET 0) AS s
+ ORDER BY s.id;
+
+-- name: batch_commands_in
+-- The commands of a batch that have one status. A status is known only by looking: load after load, until the
+-- page is full.
+WITH last AS (
+    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
+)
+{command}
+  FROM busload.command AS first
+  JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s
+ WHERE {after_the_last}
+   AND s.status = %(status)s::text
+ ORDER BY first.id, c.id
+ {page};
+
+-- name: troubleshooting
+-- The commands of a domain in troubleshooting, the newest first.
+{item}
+  FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
+ WHERE t.domain = %(domain)s::text
+   AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
+ ORDER BY t.since DESC, t.command DESC
+ {page};
+
+-- name: troubleshooting_item
+-- One command in troubleshooting.
+{item}
+  FROM busload.command AS c JOIN busload.troubleshooting AS t ON t.command = c.id
+ WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid;
+
+-- name: audit_trail
+-- What happened to a command.
+SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, a.details::text
+  FROM busload.audit AS a LEFT JOIN busload.worker AS w ON w.worker = a.worker
+ WHERE a.domain = %(domain)s::text AND a.command_id = %(command_id)s::uuid
+ ORDER BY a.at, a.attempt NULLS FIRST, a.step;
+
+-- name: trace
+-- Every attempt of every command of a task: those that ended, those that were lost with their worker or
+-- canceled while they waited, and the one that waits or runs now.
+WITH task AS MATERIALIZED (
+    SELECT * FROM busload.command
+     WHERE task_key = %(task_key)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+), event AS MATERIALIZED (
+    SELECT c.id, v.* FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.event AS v
+                          WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi OFFSET 0) AS v
+), attempt AS (
+    SELECT e.command AS id, e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
+           {error_of_attempt} AS error,
+           {status_of_attempt} AS status,
+           {traceback_of_attempt} AS traceback
+      FROM task AS c CROSS JOIN LATERAL (SELECT * FROM busload.execution WHERE command = c.id OFFSET 0) AS e
+    UNION ALL
+    SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at,
+           CASE v.type WHEN 'RELEASED' THEN 'The worker handed it back.'
+                       ELSE 'The worker died, or lost its lease.' END,
+           CASE WHEN EXISTS (SELECT
+                               FROM event AS p
+                              WHERE p.id = v.id AND p.type = 'PARKED' AND p.lease_id = v.lease_id)
+                THEN 'dlq' ELSE 'lost' END, NULL
+      FROM event AS v WHERE v.type IN ('LEASE_LOST', 'RELEASED')
+    UNION ALL
+    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled', NULL
+      FROM event AS v WHERE v.type = 'CANCELED'
+    UNION ALL
+    SELECT c.id, q.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.queue WHERE {holds_command} ORDER BY hi LIMIT 1) AS q
+    UNION ALL
+    SELECT c.id, s.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.scheduled WHERE {holds_command} ORDER BY hi LIMIT 1) AS s
+    UNION ALL
+    SELECT c.id, o.attempt, NULL, NULL, NULL, NULL, o.error, 'queued', NULL FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.outbox WHERE {holds_command} ORDER BY hi LIMIT 1) AS o
+    UNION ALL
+    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l
+                          WHERE {holds_command} AND c.id <> ALL (returned)
+                            AND NOT EXISTS (SELECT
+                                              FROM busload.execution AS e
+                                             WHERE e.command = c.id AND e.attempt = l.attempt
+                                            OFFSET 0)
+                          OFFSET 0) AS l
+)
+SELECT busload.execution_id(a.lease_id, c.id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at,
+       a.finished_at, a.error,
+       c.data::text,
+       CASE WHEN a.status IN ('dlq', 'canceled') THEN (
+            SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event)
+              FROM event AS v
+             WHERE v.id = c.id AND v.attempt = a.attempt
+               AND v.type = ANY (
+                   CASE a.status WHEN 'canceled' THEN ARRAY['CANCELED']
+                        ELSE ARRAY['OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED'] END
+               )) END::text,
+       a.traceback
+  FROM attempt AS a JOIN task AS c USING (id)
+ ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
+
+-- name: batch_audit_trail
+-- What happened to a batch.
+SELECT e.type, e.at, NULL::uuid, NULL::integer, w.name, e.operator, e.batch_id, e.details::text
+  FROM busload.event AS e LEFT JOIN busload.worker AS w ON w.worker = e.worker
+ WHERE e.lo IS NULL AND e.batch_id = (SELECT batch_id FROM busload.batch
+                                       WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text
+                                         AND pruned_at IS NULL)
+ ORDER BY e.at, e.event;
+
+-- name: domains
+-- Every domain that has something to show.
+SELECT domain FROM busload.batch
+UNION SELECT domain FROM busload.queue
+UNION SELECT domain FROM busload.scheduled
+UNION SELECT domain FROM busload.outbox
+UNION SELECT domain FROM busload.lease
+UNION SELECT domain FROM busload.troubleshooting
+ORDER BY domain;
+
+-- name: living_workers
+-- Who serves a domain: workers that have not stopped and were seen within the time that their leases last.
+SELECT name FROM busload.worker
+ WHERE stopped_at IS NULL AND seen_at > now() - lease_for AND %(domain)s::text = ANY (domains)
+ ORDER BY name;

@@ -1,0 +1,436 @@
+"""How commands get in: alone, some in one statement, many by COPY."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+from uuid import UUID
+
+import psycopg
+from psycopg import errors as pg
+
+from busload.commands.command import NewCommand, SendResult
+from busload.commands.dedup import Dedup
+from busload.commands.load import Load, NewLoad, arrays, blocks, cut
+from busload.errors import (
+    BatchNotFoundError,
+    BatchSealedError,
+    DuplicateCommandError,
+    DuplicateTaskError,
+    InvalidOperationError,
+)
+from busload.postgres.arrays import unless_all_null
+from busload.postgres.plan import Copy, Plan, Row, Savepoint, Statement, execute
+from busload.postgres.statements import statements
+from busload.postgres.write import PATIENCE, Write, patient, then
+
+log = logging.getLogger("busload")
+
+SQL = statements(__name__)
+
+SOME, SOME_BYTES = 1000, 4_000_000
+"""Up to here one statement with arrays is cheaper than COPY, which needs a transaction and seven round trips: for 100
+small commands by half, for 1,000 by a tenth. From 2,000 on COPY wins, by a third at 5,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """A batch that was checked: what goes into the table."""
+
+    batch_id: UUID
+    domain: str
+    name: str | None
+    custom_data: str | None
+    on_complete: str | None
+    callback_id: UUID | None = None
+    """The id of the callback, if the caller chose it."""
+    job_id: UUID | None = None
+    stage: str | None = None
+
+    def columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COLUMNS_OF_BATCH}
+
+
+_COLUMNS_OF_BATCH = "batch_id", "domain", "name", "custom_data", "on_complete", "job_id", "stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Via:
+    """The broker through which commands are published, if there is one.
+
+    Any relay publishes what it finds in the outbox. If `relay` is given, the writer itself publishes its commands, and
+    holds them for as long as that may take. If it is `optimistic`, the commands are ready at once, and come into the
+    outbox only if the broker refuses their message.
+    """
+
+    transport: str | None = None
+    relay: UUID | None = None
+    optimistic: bool = False
+
+    def columns(self) -> dict[str, Any]:
+        return {"transport": self.transport, "relay": self.relay, "hold": HOLD, "optimistic": self.optimistic}
+
+
+HOLD = timedelta(seconds=60)
+"""How long a publisher holds its loads: longer than a publish can take. Then others may take it for dead."""
+
+NO_BROKER = Via()
+"""The row is the message: workers find it in the queue."""
+
+
+def send(
+    domain: str,
+    command: NewCommand,
+    *,
+    id: int | None = None,
+    patience: int | None = None,
+    notify: bool = True,
+    via: Via = NO_BROKER,
+) -> Plan[int]:
+    """Send one command without a batch, in one statement. Returns its id: the given one, or one that begins a load."""
+    [[taken, *_]] = yield from _send(domain, command, via, id=id, patience=patience, notify=notify)
+    return int(taken)
+
+
+def send_once(
+    domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER, *, patience: int | None = None
+) -> Plan[SendResult]:
+    """Send one command without a batch, unless another one holds its task key. One statement, if the key is free."""
+    assert command.task_key is not None
+    while True:
+        sent = yield from _send(domain, command, via, patience=patience, window=dedup.window)
+        if sent:
+            return SendResult(command.command_id, created=True)
+        holders = yield from _holders(domain, [command.task_key])
+        if holders:  # otherwise the holder was pruned meanwhile, and the key is free
+            [result] = _duplicates(domain, [command.task_key], holders, dedup)
+            return result
+
+
+def _send(
+    domain: str,
+    command: NewCommand,
+    via: Via,
+    *,
+    id: int | None = None,
+    patience: int | None = None,
+    notify: bool = True,
+    window: timedelta | None = None,
+) -> Plan[list[Row]]:
+    values = {
+        "id": id,
+        "patience": patience,
+        "notify": notify,
+        "domain": domain,
+        "command_id": command.command_id,
+        "command_type": command.command_type,
+        "data": command.data,
+        "task_key": command.task_key,
+        "correlation_id": command.correlation_id,
+        "reply_to": command.reply_to,
+        "priority": command.priority,
+        "max_attempts": command.max_attempts,
+    }
+    try:
+        if command.run_at is None and window is None and via.transport is None:
+            ready: list[Row] = yield Statement(SQL.send_ready, values)
+            return ready
+        later = {"window": window, "run_at": command.run_at, "batch_id": None}
+        return (yield from execute(SQL.send, **values, **later, **via.columns()))
+    except pg.UniqueViolation:
+        raise DuplicateCommandError(domain, [command.command_id]) from None
+
+
+def write(
+    domain: str, command: NewCommand, dedup: Dedup | None = None, via: Via = NO_BROKER, *, chosen: bool = True
+) -> Write[SendResult]:
+    """Send one command. `chosen` says that the caller chose its command_id, so that another command may have it."""
+    if dedup is not None:
+        plan = partial(send_once, domain, command, dedup, via)
+    else:
+        plan = partial(_send_alone, domain, command, via)
+    again = partial(plan, patience=PATIENCE) if chosen or dedup is not None else None
+    return Write(plan(), command_ids=[command.command_id], one_statement=True, again=again)
+
+
+def _send_alone(domain: str, command: NewCommand, via: Via, *, patience: int | None = None) -> Plan[SendResult]:
+    yield from _send(domain, command, via, patience=patience)
+    return SendResult(command.command_id, created=True)
+
+
+def write_many(
+    domain: str,
+    commands: Sequence[NewCommand],
+    *,
+    batch_id: UUID | None = None,
+    dedup: Dedup | None = None,
+    via: Via = NO_BROKER,
+    chosen: bool = True,
+) -> Write[list[SendResult]]:
+    """Send many commands, all or none; `chosen` is as in `write`."""
+    ids = [command.command_id for command in commands]
+    if dedup is not None:
+        return patient(lambda: send_many_once(domain, commands, dedup, batch_id, via), batch_id, ids)
+    results = [SendResult(command_id, created=True) for command_id in ids]
+
+    def plan(patience: int | None = None) -> Plan[list[SendResult]]:
+        return then(send_many(domain, commands, batch_id, via, patience=patience), results)
+
+    waits = chosen or batch_id is not None  # a new command without a batch waits for nobody
+    if in_one_statement(commands):
+        return Write(plan(), batch_id, ids, one_statement=True, again=partial(plan, PATIENCE) if waits else None)
+    return patient(plan, batch_id, ids) if waits else Write(plan(), batch_id, ids)
+
+
+def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None = None) -> Write[Any]:
+    """Create a batch with all its commands, which PostgreSQL delivers."""
+    ids = [command.command_id for command in commands]
+    if dedup is not None:
+        return patient(lambda: create_batch_once(batch, commands, dedup), batch.batch_id, ids)
+    return Write(create_batch(batch, commands), batch.batch_id, ids, one_statement=in_one_statement(commands))
+
+
+def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int, via: Via = NO_BROKER) -> Plan[None]:
+    """Send the commands of several senders, by domain, in one statement."""
+    loads = [load for domain, those in commands.items() for load in cut(domain, those)]
+    yield from _send_some(loads, patience=patience, via=via)
+
+
+def notify(domains: Sequence[str], via: Via = NO_BROKER) -> Plan[None]:
+    """Tell the workers of these domains that commands are ready or, with a broker, tell its relays."""
+    yield from execute(SQL.notify, domains=domains, transport=via.transport)
+
+
+def in_one_statement(commands: Sequence[NewCommand]) -> bool:
+    """Whether these commands are written by one statement, which is a transaction by itself."""
+    return len(commands) <= SOME and sum(len(command.data) for command in commands) <= SOME_BYTES
+
+
+def send_many(
+    domain: str,
+    commands: Sequence[NewCommand],
+    batch_id: UUID | None = None,
+    via: Via = NO_BROKER,
+    *,
+    patience: int | None = None,
+) -> Plan[list[Load]]:
+    """Send many commands, all or none; the total of their batch rises by as many. Returns the loads that are due."""
+    if not commands:
+        return []
+    loads = list(cut(domain, commands))
+    placed: list[Load] | None
+    try:
+        if in_one_statement(commands):
+            [[written, los, his, *_]] = yield Savepoint(_send_some(loads, batch_id, patience, via=via))
+            placed = list(map(Load, los, his)) if written else None
+        else:
+            placed = yield Savepoint(_send_by_copy(loads, batch_id, via))
+    except pg.UniqueViolation:
+        yield from _refuse_existing(domain, commands)
+    if placed is None:
+        assert batch_id is not None
+        found = yield from batch_exists(domain, batch_id)
+        raise (BatchSealedError if found else BatchNotFoundError)(domain, batch_id)
+    return placed
+
+
+def send_many_once(
+    domain: str,
+    commands: Sequence[NewCommand],
+    dedup: Dedup,
+    batch_id: UUID | None = None,
+    via: Via = NO_BROKER,
+) -> Plan[list[SendResult]]:
+    """Send the commands whose task key is free. The results come in the order of the input."""
+    results = yield from hold(domain, commands, dedup)
+    yield from send_many(domain, _created(commands, results), batch_id, via)
+    return results
+
+
+def hold(
+    domain: str, commands: Sequence[NewCommand], dedup: Dedup, promised: Mapping[str, UUID] | None = None
+) -> Plan[list[SendResult]]:
+    """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
+
+    The first of several for the same key is the one. What has no task key may always be sent. `promised` are keys that
+    this transaction holds for commands it has not sent yet, which the database cannot know of.
+    """
+    promised = promised or {}
+    first = dict(promised)
+    for command in commands:
+        if command.task_key is not None:
+            first.setdefault(command.task_key, command.command_id)
+    wanted = [task_key for task_key in first if task_key not in promised]
+    held: set[str] = set()
+    if wanted:
+        ids = [first[task_key] for task_key in wanted]
+        rows = yield from execute(SQL.hold_tasks, domain=domain, window=dedup.window, task_keys=wanted, command_ids=ids)
+        held = {task_key for (task_key,) in rows}
+    holders = first
+    if taken := [task_key for task_key in wanted if task_key not in held]:
+        holders = first | (yield from _holders(domain, taken))
+    duplicates = {
+        command.command_id: command.task_key
+        for command in commands
+        if command.task_key is not None
+        and (command.task_key not in held or first[command.task_key] != command.command_id)
+    }
+    answers = _duplicates(domain, list(duplicates.values()), holders, dedup)
+    told = dict(zip(duplicates, answers, strict=True))
+    return [told.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
+
+
+def _created(commands: Sequence[NewCommand], results: Sequence[SendResult]) -> list[NewCommand]:
+    return [command for command, result in zip(commands, results, strict=True) if result.created]
+
+
+def _holders(domain: str, task_keys: Sequence[str]) -> Plan[dict[str, UUID]]:
+    return dict((yield from execute(SQL.holders, domain=domain, task_keys=task_keys)))
+
+
+def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup) -> list[SendResult]:
+    """What the senders of commands are told whose task keys others hold."""
+    if task_keys and dedup.on_conflict == "raise":
+        raise DuplicateTaskError(domain, {task_key: holders[task_key] for task_key in task_keys})
+    if task_keys and dedup.on_conflict == "skip":
+        first = task_keys[0]
+        more = f", and {len(task_keys) - 1} more" if len(task_keys) > 1 else ""
+        log.info("Skipped a command in %s: task %r is held by %s%s", domain, first, holders[first], more)
+    return [SendResult(holders[task_key], created=False) for task_key in task_keys]
+
+
+def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[Load]]:
+    """Open a batch with all its commands and seal it. Returns the loads that are due now: a broker is told of them."""
+    if batch.callback_id is not None:
+        yield from _refuse_callback(batch.domain, batch.callback_id)
+    loads = list(cut(batch.domain, commands))
+    placed: list[Load]
+    try:
+        if in_one_statement(commands):
+            create = execute(SQL.create_some, **batch.columns(), **arrays(loads), **via.columns())
+            [[los, his, *_]] = yield Savepoint(create)
+            placed = list(map(Load, los, his))
+        else:
+            placed = yield Savepoint(_create_by_copy(batch, loads, via))
+    except pg.UniqueViolation as violation:
+        if violation.diag.table_name == "batch":
+            raise already_exists(batch.batch_id) from None
+        yield from _refuse_existing(batch.domain, commands)
+    return placed
+
+
+def create_batch_once(
+    batch: NewBatch,
+    commands: Sequence[NewCommand],
+    dedup: Dedup,
+    create: Callable[[NewBatch, Sequence[NewCommand]], Plan[Any]] = create_batch,
+) -> Plan[None]:
+    """Create a batch of the commands whose task key is free. If none is left, the batch completes at once."""
+    results = yield from hold(batch.domain, commands, dedup)
+    if kept := _created(commands, results):
+        yield from create(batch, kept)
+    else:
+        yield from open_batch(batch)
+        yield from seal(batch.domain, batch.batch_id)
+
+
+def open_batch(batch: NewBatch) -> Plan[None]:
+    if batch.callback_id is not None:
+        yield from _refuse_callback(batch.domain, batch.callback_id)
+    try:
+        yield from execute(SQL.open_batch, **batch.columns(), total=0, sealed=False)
+    except pg.UniqueViolation:
+        raise already_exists(batch.batch_id) from None
+
+
+def seal(domain: str, batch_id: UUID) -> Plan[bool]:
+    """Take no more commands; sealing a sealed batch changes nothing and returns False."""
+    sealed = yield from execute(SQL.seal, domain=domain, batch_id=batch_id)
+    if sealed:
+        yield from complete_if_ended(batch_id)
+        return True
+    if not (yield from batch_exists(domain, batch_id)):
+        raise BatchNotFoundError(domain, batch_id)
+    return False
+
+
+def _refuse_callback(domain: str, callback_id: UUID) -> Plan[None]:
+    if (yield from taken_ids(domain, [callback_id])):
+        raise DuplicateCommandError(domain, [callback_id])
+
+
+def taken_ids(domain: str, command_ids: Sequence[UUID]) -> Plan[list[UUID]]:
+    """Which of these ids commands have already."""
+    rows = yield from execute(SQL.existing_commands, domain=domain, command_ids=list(command_ids))
+    return [command_id for (command_id,) in rows]
+
+
+def batch_exists(domain: str, batch_id: UUID) -> Plan[bool]:
+    return bool((yield from execute(SQL.find_batch, domain=domain, batch_id=batch_id)))
+
+
+def complete_if_ended(batch_id: UUID) -> Plan[None]:
+    """Complete a sealed batch if all its commands have ended."""
+    yield from execute(SQL.decide, batch_id=batch_id)
+
+
+def _refuse_existing(domain: str, commands: Sequence[NewCommand]) -> Plan[NoReturn]:
+    ids = [command.command_id for command in commands]
+    try:
+        taken = yield from taken_ids(domain, ids)
+    except pg.OperationalError as error:  # must not pass for a write whose end nobody knows
+        message = "Some of these commands exist already; the connection broke before we knew which"
+        raise psycopg.DatabaseError(f"{message}. Nothing was written.") from error
+    raise DuplicateCommandError(domain, taken) from None
+
+
+def already_exists(batch_id: UUID) -> InvalidOperationError:
+    return InvalidOperationError(
+        f"There is already a batch {batch_id}. Nothing was written; "
+        "look at it with `busload batch show`, or choose another batch_id."
+    )
+
+
+def _send_some(
+    loads: Sequence[NewLoad],
+    batch_id: UUID | None = None,
+    patience: int | None = None,
+    via: Via = NO_BROKER,
+) -> Plan[list[Row]]:
+    return execute(SQL.send_some, batch_id=batch_id, patience=patience, **via.columns(), **arrays(loads))
+
+
+def _send_by_copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[Load] | None]:
+    if batch_id is not None:
+        count = sum(len(load.commands) for load in loads)
+        if not (yield from execute(SQL.raise_total, domain=loads[0].domain, batch_id=batch_id, count=count)):
+            return None
+    return (yield from _copy(loads, batch_id, via))
+
+
+def _create_by_copy(batch: NewBatch, loads: Sequence[NewLoad], via: Via) -> Plan[list[Load]]:
+    total = sum(len(load.commands) for load in loads)
+    yield from execute(SQL.open_batch, **batch.columns(), total=total, sealed=True)
+    return (yield from _copy(loads, batch.batch_id, via))
+
+
+def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[Load]]:
+    numbers = yield from execute(SQL.number_loads, loads=len(loads))
+    places = [Load.of(number, len(load.commands)) for (number,), load in zip(numbers, loads, strict=True)]
+    yield Copy(SQL.copy_commands, blocks(loads, places, batch_id))
+    placed = yield from execute(
+        SQL.place_loads,
+        **via.columns(),
+        domain=loads[0].domain,
+        batch_id=batch_id,
+        los=[place.lo for place in places],
+        his=[place.hi for place in places],
+        priorities=[load.priority for load in loads],
+        replies=[load.replies for load in loads],
+        run_ats=unless_all_null(load.run_at for load in loads),
+    )
+    return [load for los, his, *_ in placed for load in map(Load, los, his)]

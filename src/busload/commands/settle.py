@@ -1,0 +1,72 @@
+"""How results are recorded: many attempts in one statement, each only while its lease exists."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from busload.commands.execution import COMPLETED, Lease, Transition
+from busload.postgres.arrays import Bigints, Floats, Integers, Texts, unless_all_null
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+
+def settle(
+    transitions: Sequence[Transition], *, now: float, again: bool = True, patience: int | None = None
+) -> Plan[set[int]]:
+    """Record attempts; return the ids of the commands this credited.
+
+    `now` is read from the same clock as `started` and `finished`. Only differences are sent, so that the clock of the
+    database dates everything. Without `again` no attempt may be recorded already, which is cheaper. If one is, the
+    statement fails and is repeated with more care: so this is not for use within a transaction. With `patience`, in
+    milliseconds, it fails by `LockNotAvailable` if others hold a lease or a batch for longer.
+    """
+    leased = [t.leased for t in transitions]
+    ids = [one.id for one in leased]
+    ordinals: dict[UUID, int] = {}
+    columns = {
+        "ordinals": Integers.of([ordinals.setdefault(one.lease.lease_id, len(ordinals) + 1) for one in leased]),
+        "leases": list(ordinals),
+        "ids": Bigints.of(ids),
+        "outcomes": Texts.of(unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions])),
+        "started_ago": Floats.of([now - one.started for one in leased]),
+        "finished_ago": Floats.of([now - t.finished for t in transitions]),
+        "details": Texts.of(unless_all_null([t.details for t in transitions])),
+        "delays": Floats.of(unless_all_null([t.delay for t in transitions])),
+        "reasons": Texts.of(unless_all_null([t.reason for t in transitions])),
+    }
+    try:
+        rows = yield from execute(SQL.settle_again if again else SQL.settle, **columns, patience=patience)
+    except pg.UniqueViolation:
+        # A flush has recorded the same attempts before, but its answer was lost or came too late.
+        rows = yield from execute(SQL.settle_again, **columns, patience=patience)
+    if rows[0][0] == len(transitions):
+        return set(ids)
+    credited = yield from execute(
+        SQL.credited,
+        ids=ids,
+        lease_ids=[one.lease.lease_id for one in leased],
+        outcomes=columns["outcomes"],
+    )
+    return {id for (id,) in credited}
+
+
+def lock(leases: Collection[Lease], batch_ids: Iterable[UUID]) -> Plan[None]:
+    """Lock the leases and batches of a transaction that settles commands of these leases and sends to these batches."""
+    batches = {lease.batch_id for lease in leases if lease.batch_id is not None}.union(batch_ids)
+    yield from execute(SQL.lock, leases=[lease.lease_id for lease in leases], batches=list(batches))
+
+
+def locked(transitions: Sequence[Transition]) -> Plan[frozenset[UUID]]:
+    """The leases and batches of these attempts that others hold right now."""
+    leases = {t.leased.lease for t in transitions}
+    [(held_leases, held_batches)] = yield from execute(
+        SQL.locked,
+        leases=[lease.lease_id for lease in leases],
+        batches=list({lease.batch_id for lease in leases if lease.batch_id is not None}),
+    )
+    return frozenset(held_leases) | frozenset(held_batches)

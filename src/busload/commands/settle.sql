@@ -1,0 +1,159 @@
+-- fragments of: busload.commands.load
+
+-- fragment: attempts
+-- The attempts that have ended, with their leases. OFFSET 0 keeps a plan that was made while tables were
+-- empty from reading all of them later.
+held AS MATERIALIZED (
+    SELECT l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.open
+      FROM (
+        SELECT CASE WHEN %(patience)s::integer IS NOT NULL
+                    THEN set_config('lock_timeout', %(patience)s::integer::text, true)
+               END
+      ) AS patience
+     CROSS JOIN busload.lease AS l
+     WHERE l.lease_id = ANY (%(leases)b::uuid[])
+     ORDER BY l.lease_id
+       FOR UPDATE OF l
+), outcome AS MATERIALIZED (
+    SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker,
+           o.delay, o.reason,
+           CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
+                WHEN o.outcome = 'FAILED_ATTEMPT' AND EXISTS (
+                     SELECT
+                       FROM busload.batch AS b
+                      WHERE b.batch_id = h.batch_id AND b.canceled_at IS NOT NULL
+                     OFFSET 0
+                ) THEN 'CANCELED'
+                ELSE o.outcome
+           END AS outcome,
+           statement_timestamp() - o.started_ago * interval '1 second' AS started_at,
+           statement_timestamp() - o.finished_ago * interval '1 second' AS finished_at,
+           o.details::json AS details
+      FROM unnest(%(ordinals)b::integer[], %(ids)b::bigint[], %(outcomes)b::text[], %(started_ago)b::float8[],
+                  %(finished_ago)b::float8[], %(details)b::text[], %(delays)b::float8[], %(reasons)b::text[])
+        AS o (ordinal, id, outcome, started_ago, finished_ago, details, delay, reason)
+      JOIN unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = o.ordinal
+      JOIN held AS h ON h.lease_id = n.lease_id
+)
+
+-- fragment: record_attempts
+INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at,
+                               details)
+SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details
+  FROM outcome AS o
+
+-- fragment: without_traceback
+-- The traceback is kept with the execution. It is not repeated elsewhere, and strangers do not get it.
+(SELECT json_object_agg(key, value) FROM json_each(o.details) WHERE key <> 'traceback')
+
+-- fragment: move_commands
+-- Where the commands go whose attempts were recorded, and what becomes of their leases. `progress` counts
+-- from the row as it was locked: the snapshot of this statement may be older than the lock.
+waiting_again AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, run_at,
+                                   reason)
+    SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies,
+           statement_timestamp() + o.delay * interval '1 second', 'RETRY'
+      FROM outcome AS o
+      JOIN settled AS s ON s.command = o.id
+     WHERE o.outcome = 'FAILED_ATTEMPT'
+), parked AS (
+    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason,
+                                         error)
+    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, {without_traceback}
+      FROM outcome AS o
+      JOIN settled AS s ON s.command = o.id
+     WHERE o.outcome = 'TROUBLESHOOTING'
+), progress AS (
+    SELECT h.lease_id, h.open - s.commands AS open
+      FROM (SELECT lease_id, count(*)::integer AS commands FROM settled GROUP BY lease_id) AS s
+      JOIN held AS h USING (lease_id)
+), closed AS (
+    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
+), kept AS (
+    UPDATE busload.lease AS l
+       SET open = p.open
+      FROM progress AS p
+     WHERE l.lease_id = p.lease_id
+       AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
+), replied AS (
+    SELECT busload.reply(
+               o.id,
+               CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END,
+               CASE o.outcome WHEN 'COMPLETED' THEN o.details ELSE {without_traceback} END
+           ) AS domain
+      FROM outcome AS o
+      JOIN settled AS s ON s.command = o.id
+     WHERE o.replies AND o.outcome IN ('COMPLETED', 'FAILED', 'CANCELED')
+)
+SELECT (SELECT count(*) FROM settled)::integer,
+       (SELECT count(pg_notify('busload_ready', domain))
+          FROM (SELECT DISTINCT domain FROM replied) AS told
+         WHERE domain IS NOT NULL)
+
+-- name: settle
+-- Record finished attempts of the leases that this worker still holds. If a lease was rescued meanwhile, its
+-- attempts are skipped: the new holder will settle them. The trigger on execution counts what was recorded.
+-- An attempt that would be tried again ends as canceled if its batch was canceled. A lease is closed with its
+-- last command. If somebody else holds a row that this statement needs for longer than `patience`, in
+-- milliseconds, it fails and has changed nothing. It also fails if an attempt is recorded already.
+WITH {attempts}, settled AS (
+    {record_attempts}
+    RETURNING command, lease_id
+), {move_commands};
+
+-- name: settle_again
+-- The same for attempts that may be recorded already: those are looked up first, and skipped. So to repeat it
+-- is harmless. The lock on the lease keeps others out meanwhile.
+WITH {attempts}, settled AS (
+    {record_attempts}
+     WHERE NOT EXISTS (
+        SELECT FROM busload.execution AS e WHERE e.command = o.id AND e.attempt = o.attempt OFFSET 0
+     )
+    RETURNING command, lease_id
+), {move_commands};
+
+-- name: credited
+-- Which of these attempts are recorded as they ended, under the lease that ran them: asked when a settlement
+-- has moved fewer attempts than it sent. A retry that a canceled batch has turned into a cancel is recorded
+-- too.
+SELECT e.command
+  FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[], %(outcomes)b::text[]) AS mine (id, lease_id, outcome)
+  JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id
+   AND (
+        e.outcome = coalesce(mine.outcome, 'COMPLETED')
+        OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED'
+   );
+
+-- name: locked
+-- Which of these leases and batches others hold right now: asked when a settlement had to wait for too long.
+WITH free_lease AS MATERIALIZED (
+    SELECT lease_id {leases_in_order} SKIP LOCKED
+), free_batch AS MATERIALIZED (
+    SELECT batch_id
+      FROM busload.batch
+     WHERE batch_id = ANY (%(batches)b::uuid[])
+     ORDER BY batch_id
+       FOR NO KEY UPDATE SKIP LOCKED
+)
+SELECT ARRAY(
+        SELECT lease_id FROM busload.lease WHERE lease_id = ANY (%(leases)b::uuid[])
+        EXCEPT SELECT lease_id FROM free_lease
+       ),
+       ARRAY(
+        SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[])
+        EXCEPT SELECT batch_id FROM free_batch
+       );
+
+-- name: lock
+-- Lock leases, and after them batches, each in order, as every settlement does: for a transaction that
+-- settles commands of some batches and sends into others. The count makes it wait for the leases first.
+WITH held AS MATERIALIZED (
+    SELECT lease_id {leases_in_order}
+)
+SELECT batch_id
+  FROM busload.batch
+ WHERE batch_id = ANY (%(batches)b::uuid[])
+   AND (SELECT count(*) FROM held) >= 0
+ ORDER BY batch_id
+   FOR NO KEY UPDATE;

@@ -1,0 +1,392 @@
+"""Puts loads into messages, hands them to the broker, and says what became of each command's message."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from itertools import islice
+from typing import Any
+
+import psycopg
+
+from busload.commands.load import LOAD_SIZE, Load, number_of
+from busload.commands.payload import PayloadRefusedError, storable
+from busload.dispatch import envelope as message
+from busload.dispatch import outbox
+from busload.dispatch.envelope import Envelope
+from busload.dispatch.outbox import Piece, Unpublished
+from busload.dispatch.unresponsive import UnresponsiveQueues, pause
+from busload.errors import (
+    BusloadError,
+    PublishError,
+    Refusal,
+    RefusalReason,
+    TransportError,
+    TransportMisconfiguredError,
+)
+from busload.postgres.plan import Plan
+from busload.transports import Delivery, Message, Transport
+from busload.transports.base import give_back
+
+log = logging.getLogger("busload")
+
+MOST_MESSAGES = 1000
+"""Messages that are published by one call: transports allow it ten seconds."""
+
+MOST_OF_A_PAGE = 20_000
+"""Messages of one page, so that a broker that is not quick has taken them all in time."""
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Bytes of payloads that are read and published at a time, unless one command has more."""
+
+DECLARED_WITHIN = 10.0
+"""Seconds for a queue to be made or found, also if others are before it."""
+
+DECLARE_AGAIN = (RefusalReason.UNROUTABLE, RefusalReason.REFUSED)
+"""Somebody has removed a queue, or the broker denies us something: to declare the queues says what is wrong."""
+
+DIGEST = 12
+"""Hex digits that tell messages about the same first and last command apart."""
+
+VANISHED = Refusal(RefusalReason.REFUSED, "There is no such command in the database any more.")
+
+
+class Publisher:
+    """Publishes loads on one transport: as envelopes of many ids, or with a message per command for foreign readers."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        perform: Callable[[Plan[Any]], Coroutine[Any, Any, Any]],
+        *,
+        prefix: str,
+        envelope_size: int,
+        message_per_command: bool = False,
+        key: bytes | None = None,
+    ) -> None:
+        self.transport = transport
+        self._perform = perform
+        self._prefix, self._size, self.key = prefix, envelope_size, key
+        self._per_command = message_per_command
+        if key is not None:
+            message.keys(key)  # says so now if it is unusable
+        self._declared: set[str] = set()
+        self._unresponsive = UnresponsiveQueues()
+        self._recovered = False
+        self._database: str | None = None
+        self.messages = self.confirmed = 0
+        """Messages that were handed to the broker, and those it has confirmed."""
+        self.refused: Counter[str] = Counter()
+        """The others, by reason."""
+
+    def queue(self, domain: str) -> str:
+        return f"{self._prefix}.{domain}"
+
+    @property
+    def page(self) -> int:
+        """Loads to publish together: none has to wait because the messages of the others take too long."""
+        return max(1, min(outbox.MOST, MOST_OF_A_PAGE * (1 if self._per_command else self._size) // LOAD_SIZE))
+
+    def is_stuck(self, domain: str) -> bool:
+        """Whether its queue is unresponsive while others answer, so that the broker is not away."""
+        return self._unresponsive.is_stuck(self.queue(domain))
+
+    @property
+    def left_alone(self) -> list[str]:
+        """Domains whose queues are stuck, and not to be tried for now."""
+        return [queue.removeprefix(f"{self._prefix}.") for queue in self._unresponsive.left_alone()]
+
+    def recovered(self) -> bool:
+        """Whether a queue that was stuck has answered since this was asked last: then nothing needs to wait for it."""
+        heard, self._recovered = self._recovered, False
+        return heard
+
+    async def publish(self, loads: Sequence[Unpublished], *, again: bool = False) -> list[Piece]:
+        """Publish messages about these loads, and return what became of them. This never fails: what the broker has not
+        confirmed is told as refused.
+
+        With `again`, the loads were published before and nobody has claimed them: the broker must not take their
+        messages for repetitions.
+        """
+        page = Page(loads, again=again)
+        queues = {self.queue(one.domain) for one in loads}
+        page.unusable |= {queue: why for queue, why in self._unresponsive.left_alone().items() if queue in queues}
+        return page.told(page.away(queues) or await self._publish_page(page, queues))
+
+    async def depth(self, queue: str) -> int | None:
+        """How many messages wait in a queue; None if the broker does not say."""
+        return await self.transport.depth(queue)
+
+    async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
+        """Bodies of messages in a queue; None if the broker cannot be looked into."""
+        return await self.transport.peek(queue, limit=limit)
+
+    def lend(self, queue: str, most: int) -> OnLoan:
+        """Take messages of a queue on loan, so many at most."""
+        return OnLoan(self.transport.deliveries(queue, prefetch=most), most)
+
+    async def close(self) -> None:
+        await self.transport.aclose()
+
+    async def _publish_page(self, page: Page, queues: Collection[str]) -> Refusal:
+        """Publish slice by slice; returns why the rest was not published."""
+        try:
+            async with aclosing(self._slices(page)) as slices:
+                async for envelopes in slices:
+                    await self._publish_envelopes(page, envelopes)
+                    if (away := page.away(queues)) is not None:
+                        return away
+        except TimeoutError:
+            return Refusal(RefusalReason.UNREACHABLE, f"Reading and publishing all of it took more than {WITHIN:g} s.")
+        except Exception as error:  # a load that nobody tells about would be held for a minute, and nobody knew why
+            if not isinstance(error, psycopg.Error | BusloadError | OSError):
+                log.exception("Could not read from the database what is to be published")
+            told = str(error) or type(error).__name__
+            return Refusal(RefusalReason.UNREACHABLE, f"The database could not be read for the message: {told}")
+        return VANISHED
+
+    async def _slices(self, page: Page) -> AsyncGenerator[list[Envelope], None]:
+        """The contents of up to a thousand messages at a time, with no more payloads than fit into memory."""
+        if self._database is None:
+            self._database = await self._read(page, outbox.identity())
+        if not self._per_command:
+            envelopes = message.envelopes([(one.load, one.domain) for one in page.loads], self._size)
+            while some := list(islice(envelopes, MOST_MESSAGES)):
+                yield some
+            return
+        for thousand in message.envelopes([(one.load, "") for one in page.loads], MOST_MESSAGES):
+            for ids in _by_bytes(await self._read(page, outbox.sizes(thousand.loads))):
+                rows = await self._read(page, outbox.commands([Load(id, id) for id in ids]))
+                if rows:
+                    yield [message.of_one(*row) for row in rows]
+
+    async def _read(self, page: Page, plan: Plan[Any]) -> Any:
+        async with asyncio.timeout_at(page.deadline):
+            return await self._perform(plan)
+
+    async def _publish_envelopes(self, page: Page, envelopes: Sequence[Envelope]) -> None:
+        messages: dict[int, Message] = {}
+        refused: dict[int, Refusal] = {}
+        for index, envelope in enumerate(envelopes):
+            try:
+                messages[index] = self._message(envelope, page.rounds if page.again else {})
+            except PayloadRefusedError as error:
+                refused[index] = Refusal(RefusalReason.TOO_LARGE, f"It does not fit into a message: {error}")
+        if messages:
+            began = time.monotonic()
+            refused |= await self._publish_messages(messages, page)
+            self._learn(page, messages, refused, began)
+        self.messages += len(envelopes)
+        self.confirmed += len(envelopes) - len(refused)
+        self.refused.update(str(refusal.reason) for refusal in refused.values())
+        for index, envelope in enumerate(envelopes):
+            page.tell(envelope.loads, refused.get(index))
+
+    def _message(self, envelope: Envelope, rounds: dict[int, int]) -> Message:
+        """The id must differ from that of any other message, or a broker would drop the message as a repetition. So it
+        names the database, as a broker may serve two, and has a digest if the message leaves out commands between
+        the first and the last one."""
+        first, last = envelope.loads[0].lo, envelope.loads[-1].hi
+        id = f"{self._database}-{first}-{last}-{rounds.get(number_of(last), 0)}"
+        if len(envelope.loads) > 1:
+            id += f"-{hashlib.sha256(repr(tuple(map(tuple, envelope.loads))).encode()).hexdigest()[:DIGEST]}"
+        return Message(self.queue(envelope.domain), id, message.write(envelope, self.key))
+
+    async def _publish_messages(self, messages: Mapping[int, Message], page: Page) -> dict[int, Refusal]:
+        """A queue that cannot be used refuses its own messages; the others are published."""
+        try:
+            async with asyncio.timeout_at(page.deadline):
+                unresponsive = await self._declare({each.queue for each in messages.values()}, page.unusable)
+                unusable = page.unusable | unresponsive
+                refused = {n: unusable[each.queue] for n, each in messages.items() if each.queue in unusable}
+                usable = {n: each for n, each in messages.items() if n not in refused}
+                return refused | await self._hand_over(usable)
+        except (TransportError, TimeoutError, OSError) as error:
+            return dict.fromkeys(messages, _unreachable(error))
+        except Exception as error:  # a fault of the transport must not end the relay
+            log.exception("The transport %s failed in a way that it should not", self.transport.name)
+            return dict.fromkeys(messages, Refusal(RefusalReason.REFUSED, type(error).__name__))
+
+    async def _declare(self, queues: set[str], unusable: dict[str, Refusal]) -> dict[str, Refusal]:
+        """Declare each queue by itself, so that none waits for another; returns those that could not be reached."""
+        missing = sorted(queues - self._declared - unusable.keys())
+        found = await asyncio.gather(*map(self._declare_one, missing), return_exceptions=True)
+        unresponsive: dict[str, Refusal] = {}
+        for queue, error in zip(missing, found, strict=True):
+            if error is None:
+                self._declared.add(queue)
+            elif isinstance(error, TransportMisconfiguredError):
+                unusable[queue] = Refusal(RefusalReason.REFUSED, str(error))
+            elif isinstance(error, TransportError | OSError):
+                unresponsive[queue] = _unreachable(error)
+            else:
+                raise error
+        return unresponsive
+
+    async def _declare_one(self, queue: str) -> None:
+        async with asyncio.timeout(DECLARED_WITHIN):
+            await self.transport.declare([queue])
+
+    async def _hand_over(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
+        indexes = list(messages)
+        try:
+            if messages:
+                await self.transport.publish(list(messages.values()))
+        except PublishError as failed:
+            if any(refusal.reason in DECLARE_AGAIN for refusal in failed.refused.values()):
+                self._declared.clear()
+            return {indexes[n]: refusal for n, refusal in failed.refused.items()}
+        except TransportMisconfiguredError as error:
+            self._declared.clear()
+            return dict.fromkeys(indexes, Refusal(RefusalReason.REFUSED, str(error)))
+        return {}
+
+    def _learn(self, page: Page, messages: Mapping[int, Message], refused: Mapping[int, Refusal], began: float) -> None:
+        """An unresponsive queue is tried once per page and, while others answer, not in each page."""
+        heard = {each.queue for n, each in messages.items() if n not in refused}
+        unresponsive = {
+            each.queue: refused[n]
+            for n, each in messages.items()
+            if each.queue not in heard
+            and each.queue not in page.unusable
+            and refused[n].reason is RefusalReason.UNREACHABLE
+        }
+        self._recovered |= self._unresponsive.learn(heard, unresponsive, began)
+        page.unusable |= unresponsive
+
+
+def _by_bytes(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Ids of commands whose payloads may be in memory together."""
+    ids: list[int] = []
+    room = MOST_BYTES
+    for id, size in sizes:
+        if ids and size > room:
+            yield ids
+            ids, room = [], MOST_BYTES
+        ids.append(id)
+        room -= size
+    if ids:
+        yield ids
+
+
+def _unreachable(error: Exception) -> Refusal:
+    return Refusal(RefusalReason.UNREACHABLE, str(error) or f"It did not answer within {WITHIN:g} s.")
+
+
+WITHIN = 40.0
+"""Seconds that publishing a page may take: whoever publishes loads holds them for a minute."""
+
+
+class Page:
+    """Loads that are published together, and what is known of each command's message so far."""
+
+    def __init__(self, loads: Sequence[Unpublished], *, again: bool) -> None:
+        self.loads, self.again = loads, again
+        self.rounds = {one.load.number: one.rounds for one in loads}
+        self.deadline = asyncio.get_running_loop().time() + WITHIN
+        self.unusable: dict[str, Refusal] = {}
+        """Queues that the broker does not let us use, or that do not answer; they are not tried again for this page."""
+        self._pieces: list[Piece] = []
+
+    def away(self, queues: Iterable[str]) -> Refusal | None:
+        """The refusal, if none of these queues answers: then the rest need not be tried."""
+        why = [self.unusable.get(queue) for queue in queues]
+        return why[0] if all(one is not None and one.reason is RefusalReason.UNREACHABLE for one in why) else None
+
+    def tell(self, loads: Iterable[Load], refusal: Refusal | None) -> None:
+        for load in loads:
+            if refusal is None:
+                self._pieces.append(Piece(load))
+            else:
+                wait = pause(self.rounds.get(load.number, 0), refusal.after)
+                self._pieces.append(
+                    Piece(load, str(refusal.reason), storable(refusal.message, 1000), wait, refusal.after)
+                )
+
+    def told(self, left: Refusal) -> list[Piece]:
+        """What became of every command; those that nobody has told about fared like `left`.
+
+        Nothing may be left out: the outbox moves a load only if all of its commands are told about.
+        """
+        self.tell(list(self._untold()), left)
+        return list(_joined(self._pieces))
+
+    def _untold(self) -> Iterator[Load]:
+        told: dict[int, list[Load]] = defaultdict(list)
+        for piece in self._pieces:
+            told[piece.load.number].append(piece.load)
+        for one in self.loads:
+            yield from one.load.subtract(told[one.load.number])
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
+    """Neighbours in a load that fared alike, as one."""
+    last: Piece | None = None
+    for piece in sorted(pieces, key=lambda piece: piece.load):
+        if last is not None:
+            joined = last.load.join(piece.load)
+            if joined is not None and (last.reason, last.error) == (piece.reason, piece.error):
+                wait, after = max(last.pause, piece.pause), max(last.after or 0.0, piece.after or 0.0) or None
+                last = Piece(joined, last.reason, last.error, wait, after)
+                continue
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+PAGE = 500
+"""Messages on loan that are looked up at once."""
+
+QUIET, LONGEST_LOAN = 2.0, 30.0
+"""Seconds without a message after which a queue is at its end, and for which messages are kept from workers at most."""
+
+
+class OnLoan:
+    """Messages that are kept from workers until they are given back."""
+
+    def __init__(self, deliveries: AsyncIterator[Delivery], most: int) -> None:
+        self._deliveries, self._left = deliveries, most
+        self._next: asyncio.Future[Delivery] | None = None
+        self._end = time.monotonic() + LONGEST_LOAN
+
+    async def next_page(self) -> list[Delivery]:
+        """Some messages; none after the most, when no message has come for a while, or when it takes too long."""
+        page: list[Delivery] = []
+        while self._left and len(page) < PAGE:
+            self._next = asyncio.ensure_future(anext(self._deliveries))
+            # To cancel it would end the deliveries, and give back what is on loan.
+            await asyncio.wait([self._next], timeout=max(0.0, min(QUIET, self._end - time.monotonic())))
+            if not self._next.done():
+                self._left = 0
+                break
+            page.append(self._next.result())
+            self._left -= 1
+        return page
+
+    async def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
+
+    async def reject(self, delivery: Delivery, why: str) -> None:
+        await delivery.reject(why)
+
+    async def give_back(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+        await give_back(self._deliveries)

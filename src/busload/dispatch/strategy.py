@@ -1,0 +1,158 @@
+"""How the commands of a batch are published to a broker, and what is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
+from uuid import UUID
+
+DispatchName = Literal["two_phase", "checkpoint", "optimistic", "relay"]
+"""How a batch may be published: the name of a `Strategy`."""
+
+
+class Strategy(StrEnum):
+    """How a batch reaches the broker."""
+
+    TWO_PHASE = "two_phase"
+    """Write all commands, publish them, then mark them as published."""
+    CHECKPOINT = "checkpoint"
+    """Write, publish and mark slice by slice, with a cursor that says where to go on."""
+    OPTIMISTIC = "optimistic"
+    """Write all commands as ready, then publish them."""
+    RELAY = "relay"
+    """Write all commands, and leave the broker to the relay of a worker."""
+
+
+class DispatchStatus(StrEnum):
+    """How the creation of a batch went."""
+
+    PENDING = "pending"
+    """It is under way, or its process died."""
+    SUCCESS = "success"
+    SUCCESS_WITH_WARNING = "success_with_warning"
+    """All of it was published, and the report's `warning` says what was unusual."""
+    PARTIAL_SUCCESS = "partial_success"
+    """A part was not published, or not written; the report says how much."""
+    FAILED_NEEDS_RECOVERY = "failed_needs_recovery"
+    """The strategy was optimistic, and the broker confirmed nothing."""
+    RECOVERED = "recovered"
+    """It needed help, and all of it was published in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchReport:
+    """How the creation of a batch went, and what of it is still to be published now. Times are milliseconds."""
+
+    batch_id: UUID
+    transport: str
+    strategy: Strategy
+    status: DispatchStatus
+    total_tasks: int | None
+    """Commands that the caller gave; None while the end of an iterator is not known."""
+    database_tasks: int
+    """Commands in the database: all, unless checkpoints are missing."""
+    queued_tasks: int
+    """Commands that were published, as of now."""
+    retry_needed: bool
+    """Whether commands wait for another round, as of now."""
+    checkpoints: tuple[str, ...]
+    """Checkpoints that the broker has confirmed: `<batch>-cp-<n>`."""
+    failed_checkpoint: str | None
+    error: str | None
+    warning: str | None
+    rounds: int
+    """Rounds of publishing that have failed."""
+    insert_ms: float | None
+    send_ms: float | None
+    mark_ms: float | None
+    total_ms: float | None
+    created_at: datetime
+    published_at: datetime | None
+    job_id: UUID | None = None
+    stage: str | None = None
+    given_up: bool = False
+    """Whether the batch was canceled or sealed before all was written: then the rest is never written."""
+
+    @property
+    def tasks_committed(self) -> int:
+        return self.database_tasks
+
+    @property
+    def tasks_failed(self) -> int | None:
+        """Commands that are not in the database: repeating the call writes them. None if their number is not known."""
+        return None if self.total_tasks is None else self.total_tasks - self.database_tasks
+
+    @property
+    def retry_tasks(self) -> int:
+        """Commands in the database that are still to be published, as of now."""
+        return self.database_tasks - self.queued_tasks
+
+    @property
+    def recovery_possible(self) -> bool:
+        """Whether something is missing: a relay publishes what is written, and repeating the call writes the rest."""
+        return (self.tasks_failed != 0 and not self.given_up) or self.retry_tasks > 0
+
+    @property
+    def recovery_scheduled(self) -> bool:
+        """Whether a relay has something left to publish. It does so by itself."""
+        return self.retry_tasks > 0
+
+
+def checkpoint_name(batch_id: UUID, checkpoint: int) -> str:
+    return f"{batch_id}-cp-{checkpoint}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEntry:
+    """Commands that wait to be published, for the same reason. `reason` is None for those that were not tried yet."""
+
+    transport: str
+    domain: str
+    reason: str | None
+    commands: int
+    loads: int
+    oldest: datetime
+    rounds: int
+    error: str | None
+    next_try: datetime
+    being_published: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a recovery did: commands it published, those it published again, and creations that are complete by it."""
+
+    relayed: int = 0
+    published_again: int = 0
+    closed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """What the database and the broker know of one queue, compared.
+
+    `looked_into` is False if this broker, or this side of the bus, cannot look at messages: then only counts are told.
+    """
+
+    transport: str
+    domain: str
+    queue: str
+    published: int
+    """Commands that are ready for some seconds, with a message that the broker has confirmed."""
+    depth: int | None
+    """Messages that the broker holds; None if it does not tell."""
+    looked_into: bool
+    messages: int = 0
+    """Messages that were looked at."""
+    answered: int = 0
+    """Messages whose loads have nothing that waits or runs any more: a worker drops them after one claim."""
+    unknown: int = 0
+    """Messages about commands that do not exist here, or that nobody can read."""
+    missing: int = 0
+    """Published commands beyond the number that the messages about their loads name."""
+    published_again: int = 0
+    """Missing commands that a new message was sent for."""
+    removed: int = 0
+    """Messages that were removed from the broker: nothing waits for them, or nobody can read them."""

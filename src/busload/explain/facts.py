@@ -1,0 +1,375 @@
+"""The facts behind an explanation, read at one moment: where commands are, and what goes on around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from busload.commands.command import CommandStatus
+from busload.errors import BatchNotFoundError, CommandNotFoundError
+from busload.limits.pause import Pause
+from busload.postgres.plan import Plan, Script, execute, many
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+ONE_MOMENT = b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+"""All statements that follow see the same state, so that their counts add up."""
+
+ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
+
+LONG = timedelta(seconds=30)
+"""An attempt is never called long before this time."""
+LONG_WITHOUT_COMPARISON = timedelta(minutes=10)
+"""If no attempt has ended that could be compared, an attempt is called long from this time on."""
+MUCH_LONGER = 10
+"""An attempt is called long from this many times the usual on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Commands of one priority that any worker could take."""
+
+    priority: int
+    count: int
+    since: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Attempts that failed alike, and one of their commands."""
+
+    count: int
+    error_type: str | None
+    error_code: str | None
+    message: str | None
+    command_id: UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER or RATE_LIMITED."""
+
+    reason: str
+    count: int
+    since: datetime | None
+    next_at: datetime
+    last_at: datetime
+    failures: tuple[Failure, ...] = ()
+    command_types: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unconfirmed:
+    """Commands in the outbox for one broker, all for one reason. If the reason is None, no round has failed yet."""
+
+    transport: str
+    reason: str | None
+    count: int
+    since: datetime
+    rounds: int
+    error: str | None
+    next_try: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Commands that one worker holds; `long` of them have run for much longer than usual."""
+
+    worker: str | None
+    count: int
+    since: datetime
+    seen_at: datetime | None
+    lease_ends_at: datetime | None
+    lost: bool
+    long: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Commands in troubleshooting for the same cause, and one of them."""
+
+    count: int
+    since: datetime
+    reason: str
+    error_type: str | None
+    error_code: str | None
+    message: str | None
+    command_id: UUID
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the commands are that have not ended."""
+
+    ready: tuple[Ready, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    running: tuple[Running, ...] = ()
+    parked: tuple[Parked, ...] = ()
+    other_parked: int = 0
+    """Commands in troubleshooting for causes that are not listed."""
+    unconfirmed: tuple[Unconfirmed, ...] = ()
+
+    @property
+    def count(self) -> int:
+        places = (self.ready, self.waiting, self.running, self.parked, self.unconfirmed)
+        return sum(part.count for parts in places for part in parts) + self.other_parked
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The domain of the commands: who serves it, and what else it has to do."""
+
+    workers: int
+    """Living workers that serve the domain."""
+    last_seen: datetime | None = None
+    """When the last worker that served the domain was seen."""
+    anybody: bool = True
+    """Whether any worker lives: each one takes back what dead workers held, whatever domains it serves."""
+    pause: Pause | None = None
+    ahead: int = 0
+    """Ready commands of others that have a higher priority than the lowest of ours."""
+    ahead_priority: int | None = None
+    """The highest priority among them."""
+    usual: timedelta | None = None
+    """How long an attempt takes, on average of those that have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A batch, or a command, and everything that may be in its way."""
+
+    now: datetime
+    domain: str
+    batch_id: UUID | None
+    command_id: UUID | None = None
+    """None for a batch."""
+    status: str
+    created_at: datetime
+    canceled_at: datetime | None = None
+    """When the batch was canceled."""
+    total: int = 1
+    ended: int
+    places: Places = Places()
+    around: Surroundings = Surroundings(workers=0)
+
+    started_at: datetime | None = None
+    sealed_at: datetime | None = None
+    completed_at: datetime | None = None
+    callback: Facts | None = None
+    """The command that a completed batch has sent."""
+
+    command_type: str | None = None
+    events: int | None = None
+    """How many events the command holds, if it is a group of a buffer."""
+
+    @property
+    def remaining(self) -> int:
+        return self.total - self.ended
+
+    @property
+    def finished(self) -> bool:
+        """A batch is finished when it has completed and its callback, if it has one, has ended."""
+        if self.command_id is not None:
+            return not self.remaining
+        return self.completed_at is not None and (self.callback is None or self.callback.finished)
+
+
+def longer_than(usual: timedelta | None) -> timedelta:
+    """Return the time from which on a running attempt is called long."""
+    return LONG_WITHOUT_COMPARISON if usual is None else max(LONG, MUCH_LONGER * usual)
+
+
+def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
+    """Needs a transaction of its own."""
+    yield Script(ONE_MOMENT)
+    rows = yield from execute(SQL.batch, domain=domain, batch_id=batch_id)
+    if not rows:
+        raise BatchNotFoundError(domain, batch_id)
+    now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *ids = rows[0]
+    facts = Facts(
+        now=now,
+        domain=domain,
+        batch_id=batch_id,
+        status=status,
+        total=total,
+        ended=ended,
+        created_at=created_at,
+        started_at=started_at,
+        sealed_at=sealed_at,
+        canceled_at=canceled_at,
+        completed_at=completed_at,
+    )
+    if completed_at is not None:
+        callback = (yield from _command(domain, callback_id)) if callback_id else None
+        return replace(facts, callback=callback)
+    first, last = ids
+    around = yield from _surroundings(domain)
+    if first is None:
+        return replace(facts, around=around)
+    usual = yield from _usual(batch_id, domain, first)
+    places = yield from _places(batch_id, first, last, usual)
+    if places.ready:
+        lowest = min(ready.priority for ready in places.ready)
+        around = yield from _with_those_ahead(around, domain, lowest, batch_id)
+    return replace(facts, places=places, around=replace(around, usual=usual))
+
+
+def read_command(domain: str, command_id: UUID) -> Plan[Facts]:
+    """Needs a transaction of its own."""
+    yield Script(ONE_MOMENT)
+    facts = yield from _command(domain, command_id)
+    if facts is None:
+        raise CommandNotFoundError(domain, command_id)
+    return facts
+
+
+def _places(batch_id: UUID, first: int, last: int, usual: timedelta | None) -> Plan[Places]:
+    here = {"batch_id": batch_id, "first": first, "last": last}
+    ready = yield from many(Ready, SQL.ready, **here)
+    waiting = []
+    for row in (yield from execute(SQL.waiting, **here)):
+        waiting.append((yield from _with_its_cause(Waiting(*row), here)))
+    running = yield from many(Running, SQL.running, longer_than=longer_than(usual), **here)
+    parked = yield from execute(SQL.parked, **here)
+    together = parked[0][-1] if parked else 0
+    unconfirmed = yield from many(Unconfirmed, SQL.unconfirmed, **here)
+    return Places(
+        tuple(ready),
+        tuple(waiting),
+        tuple(running),
+        tuple(Parked(*row[:-1]) for row in parked),
+        together - sum(row[0] for row in parked),
+        tuple(unconfirmed),
+    )
+
+
+def _with_its_cause(waiting: Waiting, here: dict[str, Any]) -> Plan[Waiting]:
+    """Add why the commands wait. Commands that wait for their run_at need no cause."""
+    if waiting.reason == "RETRY":
+        rows = yield from execute(SQL.failures, **here)
+        since = min((row[-1] for row in rows), default=waiting.since)
+        return replace(waiting, since=since, failures=tuple(Failure(*row[:-1]) for row in rows))
+    if waiting.reason == "NO_HANDLER":
+        [(types, since)] = yield from execute(SQL.unknown_types, **here)
+        return replace(waiting, since=since, command_types=tuple(types))
+    if waiting.reason == "RATE_LIMITED":
+        [(limits, since)] = yield from execute(SQL.limits, **here)
+        return replace(waiting, since=since, limits=tuple(limits))
+    return waiting
+
+
+class _Command(NamedTuple):
+    """A row of the statement `command`."""
+
+    now: datetime
+    id: int
+    batch_id: UUID | None
+    command_id: UUID
+    command_type: str
+    priority: int
+    status: str
+    created_at: datetime
+    scheduled_reason: str | None
+    run_at: datetime
+    parked_reason: str
+    parked_at: datetime
+    error_type: str | None
+    error_code: str | None
+    error_message: str | None
+    fingerprint: str
+    failed_at: datetime | None
+    unknown_since: datetime | None
+    worker: str | None
+    leased_at: datetime
+    seen_at: datetime | None
+    lease_ends_at: datetime | None
+    lost: bool
+    canceled_at: datetime | None
+    items: str | None
+
+
+def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
+    rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
+    if not rows:
+        return None
+    row = _Command(*rows[0])
+    facts = Facts(
+        now=row.now,
+        domain=domain,
+        batch_id=row.batch_id,
+        command_id=command_id,
+        command_type=row.command_type,
+        status=row.status,
+        ended=int(row.status in ENDED),
+        created_at=row.created_at,
+        canceled_at=row.canceled_at,
+        events=int(row.items) if row.items is not None and row.items.isdecimal() else None,
+    )
+    if facts.ended:
+        return facts
+    usual = yield from _usual(row.batch_id, domain, row.id, row.command_type)
+    places = yield from _place(row, usual)
+    around = yield from _surroundings(domain)
+    if places.ready:
+        around = yield from _with_those_ahead(around, domain, row.priority, None)
+    return replace(facts, places=places, around=replace(around, usual=usual))
+
+
+def _place(row: _Command, usual: timedelta | None) -> Plan[Places]:
+    """The one place that a command is in."""
+    error = (row.error_type, row.error_code, row.error_message)
+    match row.status:
+        case CommandStatus.PENDING:
+            return Places(ready=(Ready(row.priority, 1, row.created_at),))
+        case CommandStatus.SCHEDULED if row.run_at <= row.now:
+            return Places(ready=(Ready(row.priority, 1, row.created_at),))
+        case CommandStatus.SCHEDULED:
+            waiting = Waiting(row.scheduled_reason or "RUN_AT", 1, row.created_at, row.run_at, row.run_at)
+            if row.scheduled_reason == "RETRY":
+                failure = Failure(1, *error, row.command_id)
+                waiting = replace(waiting, since=row.failed_at, failures=(failure,))
+            elif row.scheduled_reason == "NO_HANDLER":
+                waiting = replace(waiting, since=row.unknown_since, command_types=(row.command_type,))
+            elif row.scheduled_reason == "RATE_LIMITED":
+                [(limits, since)] = yield from execute(SQL.limits_of_command, id=row.id)
+                waiting = replace(waiting, since=since, limits=tuple(limits))
+            return Places(waiting=(waiting,))
+        case CommandStatus.IN_PROGRESS:
+            long = int(row.leased_at < row.now - longer_than(usual))
+            running = Running(row.worker, 1, row.leased_at, row.seen_at, row.lease_ends_at, row.lost, long)
+            return Places(running=(running,))
+        case CommandStatus.IN_TROUBLESHOOTING_QUEUE:
+            parked = Parked(1, row.parked_at, row.parked_reason, *error, row.command_id, row.fingerprint)
+            return Places(parked=(parked,))
+        case CommandStatus.PENDING_QUEUE | CommandStatus.PENDING_RETRY:
+            found = yield from many(Unconfirmed, SQL.unconfirmed_command, id=row.id)
+            return Places(unconfirmed=tuple(found))
+        case _:
+            return Places()
+
+
+def _surroundings(domain: str) -> Plan[Surroundings]:
+    [(workers, last_seen, anybody, since, operator, reason)] = yield from execute(SQL.surroundings, domain=domain)
+    pause = Pause(domain, since, operator, reason) if since else None
+    return Surroundings(workers, last_seen, anybody, pause)
+
+
+def _with_those_ahead(around: Surroundings, domain: str, priority: int, batch_id: UUID | None) -> Plan[Surroundings]:
+    [(ahead, highest)] = yield from execute(SQL.ahead, domain=domain, priority=priority, batch_id=batch_id)
+    return replace(around, ahead=ahead, ahead_priority=highest)
+
+
+def _usual(batch_id: UUID | None, domain: str, first: int, command_type: str | None = None) -> Plan[timedelta | None]:
+    """How long an attempt takes: in its batch; if nothing has ended there, of its type; otherwise in its domain."""
+    usual: timedelta | None = None
+    if batch_id is not None:
+        [(usual,)] = yield from execute(SQL.usual, batch_id=batch_id)
+    for kind in dict.fromkeys((command_type, None)):
+        if usual is None:
+            [(usual,)] = yield from execute(SQL.usual_before, domain=domain, first=first, command_type=kind)
+    return usual

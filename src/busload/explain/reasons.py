@@ -1,0 +1,481 @@
+"""What keeps a batch or a command from being finished: facts go in, reasons in plain words come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Self
+
+from busload.commands.counted import counted, span
+from busload.explain.facts import Facts, Failure, Parked, Ready, Running, Unconfirmed, Waiting
+from busload.limits.pause import Pause
+from busload.tasks.track import TRACKED
+
+NOT_RELAYED = timedelta(seconds=10)
+"""A load may be due in the outbox for this long before an explanation says that nobody relays it."""
+
+
+class Blocker(StrEnum):
+    """What keeps a batch or a command from being finished, the most urgent first."""
+
+    label: str
+
+    def __new__(cls, code: str, label: str) -> Self:
+        blocker = str.__new__(cls, code)
+        blocker._value_, blocker.label = code, label
+        return blocker
+
+    NOT_SEALED = "NOT_SEALED", "not sealed"
+    CANCELING = "CANCELING", "being canceled"
+    PAUSED = "PAUSED", "paused"
+    NO_WORKER = "NO_WORKER", "without a worker"
+    NOT_CLAIMED = "NOT_CLAIMED", "not claimed"
+    NOT_CONFIRMED = "NOT_CONFIRMED", "refused by the broker"
+    NOT_PUBLISHED = "NOT_PUBLISHED", "not published"
+    IN_TROUBLESHOOTING = "IN_TROUBLESHOOTING", "waiting for a person"
+    NO_HANDLER = "NO_HANDLER", "without a handler"
+    WORKER_LOST = "WORKER_LOST", "held by a lost worker"
+    RUNNING_LONG = "RUNNING_LONG", "running long"
+    IN_NO_PLACE = "IN_NO_PLACE", "in no place"
+    RATE_LIMITED = "RATE_LIMITED", "held up by a rate limit"
+    BACKOFF = "BACKOFF", "waiting for the next attempt"
+    RUN_AT = "RUN_AT", "waiting for their time"
+    BEHIND_PRIORITY = "BEHIND_PRIORITY", "behind higher priority"
+    CALLBACK_FAILING = "CALLBACK_FAILING", "callback failing"
+    CALLBACK_WAITING = "CALLBACK_WAITING", "callback waiting"
+
+
+_URGENCY = {code: place for place, code in enumerate(Blocker)}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One thing that is in the way: of how many commands, since when, and what to do about it."""
+
+    code: Blocker
+    count: int
+    since: datetime | None
+    message: str
+    advice: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def reasons_of(facts: Facts) -> tuple[Reason, ...]:
+    """Return what is in the way of a batch or a command, the most urgent first."""
+    if facts.finished:
+        return ()
+    if facts.completed_at is not None and facts.callback is not None:
+        return (_callback(facts, facts.callback),)
+    return tuple(sorted(_reasons(facts), key=lambda reason: _URGENCY[reason.code]))
+
+
+def _reasons(facts: Facts) -> Iterator[Reason]:
+    if facts.command_id is None and facts.sealed_at is None:
+        yield _not_sealed(facts)
+    if facts.canceled_at is not None:
+        yield from _canceling(facts, facts.canceled_at)
+    elif facts.command_type == TRACKED:
+        yield from _not_claimed(facts)
+        yield from _running_long(facts)
+    else:
+        for held in facts.places.unconfirmed:
+            yield from _in_the_outbox(facts, held)
+        yield from _not_taken(facts)
+        for waiting in facts.places.waiting:
+            yield _WAITING[waiting.reason](facts, waiting)
+        yield from _running_long(facts)
+    yield from _worker_lost(facts)
+    yield from _in_troubleshooting(facts)
+    if facts.remaining > facts.places.count:
+        yield _in_no_place(facts, facts.remaining - facts.places.count)
+
+
+def _callback(facts: Facts, callback: Facts) -> Reason:
+    """The batch has completed. Its callback is a command with reasons of its own."""
+    own = reasons_of(callback)
+    failing = any(reason.code in (Blocker.BACKOFF, Blocker.IN_TROUBLESHOOTING) for reason in own)
+    message = " ".join(reason.message for reason in own) or f"It is {callback.status} and on its way."
+    return Reason(
+        Blocker.CALLBACK_FAILING if failing else Blocker.CALLBACK_WAITING,
+        1,
+        own[0].since if own else facts.completed_at,
+        f"All commands have ended, but the callback, command {callback.command_id} ({callback.command_type}), has "
+        f"not. {message}",
+        " ".join(reason.advice for reason in own) or "Nothing to do: it is about to end.",
+        {"command_id": callback.command_id, "command_type": callback.command_type, "reasons": list(own)},
+    )
+
+
+def _not_sealed(facts: Facts) -> Reason:
+    return Reason(
+        Blocker.NOT_SEALED,
+        facts.total,
+        facts.created_at,
+        f"The batch was opened {_ago(facts, facts.created_at)} and is not sealed: more may be added, so it cannot "
+        "complete.",
+        f'If nothing is missing, seal it: bus.seal_batch("{facts.domain}", UUID("{facts.batch_id}")); or give it up: '
+        f"`busload batch cancel {facts.batch_id} --reason TEXT`.",
+    )
+
+
+def _canceling(facts: Facts, canceled_at: datetime) -> Iterator[Reason]:
+    places = facts.places
+    runs = sum(running.count for running in places.running if not running.lost)
+    waits = sum(part.count for parts in (places.ready, places.waiting, places.unconfirmed) for part in parts)
+    if not runs + waits:
+        return
+    back = f" {_are(waits)} back from a worker and will be canceled by the next sweep." if waits else ""
+    yield Reason(
+        Blocker.CANCELING,
+        runs + waits,
+        canceled_at,
+        f"The batch was canceled {_ago(facts, canceled_at)}; {_have(runs)} not stopped yet.{back}",
+        "Handlers finish, or stop early if they look at ctx.cancelled."
+        if facts.around.anybody
+        else f"No worker lives that could cancel the rest. {_start_worker(facts)}",
+        {"running": runs, "waiting": waits},
+    )
+
+
+# -- in the outbox -----------------------------------------------------------------------------------------------------
+
+
+def _in_the_outbox(facts: Facts, held: Unconfirmed) -> Iterator[Reason]:
+    nobody = _nobody_relays(facts, held)
+    start = f"Start a worker whose bus has that transport: `{_worker(facts)} --transport URL`. Or go"
+    where = f"--domain {facts.domain}" if facts.command_id is not None else f"--batch {facts.batch_id}"
+    reroute = f"without the broker: `busload outbox reroute {where} --all`."
+    details = {"transport": held.transport, "rounds": held.rounds, "reason": held.reason, "error": held.error}
+    if held.reason is not None:
+        said = _line(held.error)
+        when = "is due now" if held.next_try <= facts.now else f"is {_until(facts, held.next_try)}"
+        next_try = f"The next try {when}." if nobody is None else f"Nobody tries again: {nobody}."
+        wait = "Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"
+        yield Reason(
+            Blocker.NOT_CONFIRMED,
+            held.count,
+            held.since,
+            f"{_are(held.count)} in the outbox: {counted(held.rounds, 'round')} of publishing to the broker "
+            f"({held.transport}) failed. The last time it was {held.reason}: {said}. {next_try}",
+            f"{wait if nobody is None else start} {reroute}",
+            details | {"next_try": held.next_try},
+        )
+    elif nobody is not None:
+        yield Reason(
+            Blocker.NOT_PUBLISHED,
+            held.count,
+            held.since,
+            f"{_are(held.count)} in the outbox since {span(facts.now - held.since)}, but {nobody}.",
+            f"{start} {reroute}",
+            details,
+        )
+
+
+def _nobody_relays(facts: Facts, held: Unconfirmed) -> str | None:
+    """Say why nobody relays, if so: relays of living workers take a load at once when it is due."""
+    if not facts.around.anybody:
+        return "no worker lives"
+    return f"no worker relays to {held.transport}" if facts.now - held.next_try > NOT_RELAYED else None
+
+
+# -- ready -------------------------------------------------------------------------------------------------------------
+
+
+def _not_taken(facts: Facts) -> Iterator[Reason]:
+    """Say why ready commands are not taken by a worker."""
+    ready, around = facts.places.ready, facts.around
+    if not ready:
+        return
+    count, sent = _sum(ready), _oldest(ready) or facts.created_at
+    if around.pause is not None:
+        yield _paused(facts, around.pause, count, sent)
+    if around.workers == 0:
+        yield _no_worker(facts, count, sent)
+    elif around.pause is None and around.ahead_priority is not None:
+        behind = [one for one in ready if one.priority < around.ahead_priority]
+        if behind:
+            yield _behind_priority(facts, behind)
+
+
+def _not_claimed(facts: Facts) -> Iterator[Reason]:
+    """Another queue runs a tracked command: no worker looks for it, a process of that queue claims it by name."""
+    places: tuple[Ready | Waiting, ...] = (*facts.places.ready, *facts.places.waiting)
+    if not places:
+        return
+    since = _oldest(places) or facts.created_at
+    if facts.around.pause is not None:
+        yield _paused(facts, facts.around.pause, 1, since)
+        return
+    failures = [one for waiting in facts.places.waiting for one in waiting.failures if one.error_type]
+    failed = f" The last error was {_said(failures[0])}." if failures else ""
+    yield Reason(
+        Blocker.NOT_CLAIMED,
+        1,
+        since,
+        f"No process of its queue, {facts.domain!r}, has claimed it for {span(facts.now - since)}.{failed}",
+        "Publish its two keys again, its message may be lost: "
+        f"`busload tracker recover --queue {facts.domain}` lists all that have waited too long.",
+        {"failures": failures},
+    )
+
+
+def _paused(facts: Facts, pause: Pause, count: int, sent: datetime) -> Reason:
+    by = f" by {pause.operator}" if pause.operator else ""
+    why = f": {pause.reason}" if pause.reason else ""
+    return Reason(
+        Blocker.PAUSED,
+        count,
+        max(pause.since, sent),
+        f"{_are(count)} ready, but domain {facts.domain!r} was paused {_ago(facts, pause.since)}{by}{why}.",
+        f"Let it go on: `busload domain resume {facts.domain}`.",
+        {"paused_at": pause.since, "operator": pause.operator, "reason": pause.reason},
+    )
+
+
+def _no_worker(facts: Facts, count: int, sent: datetime) -> Reason:
+    seen = facts.around.last_seen
+    last = "there has never been one" if seen is None else f"the last one was seen {_ago(facts, seen)}"
+    return Reason(
+        Blocker.NO_WORKER,
+        count,
+        sent if seen is None else max(seen, sent),
+        f"{_are(count)} ready, but no living worker serves domain {facts.domain!r}; {last}.",
+        _start_worker(facts),
+        {"last_seen": seen},
+    )
+
+
+def _behind_priority(facts: Facts, behind: Sequence[Ready]) -> Reason:
+    count, ahead = _sum(behind), facts.around.ahead
+    return Reason(
+        Blocker.BEHIND_PRIORITY,
+        count,
+        _oldest(behind) or facts.created_at,
+        f"{_are(count)} ready, behind {counted(ahead, 'command')} of higher priority in domain {facts.domain!r}.",
+        f"Nothing to do if that is meant. More workers get there sooner: `{_worker(facts)}`.",
+        {"ahead": ahead, "priority": max(ready.priority for ready in behind)},
+    )
+
+
+# -- not due -----------------------------------------------------------------------------------------------------------
+
+
+def _run_at(facts: Facts, waiting: Waiting) -> Reason:
+    return Reason(
+        Blocker.RUN_AT,
+        waiting.count,
+        waiting.since or facts.created_at,
+        f"{_have(waiting.count)} a run_at that has not come: {_when(facts, waiting)}.",
+        "Nothing to do: what is due becomes ready by itself.",
+        {"next_at": waiting.next_at, "last_at": waiting.last_at},
+    )
+
+
+def _backoff(facts: Facts, waiting: Waiting) -> Reason:
+    causes = "; ".join(_said(failure) for failure in waiting.failures[:3])
+    last = f" The last error was {causes}." if causes else ""
+    shown = facts.command_id or (waiting.failures[0].command_id if waiting.failures else None)
+    look = f" `busload command show {shown}` tells of every attempt." if shown else ""
+    return Reason(
+        Blocker.BACKOFF,
+        waiting.count,
+        waiting.since or facts.created_at,
+        f"{counted(waiting.count, 'command')} failed and will be tried again: {_when(facts, waiting)}.{last}",
+        f"Nothing to do if the cause passes by itself.{look}",
+        {"next_at": waiting.next_at, "last_at": waiting.last_at, "failures": waiting.failures},
+    )
+
+
+def _no_handler(facts: Facts, waiting: Waiting) -> Reason:
+    types = waiting.command_types or ("TYPE",)
+    return Reason(
+        Blocker.NO_HANDLER,
+        waiting.count,
+        waiting.since or facts.created_at,
+        f"{_are(waiting.count)} of a type that no worker had a handler for: {', '.join(waiting.command_types)}. "
+        f"The next try is {_until(facts, waiting.next_at)}.",
+        f'Start a worker that has a handler: @bus.handler("{facts.domain}", "{types[0]}").',
+        {"command_types": list(waiting.command_types), "next_at": waiting.next_at},
+    )
+
+
+def _rate_limited(facts: Facts, waiting: Waiting) -> Reason:
+    limits = ", ".join(waiting.limits) or "unknown"
+    shown = waiting.limits[0] if waiting.limits else "NAME"
+    return Reason(
+        Blocker.RATE_LIMITED,
+        waiting.count,
+        waiting.since or facts.created_at,
+        f"{_are(waiting.count)} held up by a rate limit, {limits}: {_when(facts, waiting)}.",
+        f"Nothing to do: what is held up comes back by itself. `busload limit show {shown}` tells how many calls a "
+        "second it allows, and until when the receiver refuses them.",
+        {"limits": list(waiting.limits), "next_at": waiting.next_at, "last_at": waiting.last_at},
+    )
+
+
+_WAITING: dict[str, Callable[[Facts, Waiting], Reason]] = {
+    "RUN_AT": _run_at,
+    "RETRY": _backoff,
+    "NO_HANDLER": _no_handler,
+    "RATE_LIMITED": _rate_limited,
+}
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _running_long(facts: Facts) -> Iterator[Reason]:
+    stuck = [running for running in facts.places.running if running.long and not running.lost]
+    if not stuck:
+        return
+    count, first = sum(running.long for running in stuck), min(stuck, key=lambda running: running.since)
+    usual = facts.around.usual
+    compared = "nothing to compare with has ended yet" if usual is None else f"usually it takes {span(usual)}"
+    workers = ", ".join(sorted({running.worker or "unknown" for running in stuck}))
+    yield Reason(
+        Blocker.RUNNING_LONG,
+        count,
+        first.since,
+        f"{_are(count)} running for up to {span(facts.now - first.since)} on {workers}; {compared}.",
+        f"See which: {_look(facts, 'IN_PROGRESS')}. A handler registered with timeout= would be ended by itself.",
+        {
+            "workers": [running.worker for running in stuck],
+            "usual_seconds": None if usual is None else usual.total_seconds(),
+        },
+    )
+
+
+def _worker_lost(facts: Facts) -> Iterator[Reason]:
+    lost = [running for running in facts.places.running if running.lost]
+    if not lost:
+        return
+    count, last = _sum(lost), max(lost, key=lambda running: running.count)
+    ends = max((running.lease_ends_at for running in lost if running.lease_ends_at), default=None)
+    waits = ends is not None and ends > facts.now
+    then = f"Its lease ends {_until(facts, ends)}; then" if ends and waits else "Its lease has ended;"
+    seen = f", not seen for {span(facts.now - last.seen_at)}" if last.seen_at else ""
+    others = f" and {counted(len(lost) - 1, 'more worker')}" if len(lost) > 1 else ""
+    yield Reason(
+        Blocker.WORKER_LOST,
+        count,
+        min((running.seen_at for running in lost if running.seen_at), default=last.since),
+        f"{_are(count)} held by worker {last.worker or 'unknown'}{others}{seen}. {then} any living worker "
+        "can take over.",
+        f"Publish its two keys again, or take it back: `busload tracker recover --queue {facts.domain}`."
+        if facts.command_type == TRACKED
+        else "Nothing to do but wait; find out why the worker died."
+        if facts.around.anybody
+        else f"No worker lives that could take them back. {_start_worker(facts)}",
+        {"workers": [running.worker for running in lost], "lease_ends_at": ends},
+    )
+
+
+# -- in troubleshooting, or nowhere ------------------------------------------------------------------------------------
+
+
+def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:
+    for parked in facts.places.parked:
+        yield Reason(
+            Blocker.IN_TROUBLESHOOTING,
+            parked.count,
+            parked.since,
+            f"{_are(parked.count)} waiting for a person, {parked.reason}: {_said(parked)}.",
+            _decide(facts, parked),
+            {
+                "fingerprint": parked.fingerprint,
+                "reason": parked.reason,
+                "error_type": parked.error_type,
+                "error_code": parked.error_code,
+                "error_message": parked.message,
+                "command_id": parked.command_id,
+            },
+        )
+    if facts.places.other_parked:
+        yield Reason(
+            Blocker.IN_TROUBLESHOOTING,
+            facts.places.other_parked,
+            None,
+            f"{_are(facts.places.other_parked)} waiting for a person for other causes.",
+            f"List them: `busload troubleshooting ls --domain {facts.domain}`.",
+        )
+
+
+def _decide(facts: Facts, parked: Parked) -> str:
+    verb, verbs = ("complete", "complete or cancel") if facts.canceled_at else ("retry", "retry, complete or cancel")
+    if parked.count == 1:
+        deletes = "" if facts.events is None else f" Complete and cancel delete its {counted(facts.events, 'event')}."
+        return f"Decide: `busload troubleshooting {verb} {parked.command_id}` ({verbs}).{deletes}"
+    return (
+        f"See one: `busload command show {parked.command_id}`. Then decide for all of this cause: "
+        f"`busload troubleshooting {verb} --group {parked.fingerprint} --domain {facts.domain}` ({verbs})."
+    )
+
+
+def _in_no_place(facts: Facts, count: int) -> Reason:
+    return Reason(
+        Blocker.IN_NO_PLACE,
+        count,
+        facts.created_at,
+        f"{_are(count)} in no place (status PENDING_QUEUE): never put into one, or taken out by other hands than "
+        "busload's. No worker can find what is in none.",
+        f"See which: {_look(facts, 'PENDING_QUEUE')}, and find out who writes to busload's tables.",
+    )
+
+
+# -- the words ---------------------------------------------------------------------------------------------------------
+
+
+def _worker(facts: Facts) -> str:
+    return f"busload worker MODULE:BUS --domains {facts.domain}"
+
+
+def _start_worker(facts: Facts) -> str:
+    return f"Start one: `{_worker(facts)}`."
+
+
+def _look(facts: Facts, status: str) -> str:
+    if facts.command_id is not None:
+        return f"`busload command show {facts.command_id}`"
+    return f'bus.list_batch_commands("{facts.domain}", UUID("{facts.batch_id}"), status="{status}")'
+
+
+def _when(facts: Facts, waiting: Waiting) -> str:
+    if waiting.next_at == waiting.last_at:
+        return _until(facts, waiting.next_at)
+    return f"the next {_until(facts, waiting.next_at)}, the last {_until(facts, waiting.last_at)}"
+
+
+def _said(failure: Failure | Parked) -> str:
+    parts = (failure.error_type, failure.error_code, _line(failure.message))
+    return ": ".join(part for part in parts if part) or "unknown"
+
+
+def _line(text: str | None) -> str:
+    """An error in one short line."""
+    return " ".join((text or "").split())[:200].removesuffix(".")
+
+
+def _are(count: int) -> str:
+    return counted(count, "command is", "commands are")
+
+
+def _have(count: int) -> str:
+    return counted(count, "command has", "commands have")
+
+
+def _sum(parts: Iterable[Ready | Running]) -> int:
+    return sum(part.count for part in parts)
+
+
+def _oldest(parts: Iterable[Ready | Waiting]) -> datetime | None:
+    return min((part.since for part in parts if part.since is not None), default=None)
+
+
+def _ago(facts: Facts, then: datetime) -> str:
+    return f"{span(facts.now - then)} ago"
+
+
+def _until(facts: Facts, then: datetime) -> str:
+    return f"in {span(then - facts.now)}"

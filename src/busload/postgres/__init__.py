@@ -1,0 +1,1 @@
+"""Connections, plans and the schema."""

@@ -1,0 +1,48 @@
+"""The pauses of everything that tries again."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import timedelta
+
+LONGEST_PAUSE = 2.0
+"""Seconds between two tries, at most: a database that was away is used again within that time of its return."""
+
+
+class Backoff:
+    """The pauses between tries of something that does not work: each is twice the one before, up to `longest`.
+
+    Chance shortens each pause by up to a half, so that many who wait for the same thing do not come at once.
+    """
+
+    def __init__(self, first: float = 0.1, longest: float | None = None) -> None:
+        self._first, self._longest = first, longest
+        self.tries = 0
+
+    def pause(self) -> float:
+        """How many seconds to wait after one more failure."""
+        self.tries += 1
+        longest = LONGEST_PAUSE if self._longest is None else self._longest
+        return min(longest, self._first * 2.0 ** min(self.tries - 1, 16)) * random.uniform(0.5, 1)  # noqa: S311
+
+    def reset(self) -> None:
+        """It worked."""
+        self.tries = 0
+
+
+class LockWait:
+    """When a call tries again to write what somebody's open transaction holds: a task key, a command id, a batch."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self.limit = limit
+        self._end = time.monotonic() + limit.total_seconds()
+        self._backoff = Backoff(first=0.06, longest=1.25)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def pause(self) -> float:
+        """Seconds until the next try, which is not after the limit."""
+        return max(0.0, min(self._backoff.pause(), self._end - time.monotonic()))

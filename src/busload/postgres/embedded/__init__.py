@@ -1,0 +1,1 @@
+"""The PostgreSQL that starts when no DSN is given."""

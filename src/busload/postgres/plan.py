@@ -1,0 +1,144 @@
+"""Database work written once, for connections that wait and connections that are awaited.
+
+A plan is a generator that yields steps and is sent their rows; it never sees a connection. Only `perform_async` waits,
+and `perform` of the sync face, which is made from it. An error of the database is thrown into the plan at the step that
+caused it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import psycopg
+from psycopg.pq import Format, TransactionStatus
+from psycopg.pq.abc import PGconn
+from psycopg.rows import tuple_row
+from psycopg.waiting import Ready, Wait
+
+T = TypeVar("T")
+MOST_UNSENT = 1024 * 1024
+"""Bytes of a COPY that libpq may hold: it keeps all that the server has not taken, and moves it with every send."""
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement with its parameters; answered with its rows.
+
+    The rows come in binary form, which is cheaper. If they come as text, a value of an unknown type is its text.
+    """
+
+    sql: bytes
+    params: dict[str, Any]
+    binary: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Several statements without parameters; answered with no rows."""
+
+    sql: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks of bytes that go into a table by COPY, in the format it names; answered with no rows."""
+
+    sql: bytes
+    blocks: Iterable[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Savepoint:
+    """A plan that may fail without spoiling the transaction around it; answered with the plan's result.
+
+    Where there is no transaction around it, the plan is one by itself if it `begins` one, else it has none.
+    """
+
+    plan: Generator[Any, Any, Any]
+    begins: bool = False
+
+
+Step: TypeAlias = Statement | Script | Copy | Savepoint
+Plan: TypeAlias = Generator[Step, Any, T]
+
+
+def execute(sql: bytes, **params: Any) -> Plan[list[Row]]:
+    rows: list[Row] = yield Statement(sql, params)
+    return rows
+
+
+def many(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[list[T]]:
+    rows: list[Row] = yield Statement(sql, params)
+    return [make(*row) for row in rows]
+
+
+def one(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[T | None]:
+    rows: list[Row] = yield Statement(sql, params)
+    return make(*rows[0]) if rows else None
+
+
+async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = await _answer(conn, step)
+            except Exception as error:
+                step = plan.throw(_as_lost(conn, error))
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+async def _answer(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
+    if isinstance(step, Savepoint):
+        if not step.begins and _in_no_transaction(conn):
+            return await perform_async(conn, step.plan)
+        async with conn.transaction():
+            return await perform_async(conn, step.plan)
+    if isinstance(step, Script):
+        async with psycopg.AsyncCursor(conn) as cursor:
+            await cursor.execute(step.sql)
+        return []
+    async with psycopg.AsyncCursor(conn, row_factory=tuple_row) as cursor:
+        cursor.format = Format.BINARY
+        if isinstance(step, Copy):
+            unsent = 0
+            async with cursor.copy(step.sql) as copy:
+                for block in step.blocks:
+                    await copy.write(block)
+                    unsent += len(block)
+                    if unsent > MOST_UNSENT:
+                        await conn.wait(_flush(conn.pgconn))
+                        unsent = 0
+            return []
+        if not step.binary:
+            cursor.format = Format.TEXT
+        await cursor.execute(step.sql, step.params)
+        return await cursor.fetchall() if cursor.rownumber is not None else []
+
+
+def _as_lost(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], error: Exception) -> Exception:
+    """The error of psycopg for a lost connection, if Python has complained about its file descriptor."""
+    if not conn.closed or not isinstance(error, ValueError | OSError):
+        return error
+    lost = psycopg.OperationalError(f"the connection is lost: {error}")
+    lost.__cause__ = error
+    return lost
+
+
+def _flush(pgconn: PGconn) -> Generator[Wait, Ready | int, None]:
+    """Wait until the server has taken what was written."""
+    while pgconn.flush():
+        while not (yield Wait.W):
+            continue
+
+
+def _in_no_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether each statement is a transaction by itself, so that a failure spoils no other statement."""
+    return conn.autocommit and conn.info.transaction_status == TransactionStatus.IDLE

@@ -1,0 +1,77 @@
+-- Commands, and what happened to them.
+--
+-- Commands travel in loads. A load is a run of neighbouring commands [lo, hi] that share domain, batch,
+-- priority and attempt. The id of a command is `load number * 1024 + position`. So ids are known before the
+-- insert, and a load never crosses a multiple of 1024.
+
+CREATE SEQUENCE busload.load_number;
+
+CREATE TABLE busload.command (
+    id             bigint      PRIMARY KEY,
+    domain         text        NOT NULL,
+    command_id     uuid        NOT NULL,
+    command_type   text        NOT NULL,
+    data           json,
+    batch_id       uuid,
+    task_key       text,
+    correlation_id uuid,       -- null: the command_id
+    reply_to       text,
+    priority       smallint    NOT NULL DEFAULT 0,
+    max_attempts   smallint,   -- null: the retry policy of the handler decides
+    run_at         timestamptz,
+    created_at     timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT command_once UNIQUE (domain, command_id)
+);
+-- All commands of a load have the same batch, so the index has one entry per load instead of one per command.
+CREATE INDEX load_of_batch ON busload.command (batch_id, id) WHERE id & 1023 = 0;
+-- All commands of a task: the trace.
+CREATE INDEX command_of_task ON busload.command (task_key, id) WHERE task_key IS NOT NULL;
+
+COMMENT ON TABLE busload.command IS
+    'The fact: inserted once. Only an operator''s patched retry updates it, and only its '
+    'data, in the statement that keeps the data before and after in an OPERATOR_RETRIED event.';
+
+CREATE TABLE busload.execution (
+    command     bigint      NOT NULL,
+    attempt     integer     NOT NULL,
+    outcome     text        NOT NULL
+                CHECK (outcome IN ('COMPLETED', 'FAILED', 'CANCELED', 'TROUBLESHOOTING', 'FAILED_ATTEMPT')),
+    lease_id    uuid        NOT NULL,
+    batch_id    uuid,
+    worker      bigint      NOT NULL,
+    started_at  timestamptz NOT NULL,
+    finished_at timestamptz NOT NULL,
+    details     json,       -- the result of a COMPLETED attempt, the error of any other
+    PRIMARY KEY (command, attempt)
+);
+
+COMMENT ON TABLE busload.execution IS
+    'One row per finished attempt: the retry chain, and what makes settling safe to repeat.';
+
+-- An attempt is named by its lease and the position of the command in its load.
+CREATE FUNCTION busload.execution_id(lease_id uuid, command bigint) RETURNS uuid
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN (left(lease_id::text, 33) || lpad(to_hex(command & 1023), 3, '0'))::uuid;
+
+-- Everything that happened and is not an attempt.
+CREATE TABLE busload.event (
+    event    bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    type     text        NOT NULL,
+    at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    lo       bigint,     -- the commands it is about; null for an event of the batch itself
+    hi       bigint,
+    batch_id uuid,
+    attempt  integer,
+    lease_id uuid,
+    worker   bigint,
+    operator text,
+    details  json,
+    CONSTRAINT known_type CHECK (type IN (
+        'CANCELED', 'OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED', 'PARKED',
+        'LEASE_LOST',     -- the worker was declared dead
+        'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
+        'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'REROUTED',
+        'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED'))
+);
+CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;
+CREATE INDEX event_of_batch ON busload.event (batch_id) WHERE lo IS NULL;

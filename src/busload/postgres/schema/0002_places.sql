@@ -1,0 +1,104 @@
+-- The places of a load: queue, scheduled, outbox and lease. A command that has not ended is in exactly one
+-- place: in one of these or, alone, in troubleshooting.
+--
+-- A load is split by moving its `lo`. Its `hi` never changes, so `hi` is the key of a load in every place:
+-- a split is an update that touches no index, and a statement that waited for a split finds the row again.
+
+-- The columns of a load, the same in every place.
+CREATE TABLE busload.load (
+    lo       bigint   NOT NULL,
+    hi       bigint   NOT NULL,
+    domain   text     NOT NULL,
+    batch_id uuid,
+    priority smallint NOT NULL DEFAULT 0,
+    -- The attempt that the load is for, or in.
+    attempt  integer  NOT NULL DEFAULT 1,
+    -- The attempts before the last retry by an operator, which no longer count.
+    forgiven integer  NOT NULL DEFAULT 0,
+    -- 0, or 1 for a load that a worker held when it died, and one more for each worker that died while the
+    -- load was the only suspect.
+    crashes  smallint NOT NULL DEFAULT 0,
+    -- Whether a command of the load has a reply_to.
+    replies  boolean  NOT NULL DEFAULT false,
+    CONSTRAINT one_load CHECK (lo <= hi AND lo >> 10 = hi >> 10)
+);
+
+CREATE TABLE busload.queue (
+    LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
+    -- The three are null unless a broker has confirmed a message about the load. If no worker comes for the
+    -- load, the message may be lost, and the sweep sends another one, after a pause that doubles.
+    transport     text,
+    published_at  timestamptz,
+    publications  smallint,
+    PRIMARY KEY (hi)
+) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX queue_ready     ON busload.queue (domain, priority DESC, hi) WHERE crashes = 0;
+CREATE INDEX queue_suspect   ON busload.queue (domain, priority DESC, hi) WHERE crashes > 0;
+CREATE INDEX queue_published ON busload.queue (transport, published_at, hi) WHERE published_at IS NOT NULL;
+
+CREATE TABLE busload.scheduled (
+    LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
+    run_at timestamptz NOT NULL,
+    reason text        NOT NULL CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED')),
+    PRIMARY KEY (hi)
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX scheduled_due ON busload.scheduled (run_at);
+
+-- With a broker, a load waits in the outbox until the broker has confirmed a message about it. The database
+-- stays the truth: a message only says that commands are ready, and the claim decides. A load in the outbox
+-- was not published yet (PENDING_QUEUE), or a round of publishing has failed (PENDING_RETRY).
+CREATE TABLE busload.outbox (
+    LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
+    transport text        NOT NULL,
+    since     timestamptz NOT NULL DEFAULT now(),
+    -- A relay may take the load from then on. While a relay publishes it, the time is in the future.
+    due_at    timestamptz NOT NULL DEFAULT now(),
+    relay     uuid,                                 -- the relay that publishes it, or was the last to do so
+    rounds    integer     NOT NULL DEFAULT 0,       -- how many rounds of publishing have failed
+    reason    text,                                 -- why the last round failed
+    error     text,
+    PRIMARY KEY (hi)
+) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX outbox_due      ON busload.outbox (transport, due_at, hi);
+CREATE INDEX outbox_of_batch ON busload.outbox (batch_id, rounds);
+CREATE INDEX outbox_failed   ON busload.outbox (transport, since, hi) WHERE rounds > 0;
+
+CREATE TABLE busload.lease (
+    -- The low 12 bits of a lease_id are 0: an execution_id has the position of the command there.
+    lease_id uuid        PRIMARY KEY,
+    LIKE busload.load INCLUDING CONSTRAINTS,
+    worker   bigint      NOT NULL,
+    since    timestamptz NOT NULL DEFAULT now(),
+    open     integer     NOT NULL,                -- commands not settled yet; the last one closes the lease
+    returned bigint[]    NOT NULL DEFAULT '{}'    -- commands given back one by one; the others are still held
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+-- Not unique: a command that failed or was given back can run again while its neighbours still run under
+-- the old lease.
+CREATE INDEX lease_load ON busload.lease (hi);
+CREATE INDEX lease_of_worker ON busload.lease (worker);
+
+DROP TABLE busload.load;   -- the places have its columns now
+
+-- A reply is a command too: it goes to the domain that reply_to names. The transition that ends a command
+-- sends it.
+CREATE FUNCTION busload.reply(command bigint, outcome text, details json) RETURNS text
+    LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
+    WITH reply AS (
+        INSERT INTO busload.command (id, domain, command_id, command_type, data, correlation_id)
+        SELECT nextval('busload.load_number') * 1024,
+               c.reply_to,
+               gen_random_uuid(),
+               c.command_type || 'Reply',
+               json_build_object('command_id', c.command_id,
+                                 'correlation_id', coalesce(c.correlation_id, c.command_id),
+                                 'outcome', $2,
+                                 'data', CASE WHEN $2 = 'SUCCESS' THEN $3 END,
+                                 'error', CASE WHEN $2 <> 'SUCCESS' THEN $3 END),
+               coalesce(c.correlation_id, c.command_id)
+          FROM busload.command AS c WHERE c.id = $1 AND c.reply_to IS NOT NULL
+        RETURNING id, domain
+    ), queued AS (
+        INSERT INTO busload.queue (lo, hi, domain) SELECT id, id, domain FROM reply
+    )
+    SELECT domain FROM reply
+$$;

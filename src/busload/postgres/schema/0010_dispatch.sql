@@ -1,0 +1,89 @@
+-- How batches were published to a broker. The outbox itself is a place, in places.sql.
+
+-- Which database this is: one broker may serve several, whose ids are alike.
+CREATE TABLE busload.identity (
+    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
+    database uuid    NOT NULL DEFAULT gen_random_uuid()
+);
+INSERT INTO busload.identity DEFAULT VALUES;
+
+-- How a batch was published: a row per creation, for people and metrics. A creation that is resumed reads
+-- here where to go on; nothing else is decided by it.
+CREATE TABLE busload.dispatch (
+    batch_id     uuid        PRIMARY KEY REFERENCES busload.batch ON DELETE CASCADE,
+    transport    text        NOT NULL,
+    strategy     text        NOT NULL CHECK (strategy IN ('two_phase', 'checkpoint', 'optimistic', 'relay')),
+    status       text        NOT NULL,
+    total        integer,                          -- null while an iterator of commands has not ended
+    written      integer     NOT NULL,             -- fewer than total while checkpoints are missing
+    rounds       integer     NOT NULL DEFAULT 0,   -- rounds of publishing that have failed
+    retry_needed boolean     NOT NULL DEFAULT false,
+    error        text,
+    warning      text,
+    insert_ms    float8,
+    send_ms      float8,
+    mark_ms      float8,
+    total_ms     float8,
+    created_at   timestamptz NOT NULL DEFAULT now(),
+    published_at timestamptz                       -- when the last command left the outbox
+);
+CREATE INDEX dispatch_open   ON busload.dispatch (batch_id) WHERE published_at IS NULL;
+CREATE INDEX dispatch_newest ON busload.dispatch (created_at);
+
+-- The checkpoints of a creation: the next one begins where the last one ended.
+CREATE TABLE busload.checkpoint (
+    batch_id     uuid        NOT NULL REFERENCES busload.batch ON DELETE CASCADE,
+    checkpoint   integer     NOT NULL,   -- counted from 1
+    commands     integer     NOT NULL,
+    last_command uuid        NOT NULL,
+    written_at   timestamptz NOT NULL DEFAULT now(),
+    confirmed_at timestamptz,            -- null: not confirmed in time, so the relay publishes it
+    PRIMARY KEY (batch_id, checkpoint)
+);
+
+-- What needs another round of publishing, per job. Commands without a job or a batch are counted together.
+CREATE VIEW busload.dispatch_retry AS
+SELECT o.domain,
+       o.transport,
+       b.job_id,
+       sum(o.hi - o.lo + 1)::bigint AS commands,
+       min(o.since) AS oldest,
+       max(o.rounds) AS most_rounds
+  FROM busload.outbox AS o LEFT JOIN busload.batch AS b USING (batch_id)
+ WHERE o.rounds > 0
+ GROUP BY o.domain, o.transport, b.job_id;
+
+-- Per day (UTC): batches that were created, those that were published as a whole, and how many rounds that
+-- took on average. The view counts what happened, so the figures of a day do not change when its commands
+-- end.
+CREATE VIEW busload.dispatch_daily AS
+SELECT (created_at AT TIME ZONE 'UTC')::date AS day,
+       count(*) AS batches,
+       count(*) FILTER (WHERE published_at IS NOT NULL AND written = total) AS published,
+       avg(rounds + 1)::float8 AS rounds
+  FROM busload.dispatch
+ GROUP BY 1;
+
+-- Batches of the last hour, per job: where their commands are now.
+CREATE VIEW busload.dispatch_recent AS
+SELECT b.domain,
+       b.job_id,
+       sum(o.commands)::bigint AS pending,
+       sum(b.total_count - b.completed_count - b.failed_count - b.canceled_count - b.in_troubleshooting_count
+           - o.commands - l.commands)::bigint AS queued,
+       sum(l.commands)::bigint AS processing,
+       sum(b.completed_count)::bigint AS completed,
+       sum(b.failed_count + b.canceled_count + b.in_troubleshooting_count)::bigint AS failed
+  FROM busload.dispatch AS d JOIN busload.batch AS b USING (batch_id)
+ CROSS JOIN LATERAL (
+        SELECT coalesce(sum(hi - lo + 1), 0) AS commands FROM busload.outbox WHERE batch_id = b.batch_id) AS o
+ CROSS JOIN LATERAL (
+        SELECT coalesce(sum(l.open), 0) AS commands
+          FROM (SELECT id >> 10 AS load
+                  FROM busload.command
+                 WHERE batch_id = b.batch_id AND id & 1023 = 0 OFFSET 0) AS c
+         CROSS JOIN LATERAL (SELECT open
+                               FROM busload.lease
+                              WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023) OFFSET 0) AS l) AS l
+ WHERE d.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
+ GROUP BY b.domain, b.job_id;

@@ -1,0 +1,110 @@
+-- What people read: where a command is, and its story.
+
+-- Where a command is. The number of its load finds its row in a place. A command in no place has ended, or
+-- was removed by other hands, or was not put into a place yet.
+CREATE VIEW busload.command_status AS
+SELECT c.id,
+       c.domain,
+       c.command_id,
+       c.command_type,
+       c.data,
+       c.batch_id,
+       c.task_key,
+       coalesce(c.correlation_id, c.command_id) AS correlation_id,
+       c.reply_to,
+       c.priority,
+       c.max_attempts,
+       c.created_at,
+       coalesce(s.run_at, c.run_at) AS run_at,
+       CASE WHEN t.command IS NOT NULL THEN 'IN_TROUBLESHOOTING_QUEUE'
+            WHEN q.hi IS NOT NULL THEN 'PENDING'
+            WHEN s.hi IS NOT NULL THEN 'SCHEDULED'
+            WHEN o.hi IS NOT NULL THEN CASE WHEN o.rounds > 0 THEN 'PENDING_RETRY' ELSE 'PENDING_QUEUE' END
+            WHEN l.lease_id IS NOT NULL THEN 'IN_PROGRESS'
+            WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome
+            WHEN f.type = 'OPERATOR_COMPLETED' THEN 'COMPLETED'
+            WHEN f.type IN ('CANCELED', 'OPERATOR_CANCELED') THEN 'CANCELED'
+            ELSE 'PENDING_QUEUE' END AS status,
+       CASE WHEN t.command IS NOT NULL THEN t.attempt - t.forgiven
+            WHEN q.hi IS NOT NULL THEN q.attempt - q.forgiven - 1
+            WHEN s.hi IS NOT NULL THEN s.attempt - s.forgiven - 1
+            WHEN o.hi IS NOT NULL THEN o.attempt - o.forgiven - 1
+            WHEN l.lease_id IS NOT NULL THEN l.attempt - l.forgiven
+            ELSE coalesce(e.attempt, 0) - coalesce(   -- attempts before an operator's retry do not count
+                (SELECT max(r.attempt) FROM busload.event AS r
+                  WHERE r.lo >> 10 = c.id >> 10
+                    AND r.lo = c.id
+                    AND r.type = 'OPERATOR_RETRIED'), 0) END AS attempts,
+       coalesce(l.since, e.started_at) AS started_at,
+       CASE WHEN t.command IS NULL AND q.hi IS NULL AND s.hi IS NULL AND o.hi IS NULL AND l.lease_id IS NULL
+            THEN coalesce(CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.finished_at END,
+                          f.at) END AS finished_at,
+       (SELECT w.name FROM busload.worker AS w WHERE w.worker = coalesce(l.worker, e.worker)) AS worker,
+       coalesce(busload.execution_id(l.lease_id, c.id),
+                busload.execution_id(e.lease_id, c.id)) AS execution_id,
+       coalesce(t.error, failure.details) AS error,
+       CASE WHEN e.outcome = 'COMPLETED' THEN e.details
+            WHEN f.type = 'OPERATOR_COMPLETED' THEN f.details -> 'result' END AS result,
+       t.reason AS troubleshooting_reason,
+       t.since AS troubleshooting_since,
+       s.reason AS scheduled_reason
+  FROM busload.command AS c
+  LEFT JOIN busload.troubleshooting AS t ON t.command = c.id
+  LEFT JOIN LATERAL (SELECT * FROM busload.queue AS q
+                      WHERE q.hi BETWEEN c.id AND (c.id | 1023) AND q.lo <= c.id
+                      ORDER BY q.hi LIMIT 1) AS q ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.scheduled AS s
+                      WHERE s.hi BETWEEN c.id AND (c.id | 1023) AND s.lo <= c.id
+                      ORDER BY s.hi LIMIT 1) AS s ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.outbox AS o
+                      WHERE o.hi BETWEEN c.id AND (c.id | 1023) AND o.lo <= c.id
+                      ORDER BY o.hi LIMIT 1) AS o ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.execution AS e
+                      WHERE e.command = c.id
+                      ORDER BY e.attempt DESC LIMIT 1) AS e ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.lease AS l
+                      WHERE l.hi BETWEEN c.id AND (c.id | 1023) AND l.lo <= c.id AND c.id <> ALL (l.returned)
+                        AND l.attempt > coalesce(e.attempt, 0)
+                      ORDER BY l.hi LIMIT 1) AS l ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.execution AS x
+                      WHERE x.command = c.id AND x.outcome <> 'COMPLETED'
+                      ORDER BY x.attempt DESC LIMIT 1) AS failure ON true
+  LEFT JOIN LATERAL (SELECT * FROM busload.event AS f
+                      WHERE f.lo >> 10 = c.id >> 10 AND c.id BETWEEN f.lo AND f.hi
+                        AND f.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
+                      ORDER BY f.event DESC LIMIT 1) AS f ON true;
+
+-- The audit trail of a command: what was sent, every attempt, and everything that is not an attempt. Steps
+-- that have the same time are in the order of `step`.
+CREATE VIEW busload.audit AS
+SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
+  FROM busload.command AS c
+ CROSS JOIN LATERAL (
+    SELECT c.created_at AS at, 0 AS step, 'SENT' AS type,
+           NULL::integer AS attempt, NULL::uuid AS execution_id, NULL::bigint AS worker,
+           NULL::text AS operator, NULL::json AS details
+    UNION ALL
+    SELECT l.since, 1, 'RECEIVED',
+           l.attempt, busload.execution_id(l.lease_id, c.id), l.worker, NULL, NULL
+      FROM busload.lease AS l
+     WHERE l.hi BETWEEN c.id AND (c.id | 1023) AND l.lo <= c.id AND c.id <> ALL (l.returned)
+       AND NOT EXISTS (SELECT FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = l.attempt)
+    UNION ALL
+    SELECT e.started_at, 1, 'RECEIVED',
+           e.attempt, busload.execution_id(e.lease_id, c.id), e.worker, NULL, NULL
+      FROM busload.execution AS e WHERE e.command = c.id
+    UNION ALL
+    SELECT e.finished_at, 2,
+           CASE e.outcome WHEN 'TROUBLESHOOTING' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE e.outcome END,
+           e.attempt, busload.execution_id(e.lease_id, c.id), e.worker, NULL, e.details
+      FROM busload.execution AS e WHERE e.command = c.id
+    UNION ALL   -- a lease that ended without a result: the event remembers when it began
+    SELECT (v.details ->> 'since')::timestamptz, 1, 'RECEIVED',
+           v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, NULL, NULL
+      FROM busload.event AS v
+     WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi AND v.type IN ('LEASE_LOST', 'RELEASED')
+    UNION ALL
+    SELECT v.at, 3, CASE v.type WHEN 'PARKED' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE v.type END,
+           v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, v.operator, v.details
+      FROM busload.event AS v WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
+ ) AS a;

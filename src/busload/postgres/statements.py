@@ -1,0 +1,102 @@
+"""Reads the named statements of a `.sql` file.
+
+A line `-- name: claim` begins the statement `claim`. A line `-- fragment: load` begins a fragment. Statements and later
+fragments include it by its name in braces: `{load}`. A line `-- fragments of: busload.commands.load` at the top of a
+file makes the fragments of another file known.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+LONGEST = 4096
+"""Bytes. psycopg parses a longer statement anew for each call."""
+
+
+class Statements:
+    """The statements of one file, as attributes."""
+
+    def __init__(self, module: str) -> None:
+        folder, _, self.subject = module.rpartition(".")
+        text = files(folder).joinpath(f"{self.subject}.sql").read_text(encoding="utf-8")
+        self.by_name: dict[str, bytes] = {}
+        self.fragments: dict[str, str] = {}
+        for other in re.findall(r"^-- fragments of: (\S+)$", text, flags=re.MULTILINE):
+            self.fragments |= statements(other).fragments
+        _, *parts = re.split(r"^-- (name|fragment): (\w+)\n", text, flags=re.MULTILINE)
+        for kind, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            whole = self._expanded(_in_one_line(body))
+            if kind == "fragment":
+                self.fragments[name] = whole
+            else:
+                self.by_name[name] = _shortened(_qualified(whole)).encode()
+
+    def __getattr__(self, name: str) -> bytes:
+        try:
+            return self.by_name[name]
+        except KeyError:
+            raise AttributeError(f"{self.subject}.sql has no statement named {name!r}") from None
+
+    def _expanded(self, statement: str) -> str:
+        """The statement with its fragments. Other names in braces stay: buffers fill in those of their own table."""
+        return re.sub(r"\{(\w+)\}", lambda found: self.fragments.get(found[1], found[0]), statement)
+
+
+def _in_one_line(statement: str) -> str:
+    return " ".join(re.sub(r"--.*", "", statement).split())
+
+
+def _qualified(statement: str) -> str:
+    """Name the schema of each function and operator that a function of a stranger could replace.
+
+    A statement may run on a connection of a user, under the user's search_path. Among functions and operators of one
+    name PostgreSQL takes the one whose types fit best, wherever on that path it is. A stranger's function would then
+    run with the rights of whoever runs the statement. Where the types are exactly right, none fits better: so it is
+    for `=` and `+`, which would bind differently with their schema, and for `_EXACT`.
+    """
+
+    def qualify(found: re.Match[str]) -> str:
+        call, operator = found["call"], found["operator"]
+        if operator is not None:
+            return f"OPERATOR(pg_catalog.{operator})"
+        return found[0] if call is None or call in _SYNTAX | _EXACT else f"pg_catalog.{found[0]}"
+
+    return _CALL_OR_OPERATOR.sub(qualify, statement)
+
+
+_CALL_OR_OPERATOR = re.compile(
+    r"""
+    '[^']*'                                               # a text, which stays as it is
+    | (?<![\w.}]) unnest\( (?= %\(\w+\)[bs]::[^,)]+, )    # of several arrays: syntax, not a function
+    | (?<![\w.}]) (?P<call> [a-z_]\w* ) \( (?! \*?\) )     # without arguments there is nothing to fit better
+    | (?<=[ ]) (?P<operator> ->> | -> | \|\| | && | & | \| | \? ) (?=[ ])
+    """,
+    re.VERBOSE,
+)
+_SYNTAX = frozenset(("any", "array", "coalesce", "exists", "extract", "greatest", "in", "least", "nullif"))
+_EXACT = frozenset(("left", "max", "min", "sum", "to_hex"))
+
+
+def _shortened(statement: str) -> str:
+    """Leave out needless spaces, if the statement is too long for psycopg to remember."""
+    if len(statement) <= LONGEST:
+        return statement
+    return _NEEDLESS_SPACES.sub(lambda found: found["text"] or found[0].strip(" "), statement)
+
+
+_NEEDLESS_SPACES = re.compile(
+    r"""
+    (?P<text> '[^']*' )
+    | [ ]? [,()] [ ]?
+    | (?<=[\w)'\] ]) [ ]? (?: <> | <= | >= | [=<>+*/-] ) [ ] (?=[\w('%])
+    """,
+    re.VERBOSE,
+)
+
+
+@cache
+def statements(module: str) -> Statements:
+    """The statements of the `.sql` file beside a module: `statements(__name__)`."""
+    return Statements(module)

@@ -1,0 +1,134 @@
+"""How the async face waits. `waiting_in_threads` has the same names for code that runs in threads.
+
+The sync face is generated from the async one. A module can be generated if it waits by these names alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from asyncio import Lock, Semaphore, sleep
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from inspect import isawaitable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from psycopg.waiting import wait_async as for_socket
+
+__all__ = [
+    "AWAITS",
+    "FAILURES",
+    "INTERRUPTION",
+    "NAP",
+    "Activity",
+    "Event",
+    "Lock",
+    "Semaphore",
+    "ShortLock",
+    "TimeLimit",
+    "for_socket",
+    "in_thread",
+    "result_of",
+    "sleep",
+]
+
+T = TypeVar("T")
+
+AWAITS = True
+"""An async function may be given where a function of the application is called."""
+
+NAP = math.inf
+"""Seconds that may be waited for in one piece. A task can be cancelled at any moment, so it may wait for long."""
+
+FAILURES: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError)
+"""What a function of the application may raise without ending the activity that calls it."""
+
+INTERRUPTION = asyncio.CancelledError
+"""What ends a wait from outside."""
+
+ShortLock = nullcontext[None]
+"""Held by `with` for a few steps that do not wait: nothing else runs in between, so there is nothing to lock."""
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that blocks."""
+    return await asyncio.to_thread(function, *args)
+
+
+async def result_of(called: Any) -> Any:
+    """What a function of the application returned, awaited if it was an async one."""
+    return await called if isawaitable(called) else called
+
+
+class Event:
+    """An event that can be waited for with a time-out."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.set, self.clear, self.is_set = self._event.set, self._event.clear, self._event.is_set
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, or so many seconds; returns whether it is."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._event.wait()
+        except TimeoutError:
+            return self._event.is_set()
+
+
+class Activity:
+    """Work that goes on beside the one who has started it."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._task = asyncio.create_task(work(), name=name)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the work was told to end at once."""
+        return self._task.cancelling() > 0
+
+    async def join(self, seconds: float) -> None:
+        """Wait until the work has ended, so many seconds at most."""
+        if self._task is not asyncio.current_task():
+            await asyncio.wait({self._task}, timeout=seconds)
+
+    async def cancel(self) -> None:
+        """End the work at once."""
+        if self._task is not asyncio.current_task():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class TimeLimit:
+    """`async with TimeLimit(seconds)`: the block ends with a `TimeoutError` when the time is up.
+
+    With no seconds at all there is time for one look: then the block has to see by itself that the time is up.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._timeout = asyncio.timeout(seconds if seconds is not None and seconds > 0 else None)
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def patience(self) -> float | None:
+        """How many seconds a step of the block may wait; None, since the limit interrupts the step."""
+        return None
+
+    def check(self) -> None:
+        if not self.left:
+            raise TimeoutError
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._timeout.__aexit__(kind, error, trace)

@@ -1,1 +1,0 @@
-"""The tables: numbered files, forward only."""

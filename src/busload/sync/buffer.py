@@ -1,0 +1,108 @@
+"""Made from busload.buffers.buffer by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from busload.buffers import events, status
+from busload.buffers.buffer import (
+    AnyBuffer,
+    Handlers,
+    _add,
+    _add_many,
+    _check_claim,
+    _serve,
+    _takes_connection,
+)
+from busload.buffers.declaration import BufferSettings, BufferStatus
+from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.connection import Connection
+from busload.postgres.write import patient
+from busload.settings import PayloadLimits
+from busload.sync.database import Database
+from busload.sync.plan import perform
+
+
+class SyncBuffer(AnyBuffer):
+    """A buffer of a `SyncCommandBus`: add events, see how many wait, and let them go before their time."""
+
+    def __init__(
+        self, database: Database, handlers: Handlers, settings: BufferSettings, payload: PayloadLimits
+    ) -> None:
+        self._database, self._handlers, self.settings, self._payload = database, handlers, settings, payload
+
+    def add(self, data: Any, *, key: str | None = None, conn: Connection | None = None) -> Any | None:
+        """Add one event and return its id. With `conn` it exists exactly if that transaction commits.
+
+        `key` names its subject; a buffer that merges needs it. None: it was merged into the event that waits for the
+        same key, which then is not taken into a group before this transaction has ended. If that event is in a group
+        already, the new one is the next. For a buffer that is a table of yours, `data` are columns and their values.
+        """
+        return self._database.write(_add(self._payload, self.settings, data, key), conn)
+
+    def add_many(
+        self,
+        items: Iterable[Any],
+        *,
+        key: Callable[[Any], str] | None = None,
+        conn: Connection | None = None,
+    ) -> list[Any]:
+        """Add many events, the payloads in `items`, all or none; returns their ids.
+
+        Instead of an id there is None for an event that was merged into another. `key` tells the subject of a payload:
+        `add_many(rows, key=lambda row: row["contact_id"])`. With `conn` they exist exactly if that transaction commits.
+        """
+        return self._database.write(_add_many(self._payload, self.settings, items, key), conn)
+
+    def claim(self, callback: Callable[..., Any], *, limit: int | None = None) -> list[Any]:
+        """Make a group of what waits, due or not, and return the ids of its events; none if nothing waits.
+
+        The group has at most `limit` events, or as many as the buffer's `size` says. `callback` is called with the
+        group_id in the transaction that makes the group, and, if it takes two arguments, with its connection. If it
+        raises, nothing was claimed. It may be async. Workers need none of this.
+        """
+        _check_claim(callback, limit, awaits=waiting.AWAITS)
+        at = self._database.in_transaction(_serve(self.settings))
+        with self._database.pool.connection() as conn, conn.transaction():
+            claimed = perform(conn, events.claim(self.settings, at, limit or self.settings.size))
+            if claimed is None:
+                return []
+            group_id, ids = claimed
+            answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
+            waiting.result_of(answer)
+            return ids
+
+    def distribute(self) -> int:
+        """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
+        at = self._database.in_transaction(_serve(self.settings))
+        perform = self._database.in_transaction if events.takes_turns(self.settings) else self._database.read
+        groups, after = 0, None
+        while True:
+            round = events.Round(self.settings, at, after, around=False)
+            for plan in round.plans():
+                perform(plan)
+            groups, after = groups + round.groups, round.cursor
+            if after is None or round.short_of_room:
+                return groups
+
+    def flush(self) -> int:
+        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""
+        return self._database.write(patient(partial(status.flush, self.settings)))
+
+    def status(self) -> BufferStatus:
+        """How many wait and since when, where its groups are, and what was done so far."""
+        return self._database.in_transaction(status.status(self.settings))
+
+
+class Buffers:
+    """Every buffer of the database, whoever has declared it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def list(self) -> builtins.list[BufferStatus]:
+        """Every buffer that a worker has served or in which events wait, and how it is doing."""
+        return self._database.in_transaction(status.statuses())

@@ -1,0 +1,54 @@
+"""Made from busload.batches.cancel by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from uuid import UUID
+
+import psycopg
+
+from busload.batches.cancel import (
+    BEGINNING,
+    HOLD,
+    Begun,
+    _partly_canceled,
+    at_once,
+    page,
+)
+from busload.errors import BusloadError
+from busload.postgres.connection import Connection
+from busload.postgres.plan import Plan
+from busload.postgres.write import Write, patient
+from busload.sync.database import Database
+
+
+def cancel(
+    database: Database,
+    begin: Callable[..., Plan[Begun]],
+    conn: Connection | None,
+    *,
+    reason: str,
+    operator: str | None,
+    batch_id: UUID | None = None,
+    job_id: UUID | None = None,
+) -> int:
+    """Carry out a cancel, each page in a transaction of its own, or all of it in the caller's; returns how many.
+
+    If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
+    nobody sends into the batch, so the others need not wait for a lock.
+    """
+    about = {"reason": reason, "operator": operator}
+    if conn is not None:
+        whole = at_once(begin, reason=reason, operator=operator)
+        return database.write(Write(whole, batch_id, job_id=job_id), conn)
+    canceled, of = database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
+    after: int | None = BEGINNING
+    try:
+        while of is not None and after is not None:
+            plan = page(of, after, **about, hold=HOLD)
+            more, after = database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
+            canceled += more
+    except (BusloadError, psycopg.Error) as error:
+        raise _partly_canceled(canceled, error, batch_id, job_id) from error
+    return canceled

@@ -1,0 +1,163 @@
+"""Made from busload.postgres.own_connection by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from busload.errors import DatabaseUnavailableError
+from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.connection import (
+    LOOK_NOWHERE_NOW,
+    PATIENCE,
+    complete,
+    is_full,
+    refuse_server,
+    told,
+    was_spoken_to,
+)
+from busload.postgres.own_connection import (
+    _QUESTION,
+    ABOUT,
+    BUSY_FOR,
+    CANCEL_WITHIN,
+    CHECK_WITHIN,
+    ISOLATE,
+    RESPONSE_TIMEOUT,
+    SERVED,
+    T,
+    _SilenceError,
+    _Waiting,
+    _watch,
+    log,
+)
+
+
+class OwnConnection(psycopg.Connection[Any]):
+    """A connection whose statements end even if the network swallows their answer and nothing breaks.
+
+    A statement may take its time, as long as the server works on it. If no byte has come for `response_timeout`
+    seconds, the server is asked on another connection whether it does. If it does not, and no answer has come
+    meanwhile, this connection is closed. If the wait for a statement is interrupted, it ends within seconds as well.
+    """
+
+    response_timeout: float | None = None
+    """Seconds without a byte of an answer after which the server is asked whether it works on the statement."""
+    asks = True
+    """Whether the server is asked; otherwise the connection is given up at once."""
+    pooled = False
+    """Whether a pooler stands between us and the server."""
+    given_up = False
+    conninfo = ""
+
+    def belong_to(self, pool: Any) -> None:
+        """Say which pool it belongs to: psycopg leaves it open then at the end of `with`. None ends that."""
+        self._pool = pool
+
+    def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
+        silent = 0.0
+        while True:
+            watched = gen if self.response_timeout is None else _watch(gen, self.pgconn, self.response_timeout)
+            try:
+                return waiting.for_socket(watched, self.pgconn.socket, interval=interval, timeout=timeout)
+            except waiting.INTERRUPTION:
+                self._cancel(gen)
+                raise
+            except _SilenceError:
+                silent += self.response_timeout or 0.0
+                if not (self.asks and (self._is_served(silent) or was_spoken_to(self))):
+                    raise _give_up(self) from None
+
+    def _cancel(self, gen: Generator[Any, Any, T]) -> None:
+        """Have the server end the statement, so that the connection can be used again. It is lost if that fails."""
+        try:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                self.cancel_safe(timeout=CANCEL_WITHIN)
+                waiting.for_socket(gen, self.pgconn.socket, interval=0.1, timeout=CANCEL_WITHIN)
+        except psycopg.Error as error:  # most likely that it was cancelled; its caller hears of that in any case
+            log.debug("A statement was cancelled: %s", error)
+        finally:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                _give_up(self)
+
+    def _is_served(self, silent: float) -> bool:
+        busy = False
+        try:
+            with OwnConnection.connect(self.conninfo, **_QUESTION) as other:
+                busy = self.pooled and silent < BUSY_FOR  # a pooler has let us in, and a full one may say no more
+                other.response_timeout, other.asks = CHECK_WITHIN, False
+                with other.transaction():
+                    other.execute(LOOK_NOWHERE_NOW)
+                    cursor = other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
+                    row = cursor.fetchone()
+                return row is not None and bool(row[0])
+        except psycopg.Error as error:
+            return is_full(error) or (busy and isinstance(error, DatabaseUnavailableError))
+
+
+def connect(dsn: str, *, response_timeout: float | None = None) -> OwnConnection:
+    """A connection outside of any pool. It prepares nothing, so a pooler may stand in between."""
+    conninfo = complete(dsn)
+    conn = OwnConnection.connect(conninfo, autocommit=True, prepare_threshold=None)
+    conn.conninfo, conn.response_timeout = conninfo, response_timeout
+    return conn
+
+
+def connect_within(dsn: str, seconds: float | None) -> OwnConnection:
+    """Connect as soon as the server lets us in. Wait for it so many seconds, or for ever if None.
+
+    An error that waiting does not change is raised at once: a wrong password, a database that does not exist.
+    """
+    wait = _Waiting(seconds)
+    while True:
+        try:
+            return connect(dsn, response_timeout=RESPONSE_TIMEOUT)
+        except psycopg.OperationalError as error:
+            waiting.sleep(wait.pause(error))
+
+
+def look(dsn: str, seconds: float, patience: str = PATIENCE) -> None:
+    """Make sure that the database is there and can be used. Wait so many seconds for a server that is away."""
+    with told(dsn, patience), connect_within(dsn, seconds) as conn:
+        refuse_server(conn)
+
+
+def configure(conn: OwnConnection) -> None:
+    """Adapt a new connection to its server, a pooler, and the defaults of the role."""
+    if _adapt(conn, (conn.execute(ABOUT, prepare=False)).fetchone()):
+        conn.execute(ISOLATE, prepare=False)
+
+
+def _adapt(conn: OwnConnection, row: Any) -> bool:
+    """Return whether the isolation level has to be set on the connection. A pooler would not keep it."""
+    backend, synchronous_commit, isolation = row
+    if backend != conn.info.backend_pid:
+        # A pooler stands in between: the next transaction may run on another server connection, which would not know
+        # the statements prepared on this one.
+        conn.prepare_threshold = None
+        conn.pooled = True
+    if synchronous_commit == "off":
+        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
+    if isolation == "read committed":
+        return False
+    if backend != conn.info.backend_pid:
+        log.warning(
+            "default_transaction_isolation is %s, and behind a pooler only PostgreSQL can change that: calls that meet "
+            "others will fail. Set it to read committed for this role, by ALTER ROLE ... SET.",
+            isolation,
+        )
+        return False
+    return True
+
+
+def _give_up(conn: OwnConnection) -> DatabaseUnavailableError:
+    """Close a connection whose server does not answer. A cancel or a goodbye might wait for it as well."""
+    conn.given_up = True
+    conn.pgconn.finish()
+    return DatabaseUnavailableError(
+        f"PostgreSQL has not answered for {conn.response_timeout or CANCEL_WITHIN:g} s, and does not say that it works "
+        "on the statement. The connection was given up; the next call opens another one."
+    )

@@ -1,0 +1,90 @@
+"""Made from busload.limits.control by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+import builtins
+
+from busload.commands.checks import check, given
+from busload.limits import pause, rate
+from busload.limits.control import _tell
+from busload.limits.pause import Pause
+from busload.limits.rate import LimitStatus
+from busload.postgres.connection import Connection
+from busload.postgres.write import Write
+from busload.settings import InputLimits
+from busload.sync.database import Database
+
+
+class Limits:
+    """Rate limits of handlers, as all workers together have used them."""
+
+    def __init__(self, database: Database, limits: InputLimits) -> None:
+        self._database, self._limits = database, limits
+
+    def list(self, name: str | None = None, *, limit: int = 100) -> builtins.list[LimitStatus]:
+        """The rate limits that were used within a day, at most `limit` of them: the rate now, and what was refused.
+
+        With `name` only the limits of that name, one for each value of their `by`.
+        """
+        check(self._limits, writes=False, **given(limit_name=name), limit=limit)
+        return self._database.read(rate.limits(name, limit=limit))
+
+    def reset(self, name: str, by: str | None = None) -> int:
+        """Let calls under the limit `name` go again at once, and return how many limits that concerns.
+
+        Its receiver has refused some calls, and the limit waits until the receiver may take more. `by` is what the
+        limit's function of that name returns, as text; without it, all its values are meant.
+        """
+        check(self._limits, limit_name=name, **given(by=by or None))
+        return self._database.write(Write(rate.reset(name, by)))
+
+
+class Domains:
+    """Domains that rest: nothing new starts in a paused `domain` until somebody resumes it."""
+
+    def __init__(self, database: Database, limits: InputLimits) -> None:
+        self._database, self._limits = database, limits
+
+    def pause(
+        self,
+        domain: str,
+        *,
+        reason: str | None = None,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> bool:
+        """Let nothing new start in a domain; returns False if it was paused already.
+
+        What runs finishes, and what is sent waits. Workers hear of it at once, or within `sweep_every` if the
+        notification is lost. Until then a worker may claim once more; once it has heard, it starts nothing, and what it
+        holds but has not begun goes back. `reason`, and `operator`, who pauses it, are for people to read. With `conn`
+        the domain is paused when that transaction commits.
+        """
+        check(self._limits, domain=domain, operator=operator, **given(reason=reason))
+        write = Write(pause.pause(domain, reason=reason, operator=operator), one_statement=True)
+        paused = self._database.write(write, conn)
+        _tell("Paused", paused, domain, operator)
+        return paused
+
+    def resume(self, domain: str, *, operator: str | None = None, conn: Connection | None = None) -> bool:
+        """Let a paused domain go on; returns False if it was not paused.
+
+        `operator` names who resumes it. With `conn` the domain goes on when that transaction commits.
+        """
+        check(self._limits, domain=domain, operator=operator)
+        write = Write(pause.resume(domain, operator=operator), one_statement=True)
+        resumed = self._database.write(write, conn)
+        _tell("Resumed", resumed, domain, operator)
+        return resumed
+
+    def pauses(self) -> list[Pause]:
+        """Every domain that is paused: since when, by whom and why."""
+        return self._database.read(pause.pauses())
+
+    def history(self, domain: str | None = None, *, limit: int = 100) -> list[Pause]:
+        """The pauses of a domain or of all, at most `limit` and newest first, also those that are over.
+
+        Each says who paused the domain and who resumed it.
+        """
+        check(self._limits, writes=False, **given(domain=domain), limit=limit)
+        return self._database.read(pause.history(domain, limit=limit))

@@ -1,0 +1,124 @@
+"""Made from busload.batches.open_batch by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, Unpack
+from uuid import UUID
+
+from busload.batches.open_batch import log
+from busload.commands import send
+from busload.commands.checks import check_one, require, whole
+from busload.commands.command import CommandOptions, NewCommand, new_command
+from busload.commands.counted import counted
+from busload.commands.dedup import Dedup
+from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
+from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.connection import Connection
+from busload.postgres.write import Write, patient
+from busload.settings import InputLimits
+from busload.sync.database import Database
+
+
+class SyncOpenBatch:
+    """A batch that is being filled; made by `SyncCommandBus.open_batch`."""
+
+    def __init__(
+        self,
+        database: Database,
+        batch: send.NewBatch,
+        *,
+        limits: InputLimits,
+        via: send.Via,
+        checkpoint_size: int,
+        dedup: Dedup | None,
+        conn: Connection | None,
+        opened: Callable[[UUID], None],
+    ) -> None:
+        """`opened` is called with the batch's id once the batch exists."""
+        require(whole(1), checkpoint_size=checkpoint_size)
+        self.batch_id, self.domain, self.added, self.skipped = batch.batch_id, batch.domain, 0, 0
+        self._database, self._batch, self._conn, self._opened = database, batch, conn, opened
+        self._limits, self._via, self._checkpoint_size, self._dedup = limits, via, checkpoint_size, dedup
+        self._waiting: dict[UUID, NewCommand] = {}
+        self._writing = waiting.Lock()
+        self._entered, self._sealed = False, False
+
+    def add(
+        self,
+        command_type: str,
+        data: Any = None,
+        **options: Unpack[CommandOptions],
+    ) -> UUID:
+        """Add one command of this `command_type` with its `data`, and return its id.
+
+        `CommandOptions` says what else may be given. Every `checkpoint_size` commands are written together. Until then
+        a command is in the memory of this process only. It is durable when the next checkpoint has returned: by
+        `checkpoint()`, by the call that completes the number, or by the end of the block.
+        """
+        command = new_command("add", command_type, data, options)
+        if self._sealed:
+            raise BatchSealedError(self.domain, self.batch_id)
+        if not self._entered:
+            raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
+        checked = check_one(self._limits, self.domain, command)
+        if checked.command_id in self._waiting:
+            raise DuplicateCommandError(self.domain, [checked.command_id], in_the_list=True)
+        self._waiting[checked.command_id] = checked
+        if len(self._waiting) >= self._checkpoint_size:
+            self.checkpoint()
+        return checked.command_id
+
+    def checkpoint(self) -> None:
+        """Write what was added so far; when this returns, it is durable.
+
+        What exists already is refused; the rest is kept for the next checkpoint.
+        """
+        with self._writing:  # what others add meanwhile is for the next one
+            some = dict(self._waiting)
+            commands = list(some.values())
+            write = send.write_many(self.domain, commands, batch_id=self.batch_id, dedup=self._dedup, via=self._via)
+            try:
+                sent = sum(result.created for result in self._database.write(write, self._conn))
+            except (DuplicateCommandError, DuplicateTaskError) as duplicate:
+                for command_id in _refused(some, duplicate):
+                    self._waiting.pop(command_id, None)
+                raise
+            self.added += sent
+            self.skipped += len(some) - sent
+            for command_id in some:
+                del self._waiting[command_id]
+
+    def seal(self) -> None:
+        """Write the rest and let the batch complete."""
+        self.checkpoint()
+        self._database.write(patient(partial(send.seal, self.domain, self.batch_id), self.batch_id), self._conn)
+        self._sealed = True
+
+    def __enter__(self) -> Self:
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=True)
+        self._database.write(opening, self._conn)
+        self._opened(self.batch_id)
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.seal()
+        else:
+            self._entered = False
+            commands = counted(self.added, "command")
+            log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
+
+
+def _refused(waiting: Mapping[UUID, NewCommand], duplicate: DuplicateCommandError | DuplicateTaskError) -> list[UUID]:
+    """Which of them cannot be written; of several for one task, the first can."""
+    if isinstance(duplicate, DuplicateCommandError):
+        return list(duplicate.command_ids)
+    held = {id: duplicate.holders.get(command.task_key or "") for id, command in waiting.items()}
+    others = [id for id, holder in held.items() if holder is not None and holder != id]
+    return others or [id for id, holder in held.items() if holder == id]

@@ -1,0 +1,99 @@
+"""Made from busload.dispatch.operator by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+import builtins
+from uuid import UUID
+
+import psycopg
+
+from busload.commands import search
+from busload.commands.checks import check, given
+from busload.dispatch import outbox as store
+from busload.dispatch import progress as dispatch
+from busload.dispatch.operator import _partly_rerouted, _reroutable, _tell
+from busload.dispatch.publish_in_threads import ThreadPublisher
+from busload.dispatch.strategy import OutboxEntry, Reconciliation
+from busload.errors import BusloadError, InvalidOperationError
+from busload.postgres.write import Write
+from busload.settings import InputLimits
+from busload.sync.database import Database
+from busload.sync.reconcile import Reconciler
+
+
+class SyncOutbox:
+    """Commands that a broker has not confirmed a message about: `bus.outbox`.
+
+    `domain` and `batch_id` narrow a call to the commands of a domain or a batch. With `dry_run` nothing is written.
+    """
+
+    def __init__(self, database: Database, limits: InputLimits, publisher: ThreadPublisher | None) -> None:
+        self._database, self._limits, self._publisher = database, limits, publisher
+
+    def list(self, *, domain: str | None = None, batch_id: UUID | None = None) -> list[OutboxEntry]:
+        """What waits, by transport, domain and why."""
+        self._check(domain, batch_id, writes=False)
+        return self._database.read(store.waiting(domain=domain, batch_id=batch_id))
+
+    def retry(self, *, domain: str | None = None, batch_id: UUID | None = None, dry_run: bool = False) -> int:
+        """Let relays try again now what waits for another round; returns how many commands that are."""
+        self._check(domain, batch_id, writes=not dry_run)
+        if dry_run:
+            return self._database.read(store.retryable(domain=domain, batch_id=batch_id))
+        plan = store.retry(domain=domain, batch_id=batch_id)
+        return self._database.write(Write(plan, batch_id, one_statement=True))
+
+    def reroute(
+        self,
+        *,
+        domain: str | None = None,
+        batch_id: UUID | None = None,
+        failed_only: bool = True,
+        operator: str | None = None,
+        dry_run: bool = False,
+    ) -> int:
+        """Let PostgreSQL deliver what waits after a failed round; returns how many commands that are.
+
+        Without `failed_only` it delivers all that waits. The audit trail of each command has it as REROUTED, with the
+        name of the `operator`.
+        """
+        if dry_run:
+            return _reroutable(self.list(domain=domain, batch_id=batch_id), failed_only)
+        self._check(domain, batch_id, operator=operator, failed_only=failed_only)
+        rerouted, moved = 0, 1
+        try:
+            while moved:
+                plan = store.reroute(domain=domain, batch_id=batch_id, failed=failed_only, operator=operator)
+                moved = self._database.write(Write(plan, batch_id, one_statement=True, goes_on=bool(rerouted)))
+                rerouted += moved
+            self._database.write(Write(dispatch.close(), one_statement=True, goes_on=bool(rerouted)))
+        except (BusloadError, psycopg.Error) as error:
+            if not rerouted:
+                raise
+            raise _partly_rerouted(rerouted, error) from error
+        _tell(rerouted, operator)
+        return rerouted
+
+    def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
+        """Compare what the database has published with what the broker holds; with `repair`, make both sides agree.
+
+        Any command of a load answers any message about it, so what counts is how many of a load wait, and how many
+        the messages are about. To repair is to publish what is missing, and to remove messages about loads of
+        which nothing waits. For that the messages are taken on loan, some seconds long, and what is waited for goes
+        back; so a broker that cannot be looked into is compared too. A message that a worker has on loan may not be
+        seen, so what is missing may be on its way; to publish it once more does no harm.
+        """
+        self._check(domain, writes=False)
+        reconciler = Reconciler(self._publishing(), self._database)
+        domains = [domain] if domain is not None else self._database.read(search.domains())
+        return [reconciler.compare(each, repair=repair) for each in domains]
+
+    def _publishing(self) -> ThreadPublisher:
+        if self._publisher is None:
+            raise InvalidOperationError("The bus has no transport. Give it one: SyncCommandBus(dsn, transport=URL).")
+        return self._publisher
+
+    def _check(
+        self, domain: str | None, batch_id: UUID | None = None, *, writes: bool = True, **others: object
+    ) -> None:
+        check(self._limits, writes=writes, **given(domain=domain, batch_id=batch_id), **others)

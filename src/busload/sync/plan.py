@@ -1,0 +1,64 @@
+"""Made from busload.postgres.plan by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg.pq import Format
+from psycopg.rows import tuple_row
+
+from busload.postgres.plan import (
+    MOST_UNSENT,
+    Copy,
+    Plan,
+    Savepoint,
+    Script,
+    Step,
+    T,
+    _as_lost,
+    _flush,
+    _in_no_transaction,
+)
+
+
+def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = _answer(conn, step)
+            except Exception as error:
+                step = plan.throw(_as_lost(conn, error))
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
+    if isinstance(step, Savepoint):
+        if not step.begins and _in_no_transaction(conn):
+            return perform(conn, step.plan)
+        with conn.transaction():
+            return perform(conn, step.plan)
+    if isinstance(step, Script):
+        with psycopg.Cursor(conn) as cursor:
+            cursor.execute(step.sql)
+        return []
+    with psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
+        cursor.format = Format.BINARY
+        if isinstance(step, Copy):
+            unsent = 0
+            with cursor.copy(step.sql) as copy:
+                for block in step.blocks:
+                    copy.write(block)
+                    unsent += len(block)
+                    if unsent > MOST_UNSENT:
+                        conn.wait(_flush(conn.pgconn))
+                        unsent = 0
+            return []
+        if not step.binary:
+            cursor.format = Format.TEXT
+        cursor.execute(step.sql, step.params)
+        return cursor.fetchall() if cursor.rownumber is not None else []

@@ -1,0 +1,303 @@
+"""Made from busload.postgres.pool by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import psycopg
+from psycopg.pq import PipelineStatus, TransactionStatus
+
+from busload.errors import DatabaseUnavailableError, InvalidOperationError
+from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.backoff import Backoff
+from busload.postgres.connection import LOOK_NOWHERE, Connection, complete, was_spoken_to
+from busload.postgres.own_connection import RESPONSE_TIMEOUT
+from busload.postgres.pool import LEFT_OPEN, PLAN_ONCE, UNUSED_FOR, _may_pass
+from busload.sync.connection import OwnConnection, configure
+
+
+def pool(
+    dsn: str,
+    max_size: int,
+    *,
+    timeout: float = 30.0,
+    response_timeout: float = RESPONSE_TIMEOUT,
+    connection_class: type[OwnConnection] = OwnConnection,
+) -> Pool:
+    return Pool(partial(_new, connection_class, complete(dsn), response_timeout), max_size, timeout=timeout)
+
+
+def engine_pool(
+    dsn: str,
+    max_size: int,
+    *,
+    lock_timeout: str | None = None,
+    users_tables: bool = False,
+    response_timeout: float = RESPONSE_TIMEOUT,
+) -> Pool:
+    """The pool of a worker's own statements, so that handlers cannot starve them of connections.
+
+    They are few, short and always the same: each is prepared at once, planned once and never compiled, since planning a
+    claim takes as long as running it, and compiling one a hundred times as long. A plan made while tables were small
+    must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
+    Those that touch `users_tables` find them, and their triggers what they need, by the search_path of the role.
+    """
+    new = partial(_new_of_engine, complete(dsn), response_timeout, lock_timeout, users_tables)
+    return Pool(new, max_size, max_lifetime=300)
+
+
+class Pool:
+    """Connections for all who share the pool. A caller that is interrupted at any moment loses none of them."""
+
+    def __init__(
+        self,
+        connect: Callable[[], OwnConnection],
+        max_size: int,
+        *,
+        timeout: float = 30.0,
+        max_lifetime: float = 3600.0,
+    ) -> None:
+        self.max_size, self.timeout, self._max_lifetime = max_size, timeout, max_lifetime
+        self.size = 0
+        """How many connections there are: handed out, idle, or being made."""
+        self._connect = connect
+        self._state = waiting.ShortLock()
+        self._idle: deque[tuple[float, OwnConnection]] = deque()
+        self._places: deque[_Place] = deque()
+        self._born: dict[int, float] = {}
+        self._making: waiting.Activity | None = None
+        self._why: Exception | None = None
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """How many connections nobody uses."""
+        return len(self._idle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def connection(self, timeout: float | None = None) -> Iterator[OwnConnection]:
+        """A connection for as long as the block lasts. A transaction that is open then ends as the block does."""
+        conn = self.getconn(timeout)
+        try:
+            with conn:
+                yield conn
+        finally:
+            self.putconn(conn)
+
+    def getconn(self, timeout: float | None = None) -> OwnConnection:
+        """A connection that has to be given back by `putconn`."""
+        seconds = self.timeout if timeout is None else timeout
+        while True:
+            conn = self._take() or self._wait(seconds)
+            if not was_spoken_to(conn) or self._answers(conn):
+                conn.belong_to(self)
+                return conn
+
+    def putconn(self, conn: Connection) -> None:
+        """Give a connection of this pool back. A transaction that was left open is rolled back."""
+        assert isinstance(conn, OwnConnection)
+        try:
+            if conn.pgconn.transaction_status in LEFT_OPEN and not (_is_piping(conn) or self._closed):
+                with suppress(Exception):
+                    conn.rollback()
+        finally:
+            self._keep(conn)
+
+    def close(self) -> None:
+        """Close what is idle now, and the rest when it is given back."""
+        with self._state:
+            self._closed = True
+            self._fail(InvalidOperationError("The bus or worker was closed meanwhile."))
+            self._drop_idle()
+        if self._making is not None:
+            self._making.cancel()
+
+    def _take(self) -> OwnConnection | None:
+        with self._state:
+            if self._closed:
+                raise InvalidOperationError("The connections were closed, together with their bus or worker.")
+            return self._idle.pop()[1] if self._idle else None
+
+    def _wait(self, seconds: float) -> OwnConnection:
+        """Wait until a connection is given back or made."""
+        place = _Place()
+        with self._state:
+            self._places.append(place)
+            self._grow()
+        try:
+            place.served.wait(seconds)
+        except BaseException:
+            if not self._leave(place) and place.conn is not None:
+                self._keep(place.conn)  # it came in the same moment
+            raise
+        if self._leave(place):
+            raise self._too_late(seconds)
+        if place.conn is None:
+            assert place.error is not None
+            raise place.error
+        return place.conn
+
+    def _leave(self, place: _Place) -> bool:
+        """Wait no longer; returns False if the place was served meanwhile."""
+        with self._state:
+            if waited := place in self._places:
+                self._places.remove(place)
+        return waited
+
+    def _too_late(self, seconds: float) -> DatabaseUnavailableError:
+        if self._why is not None:
+            why = " ".join(str(self._why).split())
+            return DatabaseUnavailableError(
+                f"There was no connection to PostgreSQL for {seconds:g} s: {why.removesuffix('.')}."
+            )
+        all_of_them = "The only connection was" if self.max_size == 1 else f"All {self.max_size} connections were"
+        return DatabaseUnavailableError(
+            f"{all_of_them} in use for {seconds:g} s. Give connections back sooner, or raise pool_size; pool_timeout "
+            "says how long to wait for one."
+        )
+
+    def _keep(self, conn: OwnConnection) -> None:
+        """Keep a connection for the next who needs one. This never waits, so no interruption can lose a connection."""
+        with self._state:
+            now = time.monotonic()
+            old = now - self._born.get(id(conn), 0.0) > self._max_lifetime
+            usable = conn.pgconn.transaction_status == TransactionStatus.IDLE and not _is_piping(conn)
+            if old or self._closed or not usable:
+                self._discard(conn)
+                return
+            conn.belong_to(None)
+            if self._places:
+                self._places.popleft().serve(conn)
+                return
+            self._idle.append((now, conn))
+            if now - self._idle[0][0] > UNUSED_FOR:
+                self._discard(self._idle.popleft()[1])
+
+    def _discard(self, conn: OwnConnection) -> None:
+        conn.belong_to(None)
+        conn.pgconn.finish()
+        with self._state:
+            self._born.pop(id(conn), None)
+            self.size -= 1
+            if conn.given_up:  # what happened to one has most likely happened to all
+                self._drop_idle()
+            self._grow()
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            self._discard(self._idle.pop()[1])
+
+    def _grow(self) -> None:
+        """Make a connection if somebody waits for one; one at a time."""
+        if self._places and self.size < self.max_size and not (self._making or self._closed):
+            self.size += 1
+            self._making = waiting.Activity(self._make, "busload-pool")
+
+    def _make(self) -> None:
+        conn: OwnConnection | None = None
+        try:
+            conn = self._try()
+        finally:
+            with self._state:
+                self._making = None
+                self.size -= conn is None
+        with self._state:
+            if conn is not None:
+                self._born[id(conn)] = time.monotonic()
+                self._keep(conn)
+            self._grow()
+
+    def _try(self) -> OwnConnection | None:
+        """A connection; None if nobody waits for one any more."""
+        backoff = Backoff()
+        while self._places:
+            try:
+                conn = self._connect()
+            except Exception as error:
+                if _may_pass(error):
+                    self._why = error
+                    waiting.sleep(backoff.pause())
+                else:
+                    self._fail(error)
+            else:
+                self._why = None
+                return conn
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        """Waiting would not help: all who do are told why."""
+        with self._state:
+            while self._places:
+                self._places.popleft().serve(error=error)
+
+    def _answers(self, conn: OwnConnection) -> bool:
+        """An idle connection has been spoken to: that is its end, or a notice."""
+        try:
+            conn.execute("SELECT", prepare=False)
+        except psycopg.Error:
+            self._discard(conn)
+            return False
+        except BaseException:
+            self._keep(conn)
+            raise
+        return True
+
+
+class _Place:
+    """Where somebody waits for a connection."""
+
+    def __init__(self) -> None:
+        self.served = waiting.Event()
+        self.conn: OwnConnection | None = None
+        self.error: Exception | None = None
+
+    def serve(self, conn: OwnConnection | None = None, error: Exception | None = None) -> None:
+        self.conn, self.error = conn, error
+        self.served.set()
+
+
+def _is_piping(conn: OwnConnection) -> bool:
+    """Whether somebody has left a pipeline open, and with it answers that nobody has read."""
+    return conn.pgconn.pipeline_status != PipelineStatus.OFF
+
+
+def _new(kind: type[OwnConnection], conninfo: str, response_timeout: float) -> OwnConnection:
+    conn = kind.connect(conninfo, autocommit=True)
+    conn.conninfo, conn.response_timeout = conninfo, response_timeout
+    try:
+        configure(conn)
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+def _new_of_engine(
+    conninfo: str, response_timeout: float, lock_timeout: str | None, users_tables: bool
+) -> OwnConnection:
+    conn = _new(OwnConnection, conninfo, response_timeout)
+    try:
+        if not conn.pooled:
+            conn.prepare_threshold = 0
+            conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {LOOK_NOWHERE}", prepare=False)
+            if lock_timeout is not None:
+                set_timeout = "SELECT pg_catalog.set_config('lock_timeout', %s, false)"
+                conn.execute(set_timeout, [lock_timeout], prepare=False)
+    except BaseException:
+        conn.close()
+        raise
+    return conn

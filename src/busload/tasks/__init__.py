@@ -1,0 +1,1 @@
+"""The task behind commands: its key, its history, and tasks that other queues run."""

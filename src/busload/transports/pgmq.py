@@ -1,0 +1,278 @@
+"""PGMQ: queues inside of a PostgreSQL, by the functions of that extension.
+
+    pgmq://user:password@host:5432/database
+    pgmq:///database?host=/var/run/postgresql
+
+A message is invisible to others while it is on loan, for a time that we prolong. PGMQ knows no duplicates, which does
+no harm: the database decides what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import psycopg
+from psycopg import AsyncConnection, errors, sql
+
+from busload.errors import (
+    Refusal,
+    RefusalReason,
+    TransportError,
+    TransportMisconfiguredError,
+    TransportUnavailableError,
+)
+from busload.postgres.connection import is_turned_away
+from busload.transports.base import Message, Turn, hashed_name
+from busload.transports.broker import TIMEOUT, Broker, by_queue, said
+from busload.transports.loans import Loan, Loans
+from busload.transports.options import connect_timeout, read_libpq_url, seconds, whole_number
+
+LOST = (TimeoutError, psycopg.Error, OSError)
+
+LONGEST_NAME = 47
+"""PGMQ makes names of tables and indexes from the name of a queue."""
+
+SOONEST, LATEST = 0.02, 0.5
+"""Seconds between two looks into a queue: the longer it was empty, the rarer."""
+
+EXISTING = b"SELECT queue_name, is_unlogged FROM pgmq.meta WHERE queue_name = ANY(%(queues)s::text[])"
+CREATE = b"SELECT pgmq.create(%(queue)s::text)"
+SEND = b"SELECT pgmq.send_batch(%(queue)s::text, %(messages)s::jsonb[])"
+READ = b"SELECT msg_id, message FROM pgmq.read(%(queue)s::text, %(seconds)s::integer, %(limit)s::integer)"
+SHOW_IN = (
+    b"SELECT pgmq.set_vt(%(queue)s::text, id, %(seconds)s::integer) FROM pg_catalog.unnest(%(ids)s::bigint[]) AS id"
+)
+DELETE = b"SELECT pgmq.delete(%(queue)s::text, %(id)s::bigint)"
+ARCHIVE = b"SELECT pgmq.archive(%(queue)s::text, %(id)s::bigint)"
+LENGTH = b"SELECT queue_length FROM pgmq.metrics(%(queue)s::text)"
+PEEK = "SELECT message FROM pgmq.{queue} ORDER BY msg_id LIMIT {limit}"
+
+
+class PgmqTransport(Broker):
+    """Queues of PGMQ.
+
+    Options of the URL, besides those of libpq: `timeout`, the seconds within which a call must succeed (10), and
+    `visibility`, the whole seconds after which a message comes again if its holder is gone (30).
+    """
+
+    name = "pgmq"
+    title = "PGMQ's PostgreSQL"
+    lost = LOST
+    max_bytes = 16 * 1024 * 1024
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._dsn, options = read_libpq_url(url, {"timeout": seconds, "visibility": whole_number(1, 86_400)})
+        self.timeout: float = options.get("timeout", TIMEOUT)
+        self._visibility: int = options.get("visibility", 30)
+        self._conn: _Connection | None = None
+        self._turn = Turn()
+
+    async def declare(self, queues: Sequence[str]) -> None:
+        if not queues:
+            return
+        names = {spelled(queue): queue for queue in queues}
+        with self.translated():
+            there: dict[str, bool] = dict(await self._ask(EXISTING, queues=list(names)))
+            for name in names.keys() - there.keys():
+                await self._ask(CREATE, queue=name)
+        for name in (name for name, unlogged in there.items() if unlogged):
+            raise TransportMisconfiguredError(
+                f"The queue {name!r} of PGMQ, for {names[name]!r}, is unlogged: a crash of PostgreSQL would empty it. "
+                f"Wanted a logged queue: drop it with `SELECT pgmq.drop_queue('{name}')`, and busload makes it anew."
+            )
+
+    async def publish_fitting(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
+        refused: dict[int, Refusal] = {}
+        for queue, some in by_queue(messages).items():
+            if refusal := await self._send(queue, some):
+                refused |= dict.fromkeys(some, refusal)
+        return refused
+
+    async def lend(self, queue: str, prefetch: int) -> PgmqLoans:
+        return PgmqLoans(queue, prefetch, await self._connected(), self._visibility)
+
+    async def depth(self, queue: str) -> int | None:
+        with self.translated(queue):
+            if not await self._exists(queue):
+                return 0
+            [[length]] = await self._ask(LENGTH, queue=spelled(queue))
+            return cast(int, length)
+
+    async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
+        table = sql.Identifier(f"q_{spelled(queue)}")
+        with self.translated(queue):
+            if not await self._exists(queue):
+                return []
+            rows = await self._ask(sql.SQL(PEEK).format(queue=table, limit=sql.Literal(limit)))
+            return [unwrapped(content) for [content] in rows]
+
+    async def disconnect(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn:
+            await conn.close()
+
+    def translation(self, error: Exception, queue: str | None) -> TransportError:
+        match error:
+            case errors.UndefinedTable() if "pgmq.meta" not in str(error):
+                return TransportMisconfiguredError(
+                    f"A queue of PGMQ does not exist: {said(error)}. Make it with `SELECT pgmq.create(...)`, or start "
+                    "a worker, which makes it."
+                )
+            case errors.UndefinedTable() | errors.UndefinedFunction() | errors.InvalidSchemaName():
+                return TransportMisconfiguredError(
+                    f"This database has no PGMQ that we can use: {said(error)}. Install it with `CREATE EXTENSION "
+                    "pgmq`, or with the SQL of the package `pgmq`: `python -c 'from pgmq.install import "
+                    'install_pgmq_from_sql; install_pgmq_from_sql(dsn="...")\'`.'
+                )
+            case errors.InsufficientPrivilege():
+                return TransportMisconfiguredError(f"PGMQ refuses us: {said(error)}. Grant it, or use another user.")
+            case psycopg.OperationalError() if is_turned_away(error):
+                return TransportMisconfiguredError(f"{self.title} refuses to let us in: {said(error)}")
+            case _:
+                return TransportUnavailableError(f"{self.title} cannot be reached: {said(error)}")
+
+    async def _send(self, queue: str, messages: Mapping[int, Message]) -> Refusal | None:
+        """Send all messages of a queue by one statement; return why none of them was taken, if so."""
+        try:
+            with self.translated(queue):
+                await self._ask(SEND, queue=spelled(queue), messages=[wrapped(each) for each in messages.values()])
+        except TransportUnavailableError as error:
+            return Refusal(RefusalReason.UNREACHABLE, str(error))
+        except TransportMisconfiguredError as error:
+            missing = isinstance(error.__context__, errors.UndefinedTable)
+            return Refusal(RefusalReason.UNROUTABLE if missing else RefusalReason.REFUSED, str(error))
+        return None
+
+    async def _exists(self, queue: str) -> bool:
+        return bool(await self._ask(EXISTING, queues=[spelled(queue)]))
+
+    async def _ask(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
+        """On the connection for everything but deliveries; on a new connection if the first died while it rested."""
+        async with self._turn():
+            if self._conn and not self._conn.broken:
+                try:
+                    return await self._conn.run(statement, **parameters)
+                except psycopg.OperationalError:
+                    if not self._conn.broken:
+                        raise
+            self._conn = await self._connected()
+            return await self._conn.run(statement, **parameters)
+
+    async def _connected(self) -> _Connection:
+        async with self.in_time():
+            conn = await AsyncConnection.connect(
+                self._dsn,
+                autocommit=True,
+                application_name="busload pgmq",
+                connect_timeout=connect_timeout(self._dsn, self.timeout),
+            )
+            return _Connection(conn, self.timeout)
+
+
+class _Connection:
+    """A connection on which each statement has to end in time."""
+
+    def __init__(self, conn: AsyncConnection[Any], timeout: float) -> None:
+        self._conn, self._timeout = conn, timeout
+
+    @property
+    def broken(self) -> bool:
+        return self._conn.closed
+
+    async def run(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await (await self._conn.execute(statement, parameters or None)).fetchall()
+        except TimeoutError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._conn.close()
+
+
+class PgmqLoans(Loans[int]):
+    """On a connection of their own. PGMQ hides what is on loan for a while."""
+
+    lost = LOST
+
+    def __init__(self, queue: str, prefetch: int, conn: _Connection, visibility: int) -> None:
+        super().__init__(queue, prefetch)
+        self._name, self._conn, self._visibility = spelled(queue), conn, visibility
+        self._pause = SOONEST
+
+    async def take(self, room: int) -> list[Loan[int]]:
+        """Finish also when cancelled: what was read is on loan, and has to be given back."""
+        reading = asyncio.ensure_future(self._conn.run(READ, queue=self._name, seconds=self._visibility, limit=room))
+        try:
+            rows = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                self._lend_all(await reading)
+            raise
+        self._pause = SOONEST if rows else min(2 * self._pause, LATEST)
+        if not rows:
+            await asyncio.sleep(self._pause)
+        return self._lend_all(rows)
+
+    def _lend_all(self, rows: Sequence[tuple[int, Any]]) -> list[Loan[int]]:
+        return [self.lend(id, unwrapped(content)) for id, content in rows]
+
+    async def tell_settled(self, loan: Loan[int], reason: str | None) -> None:
+        await self._conn.run(DELETE if reason is None else ARCHIVE, queue=self._name, id=loan.key)
+
+    @property
+    def renewal_pause(self) -> float:
+        return self._visibility / 3
+
+    async def renew(self, loans: Sequence[Loan[int]]) -> None:
+        await self._show_in(self._visibility, loans)
+
+    async def give_back(self, loans: Sequence[Loan[int]]) -> None:
+        await self._show_in(0, loans)
+
+    async def check(self) -> None:
+        if self._conn.broken:  # a renewal has found out
+            raise psycopg.OperationalError("the connection is closed")
+
+    async def disconnect(self) -> None:
+        await self._conn.close()
+
+    async def _show_in(self, seconds: int, loans: Sequence[Loan[int]]) -> None:
+        await self._conn.run(SHOW_IN, queue=self._name, ids=[loan.key for loan in loans], seconds=seconds)
+
+
+def spelled(queue: str) -> str:
+    """A queue's name as PGMQ takes it: `busload.payments` is `busload_payments`, one that would not fit is hashed."""
+    if re.fullmatch(r"busload\.[a-z0-9_]+", queue) and len(queue) <= LONGEST_NAME:
+        return queue.replace(".", "_")
+    return re.sub(r"[^a-z0-9_]", "_", hashed_name(queue, LONGEST_NAME, "_", digits=12).lower())
+
+
+def wrapped(message: Message) -> str:
+    """As JSON, which is all that PGMQ carries. As text it can be read in psql, and comes back byte by byte."""
+    try:
+        text = message.body.decode()
+    except UnicodeDecodeError:
+        text = "\x00"
+    if "\x00" in text:  # jsonb cannot hold it
+        return json.dumps({"id": message.id, "base64": base64.b64encode(message.body).decode()})
+    return json.dumps({"id": message.id, "text": text}, ensure_ascii=False)
+
+
+def unwrapped(content: Any) -> bytes:
+    """The body; of a message that is not ours, its JSON: whoever reads it will reject it."""
+    match content:
+        case {"text": str(text)}:
+            return text.encode()
+        case {"base64": str(code)}:
+            with suppress(ValueError):
+                return base64.b64decode(code, validate=True)
+    return json.dumps(content).encode()

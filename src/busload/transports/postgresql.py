@@ -1,0 +1,156 @@
+"""PostgreSQL as the broker: for a database beside the one with the commands, and to try a broker without having one.
+
+    postgresql://user:password@host:5432/database?visibility=30
+
+Without any transport the rows of the queue are the messages, which is simpler; this one is not needed for that. The
+database needs busload's schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+
+from busload.errors import Refusal, TransportError, TransportMisconfiguredError, TransportUnavailableError
+from busload.postgres.connection import PARAMETERS, AsyncConnection, is_away, is_turned_away
+from busload.postgres.listen import MESSAGE, AsyncListener
+from busload.postgres.own_connection import OwnAsyncConnection
+from busload.postgres.plan import Row, execute, perform_async
+from busload.postgres.statements import statements
+from busload.transports.base import Message, Turn
+from busload.transports.broker import TIMEOUT, Broker, said
+from busload.transports.loans import Loan, Loans
+from busload.transports.options import connect_timeout, read_libpq_url, seconds
+
+SQL = statements(__name__)
+
+LOOK_EVERY = 1.0
+"""Seconds after which a receiver looks though it has heard nothing: a notification is only a hint."""
+
+
+class PostgresqlTransport(Broker):
+    name = "postgresql"
+    title = "PostgreSQL"
+    lost = (psycopg.Error,)
+    max_bytes = 1024 * 1024
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.dsn, options = read_libpq_url(url, {"visibility": seconds, "timeout": seconds})
+        self.loan_for = timedelta(seconds=options.get("visibility", 30.0))
+        self.timeout: float = options.get("timeout", TIMEOUT)
+        self._connecting = Turn()
+        self._conn: AsyncConnection | None = None
+
+    async def declare(self, queues: Sequence[str]) -> None:
+        """A queue is only a name here: what must exist is the table."""
+        found = await self.rows(SQL.privileges)
+        if not found:
+            raise TransportMisconfiguredError(
+                "The database of the transport has no table busload.message. Run `busload schema migrate` on it."
+            )
+        [(missing,)] = found
+        if missing:
+            raise TransportMisconfiguredError(
+                f"The user of the transport lacks {', '.join(missing)} on busload.message."
+            )
+
+    async def publish_fitting(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
+        queues, ids, bodies = zip(*((each.queue, each.id, each.body) for each in messages.values()), strict=True)
+        await self.rows(SQL.publish, queues=list(queues), ids=list(ids), bodies=list(bodies))
+        return {}
+
+    async def lend(self, queue: str, prefetch: int) -> PostgresqlLoans:
+        return PostgresqlLoans(self, queue, prefetch)
+
+    async def depth(self, queue: str) -> int | None:
+        [(count,)] = await self.rows(SQL.depth, queue=queue)
+        return int(count)
+
+    async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
+        return [bytes(body) for (body,) in await self.rows(SQL.peek, queue=queue, limit=limit)]
+
+    async def disconnect(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            await conn.close()
+
+    def translation(self, error: Exception, queue: str | None) -> TransportError:
+        if isinstance(error, psycopg.Error) and is_away(error) and not is_turned_away(error):
+            return TransportUnavailableError(f"PostgreSQL cannot be reached: {said(error)}")
+        return TransportMisconfiguredError(f"PostgreSQL refuses us: {said(error)}")
+
+    async def rows(self, sql: bytes, **params: Any) -> list[Row]:
+        with self.translated():
+            try:
+                async with self.in_time():
+                    return await perform_async(await self._connected(), execute(sql, **params))
+            except TimeoutError:
+                await self.disconnect()
+                raise
+
+    async def _connected(self) -> AsyncConnection:
+        async with self._connecting():
+            if self._conn is None or self._conn.closed:
+                parameters = PARAMETERS | {"connect_timeout": connect_timeout(self.dsn, self.timeout)}
+                self._conn = await OwnAsyncConnection.connect(
+                    self.dsn, autocommit=True, prepare_threshold=None, **parameters
+                )
+            return self._conn
+
+
+class PostgresqlLoans(Loans[tuple[str, int]]):
+    """A message is held under its id and the number of its delivery: a late holder settles nothing."""
+
+    lost = (TransportError, TimeoutError)
+
+    def __init__(self, transport: PostgresqlTransport, queue: str, prefetch: int) -> None:
+        super().__init__(queue, prefetch)
+        self._transport = transport
+        self._heard = asyncio.Event()
+        self._listening = asyncio.create_task(AsyncListener(transport.dsn, [MESSAGE], self._hear).run())
+
+    async def take(self, room: int) -> list[Loan[tuple[str, int]]]:
+        self._heard.clear()
+        taken = await self._transport.rows(SQL.take, queue=self.queue, limit=room, loan=self._transport.loan_for)
+        loans = [self.lend((id, number), bytes(body)) for id, number, body in taken]
+        if not loans:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY):
+                    await self._heard.wait()
+        return loans
+
+    async def tell_settled(self, loan: Loan[tuple[str, int]], reason: str | None) -> None:
+        """Unless the message was delivered again meanwhile: then it is another one's."""
+        id, number = loan.key
+        await self._transport.rows(SQL.forget, queue=self.queue, id=id, deliveries=number)
+
+    @property
+    def renewal_pause(self) -> float:
+        return self._transport.loan_for.total_seconds() / 3
+
+    async def renew(self, loans: Sequence[Loan[tuple[str, int]]]) -> None:
+        if loans:
+            await self._transport.rows(SQL.renew, **self._these(loans), loan=self._transport.loan_for)
+
+    async def give_back(self, loans: Sequence[Loan[tuple[str, int]]]) -> None:
+        if loans:
+            await self._transport.rows(SQL.release, **self._these(loans))
+
+    async def disconnect(self) -> None:
+        self._heard.set()
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+
+    def _hear(self, channel: str | None, queue: str | None) -> None:
+        if queue is None or queue == self.queue:
+            self._heard.set()
+
+    def _these(self, loans: Sequence[Loan[tuple[str, int]]]) -> dict[str, Any]:
+        ids, numbers = zip(*(loan.key for loan in loans), strict=True)
+        return {"queue": self.queue, "ids": list(ids), "deliveries": list(numbers)}

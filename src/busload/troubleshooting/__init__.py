@@ -1,0 +1,9 @@
+"""Commands that wait for a person, and what a person decides about them."""
+
+from busload.troubleshooting.decisions import CauseGroup, GroupAction, GroupItem
+
+__all__ = [
+    "CauseGroup",
+    "GroupAction",
+    "GroupItem",
+]

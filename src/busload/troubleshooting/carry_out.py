@@ -1,0 +1,286 @@
+"""How a decision is carried out: its batch has a command for each part, and every worker has the handler for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime, timedelta
+from itertools import islice
+from typing import Any, Literal, Protocol
+from uuid import UUID
+
+import msgspec
+import psycopg
+
+from busload.commands import rescue
+from busload.commands.checks import WIDEST
+from busload.commands.command import Command, NewCommand
+from busload.commands.ids import ascending_ids, lease_id_of
+from busload.commands.payload import PayloadRefusedError, encode
+from busload.commands.retry import RetryPolicy
+from busload.errors import InvalidOperationError, PermanentCommandError, SupersededError
+from busload.postgres.connection import AsyncConnection, is_away
+from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, perform_async
+from busload.postgres.statements import statements
+from busload.settings import InputLimits, PayloadLimits
+from busload.troubleshooting.patch import Patch
+
+SQL = statements(__name__)
+
+Action = Literal["retry", "complete", "cancel"]
+
+DECISION = "busload.Decision"
+"""The type of the commands that carry out a decision."""
+
+RETRY = RetryPolicy(max_attempts=5, backoff=(1, 5, 30, 60))
+
+PART = 500
+"""Commands that one part moves, in one transaction: it locks their rows and batches for a few dozen milliseconds."""
+
+PART_BYTES = 4 * 1024 * 1024
+"""What one part may write, so that large data do not make that seconds, or fill the memory of a worker."""
+
+MOST_TOLD, REASON_LENGTH = 100, 100
+"""Of how many commands the result of a part says why they have not moved, and in how many characters."""
+
+PRIORITY = 100
+"""A decision does not wait behind a backlog, which is often the reason for the decision."""
+
+REFUSED_HERE = "BUS01"
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a person decided, about a cause or, without a fingerprint, about a single command."""
+
+    action: Action
+    fingerprint: str = ""
+    operator: str | None = None
+    patch: list[dict[str, Any]] | None = None
+    result: Any = None
+    reason: str | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The part of a decision that one command carries out. What failed after `until` was not decided on."""
+
+    decision: Decision
+    until: datetime
+    command_ids: list[UUID]
+
+
+class Context(Protocol):
+    """What carrying out a part needs of the context of a handler."""
+
+    @property
+    def execution_id(self) -> UUID: ...
+
+    @property
+    def limits(self) -> InputLimits: ...
+
+    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]: ...
+
+
+async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
+    """Move the commands of a part. They move only if this command completes, so nothing is moved twice.
+
+    Returns how many have moved, and which have not and why.
+    """
+    part, limits = read_part(command.data), ctx.limits.payload
+    async with ctx.transaction() as conn:
+        lease_id = lease_id_of(ctx.execution_id)
+        plan = move_part(command.domain, part, action=command.batch_id, lease_id=lease_id, limits=limits)
+        moved, left = await perform_async(conn, plan)
+    return summary(moved, left, limits)
+
+
+def parts(
+    decision: Decision,
+    command_ids: Sequence[UUID],
+    sizes: Sequence[int],
+    *,
+    until: datetime,
+    rate: float | None,
+    now: datetime,
+) -> Iterator[NewCommand]:
+    """Yield the commands that carry out a decision; with a rate, each moves what is due within a second.
+
+    `sizes` are the bytes of each command's data. The decision itself is kept with each of them, so it counts as well.
+    """
+    most = PART if rate is None else min(PART, max(1, int(rate)))
+    own = len(encode(msgspec.to_builtins(decision), WIDEST))
+    fresh = ascending_ids()
+    for start, end in _cuts([own + size for size in sizes], most):
+        part = Part(decision, until, list(command_ids[start:end]))
+        run_at = now + timedelta(seconds=start / rate) if rate is not None and start else None
+        data = encode(msgspec.to_builtins(part), WIDEST)
+        yield NewCommand(next(fresh), DECISION, data, None, None, None, PRIORITY, run_at, None)
+
+
+def _cuts(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """From where to where the parts go: each has at most `most` items and `PART_BYTES`, or one item."""
+    start = total = 0
+    for position, size in enumerate(sizes):
+        if position - start == most or (position > start and total + size > PART_BYTES):
+            yield start, position
+            start, total = position, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def read_part(data: Any) -> Part:
+    try:
+        return msgspec.convert(data, Part)
+    except msgspec.ValidationError as error:
+        raise PermanentCommandError(f"{DECISION} is sent by busload itself; this one was not: {error}") from None
+
+
+def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict[str, Any] | None:
+    """Return the result of a part: how many it moved, why some did not move, and how many others there are.
+
+    The result must be stored, or nothing of the part is. If even the numbers are too much for the limits, it is None.
+    """
+    told = min(len(left), MOST_TOLD)
+    while True:
+        some = {str(command_id): why[:REASON_LENGTH] for command_id, why in islice(left.items(), told)}
+        found = {"moved": moved, "left": some} | ({"others": len(left) - told} if told < len(left) else {})
+        try:
+            encode(found, limits)
+            return found
+        except PayloadRefusedError:
+            if told == 0:
+                return None
+            told //= 2
+
+
+def move_part(
+    domain: str, part: Part, *, action: UUID | None, lease_id: UUID, limits: PayloadLimits
+) -> Plan[tuple[int, dict[UUID, str]]]:
+    """Carry out a decision for some commands, in the transaction that completes the command of this part.
+
+    Returns how many have moved, and why the others have not. The lease is locked first, as in every settlement.
+    """
+    if not (yield from rescue.hold([lease_id])):
+        raise SupersededError("Another worker has this part of the decision now.")
+    decision = part.decision
+    picked = yield from pick(domain, part.command_ids, decision, until=part.until, action=action)
+    commands: dict[int, UUID] = {command: command_id for command, command_id, _, _ in picked}
+    data: dict[int, str] = {}
+    left: dict[UUID, str] = {}
+    if decision.patch is not None:
+        patch = Patch(decision.patch, limits)
+        for command, command_id, text, _ in picked:
+            try:
+                data[command] = patch.apply(text)
+            except ValueError as error:
+                left[command_id] = f"the patch does not apply: {error}"
+        commands = {command: commands[command] for command in data}
+    if commands and decision.action == "retry":
+        yield from move(decision, list(commands), list(data.values()), action)
+    elif commands:
+        kept = yield from _end_all(decision, list(commands), action)
+        left |= {commands.pop(command): why for command, why in kept.items()}
+    gone = set(part.command_ids).difference(commands.values(), left)
+    if gone:
+        left |= yield from _left_behind(domain, part, gone)
+    return len(commands), left
+
+
+def pick(
+    domain: str,
+    command_ids: Sequence[UUID],
+    decision: Decision,
+    *,
+    until: datetime | None = None,
+    action: UUID | None = None,
+) -> Plan[Sequence[Row]]:
+    """Lock the commands that a decision may move, and return id, command_id and, for a patch, data of each."""
+    return execute(
+        SQL.pick,
+        domain=domain,
+        command_ids=list(command_ids),
+        fingerprint=decision.fingerprint or None,
+        until=until,
+        again=decision.action == "retry",
+        with_data=decision.patch is not None,
+        action=action,
+    )
+
+
+def move(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
+    about: dict[str, Any] = {"commands": list(commands), "operator": decision.operator}
+    match decision.action:
+        case "retry":
+            patch = None if decision.patch is None else encode(decision.patch, WIDEST)
+            yield from execute(SQL.retry, **about, data=list(data), patch=patch, action=action)
+        case "complete":
+            yield from _end(
+                about, "OPERATOR_COMPLETED", {"result": decision.result}, "SUCCESS", decision.result, action
+            )
+        case "cancel":
+            reason = decision.reason
+            yield from _end(about, "OPERATOR_CANCELED", {"reason": reason}, "CANCELED", {"message": reason}, action)
+
+
+def _end(
+    about: dict[str, Any], type: str, details: dict[str, Any], outcome: str, reply: Any, action: UUID | None
+) -> Plan[None]:
+    details |= {} if action is None else {"batch_id": str(action)}
+    answer = None if reply is None else encode(reply, WIDEST)
+    yield from execute(SQL.end, **about, type=type, details=encode(details, WIDEST), outcome=outcome, reply=answer)
+
+
+def end_one(decision: Decision, command: int, command_id: UUID) -> Plan[None]:
+    """Complete or cancel one command; refuse it if it is a group whose events cannot be deleted."""
+    try:
+        yield Savepoint(move(decision, [command], [], None))
+    except psycopg.Error as error:
+        why = _why_kept(error)
+        if why is None:
+            raise
+        raise InvalidOperationError(f"Group {command_id} stays as it is. {why}") from error
+
+
+def _end_all(decision: Decision, commands: Sequence[int], action: UUID | None) -> Plan[dict[int, str]]:
+    """Complete or cancel these commands, except groups whose events cannot be deleted. Return why those stay."""
+    yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
+    kept: dict[int, str] = {}
+    some = [list(commands)]
+    while some:
+        part = some.pop()
+        try:
+            yield Savepoint(move(decision, part, [], action))
+        except psycopg.Error as error:
+            why = _why_kept(error)
+            if why is None:
+                raise
+            if len(part) == 1:
+                kept[part[0]] = why
+            else:
+                some += [part[: len(part) // 2], part[len(part) // 2 :]]
+    return kept
+
+
+def _why_kept(error: psycopg.Error) -> str | None:
+    """Why the events of a group cannot be deleted; None if the error is about something else."""
+    said = error.diag
+    if is_away(error) or "busload.end_groups" not in (said.context or ""):
+        return None
+    if error.sqlstate == REFUSED_HERE:
+        return str(said.message_primary)
+    details = f" ({said.message_detail})" if said.message_detail else ""
+    return f"Its events cannot be deleted: {said.message_primary}{details}."
+
+
+def _left_behind(domain: str, part: Part, command_ids: set[UUID]) -> Plan[dict[UUID, str]]:
+    """Say why commands of a part were not picked."""
+    rows = yield from execute(SQL.left_behind, domain=domain, command_ids=list(command_ids), until=part.until)
+    why = dict.fromkeys(command_ids, "it is not there any more")
+    for command_id, status, fingerprint, later in rows:
+        if fingerprint is None:
+            why[command_id] = f"it is {status}"
+        elif fingerprint != part.decision.fingerprint:
+            why[command_id] = f"it waits for another cause now: {fingerprint}"
+        else:
+            why[command_id] = "it failed again after the decision" if later else "its batch was canceled"
+    return why

@@ -1,0 +1,143 @@
+"""What operators do with commands that wait for a person: `bus.troubleshooting`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Unpack
+from uuid import UUID
+
+from busload.commands import search
+from busload.commands.checks import check, encoded
+from busload.commands.command import TroubleshootingItem
+from busload.commands.payload import decode
+from busload.postgres.connection import AnyConnection
+from busload.postgres.database import Database
+from busload.postgres.write import patient
+from busload.settings import InputLimits
+from busload.troubleshooting import decisions
+from busload.troubleshooting.carry_out import Decision
+from busload.troubleshooting.decisions import CauseGroup, GroupAction, GroupOptions
+
+
+class Troubleshooting:
+    """Commands that wait for a person, and what an operator decides about them: `bus.troubleshooting`.
+
+    `domain` and `command_id` name such a command, `fingerprint` names a cause, as `groups` shows it. `operator` is
+    whoever decides: the audit trail keeps it. With `conn` the decision is made when that transaction commits.
+    """
+
+    def __init__(self, database: Database, limits: InputLimits) -> None:
+        self._database, self._limits = database, limits
+
+    async def groups(self, domain: str, *, command_type: str | None = None, limit: int = 100) -> list[CauseGroup]:
+        """What waits for a person by cause, the largest group first, at most `limit` of them.
+
+        With `command_type` only commands of that type count.
+        """
+        check(self._limits, writes=False, domain=domain, command_type=command_type, limit=limit)
+        return await self._database.read(decisions.groups(domain, command_type=command_type, limit=limit))
+
+    async def list(
+        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
+    ) -> list[TroubleshootingItem]:
+        """Commands that wait for a person, newest first, with their original data.
+
+        At most `limit` of them, after the first `offset`. With `command_type` only commands of that type.
+        """
+        check(self._limits, writes=False, domain=domain, command_type=command_type, limit=limit, offset=offset)
+        plan = search.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
+        return await self._database.read(plan)
+
+    async def get(self, domain: str, command_id: UUID) -> TroubleshootingItem | None:
+        """One command that waits for a person; None if it does not."""
+        check(self._limits, writes=False, domain=domain, command_id=command_id)
+        return await self._database.read(search.troubleshooting_item(domain, command_id))
+
+    async def retry(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> None:
+        """Put a command back into the queue, with all its attempts to use again."""
+        check(self._limits, domain=domain, command_id=command_id, operator=operator)
+        await self._decide(domain, command_id, Decision(action="retry", operator=operator), conn)
+
+    async def complete(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        result: Any = None,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> None:
+        """Declare a command done, with a `result` if there is one."""
+        check(self._limits, domain=domain, command_id=command_id, operator=operator)
+        if result is not None:
+            result = decode(encoded(result, "/result", self._limits.payload))
+        await self._decide(domain, command_id, Decision(action="complete", operator=operator, result=result), conn)
+
+    async def cancel(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> None:
+        """Give a command up; its audit trail keeps the `reason`."""
+        check(self._limits, domain=domain, command_id=command_id, operator=operator, reason=reason)
+        await self._decide(domain, command_id, Decision(action="cancel", operator=operator, reason=reason), conn)
+
+    async def retry_group(
+        self,
+        domain: str,
+        fingerprint: str,
+        *,
+        patch: Sequence[dict[str, Any]] | None = None,
+        conn: AnyConnection | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> GroupAction:
+        """Retry all that waits for a cause now, by a batch of its own that workers of the domain carry out.
+
+        `patch` is a JSON patch (RFC 6902) of their data. It is refused unless it applies to every one of them, and the
+        audit trail keeps it with the data before and after. `GroupOptions` says what the other options mean. To repeat
+        this is harmless: a command that has moved is not moved again.
+        """
+        write = decisions.decision_about(self._limits, domain, "retry", fingerprint, options, patch=patch)
+        return await self._database.write(write, conn)
+
+    async def complete_group(
+        self,
+        domain: str,
+        fingerprint: str,
+        *,
+        result: Any = None,
+        conn: AnyConnection | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> GroupAction:
+        """Declare all done that waits for a cause now, each with this `result`; see `retry_group`."""
+        write = decisions.decision_about(self._limits, domain, "complete", fingerprint, options, result=result)
+        return await self._database.write(write, conn)
+
+    async def cancel_group(
+        self,
+        domain: str,
+        fingerprint: str,
+        *,
+        reason: str,
+        conn: AnyConnection | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> GroupAction:
+        """Give all up that waits for a cause now, with a `reason`; see `retry_group`."""
+        write = decisions.decision_about(self._limits, domain, "cancel", fingerprint, options, reason=reason)
+        return await self._database.write(write, conn)
+
+    async def _decide(self, domain: str, command_id: UUID, decision: Decision, conn: AnyConnection | None) -> None:
+        plan = partial(decisions.decide_one, domain, command_id, decision)
+        await self._database.write(patient(plan, command_ids=[command_id]), conn)

@@ -1,0 +1,503 @@
+"""One run of a worker: everything that is started, and the order in which it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Set
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+from uuid import UUID
+
+import psycopg
+
+from busload.buffers.distribute import LOCK_TIMEOUT, Distributor, warn_of_unserved, write_tallies
+from busload.bus import CommandBus
+from busload.commands import rescue
+from busload.commands.counted import counted
+from busload.commands.execution import Leased
+from busload.commands.rescue import Renewal
+from busload.errors import InvalidOperationError
+from busload.limits.limiter import Limiter
+from busload.limits.pause import Pauses
+from busload.postgres.connection import told
+from busload.postgres.guard import GuardedAsyncConnection
+from busload.postgres.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
+from busload.postgres.own_connection import connect_within_async
+from busload.postgres.pool import async_pool, engine_pool
+from busload.postgres.waiting import Event, TimeLimit
+from busload.retention.prune import Prune
+from busload.settings import WorkerSettings
+from busload.sync.connection import connect
+from busload.sync.plan import perform
+from busload.worker.broker import Broker
+from busload.worker.chunks import Gatherer
+from busload.worker.claimer import Claimer, HandBack, Look
+from busload.worker.executor import Executor, Line
+from busload.worker.heartbeat import Heartbeat
+from busload.worker.loop import Loop
+from busload.worker.metrics import gathered
+from busload.worker.settlement import Outcomes, Settlement
+from busload.worker.shared import Shared
+from busload.worker.stats import Report, WorkerStats
+from busload.worker.sweep import Sweep
+from busload.worker.threads import Threads
+
+log = logging.getLogger("busload")
+
+ENGINE_CONNECTIONS = 5
+"""One each for claiming, settling, promoting and sweeping, and one for results whose batch others hold; one more where
+limits are asked, and one for a relay."""
+
+MOST_DISTRIBUTING = 8
+"""Connections for distributing, at most. They are apart, so that a locked table of a buffer holds up nothing else."""
+
+MOST_NAMED = 20
+"""Commands that one line of the log names, at most."""
+
+BRIEFLY = 1.0
+"""Seconds that a stopping worker waits for the database at least: for a claim under way, and to hand back."""
+
+PATIENCE = 24 * 3600.0
+"""Seconds that a handler waits for a connection: a day, as other handlers give theirs back sooner or later."""
+
+
+class StoppedEarlyError(Exception):
+    """The worker was told to stop before it had found its database."""
+
+
+class Run:
+    """`async with` starts everything but the claims, and stops it in reverse order."""
+
+    def __init__(self, bus: CommandBus, settings: WorkerSettings, domains: list[str], name: str) -> None:
+        self._bus, self._settings, self._domains, self._name = bus, settings, domains, name
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._hurry, self._moved = asyncio.Event(), asyncio.Event(), Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rounds: list[asyncio.Task[None]] = []
+        self._look = Look(None)
+        self.started = False
+        self.left_behind: list[Leased] = []
+        """Commands whose handlers have not ended, though the run has."""
+
+    async def __aenter__(self) -> Self:
+        bus, settings, assembled = self._bus, self._settings, False
+        self._opened_bus = not bus.database.is_open
+        try:
+            await bus.open(wait=None)
+            await _find_database(bus, settings.wait_for_database, self._stopping)
+            self._assemble()
+            assembled = True
+            await asyncio.to_thread(self._heartbeat.start)
+            await self._pauses.look()
+            for distributor in self._distributors:
+                await distributor.start()
+            served = {buffer.name for buffer in bus.handlers.buffers}
+            await warn_of_unserved(self._pool, list(bus.declared_buffers.values()), served)
+        except BaseException:
+            await self._undo_start(assembled)
+            raise
+        self._executor.start()
+        self.started = True
+        self._report = Report(self.stats)
+        self._start(Loop("Reporting", self._report.once), self._heeding, self._limiting, self._looking)
+        log.info("Worker %s serves %s, %d at a time", self._name, ", ".join(self._domains), self._settings.concurrency)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._stop()
+        finally:
+            ending = asyncio.create_task(self._end())
+            cancelled: asyncio.CancelledError | None = None
+            while not ending.done():  # it takes seconds at most, and has to be done
+                try:
+                    await asyncio.shield(ending)
+                except asyncio.CancelledError as again:
+                    cancelled = again
+            if cancelled is not None:
+                raise cancelled
+            ending.result()
+
+    async def until_stopped(self) -> None:
+        self._rounds = self._start(self._claiming, self._promoting)
+        self._start(self._sweeping, *self._pruning, *self._distributing)
+        self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
+        if self._broker is not None:
+            self._broker.start()
+        await self._stopping.wait()
+
+    async def until_drained(self) -> int:
+        """Claim and run until a look finds nothing ready and nothing due; return how many attempts were settled."""
+        await self._sweep_once()
+        while not self._stopping.is_set():
+            self._moved.clear()
+            if self._broker is not None:
+                await self._broker.relay.publish_due()
+            look = self._look = await self._claimer.once(everywhere=True)
+            if look.found_nothing and self._gatherer.flush():
+                continue  # nothing will join what was gathered for a bulk handler
+            if look.pause == 0:
+                await asyncio.sleep(0)
+            elif self._line.in_hand or self._settlement.waiting:
+                await self._moved.wait(self._settings.poll_every.total_seconds())
+            elif self._moved.is_set():
+                continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
+            elif not look.found_nothing:
+                await asyncio.sleep(look.pause or 0)  # others had locked what is ready
+            elif (await self._claimer.promote_due()).loads == 0 and not sum(
+                [await distributor.distribute() for distributor in self._distributors]
+            ):
+                break
+        return self._settlement.settled
+
+    def stop(self, *, hurry: bool) -> None:
+        """Stop; with `hurry`, without waiting for what runs. From any thread, and from a signal's handler."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        if hurry:
+            self._loop.call_soon_threadsafe(self._hurry.set)
+
+    def abandon(self) -> None:
+        """Hand everything back from another thread, while the event loop is blocked and before the process ends."""
+        self._heartbeat.let_go()
+        try:
+            with connect(self._bus.dsn, response_timeout=self._settings.deadline.total_seconds()) as conn:
+                with conn.transaction():
+                    perform(conn, rescue.release(self._held.lease_ids))
+                perform(conn, rescue.retire(worker=self._shared.number))
+        except psycopg.Error as error:
+            log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
+
+    def stats(self) -> WorkerStats:
+        parts = {
+            "claimer": self._claimer,
+            "settlement": self._settlement,
+            "line": self._line,
+            "hand_back": self._hand_back,
+            "held": self._held,
+            "calls": self._executor.calls,
+        }
+        return gathered(
+            WorkerStats,
+            parts,
+            concurrency=self._settings.concurrency,
+            settlement=self._settlement.stats.snapshot(),
+            in_line=len(self._line),
+            broker=None if self._broker is None else self._broker.stats(),
+        )
+
+    # -- starting
+
+    def _assemble(self) -> None:
+        bus, settings = self._bus, self._settings
+        silence = bus.settings.response_timeout.total_seconds()
+        more = bool(bus.handlers.limits) + bool(bus.transport)
+        self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more, response_timeout=silence)
+        self._transactions = async_pool(
+            bus.dsn,
+            bus.settings.pool_size,
+            timeout=PATIENCE,
+            response_timeout=silence,
+            connection_class=GuardedAsyncConnection,
+        )
+        self._threads = Threads(bus, settings.most_threads, PATIENCE)
+        self._pauses, self._limiter = Pauses(pool, self._domains), Limiter(pool, settings.wait_for_turn.total_seconds())
+        self._shared = shared = Shared(
+            bus, settings, self._domains, pool, self._transactions, self._threads, self._pauses, self._limiter
+        )
+        self._held, self._outage = shared.held, shared.outage
+        self._assemble_stations(shared)
+        self._assemble_distribution(shared, silence)
+        self._claiming = Loop("Claiming", self._claim, self._outage)
+        self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
+        self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
+        self._looking = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
+        self._heeding = Loop("Heeding pauses", self._heed_pauses, self._outage)
+        self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
+        self._pruning = []
+        if settings.keep_for is not None:
+            prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
+            self._pruning.append(Loop("Pruning", prune.once, self._outage))
+        channels = [READY, CANCEL, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
+        self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
+
+    def _assemble_stations(self, shared: Shared) -> None:
+        settings = self._settings
+        self._settlement = Settlement(self._pool, self._held, settings, self._on_settled, self._outage)
+        self._outcomes = Outcomes(shared, self._settlement)
+        self._line = Line(settings.concurrency, settings.most_threads, self._on_low)
+        self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
+        self._executor = Executor(shared, self._line, self._gatherer, self._settlement, self._outcomes)
+        self._heartbeat = Heartbeat(shared, self._name, self._on_renewal, self._on_declared_dead)
+        self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
+        if self._broker is not None:
+            self._held.on_gone = self._broker.deliveries.gone
+        self._hand_back = HandBack(shared)
+        self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
+        self._sweep = Sweep(self._pool, settings.sweep_every)
+
+    def _assemble_distribution(self, shared: Shared, silence: float) -> None:
+        """Buffers have connections of their own: whoever locks a table of theirs holds up nothing else."""
+        buffers = [buffer for buffer in self._bus.handlers.buffers if buffer.name in self._domains]
+        self._distribution = self._pool
+        if buffers:
+            size = min(len(buffers), MOST_DISTRIBUTING)
+            self._distribution = engine_pool(
+                self._bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
+            )
+        every, recheck_after = self._settings.poll_every, self._settings.recheck_table_after
+        self._distributors = [
+            Distributor(self._distribution, buffer, self._pauses, shared.tallies, every, recheck_after)
+            for buffer in buffers
+        ]
+        self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
+
+    def _start(self, *loops: Loop) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(loop.run()) for loop in loops]
+        self._tasks += tasks
+        return tasks
+
+    async def _undo_start(self, assembled: bool) -> None:
+        """Undo a start that failed or was cancelled: nothing was claimed yet."""
+        if assembled:
+            await self._transactions.close()
+            await self._distribution.close()
+            await self._pool.close()
+            self._threads.close()
+            try:
+                await asyncio.to_thread(self._heartbeat.undo)
+            except psycopg.Error as error:
+                log.debug("The worker's row stays until its lease has ended: %s", error)
+        if self._opened_bus:
+            await self._bus.close()
+
+    # -- rounds
+
+    async def _claim(self) -> float | None:
+        self._look = await self._claimer.once()
+        return self._look.pause
+
+    async def _sweep_once(self) -> float:
+        return await self._sweep.once(worker=self._shared.number, judge=self._heartbeat.in_touch)
+
+    async def _heed_pauses(self) -> float:
+        if await self._pauses.look():
+            self._claimer.heed_pauses()
+            self._limiter.refuse_domains(self._pauses.paused)
+            self._moved.set()
+            for loop in (self._claiming, *self._distributing):
+                loop.wake()
+        return self._settings.sweep_every.total_seconds()
+
+    async def _hand_back_deserted(self) -> float:
+        """Hand back attempts that nobody works at any more, whatever the fault.
+
+        The heartbeat renews every lease of this worker, so no other worker would ever take such a lease over.
+        """
+        self._executor.replace_ended_tasks()
+        if deserted := self._held.deserted(self._executor.alive() + self._hand_back.leaving):
+            leases = counted(len(deserted), "lease")
+            log.error("Handing back %s whose commands have neither run to an end nor wait to run", leases)
+            await self._hand_back.release(deserted)
+        return self._settings.sweep_every.total_seconds()
+
+    # -- what stations, the database and the heartbeat say
+
+    def _hear(self, channel: str | None, payload: str | None) -> None:
+        """Heed a notification of the database. Without a channel, the worker listens from now on, or again."""
+        if channel is None:
+            self._look_everywhere()
+        elif channel == CANCEL and payload is not None:
+            try:
+                self._held.cancel(UUID(payload))
+            except ValueError:
+                log.debug("Ignored a notification of a cancel without an id")
+        elif channel == PAUSE:
+            self._heeding.wake()
+        elif channel == LIMIT:
+            self._limiter.hear(payload)
+        elif channel == OUTBOX:
+            if self._broker is not None:
+                self._broker.hear(payload)
+        elif payload in self._domains:
+            self._claimer.look_at_queue()
+            self._claiming.wake()
+
+    def _look_everywhere(self) -> None:
+        """What the database said meanwhile was not heard."""
+        self._claimer.look_at_queue()
+        self._claiming.wake()
+        self._heeding.wake()
+        if self._broker is not None:
+            self._broker.hear(None)
+        self._heartbeat.renew_soon()  # it tells of cancels
+        if self._has_listened:
+            self._limiter.hear(None)
+        self._has_listened = True
+
+    def _on_settled(self, room_wanted: bool) -> None:
+        self._moved.set()
+        if self._held.suspect_ended():
+            self._claimer.look_at_queue()  # the next suspect may run
+            self._claiming.wake()
+        elif room_wanted:
+            self._claiming.wake()
+
+    def _on_low(self) -> None:
+        self._moved.set()
+        if self._look.emptied and self._line.in_hand == 0:
+            self._settlement.flush_soon()  # no further result will join those that wait
+        else:
+            self._claiming.wake()
+
+    def _on_renewal(self, renewal: Renewal) -> None:
+        strange = renewal.settled.difference(self._held.lease_ids)
+        lost = self._held.reconcile(present=renewal.leases, canceled=renewal.canceled)
+        if lost:
+            log.warning("Lost %s; what these commands return will not count", counted(lost, "lease"))
+        # An answer that waits behind a blocked loop is not lost; a claim sent later than that cannot be the one.
+        sent_at = self._claimer.sent_at
+        if strange and (sent_at is None or time.monotonic() - sent_at < self._settings.lease_for.total_seconds() / 3):
+            self._release_soon(strange)
+
+    def _on_declared_dead(self, lost: Set[UUID], resumed: Set[UUID]) -> None:
+        self._held.lose(lost)
+        if ended := resumed - set(self._held.lease_ids):  # their results were refused while they were taken up
+            self._release_soon(ended)
+
+    def _release_soon(self, lease_ids: Iterable[UUID]) -> None:
+        self._tasks.append(asyncio.create_task(self._hand_back.release(list(lease_ids))))
+
+    # -- stopping
+
+    async def _stop(self) -> None:
+        """Stop claiming, let handlers finish, settle, hand back, retire: each as far as the database allows."""
+        self._say_stopping()
+        self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
+        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
+            loop.stop()
+        deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
+        graceful = TimeLimit(grace)
+        first = TimeLimit(min(deadline, max(grace, BRIEFLY)))  # part of the grace time: handlers go on meanwhile
+        if self._broker is not None:
+            await self._broker.stop_receiving(first.left)
+        if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
+            await asyncio.wait(self._rounds, timeout=first.left)
+        try:
+            async with asyncio.timeout(first.left):
+                await self._claimer.hand_back_line()  # without waiting for what runs
+        except (psycopg.Error, TimeoutError) as error:
+            log.debug("What has not started is handed back with the rest: %r", error)
+        self._limiter.refuse_domains(self._domains)
+        await self._finish_handlers(graceful.left)
+        await self._executor.stop(deadline)
+        in_vain = self._outage.is_away and not self._settlement.waiting
+        last = TimeLimit(BRIEFLY if in_vain else deadline)  # results are worth waiting for
+        self._limiting.stop()
+        await self._outcomes.close(timedelta(seconds=last.left))
+        abandoned = await self._settlement.close(timedelta(seconds=last.left))
+        self._sweeping.stop()
+        if self._broker is not None:
+            await self._broker.stop_relaying(last.left)
+        try:
+            async with asyncio.timeout(max(last.left, BRIEFLY)):
+                await self._hand_back.release(self._held.lease_ids)
+                await write_tallies(self._pool, self._shared.tallies)
+                # A heartbeat that came after the retirement would take it for a death, and register the worker again.
+                await asyncio.to_thread(self._heartbeat.stop)
+                await self._shared.perform(rescue.retire(worker=self._shared.number))
+        except (psycopg.Error, TimeoutError) as error:
+            log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
+        if abandoned:
+            raise InvalidOperationError(
+                f"{counted(abandoned, 'result')} could not be settled before the worker stopped: what they are of runs "
+                "again."
+            )
+
+    async def _end(self) -> None:
+        """End everything, however far the stop came. Other workers rescue what this one still holds."""
+        self._heartbeat.let_go()
+        loops = (self._claiming, self._promoting, self._sweeping, self._heeding, self._looking, self._limiting)
+        for loop in (*loops, *self._pruning, *self._distributing):
+            loop.stop()
+        for task in self._tasks:
+            task.cancel()
+        await self._executor.stop(within=1)
+        self._say_what_is_left()
+        if self._broker is not None:
+            await self._broker.end()
+        await self._outcomes.close(timedelta(0))
+        await self._settlement.close(timedelta(0))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._heartbeat.stop)
+        self._outage.close()
+        self._threads.close()
+        self._report.finish()
+        await self._transactions.close()
+        await self._executor.close()
+        self._shared.failures.close()
+        await self._distribution.close()
+        await self._pool.close()
+        if self._opened_bus:
+            await self._bus.close()
+
+    def _say_stopping(self) -> None:
+        in_hand, waiting = self._line.in_hand, self._settlement.waiting
+        if self._rounds and not (in_hand or waiting):
+            log.info("Stopping: nothing more is claimed, and nothing is in hand")
+        elif self._rounds:
+            log.info(
+                "Stopping: nothing more is claimed. %s in hand: what runs may take up to %g s more, the rest is handed "
+                "back; %s to be settled",
+                counted(in_hand, "command is", "commands are"),
+                self._settings.grace.total_seconds(),
+                counted(waiting, "result is", "results are"),
+            )
+
+    def _say_what_is_left(self) -> None:
+        """Log which handlers have not ended: they go on, but their commands were handed back."""
+        left = {one.command_id: one for one in (*self._executor.running, *self._threads.running)}
+        self.left_behind = list(left.values())
+        if left:
+            named = [f"{one.command_type} {one.command_id}" for one in self.left_behind[:MOST_NAMED]]
+            more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+            log.warning(
+                "Left behind and handed back %s that did not end in time: %s%s",
+                counted(len(left), "command"),
+                ", ".join(named),
+                more,
+            )
+
+    async def _finish_handlers(self, seconds: float) -> None:
+        waits = [asyncio.create_task(self._line.idle.wait()), asyncio.create_task(self._hurry.wait())]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _find_database(bus: CommandBus, wait_for: timedelta | None, stopping: asyncio.Event) -> None:
+    """Wait for a database that is away, unless told to stop; one that cannot be used is refused at once."""
+    seconds = None if wait_for is None else wait_for.total_seconds()
+    finding = asyncio.create_task(connect_within_async(bus.dsn, seconds))
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({finding, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not finding.done():
+            raise StoppedEarlyError
+        with told(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
+            conn = await finding
+        async with conn:
+            await bus.database.check_schema(conn)
+    finally:
+        for task in (finding, stopped):
+            task.cancel()
+        found, _ = await asyncio.gather(finding, stopped, return_exceptions=True)
+        if not isinstance(found, BaseException):  # the start may have been cancelled before it was used
+            await found.close()

@@ -1,0 +1,466 @@
+"""Runs groups of buffered events: reads them, calls the handler, and ends them together with their command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import psycopg
+
+from busload.buffers import groups, table
+from busload.buffers.declaration import EXHAUSTED, BufferSettings
+from busload.buffers.groups import ROOMY, Ended, Ending, Events, Place, Row, describe_items
+from busload.buffers.table import Relation
+from busload.commands.bulk import Group, Item, Judgement
+from busload.commands.counted import counted
+from busload.commands.execution import (
+    COMPLETED,
+    FAILED,
+    FINAL_ERRORS,
+    TROUBLESHOOTING,
+    Failed,
+    Leased,
+    Transition,
+    decide,
+    deciding,
+)
+from busload.commands.payload import UndecodableError, decode, encode
+from busload.errors import (
+    BusinessRuleError,
+    InvalidOperationError,
+    PermanentCommandError,
+    RateLimitedError,
+    SupersededError,
+    TransientCommandError,
+)
+from busload.handlers import Handler
+from busload.limits.limiter import PostponedError
+from busload.postgres.backoff import Backoff
+from busload.postgres.connection import AsyncConnection, is_away
+from busload.postgres.plan import Plan, perform_async
+from busload.postgres.pool import AsyncPool, engine_pool
+from busload.worker.bulk import BulkCall, BulkCalls, find_bad, isolates
+from busload.worker.calls import Calls, outlast
+from busload.worker.settlement import Outcomes, Settlement
+from busload.worker.shared import Shared
+
+log = logging.getLogger("busload")
+
+T = TypeVar("T")
+Failures: TypeAlias = list[tuple[Item, BaseException]]
+
+CONNECTIONS = 4
+"""Groups of one buffer that are read or ended at a time, on connections of their own: a locked table of the application
+must not keep other buffers and domains waiting."""
+FEWER_CONNECTIONS = 2
+MANY_BUFFERS = 5
+"""With so many buffers or more, each has fewer connections."""
+
+MOST_REFUSALS = 5
+"""How often the end of one call is tried, each time without the rows that the database refused."""
+
+
+class GroupRunner:
+    """Runs the groups of buffers."""
+
+    def __init__(self, shared: Shared, calls: Calls, outcomes: Outcomes, settlement: Settlement) -> None:
+        self.shared, self.calls, self.settlement, self._outcomes = shared, calls, settlement, outcomes
+        self._pool: AsyncPool | None = None
+        self._relations: dict[str, Relation] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    async def run(self, leased: Leased, handler: Handler) -> None:
+        assert handler.buffer is not None
+        try:
+            await _Run(self, leased, handler, handler.buffer).all()
+        except (PostponedError, SupersededError) as why:  # not of the handler: its errors judge its items
+            await self._outcomes.drop(leased, why)
+        except UndecodableError as error:
+            await self._outcomes.fail_unreadable(leased, error)
+        except BusinessRuleError as error:  # a command that ends as FAILED would leave its events behind
+            permanent = PermanentCommandError(str(error), code=error.code, details=error.details)
+            permanent.__cause__ = error
+            await self._outcomes.fail(leased, handler, permanent, None)
+        except BaseException as error:
+            if self.calls.stopping and isinstance(error, asyncio.CancelledError):
+                raise  # it is handed back
+            await self._outcomes.fail(leased, handler, error, None)
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def relation(self, leased: Leased, buffer: BufferSettings) -> Relation:
+        """Where the buffer's events are. It is looked up again after a statement was refused."""
+        found = self._relations.get(buffer.name)
+        if found is None:
+            found = await self.insist(leased, buffer.name, lambda: table.find(buffer))
+            self._relations[buffer.name] = found
+        return found
+
+    async def insist(self, leased: Leased, buffer: str, plan: Callable[[], Plan[T]]) -> T:
+        """Perform a plan in a transaction of its own, again and again while the database is away.
+
+        What the database refuses is the failure of this attempt: trying the same again at once would hang the slot.
+        """
+        backoff = Backoff()
+        while True:
+            try:
+                pool = self._connections()
+                async with self._turn(buffer), pool.connection() as conn:
+                    done = await _alone(conn, plan())
+                self.shared.outage.worked(f"Reading and ending groups of {buffer}", reached=True)
+                return done
+            except psycopg.Error as error:
+                if not is_away(error):
+                    self._relations.pop(buffer, None)
+                    raise groups.refusal(buffer, error) from error
+                if leased.lease.lost:
+                    raise SupersededError("Another worker has this group now; the database was away.") from error
+                pause = backoff.pause()
+                self.shared.outage.failed(f"Reading and ending groups of {buffer}", error)
+                await asyncio.sleep(pause)
+
+    def _connections(self) -> AsyncPool:
+        if self._pool is None:
+            silence = self.shared.bus.settings.response_timeout.total_seconds()
+            size = self._each * max(1, self._buffers)
+            self._pool = engine_pool(self.shared.bus.dsn, size, users_tables=True, response_timeout=silence)
+        return self._pool
+
+    def _turn(self, buffer: str) -> asyncio.Semaphore:
+        return self._turns.setdefault(buffer, asyncio.Semaphore(self._each))
+
+    @property
+    def _buffers(self) -> int:
+        return len(self.shared.bus.handlers.buffers)
+
+    @property
+    def _each(self) -> int:
+        return CONNECTIONS if self._buffers < MANY_BUFFERS else FEWER_CONNECTIONS
+
+
+class _Run:
+    """One attempt at a group."""
+
+    def __init__(self, runner: GroupRunner, leased: Leased, handler: Handler, buffer: BufferSettings) -> None:
+        self._runner, self._leased, self._handler, self._buffer = runner, leased, handler, buffer
+        told = decode(leased.data) if leased.data is not None else None
+        self._told = told if isinstance(told, dict) else {}
+        self._events = Events()
+        self._bulk = BulkCalls(runner.calls, runner.shared.limiter, handler, buffer.name, leased.command_type)
+        self._rows = self._done = self._vanished = 0
+        self._kept = False
+        """Whether the remaining items stay, because something else forbids to delete them."""
+
+    async def all(self) -> None:
+        await self._read()
+        if self._leased.lease.crashes > 1:
+            await self._halve()
+        if not self._events.items:
+            await self._finish(Judgement([], [], {}, answered=True))
+            return
+        call = await self._call(self._events.items, self._end)
+        judgement, overdue = call.judgement, call.overdue
+        if call.ended is not None:
+            self._settled(call.ended, judgement)
+            return
+        if isolates(self._handler, call, self._leased.lease.round_attempt):
+            failed, overdue = await find_bad(judgement.failed, self._try)
+            if self._bulk.cut_short is not None:
+                raise self._bulk.cut_short
+            judgement = Judgement([], failed, {}, answered=True)
+        if self._bulk.postponed is not None and self._waits(judgement):
+            self._count((await self._record(judgement, self._leave))[1])
+            raise self._bulk.postponed
+        await self._finish(judgement)
+        if overdue is not None:
+            await outlast(overdue, self._handler, f"buffer {self._buffer.name}")
+
+    async def _read(self) -> None:
+        found, rows = await self._look()
+        partition, expected = self._told.get("partition"), self._told.get("items")
+        self._place = Place(
+            found,
+            self._leased,
+            self._buffer.archive,
+            partition if isinstance(partition, str) else None,
+            expected if type(expected) is int else None,
+            {} if found.own else {row.id: row.version for row in rows},
+        )
+        self._refuse_other_table(found, rows)
+        self._events = Events.of(rows, self._buffer.merge, own=found.own)
+        self._rows = len(rows)
+        if self._place.told is not None:
+            self._miss(self._place.told - len(rows))
+
+    async def _look(self) -> tuple[Relation, list[Row]]:
+        """Read the group. If the table was altered, look it up again: each connection may remember its old shape."""
+        refusals = 0
+        while True:
+            found = await self._runner.relation(self._leased, self._buffer)
+            try:
+                return found, await self._insist(partial(groups.read, found, self._leased.command_id))
+            except TransientCommandError as error:
+                refusals += 1
+                if not _altered(error) or refusals > CONNECTIONS:
+                    raise
+
+    def _refuse_other_table(self, found: Relation, rows: Sequence[Row]) -> None:
+        """Refuse a buffer that was declared on another table meanwhile. A renamed table still has the group's rows."""
+        then = self._told.get("table", found.told)
+        if then != found.told and not rows and self._place.told:
+            raise TransientCommandError(
+                f"The {self._place.told} events of this group are in {then or 'busload.buffered'}, but buffer "
+                f"{self._buffer.name!r} is declared to be {found.told or 'busload.buffered'} now. Declare it as it was "
+                "and retry the group, or complete or cancel it, which deletes them there.",
+                code="BUFFER_MOVED",
+            )
+
+    async def _halve(self) -> None:
+        """This group killed a worker: run its first half alone, so that the bad item is soon a group of one.
+
+        A group that merely ran when a worker died runs whole, after the other suspects, as commands do.
+        """
+        items = self._events.all_items
+        if len(items) < 2:
+            return
+        second = items[len(items) // 2 :]
+        ids = self._events.rows_of(second)
+        left = self._rows - len(ids)
+        if not await self._insist(lambda: groups.halve(self._place, ids, left)):
+            raise SupersededError("Another worker has this group now.")
+        self._events.drop(second)
+        self._rows = left
+
+    async def _call(
+        self, items: Sequence[Item], end: Callable[[Judgement, Any], Plan[Ended]], *, patient: bool = False
+    ) -> BulkCall:
+        runner, name = self._runner, self._buffer.name
+        group = Group(name, self._leased.command_id, items, self._place.partition)
+        try:
+            entered = await self._bulk.enter(group, patient=patient)
+        except (PostponedError, RateLimitedError):
+            raise
+        except Exception as error:  # of the limit's `by`: these items fail, as if the handler had raised it
+            return BulkCall(group.judgement(error))
+        if self._leased.lease.lost:
+            raise SupersededError("Another worker has this group now.")
+        if entered is not None and not patient:  # the time of the attempt begins after that in which it waited
+            self._leased.started = time.monotonic()
+        made = self._bulk.made
+        try:
+            context = runner.shared.context(self._handler, self._leased)
+            return await self._bulk.call(group, context, [self._leased], end, entered)
+        finally:
+            runner.shared.tallies.add(name, calls=self._bulk.made - made)
+
+    async def _try(self, items: list[Item]) -> BulkCall | None:
+        """Call with a part, and end at once the items that pass; None if the search is over."""
+        call = await self._bulk.insist(partial(self._call_with_ours, items))
+        if call is None:
+            return None
+        if call.ended is None and call.judgement.done:
+            call.judgement, call.ended = await self._record(call.judgement, self._pass)
+        if call.ended is not None:
+            self._count(call.ended)
+        return call
+
+    async def _call_with_ours(self, items: list[Item]) -> BulkCall | None:
+        if self._leased.lease.lost:
+            return None
+        return await self._call(items, self._end_part, patient=True)
+
+    def _waits(self, judgement: Judgement) -> bool:
+        """Whether the group is put off without burning an attempt, because its calls were only refused.
+
+        What has failed otherwise burns one, but not the last: who was merely refused is not given up for that.
+        """
+        told = [deciding(error) for _, error in judgement.failed]
+        passing = [error for error in told if not isinstance(error, FINAL_ERRORS)]
+        refused = [error for error in passing if isinstance(error, RateLimitedError)]
+        if not refused:
+            return False
+        exhausted = self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
+        return exhausted or len(refused) == len(passing)
+
+    def _end_part(self, judgement: Judgement, value: Any) -> Plan[Ended]:
+        """In the handler's own transaction, for a part."""
+        return self._pass(judgement, fenced=True)
+
+    def _pass(self, judgement: Judgement, fenced: bool = False) -> Plan[Ended]:
+        ids = self._events.rows_of(judgement.done)
+        return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=fenced)
+
+    def _leave(self, judgement: Judgement) -> Plan[Ended]:
+        return groups.leave(self._place, self._ending(judgement), fenced=False)
+
+    def _end(self, judgement: Judgement, value: Any) -> Plan[Ended]:
+        """In the handler's own transaction, for all of it."""
+        ending = self._ending(judgement)
+        if self._waits(judgement):
+            return groups.leave(self._place, ending, fenced=True)
+        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=True)
+
+    def _settled(self, ended: Ended, judgement: Judgement) -> None:
+        """Count what was ended: the whole group, or a part before the rest is put off."""
+        self._count(ended)
+        if ended.transition is not None:
+            self._report(judgement, ended.transition)
+            self._runner.settlement.settled_elsewhere(self._leased, ended.transition.outcome)
+        elif self._bulk.postponed is not None:
+            raise self._bulk.postponed
+
+    async def _finish(self, judgement: Judgement) -> None:
+        judgement, ended = await self._record(judgement, self._settle)
+        if not ended.credited or ended.transition is None:
+            self._count(ended)
+            raise SupersededError("Another worker has this group now; what was delivered has left it all the same.")
+        self._settled(ended, judgement)
+
+    def _report(self, judgement: Judgement, transition: Transition) -> None:
+        """Log why items of this group have failed, if any has."""
+        final, passing = self._split(judgement)
+        if not final and not passing:
+            return
+        ending = self._ending(judgement)
+        [_, error], *_ = passing or final
+        if not ending.exhausted:
+            self._runner.shared.failures.report(transition, error)
+            return
+        if ending.delete:
+            fate = counted(ending.left, "event was", "events were") + " deleted"
+        else:
+            fate = counted(ending.left, "event waits", "events wait") + " for a person"
+        then = f"its attempts are used up; {fate}"
+        self._runner.shared.failures.report(transition, error, then, level=logging.ERROR)
+
+    def _settle(self, judgement: Judgement) -> Plan[Ended]:
+        ending = self._ending(judgement)
+        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=False)
+
+    async def _record(self, judgement: Judgement, plan: Callable[[Judgement], Plan[Ended]]) -> tuple[Judgement, Ended]:
+        """Record what came of a call. Items whose rows cannot be deleted have failed; the others are done."""
+        refusals = 0
+        while True:
+            try:
+                return judgement, await self._insist(partial(plan, judgement))
+            except TransientCommandError as error:
+                refusals += 1
+                if error.code != groups.REFUSED or refusals == MOST_REFUSALS:
+                    raise
+                judgement = await self._get_around(judgement, error)
+
+    async def _get_around(self, judgement: Judgement, error: TransientCommandError) -> Judgement:
+        """Look again at an altered table, or find the rows that cannot be deleted, or keep the rest."""
+        if _altered(error):
+            try:
+                self._place = replace(self._place, relation=await self._runner.relation(self._leased, self._buffer))
+            except InvalidOperationError:
+                raise error from error.__cause__
+            return judgement
+        ids = self._events.rows_of(judgement.done)
+        refused = await self._insist(lambda: groups.find_refused(self._place, ids)) if ids else {}
+        if not refused:
+            self._kept = True
+            return judgement
+        done: list[Item] = []
+        failed = list(judgement.failed)
+        for item in judgement.done:
+            why = next((refused[row] for row in self._events.rows_of([item]) if row in refused), None)
+            if why is None:
+                done.append(item)
+            else:
+                failed.append((item, why))
+        return Judgement(done, failed, judgement.results, answered=True)
+
+    def _split(self, judgement: Judgement) -> tuple[Failures, Failures]:
+        """The items that have failed for good, and those that may pass when they are tried again."""
+        final: Failures = []
+        passing: Failures = []
+        for item, error in judgement.failed + self._events.unreadable:
+            (final if isinstance(deciding(error), FINAL_ERRORS) else passing).append((item, error))
+        return final, passing
+
+    def _ending(self, judgement: Judgement) -> Ending:
+        final, passing = self._split(judgement)
+        done = self._events.rows_of(judgement.done)
+        if not final and not passing:
+            return Ending(done=None, expected=self._rows - self._done)
+        if not passing:  # the group itself waits for a person, with these items
+            return Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in final])))
+        ending = Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in passing])))
+        if final:
+            ending.parted = self._events.rows_of([item for item, _ in final])
+            ending.parted_error = describe_items(final, self._rows, answered=True, listed=True)
+        lease, retry = self._leased.lease, self._handler.retry
+        if retry.exhausted(lease.round_attempt, self._leased.max_attempts):
+            ending.exhausted = True
+            ending.hook = self._runner.shared.bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
+            ending.delete = self._buffer.on_exhausted == "delete" and not self._kept
+        return ending
+
+    def _conclude(self, judgement: Judgement, ending: Ending) -> Callable[[int], Transition]:
+        """Where the group's command goes, given how many rows were done just now."""
+        final, passing = self._split(judgement)
+        answered = judgement.answered or bool(self._events.unreadable)
+
+        def conclude(done: int) -> Transition:
+            if not final and not passing:
+                vanished = self._vanished + max(0, ending.expected - done)
+                told = {"items": self._rows, "done": self._done + done, "calls": self._bulk.made, "vanished": vanished}
+                transition = Transition(self._leased, COMPLETED, encode(told))
+            elif not passing:
+                details = describe_items(final, self._rows, answered=answered, listed=True)
+                transition = Transition(self._leased, TROUBLESHOOTING, details, reason="PERMANENT")
+            else:
+                listed = answered or ending.exhausted
+                details = describe_items(passing, self._rows, answered=answered, listed=listed)
+                transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, ROOMY, details)
+                if ending.delete:
+                    transition = Transition(self._leased, FAILED, details)
+            transition.finished = time.monotonic()
+            return transition
+
+        return conclude
+
+    def _count(self, ended: Ended) -> None:
+        self._done += ended.done
+        self._runner.shared.tallies.add(self._buffer.name, done=ended.done)
+        self._miss(ended.missing)
+
+    def _miss(self, rows: int) -> None:
+        """Somebody else has deleted rows of this group: not fatal, but worth a warning."""
+        if rows > 0:
+            self._vanished += rows
+            self._runner.shared.tallies.add(self._buffer.name, vanished=rows)
+            log.warning(
+                "%s vanished from group %s in buffer %s: deleted by others meanwhile",
+                counted(rows, "event"),
+                self._leased.command_id,
+                self._buffer.name,
+            )
+
+    async def _insist(self, plan: Callable[[], Plan[T]]) -> T:
+        return await self._runner.insist(self._leased, self._buffer.name, plan)
+
+
+async def _alone(conn: AsyncConnection, plan: Plan[T]) -> T:
+    try:
+        async with conn.transaction():
+            return await perform_async(conn, plan)
+    except psycopg.NotSupportedError:
+        # "Cached plan must not change result type": the table was altered, and this connection remembers how it was.
+        await conn.close()
+        raise
+
+
+def _altered(error: TransientCommandError) -> bool:
+    """Whether a refusal is about the shape of the table, rather than about a row."""
+    cause = error.__cause__
+    return isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(("0A", "42"))

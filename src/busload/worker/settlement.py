@@ -1,0 +1,411 @@
+"""Results on their way into the database: kept until the commit is known."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from uuid import UUID
+
+from psycopg.errors import LockNotAvailable
+
+from busload.commands import settle
+from busload.commands.counted import counted
+from busload.commands.execution import (
+    COMPLETED,
+    RESULT_INVALID,
+    TROUBLESHOOTING,
+    Lease,
+    Leased,
+    Outcome,
+    Succeeded,
+    Transition,
+    Unreadable,
+    decide,
+    deciding,
+    describe,
+    failure,
+)
+from busload.commands.payload import UndecodableError
+from busload.commands.retry import RetryPolicy
+from busload.errors import RateLimitedError, SupersededError, TransientCommandError
+from busload.handlers import Handler
+from busload.limits import rate
+from busload.limits.limiter import Entered, PostponedError
+from busload.limits.rate import Late
+from busload.postgres.outage import Outage
+from busload.postgres.plan import perform_async
+from busload.postgres.pool import AsyncPool
+from busload.settings import WorkerSettings
+from busload.worker.coalescer import Coalescer, refuse_cancelled
+from busload.worker.held_leases import HeldLeases
+from busload.worker.shared import Shared
+from busload.worker.stats import CoalescerStats
+
+log = logging.getLogger("busload")
+
+Flush = Callable[[Sequence[Transition]], Awaitable[None]]
+
+
+ROOM_FOR_OTHERS = 0.7
+"""The share of the capacity that the results of a large chunk may fill: the rest is for single commands."""
+
+PATIENCE = 0.2
+"""Seconds that a flush waits for a row that others hold. Flushes of other workers take milliseconds."""
+
+LONGEST_TURN, SHORTEST_TURN = 1.0, 0.05
+"""Seconds that results wait for a batch that others hold, before the next such batch has its turn."""
+
+MOST_HELD_UP = 10
+"""So many times the capacity may wait for one batch that somebody holds. Beyond that, all other results wait too."""
+
+
+class Settlement:
+    """Takes finished attempts and settles many of them in one statement.
+
+    Another transaction may hold a batch, because it has sent a command into the batch and is still open. The results of
+    that batch then wait in a line of their own; all other results go on. `on_settled` is called when results were
+    settled; its argument says whether somebody has asked for room.
+    """
+
+    def __init__(
+        self,
+        pool: AsyncPool,
+        held: HeldLeases,
+        settings: WorkerSettings,
+        on_settled: Callable[[bool], None],
+        outage: Outage,
+    ) -> None:
+        self._pool, self._held, self._on_settled, self._outage = pool, held, on_settled, outage
+        self._deadline = settings.deadline
+        self._capacity, self._flush_size = capacity(settings), settings.flush_size
+        self._results: Coalescer[Transition] = Coalescer(
+            self._flush,
+            max_size=settings.flush_size,
+            max_interval=timedelta(0) if settings.settle == "immediate" else settings.flush_every,
+            capacity=self._capacity,
+            merge=fold,
+            weigh=_weigh,
+            on_refused=partial(self._park, self._flush),
+            name="settlement",
+            outage=outage,
+        )
+        self._held_up: dict[UUID, Coalescer[Transition]] = {}
+        self._turn = asyncio.Lock()
+        self._closing: set[asyncio.Task[list[Transition]]] = set()
+        self._last_batches: set[UUID] = set()
+        self._room_wanted = False
+        self.outcomes: Counter[str] = Counter()
+        self.in_transactions = self.late = 0
+
+    @property
+    def stats(self) -> CoalescerStats:
+        return self._results.stats
+
+    @property
+    def settled(self) -> int:
+        """How many attempts have a result in the database."""
+        return self.outcomes.total()
+
+    @property
+    def room(self) -> int:
+        """How many more results it could hold."""
+        return self.stats.capacity - self.stats.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Results that are not in the database yet."""
+        return self.stats.waiting + self.held_up
+
+    @property
+    def held_up(self) -> int:
+        """How many of these wait for batches that others hold."""
+        return sum(line.stats.waiting for line in self._held_up.values()) if self._held_up else 0
+
+    def offer(self, transition: Transition) -> bool:
+        """Hand over a result if there is room. If not, return False and change nothing."""
+        if not self._results.offer(transition):
+            return False
+        lease = transition.leased.lease
+        lease.running -= 1
+        if lease.running == 0:
+            self._ran_all(lease)
+        return True
+
+    async def put(self, transition: Transition) -> None:
+        """Hand over a result; wait while there is no room."""
+        if not self.offer(transition):
+            await self._results.put(transition)
+            self._ran(transition.leased.lease)
+
+    async def put_many(self, transitions: Sequence[Transition]) -> None:
+        """Hand over the results of a chunk, which may exceed the capacity: as many at a time as there is room for.
+
+        Some room stays free for others, so that a large chunk does not look like a settlement that cannot keep up.
+        """
+        for transition in transitions:
+            while self.stats.fullness >= ROOM_FOR_OTHERS:
+                self._results.flush_soon()
+                await asyncio.sleep(0.005)
+            await self.put(transition)
+
+    def expect(self, leases: Iterable[Lease]) -> None:
+        """Note whose results will come. The last results of a batch need not wait until others join them."""
+        ours = self._held.unsettled_by_batch()
+        self._last_batches &= ours.keys()
+        for lease in leases:
+            if lease.batch_id is not None and lease.remaining is not None and lease.remaining <= ours[lease.batch_id]:
+                self._last_batches.add(lease.batch_id)
+
+    def settled_elsewhere(self, leased: Leased, outcome: str = COMPLETED) -> None:
+        """The handler's own transaction has settled this one."""
+        self.outcomes[outcome] += 1
+        self.in_transactions += 1
+        self._held.settled([leased])
+        self._ran(leased.lease)
+        self._tell_settled()
+
+    def superseded(self, leased: Leased) -> None:
+        """The handler's own transaction found that the lease is gone: this attempt counts for nothing."""
+        self._held.refused(leased)
+        self._ran(leased.lease)
+
+    def ask_for_room(self) -> None:
+        """Let `on_settled` say when there is room for more results."""
+        self._room_wanted = True
+
+    def flush_soon(self) -> None:
+        self._results.flush_soon()
+
+    async def close(self, deadline: timedelta) -> int:
+        """Settle the rest; returns how many results could not be settled before the deadline."""
+        began = time.monotonic()
+        left = len(await self._results.close(deadline))
+        rest = max(timedelta(0), deadline - timedelta(seconds=time.monotonic() - began))
+        lines = list(self._held_up.values())
+        self._held_up.clear()
+        left += sum(map(len, await asyncio.gather(*(line.close(rest) for line in lines))))
+        await asyncio.gather(*self._closing)
+        return left
+
+    def _tell_settled(self) -> None:
+        wanted, self._room_wanted = self._room_wanted, False
+        self._on_settled(wanted)
+
+    def _ran(self, lease: Lease) -> None:
+        lease.running -= 1
+        if lease.running == 0:
+            self._ran_all(lease)
+
+    def _ran_all(self, lease: Lease) -> None:
+        """Every command of this lease has a result. After the last result of a batch nothing more will come: flush."""
+        if lease.batch_id in self._last_batches and not self._held.runs(lease.batch_id):
+            self._last_batches.discard(lease.batch_id)
+            self._results.flush_soon()
+
+    async def _flush(self, transitions: Sequence[Transition]) -> None:
+        """Settle these, except for those whose batch others hold."""
+        if self._held_up:
+            self._close_empty_lines()
+            transitions = await self._set_aside(transitions, self._held_up.keys())
+        transitions = [one for one in transitions if not one.held_up]  # by a flush that failed for another reason
+        try:
+            if transitions:
+                await self._settle(transitions, min(PATIENCE, self._deadline.total_seconds() / 2))
+        except LockNotAvailable:
+            async with self._pool.connection() as conn:
+                locked = await perform_async(conn, settle.locked(transitions))
+            rest = await self._set_aside(transitions, locked)
+            if len(rest) == len(transitions):
+                raise
+            await self._flush(rest)
+
+    async def _set_aside(self, transitions: Sequence[Transition], locked: Set[UUID]) -> list[Transition]:
+        """Let the results of locked leases and batches wait in lines of their own; return the others."""
+        rest: list[Transition] = []
+        for transition in transitions:
+            lease = transition.leased.lease
+            if lease.batch_id not in locked and lease.lease_id not in locked:
+                rest.append(transition)
+            elif not transition.held_up:
+                transition.held_up = True
+                await self._line(lease.batch_id or lease.lease_id).put(transition)
+        if len(rest) < len(transitions):
+            self._tell_settled()  # there is room for others
+        return rest
+
+    def _line(self, key: UUID) -> Coalescer[Transition]:
+        """Where the results of a batch wait that others hold; without a batch, the results of a lease."""
+        line = self._held_up.get(key)
+        if line is None:
+            log.warning(
+                "Another transaction holds batch %s: its results wait until that ends, all others go on. If it takes "
+                "long, pg_stat_activity shows which one is idle in transaction.",
+                key,
+            )
+            flush = partial(self._flush_in_turn, key)
+            line = self._held_up[key] = Coalescer(
+                flush,
+                max_size=self._flush_size,
+                max_interval=timedelta(0),
+                capacity=MOST_HELD_UP * self._capacity,
+                weigh=_weigh,
+                on_refused=partial(self._park, flush),
+                name=f"settlement of {key}",
+                outage=self._outage,
+            )
+        return line
+
+    def _close_empty_lines(self) -> None:
+        for key in [key for key, line in self._held_up.items() if not line.stats.waiting]:
+            closing = asyncio.create_task(self._held_up.pop(key).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> None:
+        """Wait for a batch that others hold, one such batch at a time: all of them together take one connection."""
+        while True:
+            async with self._turn:
+                turn = max(SHORTEST_TURN, LONGEST_TURN / len(self._held_up or [key]))
+                try:
+                    await self._settle(transitions, min(turn, self._deadline.total_seconds() / 2))
+                    return
+                except LockNotAvailable:
+                    refuse_cancelled()
+                    results = counted(len(transitions), "result")
+                    log.debug("%s for batch %s must wait: others hold it", results, key)
+
+    async def _settle(self, transitions: Sequence[Transition], patience: float) -> None:
+        """Safe to repeat after a lost answer. A flush that takes too long is halved; a single result has more time."""
+        deadline = self._deadline if len(transitions) > 1 else 4 * self._deadline
+        plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
+        async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
+            credited = await perform_async(conn, plan)
+        self._held.settled(transition.leased for transition in transitions)
+        if late := len(transitions) - len(credited):
+            log.warning("Did not count %s, which came after the lease was lost", counted(late, "result"))
+            self.late += late
+            for transition in transitions:
+                if transition.leased.id not in credited:
+                    self._held.refused(transition.leased)
+            transitions = [transition for transition in transitions if transition.leased.id in credited]
+        self.outcomes.update(map(attrgetter("outcome"), transitions))
+        self._tell_settled()
+
+    async def _park(self, flush: Flush, transition: Transition, error: Exception) -> None:
+        """A result that cannot be stored becomes an error that can: the command waits for a person."""
+        log.error("The result of execution %s cannot be stored: %s", transition.leased.execution_id, error)
+        refused = Transition(transition.leased, TROUBLESHOOTING, describe(error), reason=RESULT_INVALID)
+        refused.finished = transition.finished
+        await flush([refused])
+
+
+class Outcomes:
+    """Where every attempt of a worker ends, except those of plain handlers that have returned."""
+
+    def __init__(self, shared: Shared, settlement: Settlement) -> None:
+        self._shared, self._settlement, self._limiter = shared, settlement, shared.limiter
+        self._failures, self._limits = shared.failures, shared.bus.settings.limits.payload
+        self._postponed: Coalescer[tuple[Leased, PostponedError]] = Coalescer(
+            self._flush_postponed,
+            max_size=1000,
+            max_interval=timedelta(milliseconds=10),
+            capacity=20_000,
+            name="postponement",
+            outage=shared.outage,
+        )
+
+    async def complete(self, transition: Transition, *, settled: bool = False) -> None:
+        """A handler has returned; `settled` says that its own transaction has recorded that."""
+        if settled:
+            self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+        else:
+            await self._put(transition)
+        if transition.reason is not None:
+            self._failures.report_result(transition)
+
+    async def fail(self, leased: Leased, handler: Handler, error: BaseException, entered: Entered | None) -> None:
+        """A handler has raised. If the receiver of its calls wants fewer, the command waits and burns no attempt."""
+        refusal, limit = deciding(error), handler.rate_limit
+        was_called = limit is None or entered is not None  # else the error is that of the limit's own `by`
+        if isinstance(refusal, RateLimitedError) and was_called and not leased.lease.canceled:
+            about = (leased.lease.domain, leased.command_type, None)
+            await self.postpone([leased], await self._limiter.refused(limit, *about, refusal, entered))
+        else:
+            await self._decide(leased, failure(leased, error), handler.retry)
+
+    async def fail_unreadable(self, leased: Leased, error: UndecodableError) -> None:
+        """Nobody can decode its data."""
+        await self._decide(leased, Unreadable(error), RetryPolicy())
+
+    async def fail_unknown(self, leased: Leased) -> None:
+        """Nobody here runs it: it was claimed by other means than a `Claimer`."""
+        unknown = TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
+        await self._decide(leased, failure(leased, unknown), RetryPolicy())
+
+    async def give_up(self, leased: Leased, error: Exception) -> None:
+        """The error is the worker's own, not the handler's: the command must not hang."""
+        log.error("Could not record how execution %s ended", leased.execution_id, exc_info=error)
+        unrecorded = TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}.")
+        await self._decide(leased, failure(leased, unrecorded), RetryPolicy())
+
+    async def drop(self, leased: Leased, why: SupersededError | PostponedError) -> None:
+        """The attempt counts for nothing."""
+        if isinstance(why, PostponedError):
+            await self.postpone([leased], why)
+        else:
+            log.warning("Execution %s was superseded: %s", leased.execution_id, why)
+            self._settlement.superseded(leased)
+
+    async def postpone(self, leased: Sequence[Leased], postponed: PostponedError) -> None:
+        """Let these come back when their time has come, as the same attempt. They are not ours any more."""
+        self._shared.postponed += 1
+        for one in leased:
+            await self._postponed.put((one, postponed))
+            one.lease.running -= 1
+
+    async def close(self, deadline: timedelta) -> None:
+        """Write what was postponed. What cannot be written in time is handed back with all else that is held."""
+        await self._postponed.close(deadline)
+
+    async def _flush_postponed(self, late: Sequence[tuple[Leased, PostponedError]]) -> None:
+        rows = [Late(leased.lease, leased.id, postponed.seconds, postponed.limit) for leased, postponed in late]
+        async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
+            await self._shared.perform(rate.postpone(rows))
+        self._shared.held.settled(leased for leased, _ in late)
+
+    async def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> None:
+        transition = decide(leased, outcome, retry, self._limits)
+        if not isinstance(outcome, Succeeded):
+            self._failures.report(transition, outcome.error)
+        await self._put(transition)
+
+    async def _put(self, transition: Transition) -> None:
+        transition.finished = time.monotonic()
+        await self._settlement.put(transition)
+
+
+def capacity(settings: WorkerSettings) -> int:
+    """How many results may wait: those of a flush, those that gather meanwhile, and those of all that runs."""
+    return 5 * max(settings.flush_size, settings.concurrency)
+
+
+def fold(transitions: Sequence[Transition]) -> Sequence[Transition]:
+    """Keep one result for each execution: a completion if there is one, or the first result."""
+    if len({id(t.leased) for t in transitions}) == len(transitions):
+        return transitions
+    folded: dict[int, Transition] = {}
+    for transition in transitions:
+        first = folded.setdefault(id(transition.leased), transition)
+        if first.outcome != COMPLETED and transition.outcome == COMPLETED:
+            folded[id(transition.leased)] = transition
+    return list(folded.values())
+
+
+def _weigh(transition: Transition) -> int:
+    return len(transition.details) if transition.details is not None else 0

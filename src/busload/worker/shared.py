@@ -1,0 +1,69 @@
+"""What the stations of a running worker share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from busload.buffers.distribute import Tallies
+from busload.bus import CommandBus
+from busload.commands.execution import Leased
+from busload.handlers import Handler
+from busload.limits.limiter import Limiter
+from busload.limits.pause import Pauses
+from busload.postgres.outage import Outage
+from busload.postgres.plan import Plan, perform_async
+from busload.postgres.pool import AsyncPool
+from busload.settings import WorkerSettings
+from busload.sync.context import SyncChunkContext, SyncHandlerContext
+from busload.worker.context import ChunkContext, HandlerContext
+from busload.worker.failures import FailureLog
+from busload.worker.held_leases import HeldLeases
+from busload.worker.threads import Threads
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """One for each run of a worker."""
+
+    bus: CommandBus
+    settings: WorkerSettings
+    domains: list[str]
+    pool: AsyncPool
+    """For the statements of the worker itself."""
+    transactions: AsyncPool
+    """For the transactions of `async` handlers."""
+    threads: Threads
+    pauses: Pauses
+    limiter: Limiter
+    held: HeldLeases = field(default_factory=HeldLeases)
+    outage: Outage = field(default_factory=Outage)
+    failures: FailureLog = field(default_factory=FailureLog)
+    tallies: Tallies = field(default_factory=Tallies)
+    postponed: int = 0
+    """How many calls were put off by a limit: they say nothing about how fast commands are done."""
+    number: int = 0
+    """This worker's number in the database; the heartbeat takes a new one after the worker was declared dead."""
+
+    async def perform(self, plan: Plan[T]) -> T:
+        async with self.pool.connection() as conn:
+            return await perform_async(conn, plan)
+
+    async def in_transaction(self, plan: Plan[T]) -> T:
+        async with self.pool.connection() as conn, conn.transaction():
+            return await perform_async(conn, plan)
+
+    def context(self, handler: Handler, leased: Leased) -> HandlerContext | SyncHandlerContext:
+        """What a handler is given besides its command or group."""
+        if handler.is_async:
+            return HandlerContext(leased, self.bus, self.transactions)
+        return self.threads.context(leased, SyncHandlerContext)
+
+    def chunk_context(self, handler: Handler, leased: Sequence[Leased]) -> ChunkContext | SyncChunkContext:
+        """What a bulk handler is given besides its chunk."""
+        if handler.is_async:
+            return ChunkContext(leased, self.bus, self.transactions)
+        return self.threads.context(leased, SyncChunkContext)
