@@ -5,11 +5,9 @@ import asyncio
 import json
 import os
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from busload import CommandBus, Execution, TaskTracker
 from busload.commands import ExecutionStatus
@@ -19,14 +17,14 @@ QUEUE, DEAD, FLIGHT = "dev_flight_logs", "dev_flight_logs.dead", os.urandom(4).h
 TO_DEAD: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": DEAD}
 
 
-async def publish(channel: AbstractChannel, execution: Execution) -> None:
+async def publish(channel: aio_pika.abc.AbstractChannel, execution: Execution) -> None:
     keys: dict[str, Any] = {"taskId": execution.task_key, "executionId": str(execution.execution_id)}
     body = json.dumps({**execution.metadata, **keys}).encode()
     message = aio_pika.Message(body, headers=keys, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
     await channel.default_exchange.publish(message, routing_key=QUEUE)
 
 
-async def consume(tracker: TaskTracker, message: AbstractIncomingMessage) -> None:
+async def consume(tracker: TaskTracker, message: aio_pika.abc.AbstractIncomingMessage) -> None:
     keys = json.loads(message.body)
     try:
         execution = await tracker.claim(keys["taskId"], keys["executionId"])  # None: it runs elsewhere, or has ended
@@ -63,11 +61,11 @@ async def main() -> None:
         channel = await connection.channel()
         dead = await channel.declare_queue(DEAD, durable=True)
         queue = await channel.declare_queue(QUEUE, durable=True, arguments=TO_DEAD)
-        await queue.consume(partial(consume, tracker))
+        await queue.consume(lambda message: consume(tracker, message))
         for log in ("02220710", "broken", "forgotten"):
             task_id = tracker.task_id(QUEUE, FLIGHT, log)
             queued = await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})
-            if queued is not None and log != "forgotten":  # as if this process had died before it could publish
+            if queued and log != "forgotten":  # as if this process had died before it could publish
                 await publish(channel, queued)
         while (await tracker.history(task_id))[-1].status is not ExecutionStatus.COMPLETED:
             await asyncio.sleep(0.2)  # an application looks every minute, for what has waited for five
