@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, Stage, Worker
-from busload.batches import FinishedStage
+from busload.jobs import FinishedStage
 
 bus = CommandBus()
 

@@ -19,23 +19,23 @@ FOLDER = ROOT / "src/busload/sync"
 SOURCES = {
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
-    "busload.batches.job_control": "job_control",
+    "busload.jobs.api": "jobs",
     "busload.batches.open_batch": "open_batch",
     "busload.buffers.buffer": "buffer",
     "busload.bus": "bus",
     "busload.dispatch.create": "create",
-    "busload.dispatch.operator": "outbox",
+    "busload.dispatch.api": "outbox",
     "busload.dispatch.reconcile": "reconcile",
     "busload.dispatch.recover": "recover",
-    "busload.limits.control": "limits",
+    "busload.limits.api": "limits",
     "busload.postgres.database": "database",
-    "busload.postgres.guard": "guard",
+    "busload.postgres.guarded_connection": "guard",
     "busload.postgres.listen": "listen",
     "busload.postgres.own_connection": "connection",
     "busload.postgres.plan": "plan",
     "busload.postgres.pool": "pool",
     "busload.tasks.tracker": "tracker",
-    "busload.troubleshooting.queue": "troubleshooting",
+    "busload.troubleshooting.api": "troubleshooting",
     "busload.worker.context": "context",
 }
 """The modules that are made, each from which one."""
@@ -43,9 +43,9 @@ SOURCES = {
 WAITS = ("busload.postgres", "waiting")
 TWINS = {
     WAITS: ("busload.postgres", "waiting_in_threads"),
-    ("busload.commands.sending", "Sending"): ("busload.commands.sending", "SendingInThreads"),
+    ("busload.commands.send_together", "Sending"): ("busload.commands.send_together", "SendingInThreads"),
     ("busload.dispatch.publish", "Publisher"): ("busload.dispatch.publish_in_threads", "ThreadPublisher"),
-    ("busload.postgres.join", "perform_any"): ("busload.sync.plan", "perform"),
+    ("busload.postgres.callers_connection", "perform_any"): ("busload.sync.plan", "perform"),
 }
 """What is written by hand for threads, in another module."""
 

@@ -23,8 +23,8 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.batches import FinishedStage
 from busload.commands.retry import RetryPolicy
+from busload.jobs import FinishedStage
 
 MANY = 1500
 """So many that they are copied in."""

@@ -24,27 +24,28 @@ from busload import (
     TaskTracker,
     Worker,
 )
-from busload.batches import FinishedStage, OpenBatch
+from busload.batches import OpenBatch
 from busload.batches.batch import BatchOptions, BatchStatus, BatchStatusName
-from busload.batches.job import JobStatus, JobStatusName
-from busload.batches.job_control import Jobs
 from busload.buffers import Buffer
 from busload.buffers.buffer import Buffers
 from busload.commands.command import CommandStatus, CommandStatusName, SendOptions
 from busload.dispatch import Outbox
 from busload.dispatch.strategy import DispatchName, Strategy
 from busload.errors import InvalidOperationError, SchemaOutdatedError
-from busload.limits.control import Domains, Limits
+from busload.jobs import FinishedStage
+from busload.jobs.api import Jobs
+from busload.jobs.job import JobStatus, JobStatusName
+from busload.limits.api import Domains, Limits
 from busload.postgres.schema.migrate import MIGRATIONS
 from busload.sync import SyncBuffer, SyncFinishedStage, SyncOpenBatch, SyncOutbox
 from busload.sync.buffer import Buffers as SyncBuffers
 from busload.sync.context import SyncHandlerTransaction
-from busload.sync.job_control import Jobs as SyncJobs
+from busload.sync.jobs import Jobs as SyncJobs
 from busload.sync.limits import Domains as SyncDomains
 from busload.sync.limits import Limits as SyncLimits
 from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.testing import TestServer
-from busload.troubleshooting.queue import Troubleshooting
+from busload.troubleshooting.api import Troubleshooting
 from busload.worker.context import HandlerTransaction
 from tests.given import DOMAIN, closed_to_newcomers
 

@@ -16,6 +16,7 @@ CAPABILITIES = {
     "tasks",
     "limits",
     "batches",
+    "jobs",
     "troubleshooting",
     "buffers",
     "transports",

@@ -19,8 +19,8 @@ def run(program: str) -> str:
 
 
 FOLDERS = (
-    *("batches", "buffers", "commands", "dispatch", "explain", "limits", "retention", "sync", "transports"),
-    *("troubleshooting", "worker"),
+    *("batches", "buffers", "commands", "dispatch", "explain", "jobs", "limits", "retention", "sync"),
+    *("transports", "troubleshooting", "worker"),
 )
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from busload.batches.batch import BatchMetadata as BatchMetadata
     from busload.batches.batch import BatchStatus as BatchStatus
-    from busload.batches.job import Stage as Stage
     from busload.bus import CommandBus as CommandBus
-    from busload.commands.bulk import Chunk as Chunk
-    from busload.commands.bulk import Group as Group
-    from busload.commands.bulk import Item as Item
+    from busload.commands.bulk_items import Chunk as Chunk
+    from busload.commands.bulk_items import Group as Group
+    from busload.commands.bulk_items import Item as Item
     from busload.commands.command import AuditEvent as AuditEvent
     from busload.commands.command import BatchCommand as BatchCommand
     from busload.commands.command import Command as Command
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from busload.errors import PermanentCommandError as PermanentCommandError
     from busload.errors import RateLimitedError as RateLimitedError
     from busload.errors import TransientCommandError as TransientCommandError
+    from busload.jobs.job import Stage as Stage
     from busload.limits.rate import RateLimit as RateLimit
     from busload.postgres import schema as schema
     from busload.settings import Settings as Settings
@@ -71,7 +71,7 @@ _HOMES = {
     "BatchStatus": "busload.batches.batch",
     "BusinessRuleError": "busload.errors",
     "BusloadError": "busload.errors",
-    "Chunk": "busload.commands.bulk",
+    "Chunk": "busload.commands.bulk_items",
     "ChunkContext": "busload.worker",
     "Command": "busload.commands.command",
     "CommandBus": "busload.bus",
@@ -80,17 +80,17 @@ _HOMES = {
     "Dedup": "busload.commands.dedup",
     "DuplicateCommandError": "busload.errors",
     "Execution": "busload.commands.execution",
-    "Group": "busload.commands.bulk",
+    "Group": "busload.commands.bulk_items",
     "HandlerContext": "busload.worker",
     "InvalidCommandError": "busload.errors",
-    "Item": "busload.commands.bulk",
+    "Item": "busload.commands.bulk_items",
     "PermanentCommandError": "busload.errors",
     "RateLimit": "busload.limits.rate",
     "RateLimitedError": "busload.errors",
     "RetryPolicy": "busload.commands.retry",
     "SendResult": "busload.commands.command",
     "Settings": "busload.settings",
-    "Stage": "busload.batches.job",
+    "Stage": "busload.jobs.job",
     "SyncChunkContext": "busload.worker",
     "SyncCommandBus": "busload.sync.bus",
     "SyncHandlerContext": "busload.worker",

@@ -28,7 +28,6 @@ from busload.batches.batch import (
 )
 from busload.batches.callbacks import Completions
 from busload.batches.cancel import begin_to_cancel, cancel
-from busload.batches.job_control import Jobs
 from busload.batches.open_batch import OpenBatch
 from busload.buffers.buffer import Buffer, Buffers
 from busload.buffers.declaration import BufferOptions, BufferSettings, declared
@@ -48,11 +47,11 @@ from busload.commands.counted import counted
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.send import NO_BROKER, Via
-from busload.commands.sending import Sending
+from busload.commands.send_together import Sending
+from busload.dispatch import creation_state
 from busload.dispatch import envelope as message
-from busload.dispatch import progress
+from busload.dispatch.api import Outbox
 from busload.dispatch.create import create_and_publish, default_strategy, published_by, write_for_relay
-from busload.dispatch.operator import Outbox
 from busload.dispatch.publish import Publisher
 from busload.dispatch.recover import recover
 from busload.dispatch.strategy import (
@@ -69,17 +68,18 @@ from busload.errors import (
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.handlers import Handlers, Registers
-from busload.limits.control import Domains, Limits
+from busload.jobs.api import Jobs
+from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
+from busload.postgres.patient_write import patient
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport
-from busload.troubleshooting.queue import Troubleshooting
+from busload.troubleshooting.api import Troubleshooting
 
 log = logging.getLogger("busload")
 
@@ -355,7 +355,7 @@ class CommandBus(Bus):
         None without a broker, and for what `open_batch` opened: that is published as it is added, not created at once.
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
-        return await self.database.read(progress.find(domain, batch_id))
+        return await self.database.read(creation_state.find(domain, batch_id))
 
     async def list_batches(
         self,
@@ -534,7 +534,7 @@ class CommandBus(Bus):
         """
         publisher, perform = self.publisher, self.database.in_transaction
         check(self._limits, publish_again_after=publish_again_after)
-        await perform(progress.due_now())
+        await perform(creation_state.due_now())
         return await recover(publisher, perform, publish_again_after=publish_again_after)
 
     async def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:

@@ -9,20 +9,20 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, Literal, Unpack
 
-from busload.batches import jobs
-from busload.batches.job import PLAN, STAGE, read_step, wrong_stage
-from busload.batches.job_control import FINAL, for_a_person, plan_stage
 from busload.buffers.declaration import EXHAUSTED, GROUP, BufferSettings
 from busload.commands.checks import FLAG, given, instance, refuse, require, whole, wrong_name
 from busload.commands.command import Command, refuse_unknown
 from busload.commands.result import refuse_result_type
 from busload.commands.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
-from busload.limits.options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
+from busload.jobs import progress
+from busload.jobs.api import FINAL, for_a_person, plan_stage
+from busload.jobs.job import PLAN, STAGE, read_step, wrong_stage
+from busload.limits.call_options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
 from busload.limits.rate import RateLimit, is_async
 from busload.postgres.plan import perform_async
 from busload.settings import InputLimits
-from busload.sync.job_control import plan_stage as plan_stage_in_thread
+from busload.sync.jobs import plan_stage as plan_stage_in_thread
 from busload.troubleshooting.carry_out import DECISION, RETRY, carry_out
 
 
@@ -77,7 +77,7 @@ async def _advance(command: Command, ctx: Any) -> dict[str, Any]:
     step = read_step(command.data)
     try:
         async with ctx.transaction() as conn:
-            return {"job": await perform_async(conn, jobs.advance(command.domain, step, ctx.bus.via))}
+            return {"job": await perform_async(conn, progress.advance(command.domain, step, ctx.bus.via))}
     except FINAL as error:
         raise for_a_person(error) from error
 

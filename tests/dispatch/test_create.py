@@ -15,8 +15,7 @@ from busload.commands import InputLimits
 from busload.commands.checks import check_all
 from busload.commands.command import NewCommand
 from busload.commands.load import Load
-from busload.dispatch import DispatchReport, DispatchStatus, Strategy
-from busload.dispatch import progress as dispatch
+from busload.dispatch import DispatchReport, DispatchStatus, Strategy, creation_state
 from busload.dispatch.create import MANY, Input, choose, decide
 from busload.dispatch.outbox import Seen
 from busload.dispatch.reconcile import compared
@@ -248,7 +247,7 @@ async def test_what_was_given_up_does_not_count_as_published(dsn: str, database:
         with pytest.raises(DispatchIncompleteError) as stopped:
             await bus.create_batch(DOMAIN, [command(n) for n in range(5)], dispatch="checkpoint", checkpoint_size=2)
         await bus.cancel_batch(DOMAIN, stopped.value.batch_id, reason="no")
-    assert database.perform(dispatch.close()) == 1
+    assert database.perform(creation_state.close()) == 1
     assert database.rows("SELECT batches, published FROM busload.dispatch_daily") == [(1, 0)]
 
 

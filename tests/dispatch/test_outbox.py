@@ -16,8 +16,7 @@ from busload.batches import cancel
 from busload.commands import claim
 from busload.commands.claim import DeliveredClaim
 from busload.commands.load import Load
-from busload.dispatch import outbox
-from busload.dispatch import progress as dispatch
+from busload.dispatch import creation_state, outbox
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.postgres.plan import Statement
 from busload.sync.plan import perform
@@ -329,7 +328,7 @@ async def test_who_reroutes_beside_a_mark_closes_the_report(
         rerouted = asyncio.ensure_future(rerouting)
         await eventually(lambda: database.rows(LOCKED_OUT))
         assert database.perform(outbox.mark(ONE, whole([other]))) == (1, 0)
-        assert database.perform(dispatch.close([batch_id])) == 0
+        assert database.perform(creation_state.close([batch_id])) == 0
     assert await rerouted == 1
     assert database.value("SELECT published_at IS NOT NULL FROM busload.dispatch")
 

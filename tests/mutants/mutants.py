@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "stop-releases-nothing",
-        "worker/run.py",
+        "worker/lifecycle.py",
         "await self._hand_back.release(self._held.lease_ids)",
         "await self._hand_back.release([])",
         SIGNALS + "test_what_does_not_finish_within_the_grace_time_is_handed_back",
@@ -290,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         "stop-does-not-settle",
-        "worker/run.py",
+        "worker/lifecycle.py",
         "abandoned = await self._settlement.close(timedelta(seconds=last.left))",
         "abandoned = 0",
         SIGNALS + "test_what_runs_is_finished_and_the_rest_is_left[SIGTERM]",
@@ -298,7 +298,7 @@ MUTANTS = [
     ),
     Mutant(
         "stop-is-silent-about-results-it-gave-up",
-        "worker/run.py",
+        "worker/lifecycle.py",
         "        if abandoned:\n            raise",
         "        if abandoned < 0:\n            raise",
         OUTAGES + "test_a_worker_that_cannot_settle_before_it_stops_says_so",

@@ -29,7 +29,7 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.commands import rescue, sending, settle
+from busload.commands import rescue, send_together, settle
 from busload.commands.execution import COMPLETED, Transition
 from busload.errors import InvalidOperationError
 from busload.retention import Pruned, prune
@@ -383,7 +383,7 @@ async def test_a_transaction_removes_few_commands_and_whole_loads(
 async def test_an_event_about_several_commands_goes_with_the_last_of_them(
     given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "NEIGHBOURS_FOR", 60)
+    monkeypatch.setattr(send_together, "NEIGHBOURS_FOR", 60)
     for _ in range(3):
         await given.sent()
     leased = given.claimed(3)
@@ -406,7 +406,7 @@ async def test_a_lease_that_is_open_for_neighbours_stays_right(
     given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its worker settled and settles again, because the answer was lost, must not be counted twice."""
-    monkeypatch.setattr(sending, "NEIGHBOURS_FOR", 60)
+    monkeypatch.setattr(send_together, "NEIGHBOURS_FOR", 60)
     for _ in range(4):
         await given.sent()
     worker = given.registered_worker()

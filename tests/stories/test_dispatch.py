@@ -32,11 +32,10 @@ from busload import (
 from busload.commands import claim as claim_plans
 from busload.commands.claim import DeliveredClaim
 from busload.commands.load import Load
-from busload.dispatch import DispatchStatus
+from busload.dispatch import DispatchStatus, creation_state
 from busload.dispatch import envelope as message
-from busload.dispatch import progress as dispatch_plans
+from busload.dispatch.creation_state import Outcome
 from busload.dispatch.envelope import Envelope
-from busload.dispatch.progress import Outcome
 from busload.dispatch.recover import publish_page
 from busload.dispatch.strategy import DispatchName, DispatchReport
 from busload.errors import (
@@ -47,8 +46,8 @@ from busload.errors import (
     Refusal,
     RefusalReason,
 )
+from busload.postgres.patient_write import Write
 from busload.postgres.plan import perform_async
-from busload.postgres.write import Write
 from busload.testing.messages import receiving
 from busload.transports import Message
 from tests.brokers.faulty import AWAY, Crash, FaultyTransport
@@ -221,7 +220,7 @@ async def test_a_relay_that_was_faster_than_its_creator_has_the_last_word(
     transport.mend()
     await bus.recover()
     late = Outcome(DispatchStatus.PARTIAL_SUCCESS, True, "UNREACHABLE", None, 1.0, 2.0, 3.0, 6.0)
-    database.perform(dispatch_plans.finish(batch_id, late))
+    database.perform(creation_state.finish(batch_id, late))
     told = await report(bus, batch_id)
     assert (told.status, told.error, told.total_ms) == ("recovered", "UNREACHABLE", 6.0)
 
@@ -242,7 +241,7 @@ async def test_a_creation_that_is_closed_lacks_nothing_any_more(
     """Whatever its creator has seen before: only whether it needed help is kept"""
     batch_id = await bus.create_batch(DOMAIN, commands(3))
     outcome = Outcome(DispatchStatus(late), retry_needed, None, None, 1.0, 2.0, 3.0, 6.0)
-    database.perform(dispatch_plans.finish(batch_id, outcome))
+    database.perform(creation_state.finish(batch_id, outcome))
     assert (await report(bus, batch_id)).status == expected
 
 
@@ -252,7 +251,7 @@ async def test_what_is_taken_back_after_it_was_closed_is_closed_again(
     """Optimistic: nothing was in the outbox when a sweep came by, then the broker refused"""
 
     async def sweep() -> None:
-        assert database.perform(dispatch_plans.close()) == 1
+        assert database.perform(creation_state.close()) == 1
 
     transport.before = sweep
     transport.refuse(AWAY)

@@ -37,7 +37,7 @@ from busload.commands.payload import UndecodableError
 from busload.errors import InvalidOperationError, SupersededError
 from busload.limits.limiter import PostponedError
 from busload.postgres.pool import engine_pool
-from busload.worker.contain import references_to
+from busload.worker.containment import references_to
 from tests.given import DOMAIN, Database, Given, eventually
 
 

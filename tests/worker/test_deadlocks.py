@@ -19,7 +19,7 @@ from busload import (
     TransientCommandError,
 )
 from busload.commands.command import Command
-from busload.worker.calls import MOST_COLLISIONS
+from busload.worker.call_handler import MOST_COLLISIONS
 from busload.worker.context import ChunkContext
 from tests.given import DOMAIN, Database, Given
 from tests.worker.test_locked_batches import open_batch

@@ -17,8 +17,8 @@ from psycopg.conninfo import conninfo_to_dict
 from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
 from busload.postgres import outage as outages
-from busload.postgres.beat import NextBeat, beat
 from busload.postgres.connection import Connection, was_spoken_to
+from busload.postgres.heartbeat_thread import NextBeat, beat
 from busload.postgres.outage import Outage
 from tests.given import Database, Given, closed_to_newcomers, eventually, until
 

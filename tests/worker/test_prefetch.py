@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from busload import Command, CommandBus, HandlerContext, Worker, WorkerSettings
 from busload.worker.claimer import SHORTEST_SAMPLE, SMALLEST_GAP, Claimer, Look, Pace
-from busload.worker.run import Run
+from busload.worker.lifecycle import Run
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
 HELD = "SELECT coalesce(sum(open), 0) FROM busload.lease"

@@ -10,7 +10,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from busload import Chunk, ChunkContext, Command, CommandBus, HandlerContext, RetryPolicy
-from busload.postgres import guard
+from busload.postgres import guarded_connection
 from tests.given import DOMAIN, Database, Given
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -103,7 +103,7 @@ async def test_a_cleaning_that_fails_after_the_commit_fails_no_command(
     bus: CommandBus, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the next handler gets another connection."""
-    monkeypatch.setattr(guard, "CLEAN", "SELECT 1 / 0")
+    monkeypatch.setattr(guarded_connection, "CLEAN", "SELECT 1 / 0")
     pids = []
 
     @bus.handler(DOMAIN, "Debit", retry=ONCE)

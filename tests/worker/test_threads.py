@@ -23,7 +23,7 @@ from busload import (
     Worker,
     WorkerSettings,
 )
-from busload.worker.run import ENGINE_CONNECTIONS
+from busload.worker.lifecycle import ENGINE_CONNECTIONS
 from tests.given import DOMAIN, Database, Given, eventually
 
 

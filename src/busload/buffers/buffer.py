@@ -17,12 +17,12 @@ from busload.commands.checks import refuse, wrong, wrong_list, wrong_text
 from busload.commands.command import refuse_unknown
 from busload.commands.payload import PayloadRefusedError, encode
 from busload.errors import InvalidCommandError, Problem
-from busload.limits.options import Function, GroupHandlerOptions, PolicyOptions
+from busload.limits.call_options import Function, GroupHandlerOptions, PolicyOptions
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
+from busload.postgres.patient_write import PATIENCE, Write, only, patient
 from busload.postgres.plan import Plan, perform_async
-from busload.postgres.write import PATIENCE, Write, only, patient
 from busload.settings import PayloadLimits
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import psycopg
 from busload.buffers.declaration import EXHAUSTED, Merge
 from busload.buffers.table import Relation
 from busload.commands import rescue, settle
-from busload.commands.bulk import Group, Item
+from busload.commands.bulk_items import Group, Item
 from busload.commands.command import Command
 from busload.commands.execution import Leased, Transition, describe, summarise
 from busload.commands.ids import new_id

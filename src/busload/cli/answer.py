@@ -16,10 +16,10 @@ import click
 
 from busload.cli import WAIT, WrongInputError, did_you_mean, options
 from busload.cli.output import Cell, aligned, echo_json, facts, paragraph, shown, table
-from busload.commands import find
+from busload.commands import id_prefix
 from busload.commands import search as report
 from busload.commands.checks import check
-from busload.commands.find import Found, IdRange
+from busload.commands.id_prefix import Found, IdRange
 from busload.errors import InvalidOperationError
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.plan import Plan
@@ -32,10 +32,10 @@ Command: TypeAlias = Callable[..., Any]
 Noun = Literal["batch", "command", "job", "job of batches"]
 
 FINDERS: dict[Noun, tuple[str, Callable[..., Plan[list[Found]]]]] = {
-    "batch": ("batches", find.batches),
-    "command": ("commands", find.commands),
-    "job": ("jobs", find.jobs),
-    "job of batches": ("jobs", find.jobs_of_batches),
+    "batch": ("batches", id_prefix.batches),
+    "command": ("commands", id_prefix.commands),
+    "job": ("jobs", id_prefix.jobs),
+    "job of batches": ("jobs", id_prefix.jobs_of_batches),
 }
 MOST_CANDIDATES = 10
 """Ids that are listed where the beginning of one is not enough."""
@@ -240,7 +240,7 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
 def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:
     """What to say about a domain that nobody has heard of; most likely it is mistyped."""
     check(bus.settings.limits, writes=False, domain=domain)
-    known = bus.database.read(find.domains())
+    known = bus.database.read(id_prefix.domains())
     if domain in known:
         return None
     return f"No command was ever sent to {domain!r:.80}, and no worker serves it.{did_you_mean(domain, known)}"

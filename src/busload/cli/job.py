@@ -8,11 +8,11 @@ from uuid import UUID
 
 import click
 
-from busload.batches.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
 from busload.cli import options
 from busload.cli.answer import Answer, View, about, answers, everywhere
 from busload.commands.counted import counted
 from busload.errors import JobNotFoundError
+from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
 from busload.sync.bus import SyncCommandBus
 
 

@@ -20,7 +20,7 @@ from busload.commands import search as report
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubleshootingItem
 from busload.commands.counted import counted
-from busload.commands.find import IdRange
+from busload.commands.id_prefix import IdRange
 from busload.commands.payload import decode_strict
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus

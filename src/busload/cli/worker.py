@@ -25,7 +25,7 @@ from click.core import ParameterSource
 
 from busload.bus import CommandBus
 from busload.cli import WAIT, did_you_mean, options
-from busload.cli.metrics import Address, MetricsServer, address
+from busload.cli.metrics_server import Address, MetricsServer, address
 from busload.cli.options import Decorator
 from busload.errors import kind_of
 from busload.postgres.connection import told

@@ -1,6 +1,6 @@
 """Database and broker in step."""
 
-from busload.dispatch.operator import Outbox
+from busload.dispatch.api import Outbox
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, OutboxEntry, Reconciliation, Recovered, Strategy
 
 __all__ = [

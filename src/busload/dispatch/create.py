@@ -29,10 +29,9 @@ from busload.commands.dedup import Dedup
 from busload.commands.ids import new_id
 from busload.commands.load import Load
 from busload.commands.send import NewBatch, Via
-from busload.dispatch import outbox
-from busload.dispatch import progress as store
+from busload.dispatch import creation_state, outbox
+from busload.dispatch.creation_state import Checkpoint, Cursor, Outcome
 from busload.dispatch.outbox import Piece, Unpublished
-from busload.dispatch.progress import Checkpoint, Cursor, Outcome
 from busload.dispatch.publish import Publisher
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy, checkpoint_name
 from busload.errors import (
@@ -44,8 +43,8 @@ from busload.errors import (
     RefusalReason,
 )
 from busload.postgres.database import Database
+from busload.postgres.patient_write import Write, patient
 from busload.postgres.plan import Plan
-from busload.postgres.write import Write, patient
 
 log = logging.getLogger("busload")
 
@@ -93,7 +92,7 @@ def published_by(asked: str | None, default: Strategy | None, via: Via, *, joins
 def write_for_relay(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None, via: Via) -> Write[Any]:
     """Create a batch in one transaction. A relay publishes the batch afterwards."""
     ids = [command.command_id for command in commands]
-    create = partial(store.create, via=via)
+    create = partial(creation_state.create, via=via)
     if dedup is not None:
         return patient(lambda: send.create_batch_once(batch, commands, dedup, create), batch.batch_id, ids)
     return Write(create(batch, commands), batch.batch_id, ids)
@@ -228,7 +227,7 @@ class CreationRecord:
             return (yield from outbox.take_back(self.transport, refused)) if refused else 0
         marked = yield from outbox.mark(self.relay, pieces)
         if checkpoint is not None and not self.refused:
-            yield from store.confirm_checkpoint(self.batch.batch_id, checkpoint)
+            yield from creation_state.confirm_checkpoint(self.batch.batch_id, checkpoint)
         return marked
 
     @contextmanager
@@ -302,7 +301,7 @@ class Creation(CreationRecord):
         Two-phase writes them into the outbox, where this process holds them. Optimistic writes them as ready: what the
         broker refuses goes back into the outbox, unless a worker was faster.
         """
-        plan = store.create(self.batch, commands, self.via(), self.strategy)
+        plan = creation_state.create(self.batch, commands, self.via(), self.strategy)
         loads: list[Load] = await self._write(plan, commands)
         self.written = len(commands)
         await self._publish(loads)
@@ -315,7 +314,9 @@ class Creation(CreationRecord):
             try:
                 commands, last = given.read(size)
                 position, total = given.position, given.total
-                plan = store.write_checkpoint(self.batch, commands, self.via(), after=position, last=last, total=total)
+                plan = creation_state.write_checkpoint(
+                    self.batch, commands, self.via(), after=position, last=last, total=total
+                )
                 written: Checkpoint | Cursor = await self._write(plan, commands)
                 if isinstance(written, Cursor):
                     self.resumed = True
@@ -387,8 +388,8 @@ class Creation(CreationRecord):
             )
         log.info("%s", self.event(outcome))
         try:
-            await self.database.in_transaction(store.finish(batch_id, outcome))
-            await self.database.in_transaction(store.close([batch_id]))
+            await self.database.in_transaction(creation_state.finish(batch_id, outcome))
+            await self.database.in_transaction(creation_state.close([batch_id]))
         except psycopg.Error as error:
             log.warning("Could not store how batch %s was published: %s", batch_id, error)
             return False
@@ -399,7 +400,7 @@ class Creation(CreationRecord):
         found = None
         if await self._finish():
             with suppress(psycopg.Error):
-                found = await self.database.in_transaction(store.find(self.batch.domain, self.batch.batch_id))
+                found = await self.database.in_transaction(creation_state.find(self.batch.domain, self.batch.batch_id))
         return DispatchIncompleteError(self.batch.batch_id, found or self.report(given))
 
 

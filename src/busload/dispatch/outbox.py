@@ -10,7 +10,7 @@ from uuid import UUID
 
 from busload.commands.load import Load
 from busload.commands.send import HOLD
-from busload.dispatch import progress as dispatch
+from busload.dispatch import creation_state
 from busload.dispatch.strategy import OutboxEntry
 from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Plan, execute, many
@@ -78,7 +78,7 @@ def mark(relay: UUID, pieces: Sequence[Piece]) -> Plan[tuple[int, int]]:
     """
     [[ready, again, failed]] = yield from execute(SQL.mark, relay=relay, **_arrays(pieces))
     if failed:
-        yield from dispatch.failed_round(failed)
+        yield from creation_state.failed_round(failed)
     return ready, again
 
 
@@ -86,7 +86,7 @@ def take_back(transport: str, pieces: Sequence[Piece]) -> Plan[int]:
     """Move commands whose message was refused from the queue back into the outbox, unless they were claimed."""
     [[again, failed]] = yield from execute(SQL.take_back, transport=transport, **_arrays(pieces))
     if failed:
-        yield from dispatch.failed_round(failed)
+        yield from creation_state.failed_round(failed)
     return int(again)
 
 

@@ -15,8 +15,7 @@ from uuid import UUID, uuid4
 import psycopg
 
 from busload.commands.counted import counted
-from busload.dispatch import outbox
-from busload.dispatch import progress as dispatch
+from busload.dispatch import creation_state, outbox
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.dispatch.publish import Publisher
 from busload.dispatch.strategy import Recovered
@@ -86,7 +85,7 @@ async def recover(publisher: Publisher, perform: Perform, *, publish_again_after
         round = Round(unclaimed, pieces, _stuck(publisher, unclaimed))
         published_again += sum(piece.load.size for piece in round.pieces if piece.reason is None)
         reachable = round.unreachable is None and not round.throttled
-    closed = await perform(dispatch.close())
+    closed = await perform(creation_state.close())
     if relayed or published_again:
         commands = counted(relayed, "command")
         log.info("Recovered: published %s, and again %d that nobody had claimed", commands, published_again)
@@ -102,7 +101,7 @@ async def publish_page(publisher: Publisher, perform: Perform, relay: UUID, page
     batches = {load.batch_id for load in loads if load.batch_id is not None}
     ready, again = await _mark(perform, relay, pieces)
     if batches:
-        await perform(dispatch.close(sorted(batches)))
+        await perform(creation_state.close(sorted(batches)))
     return Round(loads, pieces, _stuck(publisher, loads), ready, again)
 
 

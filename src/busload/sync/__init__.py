@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from busload.batches.batch import SyncBatchCompletionCallback
     from busload.sync.buffer import SyncBuffer
-    from busload.sync.job_control import SyncFinishedStage
+    from busload.sync.jobs import SyncFinishedStage
     from busload.sync.open_batch import SyncOpenBatch
     from busload.sync.outbox import SyncOutbox
 
@@ -21,7 +21,7 @@ __all__ = [
 _MODULES = {
     "SyncBatchCompletionCallback": "busload.batches.batch",
     "SyncBuffer": "busload.sync.buffer",
-    "SyncFinishedStage": "busload.sync.job_control",
+    "SyncFinishedStage": "busload.sync.jobs",
     "SyncOpenBatch": "busload.sync.open_batch",
     "SyncOutbox": "busload.sync.outbox",
 }

@@ -38,8 +38,8 @@ from busload.commands.command import (
 )
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
-from busload.commands.sending import SendingInThreads
-from busload.dispatch import progress
+from busload.commands.send_together import SendingInThreads
+from busload.dispatch import creation_state
 from busload.dispatch.create import published_by, write_for_relay
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.strategy import DispatchName, DispatchReport, Recovered, Strategy
@@ -48,15 +48,15 @@ from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
+from busload.postgres.patient_write import patient
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
 from busload.sync.cancel import cancel
 from busload.sync.create import create_and_publish
 from busload.sync.database import Database
-from busload.sync.job_control import Jobs
+from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
@@ -279,7 +279,7 @@ class SyncCommandBus(Bus):
         None without a broker, and for what `open_batch` opened: that is published as it is added, not created at once.
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
-        return self.database.read(progress.find(domain, batch_id))
+        return self.database.read(creation_state.find(domain, batch_id))
 
     def list_batches(
         self,
@@ -458,7 +458,7 @@ class SyncCommandBus(Bus):
         """
         publisher, perform = self.publisher, self.database.in_transaction
         check(self._limits, publish_again_after=publish_again_after)
-        perform(progress.due_now())
+        perform(creation_state.due_now())
         return recover(publisher, perform, publish_again_after=publish_again_after)
 
     def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:

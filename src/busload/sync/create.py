@@ -13,7 +13,7 @@ from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.counted import counted
 from busload.commands.load import Load
 from busload.commands.send import NewBatch
-from busload.dispatch import progress as store
+from busload.dispatch import creation_state
 from busload.dispatch.create import (
     CreationRecord,
     Input,
@@ -21,8 +21,8 @@ from busload.dispatch.create import (
     choose,
     log,
 )
+from busload.dispatch.creation_state import Checkpoint, Cursor
 from busload.dispatch.outbox import Piece, Unpublished
-from busload.dispatch.progress import Checkpoint, Cursor
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.strategy import Strategy
 from busload.errors import (
@@ -32,8 +32,8 @@ from busload.errors import (
     InvalidOperationError,
     RefusalReason,
 )
+from busload.postgres.patient_write import Write
 from busload.postgres.plan import Plan
-from busload.postgres.write import Write
 from busload.sync.database import Database
 
 
@@ -74,7 +74,7 @@ class Creation(CreationRecord):
         Two-phase writes them into the outbox, where this process holds them. Optimistic writes them as ready: what the
         broker refuses goes back into the outbox, unless a worker was faster.
         """
-        plan = store.create(self.batch, commands, self.via(), self.strategy)
+        plan = creation_state.create(self.batch, commands, self.via(), self.strategy)
         loads: list[Load] = self._write(plan, commands)
         self.written = len(commands)
         self._publish(loads)
@@ -87,7 +87,9 @@ class Creation(CreationRecord):
             try:
                 commands, last = given.read(size)
                 position, total = given.position, given.total
-                plan = store.write_checkpoint(self.batch, commands, self.via(), after=position, last=last, total=total)
+                plan = creation_state.write_checkpoint(
+                    self.batch, commands, self.via(), after=position, last=last, total=total
+                )
                 written: Checkpoint | Cursor = self._write(plan, commands)
                 if isinstance(written, Cursor):
                     self.resumed = True
@@ -159,8 +161,8 @@ class Creation(CreationRecord):
             )
         log.info("%s", self.event(outcome))
         try:
-            self.database.in_transaction(store.finish(batch_id, outcome))
-            self.database.in_transaction(store.close([batch_id]))
+            self.database.in_transaction(creation_state.finish(batch_id, outcome))
+            self.database.in_transaction(creation_state.close([batch_id]))
         except psycopg.Error as error:
             log.warning("Could not store how batch %s was published: %s", batch_id, error)
             return False
@@ -171,5 +173,5 @@ class Creation(CreationRecord):
         found = None
         if self._finish():
             with suppress(psycopg.Error):
-                found = self.database.in_transaction(store.find(self.batch.domain, self.batch.batch_id))
+                found = self.database.in_transaction(creation_state.find(self.batch.domain, self.batch.batch_id))
         return DispatchIncompleteError(self.batch.batch_id, found or self.report(given))

@@ -17,14 +17,14 @@ from busload.errors import (
 )
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import LockWait
+from busload.postgres.callers_connection import JOINABLE_IN_THREADS, about_to_begin, refuse_unusable
 from busload.postgres.connection import Connection, refuse_server
 from busload.postgres.database import T, _failure, _joined
 from busload.postgres.embedded.server import EmbeddedPostgres
-from busload.postgres.join import JOINABLE_IN_THREADS, about_to_begin, refuse_unusable
+from busload.postgres.patient_write import Write, lock_holders
 from busload.postgres.plan import Plan
 from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import Write, lock_holders
 from busload.settings import Settings
 from busload.sync.connection import OwnConnection, connect, look
 from busload.sync.plan import perform

@@ -1,4 +1,4 @@
-"""Made from busload.postgres.guard by scripts/generate_sync.py. Change the source instead."""
+"""Made from busload.postgres.guarded_connection by scripts/generate_sync.py. Change the source instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
 from busload.errors import InvalidOperationError
-from busload.postgres.guard import BEGIN, CLEAN, COMMIT, _refuse, _refuse_ended, _refuse_uncommitted, _send
+from busload.postgres.guarded_connection import (
+    BEGIN,
+    CLEAN,
+    COMMIT,
+    _refuse,
+    _refuse_ended,
+    _refuse_uncommitted,
+    _send,
+)
 from busload.sync.connection import OwnConnection
 
 

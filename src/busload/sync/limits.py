@@ -1,4 +1,4 @@
-"""Made from busload.limits.control by scripts/generate_sync.py. Change the source instead."""
+"""Made from busload.limits.api by scripts/generate_sync.py. Change the source instead."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import builtins
 
 from busload.commands.checks import check, given
 from busload.limits import pause, rate
-from busload.limits.control import _tell
+from busload.limits.api import _tell
 from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import Connection
-from busload.postgres.write import Write
+from busload.postgres.patient_write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
 

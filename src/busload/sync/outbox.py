@@ -1,4 +1,4 @@
-"""Made from busload.dispatch.operator by scripts/generate_sync.py. Change the source instead."""
+"""Made from busload.dispatch.api by scripts/generate_sync.py. Change the source instead."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import psycopg
 
 from busload.commands import search
 from busload.commands.checks import check, given
+from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
-from busload.dispatch import progress as dispatch
-from busload.dispatch.operator import _partly_rerouted, _reroutable, _tell
+from busload.dispatch.api import _partly_rerouted, _reroutable, _tell
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.strategy import OutboxEntry, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError
-from busload.postgres.write import Write
+from busload.postgres.patient_write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
 from busload.sync.reconcile import Reconciler
@@ -66,7 +66,7 @@ class SyncOutbox:
                 plan = store.reroute(domain=domain, batch_id=batch_id, failed=failed_only, operator=operator)
                 moved = self._database.write(Write(plan, batch_id, one_statement=True, goes_on=bool(rerouted)))
                 rerouted += moved
-            self._database.write(Write(dispatch.close(), one_statement=True, goes_on=bool(rerouted)))
+            self._database.write(Write(creation_state.close(), one_statement=True, goes_on=bool(rerouted)))
         except (BusloadError, psycopg.Error) as error:
             if not rerouted:
                 raise

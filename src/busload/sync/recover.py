@@ -10,8 +10,7 @@ from uuid import UUID, uuid4
 import psycopg
 
 from busload.commands.counted import counted
-from busload.dispatch import outbox
-from busload.dispatch import progress as dispatch
+from busload.dispatch import creation_state, outbox
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.recover import MARK_AGAIN, Round, log
@@ -43,7 +42,7 @@ def recover(publisher: ThreadPublisher, perform: Perform, *, publish_again_after
         round = Round(unclaimed, pieces, _stuck(publisher, unclaimed))
         published_again += sum(piece.load.size for piece in round.pieces if piece.reason is None)
         reachable = round.unreachable is None and not round.throttled
-    closed = perform(dispatch.close())
+    closed = perform(creation_state.close())
     if relayed or published_again:
         commands = counted(relayed, "command")
         log.info("Recovered: published %s, and again %d that nobody had claimed", commands, published_again)
@@ -59,7 +58,7 @@ def publish_page(publisher: ThreadPublisher, perform: Perform, relay: UUID, page
     batches = {load.batch_id for load in loads if load.batch_id is not None}
     ready, again = _mark(perform, relay, pieces)
     if batches:
-        perform(dispatch.close(sorted(batches)))
+        perform(creation_state.close(sorted(batches)))
     return Round(loads, pieces, _stuck(publisher, loads), ready, again)
 
 

@@ -1,4 +1,4 @@
-"""Made from busload.troubleshooting.queue by scripts/generate_sync.py. Change the source instead."""
+"""Made from busload.troubleshooting.api by scripts/generate_sync.py. Change the source instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from busload.commands.checks import check, encoded
 from busload.commands.command import TroubleshootingItem
 from busload.commands.payload import decode
 from busload.postgres.connection import Connection
-from busload.postgres.write import patient
+from busload.postgres.patient_write import patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
 from busload.troubleshooting import decisions

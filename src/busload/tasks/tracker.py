@@ -25,10 +25,10 @@ from busload.errors import SupersededError, kind_of
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.write import patient
+from busload.postgres.patient_write import patient
 from busload.settings import InputLimits, Settings
 from busload.tasks import track
-from busload.tasks.presence import Presence, after_fork
+from busload.tasks.heartbeat import Presence, after_fork
 
 log = logging.getLogger("busload")
 

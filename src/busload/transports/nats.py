@@ -24,8 +24,8 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message, Turn, short_name
-from busload.transports.broker import Broker, in_windows, said, unreachable
-from busload.transports.loans import Loan, Loans
+from busload.transports.broker_base import Broker, in_windows, said, unreachable
+from busload.transports.held_messages import Loan, Loans
 from busload.transports.nats_connection import LOST, Connection, DeniedError, connect, read_address
 
 CONSUMER = "workers"

@@ -29,9 +29,9 @@ from busload.errors import (
 )
 from busload.postgres.connection import is_turned_away
 from busload.transports.base import Message, Turn, hashed_name
-from busload.transports.broker import TIMEOUT, Broker, by_queue, said
-from busload.transports.loans import Loan, Loans
-from busload.transports.options import connect_timeout, read_libpq_url, seconds, whole_number
+from busload.transports.broker_base import TIMEOUT, Broker, by_queue, said
+from busload.transports.held_messages import Loan, Loans
+from busload.transports.url import connect_timeout, read_libpq_url, seconds, whole_number
 
 LOST = (TimeoutError, psycopg.Error, OSError)
 

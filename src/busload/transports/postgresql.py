@@ -23,9 +23,9 @@ from busload.postgres.own_connection import OwnAsyncConnection
 from busload.postgres.plan import Row, execute, perform_async
 from busload.postgres.statements import statements
 from busload.transports.base import Message, Turn
-from busload.transports.broker import TIMEOUT, Broker, said
-from busload.transports.loans import Loan, Loans
-from busload.transports.options import connect_timeout, read_libpq_url, seconds
+from busload.transports.broker_base import TIMEOUT, Broker, said
+from busload.transports.held_messages import Loan, Loans
+from busload.transports.url import connect_timeout, read_libpq_url, seconds
 
 SQL = statements(__name__)
 

@@ -31,9 +31,9 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message
-from busload.transports.broker import TIMEOUT, Broker, in_windows, said, unreachable
-from busload.transports.loans import Loan, Loans
-from busload.transports.options import TLS_FILES, read_options, seconds, tls_context, tls_files
+from busload.transports.broker_base import TIMEOUT, Broker, in_windows, said, unreachable
+from busload.transports.held_messages import Loan, Loans
+from busload.transports.url import TLS_FILES, read_options, seconds, tls_context, tls_files
 
 GROUP = "workers"
 DEFAULT_PORT = 6379

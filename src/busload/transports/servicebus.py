@@ -44,9 +44,9 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message, Turn, hashed_name
-from busload.transports.broker import TIMEOUT, Broker, by_queue, said, too_large, unreachable
-from busload.transports.loans import Loan, Loans
-from busload.transports.options import one_of, read_options, seconds
+from busload.transports.broker_base import TIMEOUT, Broker, by_queue, said, too_large, unreachable
+from busload.transports.held_messages import Loan, Loans
+from busload.transports.url import one_of, read_options, seconds
 
 log = logging.getLogger("busload.transports")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 from busload.commands import settle
-from busload.commands.bulk import Chunk, Item, Judgement
+from busload.commands.bulk_items import Chunk, Item, Judgement
 from busload.commands.execution import (
     Failed,
     Leased,
@@ -32,9 +32,9 @@ from busload.handlers import Gathering, Handler, Handlers
 from busload.limits.limiter import PostponedError
 from busload.postgres.plan import Plan
 from busload.settings import PayloadLimits
-from busload.worker.bulk import BulkCall, BulkCalls, find_bad, isolates
-from busload.worker.calls import Calls, command_of, outlast
-from busload.worker.failures import FailureLog
+from busload.worker.bulk_calls import BulkCall, BulkCalls, find_bad, isolates
+from busload.worker.call_handler import Calls, command_of, outlast
+from busload.worker.failure_log import FailureLog
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 

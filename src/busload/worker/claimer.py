@@ -17,7 +17,7 @@ from busload.commands.execution import Lease, Leased, Transition
 from busload.commands.load import LOAD_SIZE
 from busload.commands.payload import encode
 from busload.dispatch.deliveries import Deliveries
-from busload.worker.broker import Broker
+from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.executor import Line
 from busload.worker.settlement import Settlement

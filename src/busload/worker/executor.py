@@ -17,7 +17,7 @@ import msgspec
 from busload.buffers.declaration import EXHAUSTED
 from busload.buffers.groups import exhausted_group
 from busload.commands import settle
-from busload.commands.bulk import Group
+from busload.commands.bulk_items import Group
 from busload.commands.command import Command
 from busload.commands.execution import RESULT_INVALID, RESULT_NOT_KEPT, Leased, Transition, complete
 from busload.commands.payload import UndecodableError
@@ -25,11 +25,11 @@ from busload.handlers import Handler
 from busload.limits.limiter import Entered, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext
-from busload.worker.calls import Calls, Work, awaited, command_of, outlast
+from busload.worker.call_handler import Calls, Work, awaited, command_of, outlast
 from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
-from busload.worker.contain import RETURNED_NOTHING, Ended, Suspended, references_to
+from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, references_to
 from busload.worker.context import HandlerContext
-from busload.worker.run_group import GroupRunner
+from busload.worker.groups import GroupRunner
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 

@@ -19,8 +19,8 @@ from uuid import UUID
 from busload.commands import rescue
 from busload.commands.counted import counted
 from busload.commands.rescue import Renewal
-from busload.postgres.beat import LAST_BEAT, NextBeat, beat
 from busload.postgres.connection import Connection
+from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.sync.connection import connect
 from busload.sync.plan import perform

@@ -18,7 +18,7 @@ from busload.postgres.pool import AsyncPool
 from busload.settings import WorkerSettings
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.context import ChunkContext, HandlerContext
-from busload.worker.failures import FailureLog
+from busload.worker.failure_log import FailureLog
 from busload.worker.held_leases import HeldLeases
 from busload.worker.threads import Threads
 

@@ -19,8 +19,8 @@ from busload.commands.execution import Leased
 from busload.errors import InvalidOperationError, kind_of
 from busload.settings import WorkerSettings
 from busload.sync.bus import SyncCommandBus
+from busload.worker.lifecycle import Run, StoppedEarlyError
 from busload.worker.metrics import metrics_text
-from busload.worker.run import Run, StoppedEarlyError
 from busload.worker.settlement import capacity
 from busload.worker.signals import Signals
 from busload.worker.stats import CoalescerStats, WorkerStats

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busload.commands.bulk import FRUITLESS, Chunk, Group, Item, isolate
+from busload.commands.bulk_items import FRUITLESS, Chunk, Group, Item, isolate
 from busload.errors import InvalidOperationError, TransientCommandError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -21,9 +21,9 @@ from busload import (
     SendResult,
     Settings,
 )
-from busload.commands import sending
+from busload.commands import send_together
 from busload.commands.load import LOAD_SIZE, POSITIONS
-from busload.commands.sending import _Neighbours, _Notices
+from busload.commands.send_together import _Neighbours, _Notices
 from busload.errors import BatchSealedError, InvalidOperationError, OutcomeUnknownError
 from tests.given import DOMAIN, WITHIN, Database, Given, eventually
 
@@ -179,7 +179,7 @@ async def test_a_lost_connection_leaves_each_sender_with_its_own_id(
     bus: CommandBus, database: Database, foreign: psycopg.AsyncConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was committed is not known; repeating with that id is accepted exactly once"""
-    monkeypatch.setattr(sending, "PATIENCE", 60_000)
+    monkeypatch.setattr(send_together, "PATIENCE", 60_000)
     await foreign.execute("LOCK TABLE busload.queue IN SHARE MODE")
     ids = [uuid4() for _ in range(4)]
     senders = [asyncio.create_task(bus.send(DOMAIN, "Debit", command_id=id)) for id in ids]
@@ -233,7 +233,7 @@ async def test_sends_one_after_the_other_get_neighbouring_ids(
     bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a worker can take them as one load; each domain and priority by itself; a refused one is a gap"""
-    monkeypatch.setattr(sending, "NEIGHBOURS_FOR", 60)
+    monkeypatch.setattr(send_together, "NEIGHBOURS_FOR", 60)
     taken = await given.sent()
     for domain in ("crm", DOMAIN, "crm"):
         await bus.send(domain, "Debit")
@@ -292,8 +292,8 @@ async def test_workers_hear_of_many_sends_by_the_first_and_the_last(
     dsn: str, settings: Settings, conn: psycopg.AsyncConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once after a silence, and at latest when the bus is closed; without one notification each"""
-    monkeypatch.setattr(sending, "QUIET_FOR", 60)
-    monkeypatch.setattr(sending, "OWED_FOR", 60)
+    monkeypatch.setattr(send_together, "QUIET_FOR", 60)
+    monkeypatch.setattr(send_together, "OWED_FOR", 60)
     await conn.execute("LISTEN busload_ready")
 
     async def hear(last: str) -> list[str]:
@@ -319,7 +319,7 @@ async def test_workers_hear_of_the_last_send_though_the_bus_stays_open(
     bus: CommandBus, conn: psycopg.AsyncConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few milliseconds after it; a first one to another domain is told at once"""
-    monkeypatch.setattr(sending, "QUIET_FOR", 60)
+    monkeypatch.setattr(send_together, "QUIET_FOR", 60)
     await conn.execute("LISTEN busload_ready")
     for domain in (DOMAIN, DOMAIN, "crm"):
         await bus.send(domain, "Debit")
@@ -332,11 +332,11 @@ async def test_workers_are_notified_although_a_later_send_failed(
 ) -> None:
     """The second send carries no notification, and the third, which carries one for both, is refused"""
     taken = await given.sent()
-    monkeypatch.setattr(sending, "QUIET_FOR", 60)
-    monkeypatch.setattr(sending, "OWED_FOR", 60)
+    monkeypatch.setattr(send_together, "QUIET_FOR", 60)
+    monkeypatch.setattr(send_together, "OWED_FOR", 60)
     await bus.send(DOMAIN, "Debit")
-    monkeypatch.setattr(sending, "QUIET_FOR", 0)
-    monkeypatch.setattr(sending, "OWED_FOR", 0.001)
+    monkeypatch.setattr(send_together, "QUIET_FOR", 0)
+    monkeypatch.setattr(send_together, "OWED_FOR", 0.001)
     await conn.execute("LISTEN busload_ready")
     with pytest.raises(DuplicateCommandError):
         await bus.send(DOMAIN, "Debit", command_id=taken)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from busload.commands.bulk import Chunk, Group
+from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
 from busload.commands.execution import Leased
 from busload.commands.payload import decode
@@ -20,7 +20,7 @@ from busload.limits.limiter import PostponedError
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
-from busload.worker.contain import Ended, in_own_task, timed_out
+from busload.worker.containment import Ended, in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, HandlerTransaction
 from busload.worker.threads import Threads
 

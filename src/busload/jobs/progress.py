@@ -13,7 +13,16 @@ from psycopg import errors as pg
 from busload.batches.batch import BatchMetadata, BatchStatus, existing_batches, find_batch
 from busload.batches.cancel import Begun
 from busload.batches.cancel import begin_to_cancel as begin_to_cancel_batch
-from busload.batches.job import (
+from busload.commands import search, send
+from busload.commands.checks import WIDEST
+from busload.commands.command import NewCommand
+from busload.commands.ids import new_id, new_ids
+from busload.commands.payload import decode, encode
+from busload.commands.send import NO_BROKER, Via
+from busload.dispatch import creation_state
+from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
+from busload.explain.facts import ENDED, ONE_MOMENT
+from busload.jobs.job import (
     PLAN,
     PRIORITY,
     STAGE,
@@ -27,15 +36,6 @@ from busload.batches.job import (
     read_part,
     summary,
 )
-from busload.commands import search, send
-from busload.commands.checks import WIDEST
-from busload.commands.command import NewCommand
-from busload.commands.ids import new_id, new_ids
-from busload.commands.payload import decode, encode
-from busload.commands.send import NO_BROKER, Via
-from busload.dispatch import progress as dispatch
-from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
-from busload.explain.facts import ENDED, ONE_MOMENT
 from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, many
 from busload.postgres.statements import statements
 
@@ -271,7 +271,7 @@ def _start(job: _Job, stage: _Stage, commands: Sequence[NewCommand]) -> Plan[str
         stage=stage.name,
     )
     if job.via.transport is not None:
-        yield from dispatch.create(batch, commands, job.via)
+        yield from creation_state.create(batch, commands, job.via)
     else:
         yield from send.create_batch(batch, commands)
     return JobStatus.IN_PROGRESS.value

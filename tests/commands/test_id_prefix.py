@@ -7,8 +7,8 @@ import re
 import pytest
 
 from busload import BatchCommand, SyncCommandBus
-from busload.commands import find
-from busload.commands.find import IdRange
+from busload.commands import id_prefix
+from busload.commands.id_prefix import IdRange
 from busload.postgres.plan import Plan
 from tests.given import Database
 
@@ -23,7 +23,7 @@ def test_a_range_of_ids_is_shown_as_it_would_be_typed() -> None:
         assert (ids.whole is not None) == (length == 32)
 
 
-@pytest.mark.parametrize("look", [find.batches, find.commands, find.jobs, find.jobs_of_batches])
+@pytest.mark.parametrize("look", [id_prefix.batches, id_prefix.commands, id_prefix.jobs, id_prefix.jobs_of_batches])
 @pytest.mark.parametrize("domain", [None, "payments"])
 def test_ids_are_found_by_an_index(database: Database, look: object, domain: str | None) -> None:
     assert callable(look)
@@ -33,8 +33,8 @@ def test_ids_are_found_by_an_index(database: Database, look: object, domain: str
 def test_domains_are_found_from_one_to_the_next(database: Database, sync_bus: SyncCommandBus) -> None:
     for domain in ("a", "b", "c"):
         sync_bus.create_batch(domain, [BatchCommand("Debit")] * 3)
-    assert database.perform(find.domains()) == ["a", "b", "c"]
-    assert reads_by_index(database, find.domains())
+    assert database.perform(id_prefix.domains()) == ["a", "b", "c"]
+    assert reads_by_index(database, id_prefix.domains())
 
 
 def reads_by_index(database: Database, plan: Plan[object]) -> bool:

@@ -23,7 +23,7 @@ from busload.errors import InvalidOperationError
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.connection import told
-from busload.postgres.guard import GuardedAsyncConnection
+from busload.postgres.guarded_connection import GuardedAsyncConnection
 from busload.postgres.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.postgres.own_connection import connect_within_async
 from busload.postgres.pool import async_pool, engine_pool
@@ -32,7 +32,7 @@ from busload.retention.prune import Prune
 from busload.settings import WorkerSettings
 from busload.sync.connection import connect
 from busload.sync.plan import perform
-from busload.worker.broker import Broker
+from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer, HandBack, Look
 from busload.worker.executor import Executor, Line

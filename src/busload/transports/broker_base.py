@@ -17,7 +17,7 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Delivery, Message, Transport
-from busload.transports.loans import Loans
+from busload.transports.held_messages import Loans
 
 TIMEOUT = 10.0
 """Seconds within which a call must succeed, unless the URL says otherwise."""

@@ -16,7 +16,7 @@ from busload.buffers import groups, table
 from busload.buffers.declaration import EXHAUSTED, BufferSettings
 from busload.buffers.groups import ROOMY, Ended, Ending, Events, Place, Row, describe_items
 from busload.buffers.table import Relation
-from busload.commands.bulk import Group, Item, Judgement
+from busload.commands.bulk_items import Group, Item, Judgement
 from busload.commands.counted import counted
 from busload.commands.execution import (
     COMPLETED,
@@ -44,8 +44,8 @@ from busload.postgres.backoff import Backoff
 from busload.postgres.connection import AsyncConnection, is_away
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool, engine_pool
-from busload.worker.bulk import BulkCall, BulkCalls, find_bad, isolates
-from busload.worker.calls import Calls, outlast
+from busload.worker.bulk_calls import BulkCall, BulkCalls, find_bad, isolates
+from busload.worker.call_handler import Calls, outlast
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 

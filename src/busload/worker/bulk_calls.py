@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from busload.commands.bulk import Chunk, Group, Item, Judgement, isolate
+from busload.commands.bulk_items import Chunk, Group, Item, Judgement, isolate
 from busload.commands.execution import FINAL_ERRORS, Leased, deciding
 from busload.errors import RateLimitedError
 from busload.handlers import Handler
 from busload.limits.limiter import Entered, Limiter, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
-from busload.worker.calls import Call, Calls, Work
+from busload.worker.call_handler import Call, Calls, Work
 from busload.worker.context import ChunkContext, HandlerContext
 
 End = Callable[[Judgement, Any], Plan[Any]]

@@ -12,14 +12,14 @@ import psycopg
 from busload.commands import search
 from busload.commands.checks import check, given
 from busload.commands.counted import counted
+from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
-from busload.dispatch import progress as dispatch
 from busload.dispatch.publish import Publisher
 from busload.dispatch.reconcile import Reconciler
 from busload.dispatch.strategy import OutboxEntry, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError, PartlyDoneError
 from busload.postgres.database import Database
-from busload.postgres.write import Write
+from busload.postgres.patient_write import Write
 from busload.settings import InputLimits
 
 log = logging.getLogger("busload")
@@ -70,7 +70,7 @@ class Outbox:
                 plan = store.reroute(domain=domain, batch_id=batch_id, failed=failed_only, operator=operator)
                 moved = await self._database.write(Write(plan, batch_id, one_statement=True, goes_on=bool(rerouted)))
                 rerouted += moved
-            await self._database.write(Write(dispatch.close(), one_statement=True, goes_on=bool(rerouted)))
+            await self._database.write(Write(creation_state.close(), one_statement=True, goes_on=bool(rerouted)))
         except (BusloadError, psycopg.Error) as error:
             if not rerouted:
                 raise

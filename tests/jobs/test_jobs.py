@@ -25,9 +25,9 @@ from busload import (
     SyncCommandBus,
     SyncHandlerContext,
 )
-from busload.batches import FinishedStage, JobMetadata
-from busload.batches.job import PART, read_part
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, JobNotFoundError
+from busload.jobs import FinishedStage, JobMetadata
+from busload.jobs.job import PART, read_part
 from busload.sync import SyncFinishedStage
 from tests.given import DOMAIN, Database, Given, counts, eventually, raising
 
@@ -133,7 +133,7 @@ async def test_a_planner_fans_out_and_in_by_what_the_stage_before_returned(bus: 
 async def test_a_planner_reads_more_results_than_fit_a_page(
     bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("busload.batches.job_control", "busload.sync.job_control"):
+    for module in ("busload.jobs.api", "busload.sync.job_control"):
         monkeypatch.setattr(f"{module}.PAGE", 2)
     given.handler()
     seen: list[list[int]] = []
