@@ -75,7 +75,7 @@ NAMES = {
     "async_pool": "pool",
     "connect_async": "connect",
     "connect_within_async": "connect_within",
-    "look_async": "look",
+    "check_server_async": "check_server",
     "perform_any": "perform",
     "perform_async": "perform",
     # of Python and psycopg

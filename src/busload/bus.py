@@ -73,9 +73,9 @@ from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import patient
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport

@@ -16,7 +16,7 @@ from busload.batches import cancel
 from busload.commands import claim
 from busload.commands.execution import FAILED_ATTEMPT
 from busload.errors import DatabaseUnavailableError, PartlyDoneError
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.sync.plan import perform
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 

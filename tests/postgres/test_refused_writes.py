@@ -16,7 +16,7 @@ from busload.commands import send
 from busload.commands.ids import new_id
 from busload.errors import DatabaseUnavailableError, NothingWrittenError, OutcomeUnknownError
 from busload.postgres import plan
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from tests.given import DOMAIN, Database
 
 pytestmark = pytest.mark.usefixtures("invariants")

@@ -46,8 +46,8 @@ from busload.errors import (
     Refusal,
     RefusalReason,
 )
-from busload.postgres.patient_write import Write
 from busload.postgres.plan import perform_async
+from busload.postgres.write import Write
 from busload.testing.messages import receiving
 from busload.transports import Message
 from tests.brokers.faulty import AWAY, Crash, FaultyTransport

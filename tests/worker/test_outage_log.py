@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from busload import BatchCommand, Command, HandlerContext, SyncCommandBus, TaskTracker
 from busload.bus import CommandBus
 from busload.postgres import outage as outages
-from busload.postgres.connection import Connection, was_spoken_to
+from busload.postgres.connection import Connection, has_unread_input
 from busload.postgres.heartbeat_thread import NextBeat, beat
 from busload.postgres.outage import Outage
 from tests.given import Database, Given, closed_to_newcomers, eventually, until
@@ -125,7 +125,7 @@ def test_a_heartbeat_that_slept_through_an_outage_does_not_report_another_one(
     def end_its_connection() -> None:
         if beats:
             database.rows("SELECT pg_terminate_backend(%s)", beats[-1].info.backend_pid)
-            until(lambda: was_spoken_to(beats[-1]))
+            until(lambda: has_unread_input(beats[-1]))
 
     def once(conn: Connection) -> None:
         conn.execute("SELECT")

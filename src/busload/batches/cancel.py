@@ -15,9 +15,9 @@ from busload.commands.counted import counted
 from busload.errors import BatchNotFoundError, BusloadError, PartlyDoneError
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write, patient
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
+from busload.postgres.write import Write, patient
 
 SQL = statements(__name__)
 

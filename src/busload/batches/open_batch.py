@@ -18,7 +18,7 @@ from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTas
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write, patient
+from busload.postgres.write import Write, patient
 from busload.settings import InputLimits
 
 log = logging.getLogger("busload")

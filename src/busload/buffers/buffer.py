@@ -21,8 +21,8 @@ from busload.limits.call_options import Function, GroupHandlerOptions, PolicyOpt
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import PATIENCE, Write, only, patient
 from busload.postgres.plan import Plan, perform_async
+from busload.postgres.write import PATIENCE, Write, only, patient
 from busload.settings import PayloadLimits
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.plan import Plan
 from busload.settings import Settings
 from busload.sync.bus import SyncCommandBus
-from busload.sync.connection import look
+from busload.sync.connection import check_server
 
 T = TypeVar("T")
 Command: TypeAlias = Callable[..., Any]
@@ -196,7 +196,7 @@ def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
     if settings.database_url is not None:
         with SyncCommandBus(settings.database_url, settings=settings).open(wait=None) as bus:
             wait = click.get_current_context().meta.get(WAIT, 0.0)
-            look(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
+            check_server(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
             yield bus
         return
     with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:

@@ -28,7 +28,7 @@ from busload.cli import WAIT, did_you_mean, options
 from busload.cli.metrics_server import Address, MetricsServer, address
 from busload.cli.options import Decorator
 from busload.errors import kind_of
-from busload.postgres.connection import told
+from busload.postgres.connection import connection_errors_explained
 from busload.postgres.waiting import Event
 from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
@@ -195,7 +195,7 @@ def worker(
     with SyncCommandBus(bus.database.given_dsn, settings=bus.settings).open(wait=None) as probe:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
         with (
-            told(probe.dsn, "--wait says how long a worker waits for it"),
+            connection_errors_explained(probe.dsn, "--wait says how long a worker waits for it"),
             connect_within(probe.dsn, given["wait_for_database"].total_seconds()) as conn,
         ):
             probe.database.check_schema(conn)

@@ -9,9 +9,9 @@ from functools import partial
 from uuid import UUID
 
 from busload.commands.execution import Lease
-from busload.postgres.patient_write import PATIENCE, Write
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
+from busload.postgres.write import PATIENCE, Write
 
 SQL = statements(__name__)
 

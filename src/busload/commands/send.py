@@ -24,9 +24,9 @@ from busload.errors import (
     InvalidOperationError,
 )
 from busload.postgres.arrays import unless_all_null
-from busload.postgres.patient_write import PATIENCE, Write, patient, then
 from busload.postgres.plan import Copy, Plan, Row, Savepoint, Statement, execute
 from busload.postgres.statements import statements
+from busload.postgres.write import PATIENCE, Write, patient, then
 
 log = logging.getLogger("busload")
 

@@ -16,7 +16,7 @@ from busload.commands import send
 from busload.commands.command import NewCommand
 from busload.commands.load import LOAD_SIZE, position_of
 from busload.errors import InvalidOperationError, OutcomeUnknownError
-from busload.postgres.patient_write import PATIENCE, Write
+from busload.postgres.write import PATIENCE, Write
 
 log = logging.getLogger("busload")
 

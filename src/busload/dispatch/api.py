@@ -19,7 +19,7 @@ from busload.dispatch.reconcile import Reconciler
 from busload.dispatch.strategy import OutboxEntry, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError, PartlyDoneError
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.settings import InputLimits
 
 log = logging.getLogger("busload")

@@ -43,8 +43,8 @@ from busload.errors import (
     RefusalReason,
 )
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write, patient
 from busload.postgres.plan import Plan
+from busload.postgres.write import Write, patient
 
 log = logging.getLogger("busload")
 

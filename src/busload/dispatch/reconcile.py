@@ -18,7 +18,7 @@ from busload.dispatch.publish import Publisher
 from busload.dispatch.strategy import Reconciliation
 from busload.postgres import waiting
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.transports import Delivery
 
 SETTLED = timedelta(seconds=5)

@@ -27,8 +27,8 @@ from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, Stage
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write, patient, then
 from busload.postgres.plan import perform_async
+from busload.postgres.write import Write, patient, then
 from busload.settings import Settings
 
 

@@ -11,7 +11,7 @@ from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.settings import InputLimits
 
 log = logging.getLogger("busload")

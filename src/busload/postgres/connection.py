@@ -24,9 +24,9 @@ AnyConnection: TypeAlias = AsyncConnection | Connection
 
 OLDEST_SERVER = 150000
 
-LOOK_NOWHERE = "SET search_path = pg_catalog, pg_temp"
+SAFE_SEARCH_PATH = "SET search_path = pg_catalog, pg_temp"
 """For connections that never run SQL of a user: nothing is looked up in a schema where strangers may create."""
-LOOK_NOWHERE_NOW = LOOK_NOWHERE.replace("SET", "SET LOCAL")
+LOCAL_SAFE_SEARCH_PATH = SAFE_SEARCH_PATH.replace("SET", "SET LOCAL")
 """For one transaction: behind a pooler, the connection belongs to somebody else afterwards."""
 
 # A peer that is gone without a word is noticed within 15 seconds, instead of the many minutes of the kernel.
@@ -40,24 +40,24 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
-def was_spoken_to(conn: Connection | AsyncConnection) -> bool:
+def has_unread_input(conn: Connection | AsyncConnection) -> bool:
     """Whether a connection has something to read: the kernel knows at once, the server after a round trip."""
     poll = select.poll()
     poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
     return bool(poll.poll(0))
 
 
-PATIENCE = "open(wait=30) waits for it that many seconds"
+HOW_TO_WAIT = "open(wait=30) waits for it that many seconds"
 
 
 @contextmanager
-def told(dsn: str, patience: str = PATIENCE) -> Iterator[None]:
+def connection_errors_explained(dsn: str, how_to_wait: str = HOW_TO_WAIT) -> Iterator[None]:
     """Add to an error which database it is about, and how to wait longer for it."""
     try:
         yield
     except psycopg.OperationalError as error:
         said = " ".join(str(error).split())
-        if is_turned_away(error):
+        if is_refused(error):
             raise DatabaseUnusableError(
                 f"PostgreSQL does not let us into {place(dsn)}: {said}. Check user, password, database and options of "
                 "the DSN."
@@ -66,7 +66,7 @@ def told(dsn: str, patience: str = PATIENCE) -> Iterator[None]:
             said = f"The database cannot be reached: {said}"
         raise DatabaseUnavailableError(
             f"{said}{'' if said.endswith('?') else '.'} The DSN names {place(dsn)}: check host and port, and whether "
-            f"the server runs; {patience}."
+            f"the server runs; {how_to_wait}."
         ) from error
 
 
@@ -80,12 +80,12 @@ def is_away(error: psycopg.Error) -> bool:
 _FOR_NOW = ("08", "40", "53", "57P", "57014", "55P03")
 
 
-def is_turned_away(error: Exception) -> bool:
+def is_refused(error: Exception) -> bool:
     """Whether PostgreSQL does not let us in until a person changes something. libpq then gives words and no code."""
-    return getattr(error, "sqlstate", None) is None and bool(_TURNED_AWAY.search(str(error)))
+    return getattr(error, "sqlstate", None) is None and bool(_REFUSED.search(str(error)))
 
 
-_TURNED_AWAY = re.compile(
+_REFUSED = re.compile(
     "authentication failed|pg_hba.conf|no password supplied|does not exist|permission denied|no such (database|user)"
     "|not permitted to log in|server does not support SSL"
     r"|invalid \w+ value|definition of service"  # options that libpq does not understand: nobody was asked

@@ -22,12 +22,12 @@ from busload.postgres.backoff import LockWait
 from busload.postgres.callers_connection import JOINABLE, about_to_begin, perform_any, refuse_unusable
 from busload.postgres.connection import AnyConnection, AsyncConnection, refuse_server
 from busload.postgres.embedded.server import EmbeddedPostgres
-from busload.postgres.own_connection import OwnAsyncConnection, connect_async, look_async
-from busload.postgres.patient_write import Write, lock_holders
+from busload.postgres.own_connection import OwnAsyncConnection, check_server_async, connect_async
 from busload.postgres.plan import Plan, Savepoint, Statement, perform_async
 from busload.postgres.pool import AsyncPool, async_pool
 from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import Write, lock_holders
 from busload.settings import Settings
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Database:
         await waiting.in_thread(self._find)
         try:
             if wait is not None:
-                await look_async(self.dsn, wait)
+                await check_server_async(self.dsn, wait)
         except BaseException:
             self._leave()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from busload.postgres.connection import Connection, was_spoken_to
+from busload.postgres.connection import Connection, has_unread_input
 from busload.postgres.outage import Outage
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.sync.connection import connect
@@ -54,7 +54,7 @@ def beat(
     while pulse.wait(pause):
         before()
         try:
-            if conn is not None and (conn.closed or was_spoken_to(conn)):  # by its end: the server may be back already
+            if conn is not None and (conn.closed or has_unread_input(conn)):  # the server may be back
                 conn.close()
                 conn = None
             if conn is None:

@@ -15,14 +15,14 @@ from busload.errors import DatabaseUnavailableError
 from busload.postgres import waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import (
-    LOOK_NOWHERE_NOW,
-    PATIENCE,
+    HOW_TO_WAIT,
+    LOCAL_SAFE_SEARCH_PATH,
     complete,
+    connection_errors_explained,
+    has_unread_input,
     is_full,
-    is_turned_away,
+    is_refused,
     refuse_server,
-    told,
-    was_spoken_to,
 )
 
 log = logging.getLogger("busload")
@@ -92,7 +92,7 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                 raise
             except _SilenceError:
                 silent += self.response_timeout or 0.0
-                if not (self.asks and (await self._is_served(silent) or was_spoken_to(self))):
+                if not (self.asks and (await self._is_served(silent) or has_unread_input(self))):
                     raise _give_up(self) from None
 
     async def _cancel(self, gen: Generator[Any, Any, T]) -> None:
@@ -114,7 +114,7 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                 busy = self.pooled and silent < BUSY_FOR  # a pooler has let us in, and a full one may say no more
                 other.response_timeout, other.asks = CHECK_WITHIN, False
                 async with other.transaction():
-                    await other.execute(LOOK_NOWHERE_NOW)
+                    await other.execute(LOCAL_SAFE_SEARCH_PATH)
                     cursor = await other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
                     row = await cursor.fetchone()
                 return row is not None and bool(row[0])
@@ -162,9 +162,9 @@ async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConne
             await waiting.sleep(wait.pause(error))
 
 
-async def look_async(dsn: str, seconds: float, patience: str = PATIENCE) -> None:
+async def check_server_async(dsn: str, seconds: float, how_to_wait: str = HOW_TO_WAIT) -> None:
     """Make sure that the database is there and can be used. Wait so many seconds for a server that is away."""
-    with told(dsn, patience):
+    with connection_errors_explained(dsn, how_to_wait):
         async with await connect_within_async(dsn, seconds) as conn:
             refuse_server(conn)
 
@@ -215,7 +215,7 @@ class _Waiting:
 
     def pause(self, error: psycopg.OperationalError) -> float:
         waited, said = time.monotonic() - self._began, " ".join(str(error).split())
-        if is_turned_away(error):
+        if is_refused(error):
             raise error
         if self._seconds is not None and waited >= self._seconds:
             if not self._seconds:

@@ -22,12 +22,12 @@ from busload.errors import DatabaseUnavailableError, InvalidOperationError
 from busload.postgres import waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import (
-    LOOK_NOWHERE,
+    SAFE_SEARCH_PATH,
     AsyncConnection,
     complete,
+    has_unread_input,
     is_away,
-    is_turned_away,
-    was_spoken_to,
+    is_refused,
 )
 from busload.postgres.own_connection import RESPONSE_TIMEOUT, OwnAsyncConnection, configure
 
@@ -119,7 +119,7 @@ class AsyncPool:
         seconds = self.timeout if timeout is None else timeout
         while True:
             conn = self._take() or await self._wait(seconds)
-            if not was_spoken_to(conn) or await self._answers(conn):
+            if not has_unread_input(conn) or await self._answers(conn):
                 conn.belong_to(self)
                 return conn
 
@@ -293,7 +293,7 @@ def _is_piping(conn: OwnAsyncConnection) -> bool:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the same try may succeed later, with nobody changing anything."""
-    return isinstance(error, psycopg.Error) and is_away(error) and not is_turned_away(error)
+    return isinstance(error, psycopg.Error) and is_away(error) and not is_refused(error)
 
 
 async def _new(kind: type[OwnAsyncConnection], conninfo: str, response_timeout: float) -> OwnAsyncConnection:
@@ -314,7 +314,7 @@ async def _new_of_engine(
     try:
         if not conn.pooled:
             conn.prepare_threshold = 0
-            await conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {LOOK_NOWHERE}", prepare=False)
+            await conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {SAFE_SEARCH_PATH}", prepare=False)
             if lock_timeout is not None:
                 set_timeout = "SELECT pg_catalog.set_config('lock_timeout', %s, false)"
                 await conn.execute(set_timeout, [lock_timeout], prepare=False)

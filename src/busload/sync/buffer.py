@@ -20,7 +20,7 @@ from busload.buffers.buffer import (
 from busload.buffers.declaration import BufferSettings, BufferStatus
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import patient
+from busload.postgres.write import patient
 from busload.settings import PayloadLimits
 from busload.sync.database import Database
 from busload.sync.plan import perform

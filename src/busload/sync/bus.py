@@ -48,8 +48,8 @@ from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import patient
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions

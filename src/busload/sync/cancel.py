@@ -18,8 +18,8 @@ from busload.batches.cancel import (
 )
 from busload.errors import BusloadError
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import Write, patient
 from busload.postgres.plan import Plan
+from busload.postgres.write import Write, patient
 from busload.sync.database import Database
 
 

@@ -11,13 +11,13 @@ from psycopg.pq import TransactionStatus
 from busload.errors import DatabaseUnavailableError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import (
-    LOOK_NOWHERE_NOW,
-    PATIENCE,
+    HOW_TO_WAIT,
+    LOCAL_SAFE_SEARCH_PATH,
     complete,
+    connection_errors_explained,
+    has_unread_input,
     is_full,
     refuse_server,
-    told,
-    was_spoken_to,
 )
 from busload.postgres.own_connection import (
     _QUESTION,
@@ -68,7 +68,7 @@ class OwnConnection(psycopg.Connection[Any]):
                 raise
             except _SilenceError:
                 silent += self.response_timeout or 0.0
-                if not (self.asks and (self._is_served(silent) or was_spoken_to(self))):
+                if not (self.asks and (self._is_served(silent) or has_unread_input(self))):
                     raise _give_up(self) from None
 
     def _cancel(self, gen: Generator[Any, Any, T]) -> None:
@@ -90,7 +90,7 @@ class OwnConnection(psycopg.Connection[Any]):
                 busy = self.pooled and silent < BUSY_FOR  # a pooler has let us in, and a full one may say no more
                 other.response_timeout, other.asks = CHECK_WITHIN, False
                 with other.transaction():
-                    other.execute(LOOK_NOWHERE_NOW)
+                    other.execute(LOCAL_SAFE_SEARCH_PATH)
                     cursor = other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
                     row = cursor.fetchone()
                 return row is not None and bool(row[0])
@@ -119,9 +119,9 @@ def connect_within(dsn: str, seconds: float | None) -> OwnConnection:
             waiting.sleep(wait.pause(error))
 
 
-def look(dsn: str, seconds: float, patience: str = PATIENCE) -> None:
+def check_server(dsn: str, seconds: float, how_to_wait: str = HOW_TO_WAIT) -> None:
     """Make sure that the database is there and can be used. Wait so many seconds for a server that is away."""
-    with told(dsn, patience), connect_within(dsn, seconds) as conn:
+    with connection_errors_explained(dsn, how_to_wait), connect_within(dsn, seconds) as conn:
         refuse_server(conn)
 
 

@@ -19,8 +19,8 @@ from busload.commands.settle import lock
 from busload.errors import SupersededError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import only
 from busload.postgres.plan import Plan
+from busload.postgres.write import only
 from busload.settings import InputLimits
 from busload.sync.guard import GuardedConnection, refuse_unfinished
 from busload.sync.plan import perform

@@ -32,8 +32,8 @@ from busload.errors import (
     InvalidOperationError,
     RefusalReason,
 )
-from busload.postgres.patient_write import Write
 from busload.postgres.plan import Plan
+from busload.postgres.write import Write
 from busload.sync.database import Database
 
 

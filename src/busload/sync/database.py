@@ -21,12 +21,12 @@ from busload.postgres.callers_connection import JOINABLE_IN_THREADS, about_to_be
 from busload.postgres.connection import Connection, refuse_server
 from busload.postgres.database import T, _failure, _joined
 from busload.postgres.embedded.server import EmbeddedPostgres
-from busload.postgres.patient_write import Write, lock_holders
 from busload.postgres.plan import Plan
 from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import Write, lock_holders
 from busload.settings import Settings
-from busload.sync.connection import OwnConnection, connect, look
+from busload.sync.connection import OwnConnection, check_server, connect
 from busload.sync.plan import perform
 from busload.sync.pool import Pool, pool
 
@@ -87,7 +87,7 @@ class Database:
         waiting.in_thread(self._find)
         try:
             if wait is not None:
-                look(self.dsn, wait)
+                check_server(self.dsn, wait)
         except BaseException:
             self._leave()
             raise

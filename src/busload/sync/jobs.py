@@ -22,7 +22,7 @@ from busload.jobs.api import FINAL, PAGE, _commands, _late, for_a_person
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, StageStatus, new_job, read_step
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import Write, patient, then
+from busload.postgres.write import Write, patient, then
 from busload.settings import Settings
 from busload.sync.cancel import cancel
 from busload.sync.database import Database

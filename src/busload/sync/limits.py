@@ -10,7 +10,7 @@ from busload.limits.api import _tell
 from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
 

@@ -17,7 +17,7 @@ from busload.commands.dedup import Dedup
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import Write, patient
+from busload.postgres.write import Write, patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
 

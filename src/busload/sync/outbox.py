@@ -15,7 +15,7 @@ from busload.dispatch.api import _partly_rerouted, _reroutable, _tell
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.strategy import OutboxEntry, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
 from busload.sync.reconcile import Reconciler

@@ -16,7 +16,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from busload.errors import DatabaseUnavailableError, InvalidOperationError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
-from busload.postgres.connection import LOOK_NOWHERE, Connection, complete, was_spoken_to
+from busload.postgres.connection import SAFE_SEARCH_PATH, Connection, complete, has_unread_input
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.postgres.pool import LEFT_OPEN, PLAN_ONCE, UNUSED_FOR, _may_pass
 from busload.sync.connection import OwnConnection, configure
@@ -103,7 +103,7 @@ class Pool:
         seconds = self.timeout if timeout is None else timeout
         while True:
             conn = self._take() or self._wait(seconds)
-            if not was_spoken_to(conn) or self._answers(conn):
+            if not has_unread_input(conn) or self._answers(conn):
                 conn.belong_to(self)
                 return conn
 
@@ -293,7 +293,7 @@ def _new_of_engine(
     try:
         if not conn.pooled:
             conn.prepare_threshold = 0
-            conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {LOOK_NOWHERE}", prepare=False)
+            conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {SAFE_SEARCH_PATH}", prepare=False)
             if lock_timeout is not None:
                 set_timeout = "SELECT pg_catalog.set_config('lock_timeout', %s, false)"
                 conn.execute(set_timeout, [lock_timeout], prepare=False)

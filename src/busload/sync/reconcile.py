@@ -23,7 +23,7 @@ from busload.dispatch.reconcile import (
 )
 from busload.dispatch.strategy import Reconciliation
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.patient_write import Write
+from busload.postgres.write import Write
 from busload.sync.database import Database
 from busload.transports import Delivery
 

@@ -17,7 +17,7 @@ from busload.commands.execution import Execution, Failed, Succeeded
 from busload.errors import SupersededError, kind_of
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import patient
+from busload.postgres.write import patient
 from busload.settings import Settings
 from busload.sync.database import Database
 from busload.tasks import track

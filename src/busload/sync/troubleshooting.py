@@ -12,7 +12,7 @@ from busload.commands.checks import check, encoded
 from busload.commands.command import TroubleshootingItem
 from busload.commands.payload import decode
 from busload.postgres.connection import Connection
-from busload.postgres.patient_write import patient
+from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
 from busload.troubleshooting import decisions

@@ -26,9 +26,9 @@ from busload.commands.execution import Execution, ExecutionStatus, Failed, Lease
 from busload.commands.load import Load, number_of
 from busload.commands.retry import RetryPolicy
 from busload.errors import InvalidCommandError, InvalidOperationError, SupersededError, TransientCommandError
-from busload.postgres.patient_write import PATIENCE, Write, patient
 from busload.postgres.plan import Plan, execute, many, one
 from busload.postgres.statements import statements
+from busload.postgres.write import PATIENCE, Write, patient
 from busload.settings import InputLimits, PayloadLimits
 from busload.tasks.compare import newest
 

@@ -25,7 +25,7 @@ from busload.errors import SupersededError, kind_of
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import patient
+from busload.postgres.write import patient
 from busload.settings import InputLimits, Settings
 from busload.tasks import track
 from busload.tasks.heartbeat import Presence, after_fork

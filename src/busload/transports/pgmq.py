@@ -27,7 +27,7 @@ from busload.errors import (
     TransportMisconfiguredError,
     TransportUnavailableError,
 )
-from busload.postgres.connection import is_turned_away
+from busload.postgres.connection import is_refused
 from busload.transports.base import Message, Turn, hashed_name
 from busload.transports.broker_base import TIMEOUT, Broker, by_queue, said
 from busload.transports.held_messages import Loan, Loans
@@ -133,7 +133,7 @@ class PgmqTransport(Broker):
                 )
             case errors.InsufficientPrivilege():
                 return TransportMisconfiguredError(f"PGMQ refuses us: {said(error)}. Grant it, or use another user.")
-            case psycopg.OperationalError() if is_turned_away(error):
+            case psycopg.OperationalError() if is_refused(error):
                 return TransportMisconfiguredError(f"{self.title} refuses to let us in: {said(error)}")
             case _:
                 return TransportUnavailableError(f"{self.title} cannot be reached: {said(error)}")

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from busload.errors import Refusal, TransportError, TransportMisconfiguredError, TransportUnavailableError
-from busload.postgres.connection import PARAMETERS, AsyncConnection, is_away, is_turned_away
+from busload.postgres.connection import PARAMETERS, AsyncConnection, is_away, is_refused
 from busload.postgres.listen import MESSAGE, AsyncListener
 from busload.postgres.own_connection import OwnAsyncConnection
 from busload.postgres.plan import Row, execute, perform_async
@@ -81,7 +81,7 @@ class PostgresqlTransport(Broker):
             await conn.close()
 
     def translation(self, error: Exception, queue: str | None) -> TransportError:
-        if isinstance(error, psycopg.Error) and is_away(error) and not is_turned_away(error):
+        if isinstance(error, psycopg.Error) and is_away(error) and not is_refused(error):
             return TransportUnavailableError(f"PostgreSQL cannot be reached: {said(error)}")
         return TransportMisconfiguredError(f"PostgreSQL refuses us: {said(error)}")
 

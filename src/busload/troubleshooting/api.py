@@ -13,7 +13,7 @@ from busload.commands.command import TroubleshootingItem
 from busload.commands.payload import decode
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.patient_write import patient
+from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.troubleshooting import decisions
 from busload.troubleshooting.carry_out import Decision

@@ -16,9 +16,9 @@ from busload.commands.command import CommandStatus, refuse_unknown
 from busload.commands.ids import new_id
 from busload.commands.payload import PayloadRefusedError, decode, encode, readable, storable
 from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem
-from busload.postgres.patient_write import Write
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
+from busload.postgres.write import Write
 from busload.settings import InputLimits, PayloadLimits
 from busload.troubleshooting.carry_out import PART_BYTES, Action, Decision, end_one, move, parts, pick
 from busload.troubleshooting.patch import Patch

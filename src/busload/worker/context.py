@@ -20,9 +20,9 @@ from busload.errors import InvalidOperationError, SupersededError
 from busload.postgres import waiting
 from busload.postgres.connection import AsyncConnection, Connection
 from busload.postgres.guarded_connection import GuardedAsyncConnection, refuse_unfinished
-from busload.postgres.patient_write import only
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool
+from busload.postgres.write import only
 from busload.settings import InputLimits
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from busload.commands.rescue import Renewal
 from busload.errors import InvalidOperationError
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
-from busload.postgres.connection import told
+from busload.postgres.connection import connection_errors_explained
 from busload.postgres.guarded_connection import GuardedAsyncConnection
 from busload.postgres.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.postgres.own_connection import connect_within_async
@@ -491,7 +491,7 @@ async def _find_database(bus: CommandBus, wait_for: timedelta | None, stopping: 
         await asyncio.wait({finding, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not finding.done():
             raise StoppedEarlyError
-        with told(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
+        with connection_errors_explained(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
             conn = await finding
         async with conn:
             await bus.database.check_schema(conn)
