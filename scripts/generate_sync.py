@@ -25,8 +25,6 @@ SOURCES = {
     "busload.bus": "bus",
     "busload.dispatch.create": "create",
     "busload.dispatch.api": "outbox",
-    "busload.dispatch.reconcile": "reconcile",
-    "busload.dispatch.recover": "recover",
     "busload.limits.api": "limits",
     "busload.postgres.database": "database",
     "busload.postgres.guarded_connection": "guard",
@@ -45,6 +43,8 @@ TWINS = {
     WAITS: ("busload.postgres", "waiting_in_threads"),
     ("busload.commands.send_together", "Sending"): ("busload.commands.send_together", "SendingInThreads"),
     ("busload.dispatch.publish", "Publisher"): ("busload.dispatch.publish_in_threads", "ThreadPublisher"),
+    ("busload.dispatch.reconcile", "Reconciler"): ("busload.dispatch.publish_in_threads", "ThreadReconciler"),
+    ("busload.dispatch.relay", "recover"): ("busload.dispatch.publish_in_threads", "recover"),
     ("busload.postgres.callers_connection", "perform_any"): ("busload.sync.plan", "perform"),
 }
 """What is written by hand for threads, in another module."""

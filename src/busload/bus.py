@@ -53,7 +53,7 @@ from busload.dispatch import envelope as message
 from busload.dispatch.api import Outbox
 from busload.dispatch.create import create_and_publish, default_strategy, published_by, write_for_relay
 from busload.dispatch.publish import Publisher
-from busload.dispatch.recover import recover
+from busload.dispatch.relay import recover
 from busload.dispatch.strategy import (
     DispatchName,
     DispatchReport,

@@ -77,7 +77,7 @@ def test_a_broker_that_is_away_is_told_as_refused(publisher: ThreadPublisher, tr
     transport.pull()
     [piece] = publisher.publish([some()])
     assert piece.reason == "UNREACHABLE"
-    assert publisher.left_alone == []
+    assert publisher.of_loop.left_alone == []
 
 
 def test_the_loop_refuses_a_process_that_was_forked_off(threads: Callable[[], list[str]]) -> None:

@@ -17,8 +17,7 @@ import pytest
 from busload import BatchCommand, CommandBus, Settings, SyncCommandBus, Worker, WorkerSettings
 from busload.dispatch import envelope as message
 from busload.dispatch.publish import Publisher
-from busload.dispatch.recover import recover
-from busload.dispatch.relay import Recovery, Relay
+from busload.dispatch.relay import Recovery, Relay, recover
 from busload.errors import Refusal, RefusalReason
 from busload.postgres.plan import Plan
 from busload.transports import Message
@@ -359,7 +358,7 @@ async def test_a_mark_that_the_database_does_not_hear_is_said_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If it is never heard, the hold ends, and another relay publishes again."""
-    monkeypatch.setattr("busload.dispatch.recover.MARK_AGAIN", (0.001, 0.001))
+    monkeypatch.setattr("busload.dispatch.relay.MARK_AGAIN", (0.001, 0.001))
     deaf = 2
 
     async def perform(plan: Plan[Any]) -> Any:

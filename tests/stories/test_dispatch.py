@@ -36,7 +36,7 @@ from busload.dispatch import DispatchStatus, creation_state
 from busload.dispatch import envelope as message
 from busload.dispatch.creation_state import Outcome
 from busload.dispatch.envelope import Envelope
-from busload.dispatch.recover import publish_page
+from busload.dispatch.relay import publish_page
 from busload.dispatch.strategy import DispatchName, DispatchReport
 from busload.errors import (
     BatchSealedError,

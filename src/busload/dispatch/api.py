@@ -88,7 +88,7 @@ class Outbox:
         seen, so what is missing may be on its way; to publish it once more does no harm.
         """
         self._check(domain, writes=False)
-        reconciler = Reconciler(self._publishing(), self._database)
+        reconciler = Reconciler(self._publishing(), self._database.read, self._database.write)
         domains = [domain] if domain is not None else await self._database.read(search.domains())
         return [await reconciler.compare(each, repair=repair) for each in domains]
 

@@ -260,9 +260,7 @@ class Receiver:
         if delivery is None:
             raise TransportError("The deliveries ended.")
         try:
-            envelope = message.read(delivery.body, self._key)
-            if envelope.domain != self._domain:
-                raise UnreadableMessageError("it is about another domain than its queue")
+            envelope = message.read(delivery.body, self._key, self._domain)
         except UnreadableMessageError as error:
             self.refused += 1
             await delivery.reject(f"Refused a message: {error}")

@@ -93,8 +93,11 @@ def write(envelope: Envelope, key: bytes | None = None) -> bytes:
     return body[:-1] + SIGNATURE + keys(key)[0].sign(body) + b'"}'
 
 
-def read(body: bytes, key: bytes | None = None) -> Envelope:
-    """The envelope in these bytes. With a key, the bytes must be signed with it."""
+def read(body: bytes, key: bytes | None = None, domain: str | None = None) -> Envelope:
+    """The envelope in these bytes. With a key, the bytes must be signed with it.
+
+    A message from the queue of a `domain` is believed only about that domain.
+    """
     if len(body) > MOST_BYTES:
         raise UnreadableMessageError(f"found {len(body)} bytes")
     if key is not None and not _is_signed(body, keys(key)):
@@ -105,10 +108,12 @@ def read(body: bytes, key: bytes | None = None) -> Envelope:
         raise UnreadableMessageError(f"found no JSON: {type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("v") != VERSION:
         raise UnreadableMessageError(f"wanted an object of version {VERSION}")
-    domain, loads = content.get("domain"), content.get("loads")
-    if not isinstance(domain, str) or not isinstance(loads, list) or not 0 < len(loads) <= MOST_RANGES:
+    found, loads = content.get("domain"), content.get("loads")
+    if not isinstance(found, str) or not isinstance(loads, list) or not 0 < len(loads) <= MOST_RANGES:
         raise UnreadableMessageError("wanted a domain, and loads from 1 to 1,000")
-    return Envelope(domain, tuple(map(_load, loads)))
+    if domain not in (None, found):
+        raise UnreadableMessageError("it is about another domain than its queue")
+    return Envelope(found, tuple(map(_load, loads)))
 
 
 def _load(found: object) -> Load:

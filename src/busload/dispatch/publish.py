@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Callable,
     Collection,
     Coroutine,
@@ -40,10 +39,12 @@ from busload.errors import (
     TransportMisconfiguredError,
 )
 from busload.postgres.plan import Plan
-from busload.transports import Delivery, Message, Transport
-from busload.transports.base import give_back
+from busload.transports import Message, Transport
 
 log = logging.getLogger("busload")
+
+Perform = Callable[[Plan[Any]], Coroutine[Any, Any, Any]]
+"""Performs a plan in a transaction of its own."""
 
 MOST_MESSAGES = 1000
 """Messages that are published by one call: transports allow it ten seconds."""
@@ -53,6 +54,9 @@ MOST_OF_A_PAGE = 20_000
 
 MOST_BYTES = 4 * 1024 * 1024
 """Bytes of payloads that are read and published at a time, unless one command has more."""
+
+WITHIN = 40.0
+"""Seconds that publishing a page may take: whoever publishes loads holds them for a minute."""
 
 DECLARED_WITHIN = 10.0
 """Seconds for a queue to be made or found, also if others are before it."""
@@ -72,7 +76,7 @@ class Publisher:
     def __init__(
         self,
         transport: Transport,
-        perform: Callable[[Plan[Any]], Coroutine[Any, Any, Any]],
+        perform: Perform,
         *,
         prefix: str,
         envelope_size: int,
@@ -127,18 +131,6 @@ class Publisher:
         queues = {self.queue(one.domain) for one in loads}
         page.unusable |= {queue: why for queue, why in self._unresponsive.left_alone().items() if queue in queues}
         return page.told(page.away(queues) or await self._publish_page(page, queues))
-
-    async def depth(self, queue: str) -> int | None:
-        """How many messages wait in a queue; None if the broker does not say."""
-        return await self.transport.depth(queue)
-
-    async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
-        """Bodies of messages in a queue; None if the broker cannot be looked into."""
-        return await self.transport.peek(queue, limit=limit)
-
-    def lend(self, queue: str, most: int) -> OnLoan:
-        """Take messages of a queue on loan, so many at most."""
-        return OnLoan(self.transport.deliveries(queue, prefetch=most), most)
 
     async def close(self) -> None:
         await self.transport.aclose()
@@ -288,10 +280,6 @@ def _unreachable(error: Exception) -> Refusal:
     return Refusal(RefusalReason.UNREACHABLE, str(error) or f"It did not answer within {WITHIN:g} s.")
 
 
-WITHIN = 40.0
-"""Seconds that publishing a page may take: whoever publishes loads holds them for a minute."""
-
-
 class Page:
     """Loads that are published together, and what is known of each command's message so far."""
 
@@ -348,45 +336,3 @@ def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
         last = piece
     if last is not None:
         yield last
-
-
-PAGE = 500
-"""Messages on loan that are looked up at once."""
-
-QUIET, LONGEST_LOAN = 2.0, 30.0
-"""Seconds without a message after which a queue is at its end, and for which messages are kept from workers at most."""
-
-
-class OnLoan:
-    """Messages that are kept from workers until they are given back."""
-
-    def __init__(self, deliveries: AsyncIterator[Delivery], most: int) -> None:
-        self._deliveries, self._left = deliveries, most
-        self._next: asyncio.Future[Delivery] | None = None
-        self._end = time.monotonic() + LONGEST_LOAN
-
-    async def next_page(self) -> list[Delivery]:
-        """Some messages; none after the most, when no message has come for a while, or when it takes too long."""
-        page: list[Delivery] = []
-        while self._left and len(page) < PAGE:
-            self._next = asyncio.ensure_future(anext(self._deliveries))
-            # To cancel it would end the deliveries, and give back what is on loan.
-            await asyncio.wait([self._next], timeout=max(0.0, min(QUIET, self._end - time.monotonic())))
-            if not self._next.done():
-                self._left = 0
-                break
-            page.append(self._next.result())
-            self._left -= 1
-        return page
-
-    async def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
-        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
-
-    async def reject(self, delivery: Delivery, why: str) -> None:
-        await delivery.reject(why)
-
-    async def give_back(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.gather(self._next, return_exceptions=True)
-        await give_back(self._deliveries)

@@ -7,13 +7,19 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
+from busload.dispatch import relay
 from busload.dispatch.outbox import Piece, Unpublished
-from busload.dispatch.publish import OnLoan, Publisher
+from busload.dispatch.publish import Publisher
+from busload.dispatch.reconcile import Reconciler
+from busload.dispatch.strategy import Reconciliation, Recovered
 from busload.errors import InvalidOperationError
+from busload.postgres import waiting
 from busload.postgres.plan import Plan
-from busload.transports import Delivery, Transport
+from busload.transports import Transport
 
 T = TypeVar("T")
 
@@ -22,66 +28,48 @@ class ThreadPublisher:
     """A `Publisher` whose calls block. The thread starts with the first call, and ends when the publisher is closed."""
 
     def __init__(self, transport: Transport, perform: Callable[[Plan[Any]], Any], **options: Any) -> None:
-        async def perform_in_thread(plan: Plan[Any]) -> Any:
-            return await asyncio.to_thread(perform, plan)
-
-        self._publisher = Publisher(transport, perform_in_thread, **options)
+        self.transport = transport
+        self.of_loop = Publisher(transport, partial(waiting.in_thread, perform), **options)
+        """The publisher that does the work, in the event loop."""
         self._loop: LoopThread | None = None
         self._starting = threading.Lock()
-        self.transport, self.key = transport, self._publisher.key
-        self.queue, self.is_stuck = self._publisher.queue, self._publisher.is_stuck
 
     @property
     def page(self) -> int:
-        return self._publisher.page
+        return self.of_loop.page
 
-    @property
-    def left_alone(self) -> list[str]:
-        return self._publisher.left_alone
-
-    def publish(self, loads: Sequence[Unpublished], *, again: bool = False) -> list[Piece]:
-        return self._run(self._publisher.publish(loads, again=again))
-
-    def depth(self, queue: str) -> int | None:
-        return self._run(self._publisher.depth(queue))
-
-    def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
-        return self._run(self._publisher.peek(queue, limit=limit))
-
-    def lend(self, queue: str, most: int) -> ThreadOnLoan:
-        return ThreadOnLoan(self._publisher.lend(queue, most), self._run)
+    def publish(self, loads: Sequence[Unpublished]) -> list[Piece]:
+        return self.run(self.of_loop.publish(loads))
 
     def close(self) -> None:
         with self._starting:
             loop, self._loop = self._loop, None
         if loop is not None:
-            loop.close(self._publisher.close)
+            loop.close(self.transport.aclose)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         with self._starting:
             if self._loop is None:
                 self._loop = LoopThread()
         return self._loop.run(work)
 
 
-class ThreadOnLoan:
-    """Messages on loan, for a thread."""
+def recover(
+    publisher: ThreadPublisher, perform: Callable[[Plan[Any]], Any], *, publish_again_after: timedelta
+) -> Recovered:
+    perform_in_thread = partial(waiting.in_thread, perform)
+    return publisher.run(relay.recover(publisher.of_loop, perform_in_thread, publish_again_after=publish_again_after))
 
-    def __init__(self, on_loan: OnLoan, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        self._on_loan, self._run = on_loan, run
 
-    def next_page(self) -> list[Delivery]:
-        page: list[Delivery] = self._run(self._on_loan.next_page())
-        return page
+class ThreadReconciler:
+    """A `Reconciler` whose calls block."""
 
-    def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
-        self._run(self._on_loan.acknowledge(deliveries))
+    def __init__(self, publisher: ThreadPublisher, read: Callable[..., Any], write: Callable[..., Any]) -> None:
+        in_thread = (partial(waiting.in_thread, call) for call in (read, write))
+        self._publisher, self._reconciler = publisher, Reconciler(publisher.of_loop, *in_thread)
 
-    def reject(self, delivery: Delivery, why: str) -> None:
-        self._run(self._on_loan.reject(delivery, why))
-
-    def give_back(self) -> None:
-        self._run(self._on_loan.give_back())
+    def compare(self, domain: str, *, repair: bool) -> Reconciliation:
+        return self._publisher.run(self._reconciler.compare(domain, repair=repair))
 
 
 class LoopThread:

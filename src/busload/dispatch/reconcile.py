@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from busload.commands.load import Load, count_commands
 from busload.dispatch import envelope as message
 from busload.dispatch import outbox as store
 from busload.dispatch.envelope import UnreadableMessageError
 from busload.dispatch.outbox import Seen
-from busload.dispatch.publish import Publisher
+from busload.dispatch.publish import Perform, Publisher
 from busload.dispatch.strategy import Reconciliation
-from busload.postgres import waiting
-from busload.postgres.database import Database
 from busload.postgres.write import Write
 from busload.transports import Delivery
+from busload.transports.base import give_back
 
 SETTLED = timedelta(seconds=5)
 """Commands that were published so shortly before the look, or during it, do not count as missing."""
@@ -30,22 +31,29 @@ MOST_LOOKED_AT = 10_000
 EARLY = 1.0
 """Seconds before a message about commands that do not exist is looked at once more."""
 
+PAGE = 500
+"""Messages on loan that are looked up at once."""
+
+QUIET, LONGEST_LOAN = 2.0, 30.0
+"""Seconds without a message after which a queue is at its end, and for which messages are kept from workers at most."""
+
 _Message = tuple[Delivery, Sequence[Load]]
 """A message on loan, and the commands it is about."""
 
 
 class Reconciler:
-    """Compares one domain after the other."""
+    """Compares one domain after the other. `read` and `write` are those of the database."""
 
-    def __init__(self, publisher: Publisher, database: Database) -> None:
-        self._publisher, self._database = publisher, database
+    def __init__(
+        self, publisher: Publisher, read: Perform, write: Callable[[Write[Any]], Coroutine[Any, Any, Any]]
+    ) -> None:
+        self._publisher, self._read, self._write = publisher, read, write
 
     async def compare(self, domain: str, *, repair: bool) -> Reconciliation:
         """Say what both sides know of a domain; with `repair`, publish what is missing and remove what nobody needs."""
-        publisher, transport = self._publisher, self._publisher.transport.name
-        queue, began = publisher.queue(domain), time.monotonic()
-        depth, bodies = await publisher.depth(queue), await publisher.peek(queue, limit=MOST_LOOKED_AT)
-        told = Reconciliation(transport, domain, queue, published=0, depth=depth, looked_into=False)
+        transport, queue, began = self._publisher.transport, self._publisher.queue(domain), time.monotonic()
+        depth, bodies = await transport.depth(queue), await transport.peek(queue, limit=MOST_LOOKED_AT)
+        told = Reconciliation(transport.name, domain, queue, published=0, depth=depth, looked_into=False)
         removed = 0
         if repair and (depth or bodies or (depth is None and bodies is None)):
             removed, seen = await self._remove(told)
@@ -53,15 +61,18 @@ class Reconciler:
         elif repair:
             bodies = []
         before = SETTLED + timedelta(seconds=time.monotonic() - began)
-        look = store.published(transport, domain, older_than=before, limit=MOST_LOOKED_AT)
-        published = await self._database.read(look)
+        published = await self._read(store.published(transport.name, domain, older_than=before, limit=MOST_LOOKED_AT))
         told = replace(told, published=count_commands(published), removed=removed)
         if bodies is None:
             return told
-        told, missing = await self._look_into(told, bodies, published)
+        messages = list(_readable(bodies, domain, self._publisher.key))
+        all_seen = len(bodies) < MOST_LOOKED_AT
+        told, missing = compared(
+            told, len(bodies), messages, await self._look_up(messages), published if all_seen else []
+        )
         if repair and missing:
-            loads = await self._database.write(Write(store.publish_again(transport, missing), one_statement=True))
-            again = await publisher.publish(loads, again=True)
+            loads = await self._write(Write(store.publish_again(transport.name, missing), one_statement=True))
+            again = await self._publisher.publish(loads, again=True)
             told = replace(told, published_again=count_commands(p.load for p in again if p.reason is None))
         return told
 
@@ -74,21 +85,26 @@ class Reconciler:
         most = MOST_LOOKED_AT if told.depth is None else min(told.depth, MOST_LOOKED_AT)
         removed, bodies = 0, []
         unknown: list[_Message] = []
-        on_loan = self._publisher.lend(told.queue, most)
+        on_loan = OnLoan(self._publisher.transport.deliveries(told.queue, prefetch=most), most)
         try:
             while page := await on_loan.next_page():
                 bodies += [delivery.body for delivery in page]
-                readable, unreadable = _sorted(page, told.domain, self._publisher.key)
-                for delivery, why in unreadable:
-                    await on_loan.reject(delivery, f"Refused a message: {why}")
+                readable: list[_Message] = []
+                for delivery in page:
+                    try:
+                        loads = message.read(delivery.body, self._publisher.key, told.domain).loads
+                        readable.append((delivery, loads))
+                    except UnreadableMessageError as error:
+                        await delivery.reject(f"Refused a message: {error}")
+                        removed += 1
                 answered, doubtful = await self._nothing_waits_for(readable)
-                await on_loan.acknowledge(answered)
-                removed += len(unreadable) + len(answered)
+                await _acknowledge(answered)
+                removed += len(answered)
                 unknown += doubtful
-            await waiting.sleep(EARLY if unknown else 0)
+            await asyncio.sleep(EARLY if unknown else 0)
             answered, doubtful = await self._nothing_waits_for(unknown)
             late = answered + [delivery for delivery, _ in doubtful]
-            await on_loan.acknowledge(late)
+            await _acknowledge(late)
         finally:
             await on_loan.give_back()
         return removed + len(late), bodies
@@ -96,36 +112,55 @@ class Reconciler:
     async def _nothing_waits_for(self, messages: Sequence[_Message]) -> tuple[list[Delivery], list[_Message]]:
         """The messages whose loads have nothing that waits, and the messages about loads that do not exist."""
         seen = await self._look_up([loads for _, loads in messages])
-        idle = [each for each in messages if not any(seen[load].waits for load in _numbers(each[1]))]
-        answered = [delivery for delivery, loads in idle if all(seen[load].exists for load in _numbers(loads))]
-        return answered, [each for each in idle if not all(seen[load].exists for load in _numbers(each[1]))]
+        answered: list[Delivery] = []
+        unknown: list[_Message] = []
+        for delivery, loads in messages:
+            about = [seen[number] for number in _numbers(loads)]
+            if any(load.waits for load in about):
+                continue
+            if all(load.exists for load in about):
+                answered.append(delivery)
+            else:
+                unknown.append((delivery, loads))
+        return answered, unknown
 
     async def _look_up(self, messages: Iterable[Sequence[Load]]) -> dict[int, Seen]:
         numbers = sorted({number for loads in messages for number in _numbers(loads)})
-        found = await self._database.read(store.look_up(numbers)) if numbers else []
+        found = await self._read(store.look_up(numbers)) if numbers else []
         return dict(zip(numbers, found, strict=True))
 
-    async def _look_into(
-        self, told: Reconciliation, bodies: Sequence[bytes], published: Sequence[Load]
-    ) -> tuple[Reconciliation, Sequence[Load]]:
-        messages = list(_readable(bodies, told.domain, self._publisher.key))
-        seen = await self._look_up(messages)
-        whole = len(bodies) < MOST_LOOKED_AT
-        return compared(told, len(bodies), messages, seen, published if whole else [])
+
+class OnLoan:
+    """Messages that are kept from workers until they are given back; so many at most."""
+
+    def __init__(self, deliveries: AsyncIterator[Delivery], most: int) -> None:
+        self._deliveries, self._left = deliveries, most
+        self._next: asyncio.Future[Delivery] | None = None
+        self._end = time.monotonic() + LONGEST_LOAN
+
+    async def next_page(self) -> list[Delivery]:
+        """Some messages; none after the most, when no message has come for a while, or when it takes too long."""
+        page: list[Delivery] = []
+        while self._left and len(page) < PAGE:
+            self._next = asyncio.ensure_future(anext(self._deliveries))
+            # To cancel it would end the deliveries, and give back what is on loan.
+            await asyncio.wait([self._next], timeout=max(0.0, min(QUIET, self._end - time.monotonic())))
+            if not self._next.done():
+                self._left = 0
+                break
+            page.append(self._next.result())
+            self._left -= 1
+        return page
+
+    async def give_back(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+        await give_back(self._deliveries)
 
 
-def _sorted(
-    page: Sequence[Delivery], domain: str, key: bytes | None
-) -> tuple[list[_Message], list[tuple[Delivery, str]]]:
-    """The messages that can be read, and those that a worker would refuse, each with the reason."""
-    readable: list[_Message] = []
-    unreadable: list[tuple[Delivery, str]] = []
-    for delivery in page:
-        try:
-            readable.append((delivery, _read(delivery.body, domain, key)))
-        except UnreadableMessageError as error:
-            unreadable.append((delivery, str(error)))
-    return readable, unreadable
+async def _acknowledge(deliveries: Sequence[Delivery]) -> None:
+    await asyncio.gather(*(delivery.ack() for delivery in deliveries))
 
 
 def compared(
@@ -142,19 +177,15 @@ def compared(
     awaited = [any(seen[load].waits for load in _numbers(loads)) for loads in messages]
     known = [any(seen[load].exists for load in _numbers(loads)) for loads in messages]
     missing = list(_unmentioned(published, messages))
-    answered = sum(exists and not waits for exists, waits in zip(known, awaited, strict=True))
-    unknown = bodies - len(messages) + known.count(False)
-    return (
-        replace(
-            told,
-            looked_into=True,
-            messages=bodies,
-            answered=answered,
-            unknown=unknown,
-            missing=count_commands(missing),
-        ),
-        missing,
+    found = replace(
+        told,
+        looked_into=True,
+        messages=bodies,
+        answered=sum(exists and not waits for exists, waits in zip(known, awaited, strict=True)),
+        unknown=bodies - len(messages) + known.count(False),
+        missing=count_commands(missing),
     )
+    return found, missing
 
 
 def _unmentioned(published: Sequence[Load], messages: Iterable[Sequence[Load]]) -> Iterator[Load]:
@@ -173,15 +204,7 @@ def _unmentioned(published: Sequence[Load], messages: Iterable[Sequence[Load]]) 
 def _readable(bodies: Sequence[bytes], domain: str, key: bytes | None) -> Iterator[Sequence[Load]]:
     for body in bodies:
         with suppress(UnreadableMessageError):
-            yield _read(body, domain, key)
-
-
-def _read(body: bytes, domain: str, key: bytes | None) -> Sequence[Load]:
-    """The commands that a message names. Workers believe it only about the domain of its queue."""
-    envelope = message.read(body, key)
-    if envelope.domain != domain:
-        raise UnreadableMessageError("it is about another domain than its queue")
-    return envelope.loads
+            yield message.read(body, key, domain).loads
 
 
 def _numbers(loads: Sequence[Load]) -> set[int]:

@@ -41,7 +41,7 @@ from busload.commands.execution import Execution
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state
 from busload.dispatch.create import published_by, write_for_relay
-from busload.dispatch.publish_in_threads import ThreadPublisher
+from busload.dispatch.publish_in_threads import ThreadPublisher, recover
 from busload.dispatch.strategy import DispatchName, DispatchReport, Recovered, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.explain import explanation
@@ -61,7 +61,6 @@ from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
-from busload.sync.recover import recover
 from busload.sync.troubleshooting import SyncTroubleshooting
 
 

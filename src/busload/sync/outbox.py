@@ -13,12 +13,12 @@ from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
 from busload.dispatch.api import _partly_rerouted, _reroutable, _tell
 from busload.dispatch.publish_in_threads import ThreadPublisher
+from busload.dispatch.publish_in_threads import ThreadReconciler as Reconciler
 from busload.dispatch.strategy import OutboxEntry, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError
 from busload.postgres.write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
-from busload.sync.reconcile import Reconciler
 
 
 class SyncOutbox:
@@ -84,7 +84,7 @@ class SyncOutbox:
         seen, so what is missing may be on its way; to publish it once more does no harm.
         """
         self._check(domain, writes=False)
-        reconciler = Reconciler(self._publishing(), self._database)
+        reconciler = Reconciler(self._publishing(), self._database.read, self._database.write)
         domains = [domain] if domain is not None else self._database.read(search.domains())
         return [reconciler.compare(each, repair=repair) for each in domains]
 
