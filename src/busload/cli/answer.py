@@ -9,34 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from uuid import UUID
 
 import click
 
 from busload.cli import WAIT, WrongInputError, did_you_mean, options
 from busload.cli.output import Cell, aligned, echo_json, facts, paragraph, shown, table
-from busload.commands import id_prefix
 from busload.commands import search as report
 from busload.commands.checks import check
-from busload.commands.id_prefix import Found, IdRange
+from busload.commands.search import IdRange, Noun
 from busload.errors import InvalidOperationError
 from busload.postgres.embedded.server import EmbeddedPostgres
-from busload.postgres.plan import Plan
 from busload.settings import Settings
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import check_server
 
 T = TypeVar("T")
 Command: TypeAlias = Callable[..., Any]
-Noun = Literal["batch", "command", "job", "job of batches"]
-
-FINDERS: dict[Noun, tuple[str, Callable[..., Plan[list[Found]]]]] = {
-    "batch": ("batches", id_prefix.batches),
-    "command": ("commands", id_prefix.commands),
-    "job": ("jobs", id_prefix.jobs),
-    "job of batches": ("jobs", id_prefix.jobs_of_batches),
-}
 MOST_CANDIDATES = 10
 """Ids that are listed where the beginning of one is not enough."""
 
@@ -219,9 +209,8 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
     """The domain and id of the one batch, command or job whose id, or the beginning of it, was given."""
     if domain is not None and ids.whole is not None:
         return domain, ids.whole
-    nouns, look = FINDERS[noun]
     name = noun.partition(" ")[0]
-    found = bus.database.read(look(ids, domain=domain, limit=MOST_CANDIDATES + 1))
+    found = bus.database.read(report.find(noun, ids, domain=domain, limit=MOST_CANDIDATES + 1))
     if not found:
         where = "in any domain" if domain is None else f"in domain {domain!r}"
         which = ids if ids.whole else f"that begins with {ids}"
@@ -229,6 +218,7 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
     if len({one.id for one in found}) > 1:
         listed = aligned([["", str(one.id), one.domain, shown(one.about)] for one in found[:MOST_CANDIDATES]])
         more = ["  and more"] if len(found) > MOST_CANDIDATES else []
+        nouns = "batches" if name == "batch" else f"{name}s"
         lines = [f"There are several {nouns} that begin with {ids}. Write more of the id:", *listed, *more]
         raise WrongInputError("\n".join(lines))
     if len(found) > 1:
@@ -240,7 +230,7 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
 def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:
     """What to say about a domain that nobody has heard of; most likely it is mistyped."""
     check(bus.settings.limits, writes=False, domain=domain)
-    known = bus.database.read(id_prefix.domains())
+    known = bus.database.read(report.known_domains())
     if domain in known:
         return None
     return f"No command was ever sent to {domain!r:.80}, and no worker serves it.{did_you_mean(domain, known)}"

@@ -19,7 +19,7 @@ from busload.cli.command import explained
 from busload.cli.output import PLAIN_EVERY, at_terminal, console, echo_json, width
 from busload.commands.command import AuditEvent
 from busload.commands.counted import counted
-from busload.commands.id_prefix import IdRange
+from busload.commands.search import IdRange
 from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.sync.bus import SyncCommandBus

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import click
 
 from busload.cli import stands_for
-from busload.commands.id_prefix import IdRange
+from busload.commands.search import IdRange
 from busload.dispatch.envelope import QUEUE_PREFIX
 from busload.errors import TransportMisconfiguredError
 from busload.settings import LONGEST

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from busload.cli import options
 from busload.cli.answer import Answer, answers, find_one
 from busload.cli.output import NOTHING, aligned, at_terminal, joined, shown, tracebacks, width, wrapped
-from busload.commands import id_prefix
+from busload.commands import search
 from busload.commands.counted import counted
 from busload.commands.execution import Execution, ExecutionStatus
 from busload.errors import InvalidOperationError
@@ -67,7 +67,7 @@ def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str 
         ids = options.id_or_beginning(text)
     except click.BadParameter:
         return None
-    if not bus.database.read(id_prefix.commands(ids, domain=domain, limit=1)):
+    if not bus.database.read(search.find("command", ids, domain=domain, limit=1)):
         return None
     domain, command_id = find_one(bus, "command", ids, domain)
     command = bus.get_command(domain, command_id)

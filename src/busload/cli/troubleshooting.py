@@ -20,8 +20,8 @@ from busload.commands import search as report
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubleshootingItem
 from busload.commands.counted import counted
-from busload.commands.id_prefix import IdRange
 from busload.commands.payload import decode_strict
+from busload.commands.search import IdRange
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 from busload.troubleshooting import decisions

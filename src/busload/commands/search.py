@@ -1,11 +1,11 @@
-"""What people ask about commands: read-only."""
+"""What people ask about commands, and find by the beginning of an id: read-only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
@@ -15,6 +15,46 @@ from busload.postgres.plan import Plan, execute, many, one
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
+
+Noun = Literal["batch", "command", "job", "job of batches"]
+_FIND: dict[Noun, bytes] = {
+    "batch": SQL.find_batch,
+    "command": SQL.find_command,
+    "job": SQL.find_job,
+    "job of batches": SQL.find_job_of_batches,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IdRange:
+    """All ids that begin with the same hex digits; a whole id is a range of one."""
+
+    digits: str
+
+    @property
+    def first(self) -> UUID:
+        return UUID(self.digits.ljust(32, "0"))
+
+    @property
+    def last(self) -> UUID:
+        return UUID(self.digits.ljust(32, "f"))
+
+    @property
+    def whole(self) -> UUID | None:
+        return self.first if len(self.digits) == 32 else None
+
+    def __str__(self) -> str:
+        dashes = sum(len(self.digits) > place for place in (8, 12, 16, 20))
+        return str(self.first)[: len(self.digits) + dashes]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something with an id in the range, and what a person recognises it by."""
+
+    domain: str
+    id: UUID
+    about: str
 
 
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
@@ -64,8 +104,20 @@ def trace(task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
     return many(as_execution, SQL.trace, task_key=task_key, domain=domain)
 
 
+def find(noun: Noun, ids: IdRange, *, domain: str | None, limit: int) -> Plan[list[Found]]:
+    """What has an id in this range; a "job of batches" is any job_id that batches have."""
+    return many(Found, _FIND[noun], first=ids.first, last=ids.last, domain=domain, limit=limit)
+
+
 def domains() -> Plan[list[str]]:
+    """The domains that have a batch, or commands that have not ended."""
     rows = yield from execute(SQL.domains)
+    return [domain for (domain,) in rows]
+
+
+def known_domains() -> Plan[list[str]]:
+    """Every domain that was sent a command or served by a worker, or that has a batch, a buffer or a pause."""
+    rows = yield from execute(SQL.known_domains)
     return [domain for (domain,) in rows]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 
 from busload import BatchCommand, SyncCommandBus
-from busload.commands import id_prefix
-from busload.commands.id_prefix import IdRange
+from busload.commands import search
+from busload.commands.search import IdRange, Noun
 from busload.postgres.plan import Plan
 from tests.given import Database
 
@@ -23,18 +24,17 @@ def test_a_range_of_ids_is_shown_as_it_would_be_typed() -> None:
         assert (ids.whole is not None) == (length == 32)
 
 
-@pytest.mark.parametrize("look", [id_prefix.batches, id_prefix.commands, id_prefix.jobs, id_prefix.jobs_of_batches])
+@pytest.mark.parametrize("noun", get_args(Noun))
 @pytest.mark.parametrize("domain", [None, "payments"])
-def test_ids_are_found_by_an_index(database: Database, look: object, domain: str | None) -> None:
-    assert callable(look)
-    assert reads_by_index(database, look(IdRange("0198"), domain=domain, limit=10))
+def test_ids_are_found_by_an_index(database: Database, noun: Noun, domain: str | None) -> None:
+    assert reads_by_index(database, search.find(noun, IdRange("0198"), domain=domain, limit=10))
 
 
 def test_domains_are_found_from_one_to_the_next(database: Database, sync_bus: SyncCommandBus) -> None:
     for domain in ("a", "b", "c"):
         sync_bus.create_batch(domain, [BatchCommand("Debit")] * 3)
-    assert database.perform(id_prefix.domains()) == ["a", "b", "c"]
-    assert reads_by_index(database, id_prefix.domains())
+    assert database.perform(search.known_domains()) == ["a", "b", "c"]
+    assert reads_by_index(database, search.known_domains())
 
 
 def reads_by_index(database: Database, plan: Plan[object]) -> bool:
