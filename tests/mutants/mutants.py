@@ -304,6 +304,16 @@ MUTANTS = [
         OUTAGES + "test_a_worker_that_cannot_settle_before_it_stops_says_so",
         "Whoever runs workers must hear that commands will run again.",
     ),
+    Mutant(
+        "heartbeat-outlives-the-retirement",
+        "worker/lifecycle.py",
+        "                await asyncio.to_thread(self._heartbeat.stop)\n"
+        "                await self._shared.perform(rescue.retire(worker=self._shared.number))\n",
+        "                await self._shared.perform(rescue.retire(worker=self._shared.number))\n"
+        "                await asyncio.to_thread(self._heartbeat.stop)\n",
+        "tests/worker/test_coming_back.py::test_no_heartbeat_registers_a_worker_again_after_it_has_retired",
+        "A heartbeat that found the worker retired would register it again, and nobody would retire it.",
+    ),
     # -- identity
     Mutant(
         "a-key-is-held-for-its-window-only",

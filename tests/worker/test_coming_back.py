@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,15 +22,16 @@ from busload.commands.execution import Leased
 from busload.postgres.pool import engine_pool
 from busload.sync.plan import perform
 from busload.worker.held_leases import HeldLeases
-from busload.worker.sweep import Sweep
+from busload.worker.sweep import sweep
 from tests.brokers.proxy import PostgresProxy
-from tests.given import DOMAIN, END_LISTENERS, LISTENERS, LOCKED_OUT, Database, Given, eventually
+from tests.given import DOMAIN, END_LISTENERS, LISTENERS, LOCKED_OUT, Database, Given, eventually, until
 
 LEASE = timedelta(seconds=3)
 LOST = "SELECT count(*) FROM busload.event WHERE type = 'LEASE_LOST'"
 CRASHES = (
     "SELECT max(crashes) FROM (SELECT crashes FROM busload.queue UNION ALL SELECT crashes FROM busload.lease) AS l"
 )
+RETIRING = LOCKED_OUT + " AND query LIKE 'UPDATE busload.worker SET stopped_at%'"
 SILENT = "UPDATE busload.worker SET seen_at = now() - lease_for - interval '1 s' WHERE stopped_at IS NULL AND name = %s"
 
 
@@ -122,7 +124,7 @@ async def test_who_has_lost_touch_with_the_database_declares_nobody_dead(
     given.died(judge)  # its own heartbeat is late, too, but it lives: it asks
     database.perform(rescue.retire(worker=ended))
     async with engine_pool(dsn, 1) as pool:
-        await Sweep(pool, LEASE).once(worker=judge, judge=in_touch)
+        await sweep(pool, worker=judge, judge=in_touch)
     lost = "SELECT worker FROM busload.event WHERE type = 'LEASE_LOST' ORDER BY worker"
     assert database.rows(lost) == ([(silent,), (ended,)] if in_touch else [(ended,)])
     dead = database.rows("SELECT worker FROM busload.worker WHERE lost")
@@ -418,3 +420,29 @@ async def test_what_was_claimed_meanwhile_is_not_lost_with_the_rest(given: Given
     held.take([before, after])
     held.lose({before.lease_id})
     assert (held.lease_ids, before.lost, after.lost) == ([after.lease_id], True, False)
+
+
+def renewing() -> bool:
+    """Whether a worker of this process sends heartbeats."""
+    return any(thread.name == "busload-renew" for thread in threading.enumerate())
+
+
+async def test_no_heartbeat_registers_a_worker_again_after_it_has_retired(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """A heartbeat that found the worker retired would take that for a death."""
+    given.handler()
+    with psycopg.connect(dsn) as conn:
+        async with given.running() as worker:
+            await eventually(lambda: database.value(LISTENERS) == 1)  # which asks for a heartbeat
+            run = worker._run
+            assert run is not None
+            assert renewing()
+            conn.execute("SELECT FROM busload.worker FOR UPDATE")
+            worker.stop()
+            await eventually(lambda: database.rows(RETIRING))
+            # From here on the event loop stands still, and with it everything of the worker but its heartbeats.
+            run._heartbeat.renew_soon()
+            conn.commit()
+            until(lambda: not renewing() or database.count("worker") == 2)
+    assert database.rows("SELECT worker, stopped_at IS NOT NULL, lost FROM busload.worker") == [(1, True, False)]

@@ -93,6 +93,7 @@ class Broker:
             BrokerStats,
             parts,
             transport=self._publisher.transport.name,
+            refused=dict(self._publisher.refused),
             refused_messages=sum(receiver.refused for receiver in self._receivers),
             outbox=tuple(OutboxStats(*astuple(lag)) for lag in self.relay.lag),
         )

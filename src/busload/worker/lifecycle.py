@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Set
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -42,7 +43,7 @@ from busload.worker.metrics import gathered
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 from busload.worker.stats import Report, WorkerStats
-from busload.worker.sweep import Sweep
+from busload.worker.sweep import sweep
 from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
@@ -75,6 +76,8 @@ class Run:
         self._bus, self._settings, self._domains, self._name = bus, settings, domains, name
         self._loop = asyncio.get_running_loop()
         self._stopping, self._hurry, self._moved = asyncio.Event(), asyncio.Event(), Event()
+        self._resources = AsyncExitStack()
+        self._loops: list[Loop] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds: list[asyncio.Task[None]] = []
         self._look = Look(None)
@@ -83,22 +86,22 @@ class Run:
         """Commands whose handlers have not ended, though the run has."""
 
     async def __aenter__(self) -> Self:
-        bus, settings, assembled = self._bus, self._settings, False
-        self._opened_bus = not bus.database.is_open
-        try:
+        bus = self._bus
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._resources.aclose)
+            if not bus.database.is_open:
+                self._resources.push_async_callback(bus.close)
             await bus.open(wait=None)
-            await _find_database(bus, settings.wait_for_database, self._stopping)
+            await _find_database(bus, self._settings.wait_for_database, self._stopping)
             self._assemble()
-            assembled = True
+            undo.push_async_callback(self._unregister)
             await asyncio.to_thread(self._heartbeat.start)
             await self._pauses.look()
             for distributor in self._distributors:
                 await distributor.start()
             served = {buffer.name for buffer in bus.handlers.buffers}
             await warn_of_unserved(self._pool, list(bus.declared_buffers.values()), served)
-        except BaseException:
-            await self._undo_start(assembled)
-            raise
+            undo.pop_all()  # the start has succeeded
         self._executor.start()
         self.started = True
         self._report = Report(self.stats)
@@ -176,6 +179,7 @@ class Run:
         parts = {
             "claimer": self._claimer,
             "settlement": self._settlement,
+            "outcomes": self._settlement.outcomes,
             "line": self._line,
             "hand_back": self._hand_back,
             "held": self._held,
@@ -197,7 +201,7 @@ class Run:
         silence = bus.settings.response_timeout.total_seconds()
         more = bool(bus.handlers.limits) + bool(bus.transport)
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more, response_timeout=silence)
-        self._transactions = async_pool(
+        transactions = async_pool(
             bus.dsn,
             bus.settings.pool_size,
             timeout=PATIENCE,
@@ -207,11 +211,16 @@ class Run:
         self._threads = Threads(bus, settings.most_threads, PATIENCE)
         self._pauses, self._limiter = Pauses(pool, self._domains), Limiter(pool, settings.wait_for_turn.total_seconds())
         self._shared = shared = Shared(
-            bus, settings, self._domains, pool, self._transactions, self._threads, self._pauses, self._limiter
+            bus, settings, self._domains, pool, transactions, self._threads, self._pauses, self._limiter
         )
         self._held, self._outage = shared.held, shared.outage
-        self._assemble_stations(shared)
+        self._resources.push_async_callback(pool.close)
         self._assemble_distribution(shared, silence)
+        self._assemble_stations(shared)
+        self._resources.callback(shared.failures.close)
+        self._resources.push_async_callback(self._executor.close)
+        self._resources.push_async_callback(transactions.close)
+        self._resources.callback(self._threads.close)
         self._claiming = Loop("Claiming", self._claim, self._outage)
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
@@ -238,42 +247,35 @@ class Run:
             self._held.on_gone = self._broker.deliveries.gone
         self._hand_back = HandBack(shared)
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
-        self._sweep = Sweep(self._pool, settings.sweep_every)
 
     def _assemble_distribution(self, shared: Shared, silence: float) -> None:
         """Buffers have connections of their own: whoever locks a table of theirs holds up nothing else."""
         buffers = [buffer for buffer in self._bus.handlers.buffers if buffer.name in self._domains]
-        self._distribution = self._pool
+        size = min(len(buffers), MOST_DISTRIBUTING)
+        pool = self._pool
         if buffers:
-            size = min(len(buffers), MOST_DISTRIBUTING)
-            self._distribution = engine_pool(
+            pool = engine_pool(
                 self._bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
             )
+            self._resources.push_async_callback(pool.close)
         every, recheck_after = self._settings.poll_every, self._settings.recheck_table_after
         self._distributors = [
-            Distributor(self._distribution, buffer, self._pauses, shared.tallies, every, recheck_after)
-            for buffer in buffers
+            Distributor(pool, buffer, self._pauses, shared.tallies, every, recheck_after) for buffer in buffers
         ]
         self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
 
     def _start(self, *loops: Loop) -> list[asyncio.Task[None]]:
         tasks = [asyncio.create_task(loop.run()) for loop in loops]
+        self._loops += loops
         self._tasks += tasks
         return tasks
 
-    async def _undo_start(self, assembled: bool) -> None:
+    async def _unregister(self) -> None:
         """Undo a start that failed or was cancelled: nothing was claimed yet."""
-        if assembled:
-            await self._transactions.close()
-            await self._distribution.close()
-            await self._pool.close()
-            self._threads.close()
-            try:
-                await asyncio.to_thread(self._heartbeat.undo)
-            except psycopg.Error as error:
-                log.debug("The worker's row stays until its lease has ended: %s", error)
-        if self._opened_bus:
-            await self._bus.close()
+        try:
+            await asyncio.to_thread(self._heartbeat.undo)
+        except psycopg.Error as error:
+            log.debug("The worker's row stays until its lease has ended: %s", error)
 
     # -- rounds
 
@@ -282,7 +284,8 @@ class Run:
         return self._look.pause
 
     async def _sweep_once(self) -> float:
-        return await self._sweep.once(worker=self._shared.number, judge=self._heartbeat.in_touch)
+        await sweep(self._pool, worker=self._shared.number, judge=self._heartbeat.in_touch)
+        return self._settings.sweep_every.total_seconds()
 
     async def _heed_pauses(self) -> float:
         if await self._pauses.look():
@@ -421,8 +424,7 @@ class Run:
     async def _end(self) -> None:
         """End everything, however far the stop came. Other workers rescue what this one still holds."""
         self._heartbeat.let_go()
-        loops = (self._claiming, self._promoting, self._sweeping, self._heeding, self._looking, self._limiting)
-        for loop in (*loops, *self._pruning, *self._distributing):
+        for loop in self._loops:
             loop.stop()
         for task in self._tasks:
             task.cancel()
@@ -435,15 +437,8 @@ class Run:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._heartbeat.stop)
         self._outage.close()
-        self._threads.close()
         self._report.finish()
-        await self._transactions.close()
-        await self._executor.close()
-        self._shared.failures.close()
-        await self._distribution.close()
-        await self._pool.close()
-        if self._opened_bus:
-            await self._bus.close()
+        await self._resources.aclose()
 
     def _say_stopping(self) -> None:
         in_hand, waiting = self._line.in_hand, self._settlement.waiting

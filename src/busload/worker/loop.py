@@ -47,11 +47,7 @@ class Loop:
             except Exception as error:
                 pause = self._backoff.pause()
                 self._outage.failed(self._name, error)
-            if not self._stopping:
-                await self._rest(pause)
-
-    async def _rest(self, pause: float | None) -> None:
-        if pause == 0:
-            await asyncio.sleep(0)
-        else:
-            await self._wake.wait(pause)
+            if pause == 0:
+                await asyncio.sleep(0)
+            else:
+                await self._wake.wait(pause)

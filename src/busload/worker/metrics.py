@@ -6,9 +6,11 @@ Metrics are text as Prometheus reads it: exposition format 0.0.4.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +26,9 @@ OF_A_TRANSPORT = ("broker", "outbox")
 """The first words of the metrics that have a label `transport`."""
 QUANTILES = (0.5, 0.95, 0.99)
 
+Sample = tuple[str, Mapping[str, str], float]
+"""What follows the name of the metric, the labels, and the value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -33,7 +38,7 @@ class Figure:
     kind: Literal["counter", "gauge", "summary"] | None = None
     metric: str | None = None
     source: str | None = None
-    """Where a running worker counts it: a part, and its attribute or key, as in `claimer.claims`."""
+    """Which part of a running worker counts it: under the same name, or under the one after a dot (`held.lost`)."""
     labels: Mapping[str, str] | None = None
     """What tells this figure from the others of its metric."""
     label: str | None = None
@@ -90,16 +95,12 @@ def figures_of(stats: type[Any]) -> dict[str, Figure]:
 
 def gathered(stats: type[T], parts: Mapping[str, object], **given: object) -> T:
     """The stats of this moment: what is `given`, and each other figure from the part that counts it."""
-    sources = {name: one.source for name, one in figures_of(stats).items()}
-    counted = {name: _look_up(source, parts) for name, source in sources.items() if source and name not in given}
-    return stats(**counted, **given)
-
-
-def _look_up(source: str, parts: Mapping[str, object]) -> object:
-    found: Any = parts
-    for name in source.split("."):
-        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
-    return dict(found) if isinstance(found, Mapping) else found
+    for name, one in figures_of(stats).items():
+        if one.source is not None:
+            part, _, other_name = one.source.partition(".")
+            counts, key = parts[part], other_name or name
+            given[name] = counts[key] if isinstance(counts, Counter) else getattr(counts, key)
+    return stats(**given)
 
 
 def docs_table(stats: type[Any]) -> str:
@@ -113,43 +114,25 @@ def docs_table(stats: type[Any]) -> str:
 
 def metrics_text(stats: Any, *, worker: str, about: Mapping[str, str] | None = None) -> str:
     """Every figure with the label `worker`; `about` are the labels of one more metric that says which worker it is."""
-    families = _Families({"worker": worker})
-    families.add(Figure("What this worker is, in its labels.", "gauge", "worker_info"), [("", about or {}, 1)])
-    families.add_all(stats)
-    families.add_all(stats.settlement)
-    if stats.broker is not None:
-        families.add_all(stats.broker)
-        for one in stats.broker.outbox:
-            families.add_all(one)
-    return families.text()
-
-
-class _Families:
-    """The metrics of an exposition: each with its help and its type, then all its samples."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self._lines: dict[str, list[str]] = {}
-
-    def add_all(self, stats: Any) -> None:
-        for name, figure in figures_of(type(stats)).items():
+    info = Figure("What this worker is, in its labels.", "gauge", "worker_info")
+    samples: list[tuple[Figure, Sample]] = [(info, ("", about or {}, 1))]
+    of_broker = [] if stats.broker is None else [stats.broker, *stats.broker.outbox]
+    for one in (stats, stats.settlement, *of_broker):
+        for name, figure in figures_of(type(one)).items():
             if figure.metric is not None:
-                self.add(figure, _samples(stats, name, figure))
-
-    def add(self, figure: Figure, samples: Any) -> None:
+                samples += ((figure, sample) for sample in _samples(one, name, figure))
+    families: dict[str, list[str]] = {}
+    for figure, (suffix, labels, value) in samples:
         metric = f"busload_{figure.metric}"
         head = f"# HELP {metric} {SHARED.get(figure.metric or '', figure.help)}\n# TYPE {metric} {figure.kind}\n"
-        lines = self._lines.setdefault(metric, [head])
-        for suffix, labels, value in samples:
-            pairs = {**self._labels, **labels}.items()
-            shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in pairs)
-            lines.append(f"{metric}{suffix}{{{shown}}} {'NaN' if math.isnan(value) else value}\n")
-
-    def text(self) -> str:
-        return "".join(line for lines in self._lines.values() for line in lines)
+        pairs = {"worker": worker, **labels}.items()
+        shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in pairs)
+        line = f"{metric}{suffix}{{{shown}}} {'NaN' if math.isnan(value) else value}\n"
+        families.setdefault(metric, [head]).append(line)
+    return "".join(chain(*families.values()))
 
 
-def _samples(stats: Any, name: str, figure: Figure) -> Iterator[tuple[str, Mapping[str, str], float]]:
+def _samples(stats: Any, name: str, figure: Figure) -> Iterator[Sample]:
     labels = dict(figure.labels or {})
     if figure.metric is not None and figure.metric.startswith(OF_A_TRANSPORT):
         labels["transport"] = stats.transport

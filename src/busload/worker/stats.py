@@ -157,40 +157,32 @@ class BrokerStats:
     connected: bool = gauge(
         "Whether messages come for every domain; while they do not, the worker polls as without a broker.",
         "broker_connected",
-        "broker.connected",
+        "broker",
         default=False,
     )
-    messages: int = figure("Messages handed to the broker, by the worker and its bus.", source="publisher.messages")
+    messages: int = figure("Messages handed to the broker, by the worker and its bus.", source="publisher")
     confirmed: int = counter(
-        "Messages that the broker confirmed.", "broker_messages_total", "publisher.confirmed", result="confirmed"
+        "Messages that the broker confirmed.", "broker_messages_total", "publisher", result="confirmed"
     )
     refused: Mapping[str, int] = counter(
-        "Messages that were not confirmed, by reason.",
-        "broker_messages_total",
-        "publisher.refused",
-        default=dict,
-        label="result",
+        "Messages that were not confirmed, by reason.", "broker_messages_total", default=dict, label="result"
     )
-    rounds: int = counter("Rounds in which the relay had something to publish.", "relay_rounds_total", "relay.rounds")
+    rounds: int = counter("Rounds in which the relay had something to publish.", "relay_rounds_total", "relay")
     failed_rounds: int = counter(
         "Rounds in which the broker could not be reached, or asked the relay to wait.",
         "relay_failed_rounds_total",
-        "relay.failed_rounds",
+        "relay",
     )
-    relayed: int = counter("Commands published from the outbox.", "relay_commands_total", "relay.relayed")
+    relayed: int = counter("Commands published from the outbox.", "relay_commands_total", "relay")
     published_again: int = counter(
-        "Commands published again as nobody came.", "relay_published_again_total", "recovery.published_again"
+        "Commands published again as nobody came.", "relay_published_again_total", "recovery"
     )
-    received: int = counter("Messages that came and could be read.", "receive_messages_total", "deliveries.received")
-    claimed: int = counter("Commands claimed for these messages.", "receive_commands_total", "deliveries.claimed")
+    received: int = counter("Messages that came and could be read.", "receive_messages_total", "deliveries")
+    claimed: int = counter("Commands claimed for these messages.", "receive_commands_total", "deliveries")
     duplicates: int = counter(
-        "Messages that found nothing: their commands had been claimed before.",
-        "receive_duplicates_total",
-        "deliveries.duplicates",
+        "Messages that found nothing: their commands had been claimed before.", "receive_duplicates_total", "deliveries"
     )
-    unknown: int = counter(
-        "Loads in messages that are not in the database.", "receive_unknown_total", "deliveries.unknown"
-    )
+    unknown: int = counter("Loads in messages that are not in the database.", "receive_unknown_total", "deliveries")
     refused_messages: int = counter(
         "Messages that nobody can read, or that are not signed by us.", "receive_refused_total"
     )
@@ -205,10 +197,10 @@ class WorkerStats:
 
     concurrency: int = gauge("Commands that may run at a time.", "worker_concurrency", default=MISSING)
     settlement: CoalescerStats = figure("How results were written, as `CoalescerStats`.", default=MISSING)
-    claims: int = counter("Claim statements, one for all free slots.", "worker_claims_total", "claimer.claims")
-    empty_claims: int = counter("Claims that found nothing.", "worker_empty_claims_total", "claimer.empty_claims")
-    claimed: int = counter("Commands that were claimed.", "worker_claimed_total", "claimer.claimed")
-    in_hand: int = gauge("Commands that run or stand in line now.", "worker_in_hand", "line.in_hand")
+    claims: int = counter("Claim statements, one for all free slots.", "worker_claims_total", "claimer")
+    empty_claims: int = counter("Claims that found nothing.", "worker_empty_claims_total", "claimer")
+    claimed: int = counter("Commands that were claimed.", "worker_claimed_total", "claimer")
+    in_hand: int = gauge("Commands that run or stand in line now.", "worker_in_hand", "line")
     in_line: int = gauge("Commands that wait for a slot now.", "worker_in_line")
     prefetch: int = gauge(
         "Commands that should stand in line now: what the slots finish within `WorkerSettings.prefetch`.",
@@ -216,42 +208,34 @@ class WorkerStats:
         "claimer.ahead",
     )
     completed: int = counter(
-        "Attempts that completed their command.", SETTLED, "settlement.outcomes.COMPLETED", outcome="completed"
+        "Attempts that completed their command.", SETTLED, "outcomes.COMPLETED", outcome="completed"
     )
-    failed: int = counter("Attempts that ended in a final no.", SETTLED, "settlement.outcomes.FAILED", outcome="failed")
-    canceled: int = counter(
-        "Attempts whose command was canceled.", SETTLED, "settlement.outcomes.CANCELED", outcome="canceled"
-    )
+    failed: int = counter("Attempts that ended in a final no.", SETTLED, "outcomes.FAILED", outcome="failed")
+    canceled: int = counter("Attempts whose command was canceled.", SETTLED, "outcomes.CANCELED", outcome="canceled")
     parked: int = counter(
-        "Attempts that ended in troubleshooting.", SETTLED, "settlement.outcomes.TROUBLESHOOTING", outcome="parked"
+        "Attempts that ended in troubleshooting.", SETTLED, "outcomes.TROUBLESHOOTING", outcome="parked"
     )
     failed_attempts: int = counter(
         "Attempts after which the command will be tried again.",
         SETTLED,
-        "settlement.outcomes.FAILED_ATTEMPT",
+        "outcomes.FAILED_ATTEMPT",
         outcome="failed_attempt",
     )
     in_transactions: int = counter(
         "Attempts that were settled by the handler's own transaction, not by a flush.",
         "worker_in_transactions_total",
-        "settlement.in_transactions",
+        "settlement",
     )
     late: int = counter(
-        "Results that came after their lease was lost, and do not count.",
-        "worker_late_results_total",
-        "settlement.late",
+        "Results that came after their lease was lost, and do not count.", "worker_late_results_total", "settlement"
     )
     handed_back: int = counter(
         "Commands that were claimed and not run: they waited too long, have no handler here, or the worker stopped.",
         "worker_handed_back_total",
         "hand_back.commands",
     )
-    bulk_calls: int = counter(
-        "Calls of bulk handlers, and of handlers of buffers.", "worker_bulk_calls_total", "calls.bulk_calls"
-    )
-    bulk_items: int = counter(
-        "Commands and events that these calls were given.", "worker_bulk_items_total", "calls.bulk_items"
-    )
+    bulk_calls: int = counter("Calls of bulk handlers, and of handlers of buffers.", "worker_bulk_calls_total", "calls")
+    bulk_items: int = counter("Commands and events that these calls were given.", "worker_bulk_items_total", "calls")
     lost_leases: int = counter("Leases that others took over.", "worker_lost_leases_total", "held.lost")
     broker: BrokerStats | None = figure(
         "What the broker delivered, as `BrokerStats`; None where PostgreSQL delivers.", default=None

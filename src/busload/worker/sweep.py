@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 
 from psycopg.errors import LockNotAvailable
 
@@ -20,44 +19,38 @@ PATIENCE = 1000
 """Milliseconds that a rescue waits for a batch that others hold. Then it rescues the other batches only."""
 
 
-class Sweep:
-    def __init__(self, pool: AsyncPool, every: timedelta) -> None:
-        self._pool, self._every = pool, every
+async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
+    """Repair as this worker; with `judge`, it may declare others dead."""
+    async with pool.connection() as conn:
+        returned = await _rescue(conn, worker, judge)
+        canceled = await _cancel_stragglers(conn)
+        await perform_async(conn, rescue.start_batches(worker=worker))
+    if returned.commands:
+        log.warning(
+            "Took back %s from dead workers, %d to troubleshooting",
+            counted(returned.commands, "command"),
+            returned.parked,
+        )
+    if canceled:
+        log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
 
-    async def once(self, *, worker: int, judge: bool) -> float:
-        """Repair as this worker; with `judge`, it may declare others dead. Return the seconds until the next time."""
-        async with self._pool.connection() as conn:
-            returned = await self._rescue(conn, worker, judge)
-            canceled = await self._cancel(conn)
-            await perform_async(conn, rescue.start_batches(worker=worker))
-        if returned.commands:
-            log.warning(
-                "Took back %s from dead workers, %d to troubleshooting",
-                counted(returned.commands, "command"),
-                returned.parked,
-            )
-        if canceled:
-            log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
-        return self._every.total_seconds()
 
-    @staticmethod
-    async def _cancel(conn: AsyncConnection) -> int:
-        """A transaction per page, until nothing is left."""
-        total = canceled = 0
-        while total == 0 or canceled:
-            async with conn.transaction():
-                canceled = await perform_async(conn, cancel.cancel_stragglers())
-            total += canceled
-            if not canceled:
-                break
-        return total
+async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Returned:
+    """Take back what dead workers held; if somebody holds a batch, everything else."""
+    try:
+        async with conn.transaction():
+            return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, patience=PATIENCE))
+    except LockNotAvailable:
+        async with conn.transaction():
+            return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
 
-    @staticmethod
-    async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Returned:
-        """Take back what dead workers held; if somebody holds a batch, everything else."""
-        try:
-            async with conn.transaction():
-                return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, patience=PATIENCE))
-        except LockNotAvailable:
-            async with conn.transaction():
-                return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
+
+async def _cancel_stragglers(conn: AsyncConnection) -> int:
+    """A transaction per page, until nothing is left."""
+    total = 0
+    while True:
+        async with conn.transaction():
+            canceled = await perform_async(conn, cancel.cancel_stragglers())
+        if not canceled:
+            return total
+        total += canceled
