@@ -243,7 +243,7 @@ async def test_one_that_is_busy_and_nearly_full_is_no_reason_to_warn(caplog: pyt
 
     async def flush(items: Sequence[int]) -> None:
         nonlocal looks
-        looks += coalescer._watching is not None
+        looks += coalescer.stats.fullness >= 0.8
         await asyncio.sleep(0.01)
 
     coalescer = Coalescer(flush, max_size=2, max_interval=NEVER, capacity=10, warn_after=timedelta(seconds=0.2))

@@ -92,10 +92,8 @@ class Coalescer(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self._nearly_full = NEARLY_FULL * capacity
-        self._silent_until = 0.0
+        self._silent_until = self._no_warning_until = 0.0
         self._outage, self._outage_is_mine = outage or Outage(), outage is None
-        self._flushed_at = time.monotonic()
         self._watching: asyncio.TimerHandle | None = None
 
     async def put(self, item: T) -> None:
@@ -126,8 +124,6 @@ class Coalescer(Generic[T]):
         count = len(self._items)
         if count % EVERY == 1:
             stats.mark()
-            if stats.waiting >= self._nearly_full and self._watching is None:
-                self._watch()
         if count == self._max_size:
             self._due.set()
         elif self._timer is None:
@@ -156,9 +152,8 @@ class Coalescer(Generic[T]):
                 await asyncio.wait({self._task}, timeout=LAST_WORDS)  # a flush may ignore it
             if self._task.done() and not self._task.cancelled():
                 self._task.result()
-        for timer in (self._timer, self._watching):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._outage_is_mine:
             self._outage.close()
         left = list(self._items)
@@ -186,10 +181,7 @@ class Coalescer(Generic[T]):
         items, merge, on_refused = self._next_items(), self._merge, self._on_refused
         parts: list[Sequence[T]] = [items]
         began = time.monotonic()
-
-        async def flush() -> None:
-            await self._flush(parts[0])
-
+        self._watch(began)
         try:
             if merge is not None:
 
@@ -199,7 +191,7 @@ class Coalescer(Generic[T]):
                 await self._insist(fold, len(items), halve=False)
             while parts:
                 part = parts[0]
-                refused = await self._insist(flush, len(part), halve=on_refused is not None)
+                refused = await self._insist(partial(self._flush, part), len(part), halve=on_refused is not None)
                 if refused is not None and len(part) > 1:
                     middle = len(part) // 2
                     parts[:1] = [part[:middle], part[middle:]]
@@ -210,9 +202,11 @@ class Coalescer(Generic[T]):
         except BaseException:
             self._items.extendleft(reversed(list(chain(*parts))))  # still ours: close() hands it to the caller
             raise
-        self._flushed_at = time.monotonic()
+        finally:
+            if self._watching is not None:
+                self._watching.cancel()
         weight = sum(map(self._weigh, items)) if self._weigh and self.stats.waiting_bytes else 0
-        self.stats.flushed(len(items), weight, self._flushed_at - began)
+        self.stats.flushed(len(items), weight, time.monotonic() - began)
         flushed = counted(len(items), "item")
         log.debug("The %s flushed %s in %.1f ms", self._name, flushed, 1000 * self.stats.last_flush)
         if self.stats.waiting < self._capacity:
@@ -228,27 +222,23 @@ class Coalescer(Generic[T]):
             count = max(1, sum(total <= self._max_bytes for total in totals))
         return [self._items.popleft() for _ in range(count)]
 
-    def _watch(self, after: float | None = None) -> None:
-        """It is nearly full, which is normal for a busy one. Look later whether it stands still."""
-        after = self._warn_after if after is None else after
-        self._watching = asyncio.get_running_loop().call_later(after, self._warn_at_standstill)
+    def _watch(self, began: float) -> None:
+        """Look later whether a flush is still under way while the coalescer is nearly full."""
+        after = max(self._warn_after, self._no_warning_until - time.monotonic())
+        self._watching = asyncio.get_running_loop().call_later(after, self._warn_of_standstill, began)
 
-    def _warn_at_standstill(self) -> None:
-        self._watching = None
-        if self.stats.fullness < NEARLY_FULL or self._closing:
-            return
-        still = time.monotonic() - self._flushed_at
-        if still < self._warn_after:
-            self._watch()
-            return
-        if not self._outage.is_away:  # which is said already
+    def _warn_of_standstill(self, began: float) -> None:
+        now = time.monotonic()
+        is_said = self._closing or self._outage.is_away
+        if self.stats.fullness >= NEARLY_FULL and not is_said:
+            self._no_warning_until = now + SAY_EVERY
             log.warning(
                 "The %s is %.0f %% full, and no flush has ended for %.0f s: look what its statements wait for",
                 self._name,
                 100 * self.stats.fullness,
-                still,
+                now - began,
             )
-        self._watch(SAY_EVERY)
+        self._watch(began)
 
     async def _insist(self, attempt: Callable[[], Awaitable[None]], count: int, *, halve: bool) -> Exception | None:
         """Try until it succeeds, with pauses that grow; or return the error if halves may succeed.
@@ -257,8 +247,6 @@ class Coalescer(Generic[T]):
         """
         backoff = Backoff()
         while True:
-            if self._watching is None and self.stats.fullness >= NEARLY_FULL:
-                self._watch()
             try:
                 await attempt()
                 self._outage.worked(self._part, reached=True)
