@@ -43,7 +43,7 @@ PARAMETERS: dict[str, Any] = {
 def has_unread_input(conn: Connection | AsyncConnection) -> bool:
     """Whether a connection has something to read: the kernel knows at once, the server after a round trip."""
     poll = select.poll()
-    poll.register(conn.fileno(), select.POLLIN | select.POLLERR | select.POLLHUP)
+    poll.register(conn.pgconn.socket, select.POLLIN | select.POLLERR | select.POLLHUP)
     return bool(poll.poll(0))
 
 

@@ -77,8 +77,12 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
     given_up = False
     conninfo = ""
 
+    def __init__(self, pgconn: PGconn) -> None:
+        super().__init__(pgconn)
+        self.made_at = time.monotonic()
+
     def belong_to(self, pool: Any) -> None:
-        """Say which pool it belongs to: psycopg leaves it open then at the end of `with`. None ends that."""
+        """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
         self._pool = pool
 
     async def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:

@@ -7,12 +7,12 @@ somebody waits for a connection, so all are served as soon as it is back.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import psycopg
@@ -23,7 +23,6 @@ from busload.postgres import waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import (
     SAFE_SEARCH_PATH,
-    AsyncConnection,
     complete,
     has_unread_input,
     is_away,
@@ -31,6 +30,7 @@ from busload.postgres.connection import (
 )
 from busload.postgres.own_connection import RESPONSE_TIMEOUT, OwnAsyncConnection, configure
 
+IDLE, PIPELINE_OFF = TransactionStatus.IDLE, PipelineStatus.OFF
 LEFT_OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 PLAN_ONCE = "SET plan_cache_mode = force_generic_plan; SET jit = off; SET enable_seqscan = off"
 
@@ -83,10 +83,9 @@ class AsyncPool:
         self.size = 0
         """How many connections there are: handed out, idle, or being made."""
         self._connect = connect
-        self._state = waiting.ShortLock()
+        self._lock = threading.RLock()  # an event loop always finds it free, and a free lock costs next to nothing
         self._idle: deque[tuple[float, OwnAsyncConnection]] = deque()
-        self._places: deque[_Place] = deque()
-        self._born: dict[int, float] = {}
+        self._waiters: deque[waiting.Future[OwnAsyncConnection]] = deque()
         self._making: waiting.Activity | None = None
         self._why: Exception | None = None
         self._closed = False
@@ -99,9 +98,7 @@ class AsyncPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @asynccontextmanager
@@ -116,16 +113,17 @@ class AsyncPool:
 
     async def getconn(self, timeout: float | None = None) -> OwnAsyncConnection:
         """A connection that has to be given back by `putconn`."""
-        seconds = self.timeout if timeout is None else timeout
-        while True:
-            conn = self._take() or await self._wait(seconds)
+        while self._idle:
+            with self._lock:
+                if not self._idle:  # another thread was faster
+                    break
+                conn = self._idle.pop()[1]
             if not has_unread_input(conn) or await self._answers(conn):
-                conn.belong_to(self)
                 return conn
+        return await self._wait(self.timeout if timeout is None else timeout)
 
-    async def putconn(self, conn: AsyncConnection) -> None:
+    async def putconn(self, conn: OwnAsyncConnection) -> None:
         """Give a connection of this pool back. A transaction that was left open is rolled back."""
-        assert isinstance(conn, OwnAsyncConnection)
         try:
             if conn.pgconn.transaction_status in LEFT_OPEN and not (_is_piping(conn) or self._closed):
                 with suppress(Exception):
@@ -135,44 +133,35 @@ class AsyncPool:
 
     async def close(self) -> None:
         """Close what is idle now, and the rest when it is given back."""
-        with self._state:
+        with self._lock:
             self._closed = True
             self._fail(InvalidOperationError("The bus or worker was closed meanwhile."))
             self._drop_idle()
         if self._making is not None:
             await self._making.cancel()
 
-    def _take(self) -> OwnAsyncConnection | None:
-        with self._state:
-            if self._closed:
-                raise InvalidOperationError("The connections were closed, together with their bus or worker.")
-            return self._idle.pop()[1] if self._idle else None
-
     async def _wait(self, seconds: float) -> OwnAsyncConnection:
         """Wait until a connection is given back or made."""
-        place = _Place()
-        with self._state:
-            self._places.append(place)
+        with self._lock:
+            if self._closed:
+                raise InvalidOperationError("The connections were closed, together with their bus or worker.")
+            if self._idle:  # given back in the same moment
+                return self._idle.pop()[1]
+            waiter: waiting.Future[OwnAsyncConnection] = waiting.Future()
+            self._waiters.append(waiter)
             self._grow()
         try:
-            await place.served.wait(seconds)
-        except BaseException:
-            if not self._leave(place) and place.conn is not None:
-                self._keep(place.conn)  # it came in the same moment
+            return await waiting.result_within(seconds, waiter)
+        except BaseException as error:
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                else:  # it was served in the same moment, or has an error
+                    with suppress(Exception, waiting.INTERRUPTION):
+                        self._keep(waiter.result())
+            if isinstance(error, TimeoutError):
+                raise self._too_late(seconds) from None
             raise
-        if self._leave(place):
-            raise self._too_late(seconds)
-        if place.conn is None:
-            assert place.error is not None
-            raise place.error
-        return place.conn
-
-    def _leave(self, place: _Place) -> bool:
-        """Wait no longer; returns False if the place was served meanwhile."""
-        with self._state:
-            if waited := place in self._places:
-                self._places.remove(place)
-        return waited
 
     def _too_late(self, seconds: float) -> DatabaseUnavailableError:
         if self._why is not None:
@@ -188,26 +177,24 @@ class AsyncPool:
 
     def _keep(self, conn: OwnAsyncConnection) -> None:
         """Keep a connection for the next who needs one. This never waits, so no interruption can lose a connection."""
-        with self._state:
-            now = time.monotonic()
-            old = now - self._born.get(id(conn), 0.0) > self._max_lifetime
-            usable = conn.pgconn.transaction_status == TransactionStatus.IDLE and not _is_piping(conn)
-            if old or self._closed or not usable:
+        now, pgconn = time.monotonic(), conn.pgconn
+        usable = pgconn.transaction_status == IDLE and pgconn.pipeline_status == PIPELINE_OFF
+        with self._lock:
+            if not usable or self._closed or now - conn.made_at > self._max_lifetime:
                 self._discard(conn)
                 return
-            conn.belong_to(None)
-            if self._places:
-                self._places.popleft().serve(conn)
-                return
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(conn)
+                    return
             self._idle.append((now, conn))
             if now - self._idle[0][0] > UNUSED_FOR:
                 self._discard(self._idle.popleft()[1])
 
     def _discard(self, conn: OwnAsyncConnection) -> None:
-        conn.belong_to(None)
         conn.pgconn.finish()
-        with self._state:
-            self._born.pop(id(conn), None)
+        with self._lock:
             self.size -= 1
             if conn.given_up:  # what happened to one has most likely happened to all
                 self._drop_idle()
@@ -219,7 +206,7 @@ class AsyncPool:
 
     def _grow(self) -> None:
         """Make a connection if somebody waits for one; one at a time."""
-        if self._places and self.size < self.max_size and not (self._making or self._closed):
+        if self._waiters and self.size < self.max_size and not (self._making or self._closed):
             self.size += 1
             self._making = waiting.Activity(self._make, "busload-pool")
 
@@ -228,19 +215,19 @@ class AsyncPool:
         try:
             conn = await self._try()
         finally:
-            with self._state:
+            with self._lock:
                 self._making = None
                 self.size -= conn is None
-        with self._state:
+        with self._lock:
             if conn is not None:
-                self._born[id(conn)] = time.monotonic()
+                conn.belong_to(self)
                 self._keep(conn)
             self._grow()
 
     async def _try(self) -> OwnAsyncConnection | None:
         """A connection; None if nobody waits for one any more."""
         backoff = Backoff()
-        while self._places:
+        while self._waiters:
             try:
                 conn = await self._connect()
             except Exception as error:
@@ -256,12 +243,14 @@ class AsyncPool:
 
     def _fail(self, error: Exception) -> None:
         """Waiting would not help: all who do are told why."""
-        with self._state:
-            while self._places:
-                self._places.popleft().serve(error=error)
+        with self._lock:
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if not waiter.done():
+                    waiter.set_exception(error)
 
     async def _answers(self, conn: OwnAsyncConnection) -> bool:
-        """An idle connection has been spoken to: that is its end, or a notice."""
+        """An idle connection has unread input: that is its end, or a notice."""
         try:
             await conn.execute("SELECT", prepare=False)
         except psycopg.Error:
@@ -273,22 +262,9 @@ class AsyncPool:
         return True
 
 
-class _Place:
-    """Where somebody waits for a connection."""
-
-    def __init__(self) -> None:
-        self.served = waiting.Event()
-        self.conn: OwnAsyncConnection | None = None
-        self.error: Exception | None = None
-
-    def serve(self, conn: OwnAsyncConnection | None = None, error: Exception | None = None) -> None:
-        self.conn, self.error = conn, error
-        self.served.set()
-
-
 def _is_piping(conn: OwnAsyncConnection) -> bool:
     """Whether somebody has left a pipeline open, and with it answers that nobody has read."""
-    return conn.pgconn.pipeline_status != PipelineStatus.OFF
+    return conn.pgconn.pipeline_status != PIPELINE_OFF
 
 
 def _may_pass(error: Exception) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from asyncio import Lock, Semaphore, sleep
+from asyncio import Future, Lock, Semaphore, sleep
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,13 +23,14 @@ __all__ = [
     "NAP",
     "Activity",
     "Event",
+    "Future",
     "Lock",
     "Semaphore",
-    "ShortLock",
     "TimeLimit",
     "for_socket",
     "in_thread",
     "result_of",
+    "result_within",
     "sleep",
 ]
 
@@ -48,9 +48,6 @@ FAILURES: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError)
 INTERRUPTION = asyncio.CancelledError
 """What ends a wait from outside."""
 
-ShortLock = nullcontext[None]
-"""Held by `with` for a few steps that do not wait: nothing else runs in between, so there is nothing to lock."""
-
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Call a function that blocks."""
@@ -60,6 +57,20 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 async def result_of(called: Any) -> Any:
     """What a function of the application returned, awaited if it was an async one."""
     return await called if isawaitable(called) else called
+
+
+async def result_within(seconds: float, future: Future[T]) -> T:
+    """Wait for what somebody gives to the future; `TimeoutError` if it takes longer."""
+    timer = asyncio.get_running_loop().call_later(seconds, _end, future)
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def _end(future: Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 class Event:

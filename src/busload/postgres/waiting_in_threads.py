@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from psycopg import waiting
 
@@ -16,7 +16,6 @@ T = TypeVar("T")
 Event = threading.Event
 Lock = threading.Lock
 Semaphore = threading.Semaphore
-ShortLock = threading.RLock
 sleep = time.sleep
 for_socket = waiting.wait
 
@@ -41,6 +40,41 @@ def in_thread(function: Callable[..., T], *args: Any) -> T:
 def result_of(called: Any) -> Any:
     """What a function of the application returned."""
     return called
+
+
+class Future(Generic[T]):
+    """A result that one waits for and another sets."""
+
+    def __init__(self) -> None:
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self.unset = threading.Lock()
+        """Held until there is a result."""
+        self.unset.acquire()
+
+    def done(self) -> bool:
+        return not self.unset.locked()
+
+    def set_result(self, result: T) -> None:
+        self._result = result
+        self.unset.release()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = error
+        self.unset.release()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+def result_within(seconds: float, future: Future[T]) -> T:
+    """Wait for what somebody gives to the future; `TimeoutError` if it takes longer."""
+    if not future.unset.acquire(timeout=max(0.0, seconds)):
+        raise TimeoutError
+    future.unset.release()
+    return future.result()
 
 
 class Activity:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.pq.abc import PGconn
 
 from busload.errors import DatabaseUnavailableError
 from busload.postgres import waiting_in_threads as waiting
@@ -53,8 +55,12 @@ class OwnConnection(psycopg.Connection[Any]):
     given_up = False
     conninfo = ""
 
+    def __init__(self, pgconn: PGconn) -> None:
+        super().__init__(pgconn)
+        self.made_at = time.monotonic()
+
     def belong_to(self, pool: Any) -> None:
-        """Say which pool it belongs to: psycopg leaves it open then at the end of `with`. None ends that."""
+        """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
         self._pool = pool
 
     def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import psycopg
-from psycopg.pq import PipelineStatus, TransactionStatus
 
 from busload.errors import DatabaseUnavailableError, InvalidOperationError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
-from busload.postgres.connection import SAFE_SEARCH_PATH, Connection, complete, has_unread_input
+from busload.postgres.connection import SAFE_SEARCH_PATH, complete, has_unread_input
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
-from busload.postgres.pool import LEFT_OPEN, PLAN_ONCE, UNUSED_FOR, _may_pass
+from busload.postgres.pool import IDLE, LEFT_OPEN, PIPELINE_OFF, PLAN_ONCE, UNUSED_FOR, _may_pass
 from busload.sync.connection import OwnConnection, configure
 
 
@@ -67,10 +66,9 @@ class Pool:
         self.size = 0
         """How many connections there are: handed out, idle, or being made."""
         self._connect = connect
-        self._state = waiting.ShortLock()
+        self._lock = threading.RLock()  # an event loop always finds it free, and a free lock costs next to nothing
         self._idle: deque[tuple[float, OwnConnection]] = deque()
-        self._places: deque[_Place] = deque()
-        self._born: dict[int, float] = {}
+        self._waiters: deque[waiting.Future[OwnConnection]] = deque()
         self._making: waiting.Activity | None = None
         self._why: Exception | None = None
         self._closed = False
@@ -83,9 +81,7 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
@@ -100,16 +96,17 @@ class Pool:
 
     def getconn(self, timeout: float | None = None) -> OwnConnection:
         """A connection that has to be given back by `putconn`."""
-        seconds = self.timeout if timeout is None else timeout
-        while True:
-            conn = self._take() or self._wait(seconds)
+        while self._idle:
+            with self._lock:
+                if not self._idle:  # another thread was faster
+                    break
+                conn = self._idle.pop()[1]
             if not has_unread_input(conn) or self._answers(conn):
-                conn.belong_to(self)
                 return conn
+        return self._wait(self.timeout if timeout is None else timeout)
 
-    def putconn(self, conn: Connection) -> None:
+    def putconn(self, conn: OwnConnection) -> None:
         """Give a connection of this pool back. A transaction that was left open is rolled back."""
-        assert isinstance(conn, OwnConnection)
         try:
             if conn.pgconn.transaction_status in LEFT_OPEN and not (_is_piping(conn) or self._closed):
                 with suppress(Exception):
@@ -119,44 +116,35 @@ class Pool:
 
     def close(self) -> None:
         """Close what is idle now, and the rest when it is given back."""
-        with self._state:
+        with self._lock:
             self._closed = True
             self._fail(InvalidOperationError("The bus or worker was closed meanwhile."))
             self._drop_idle()
         if self._making is not None:
             self._making.cancel()
 
-    def _take(self) -> OwnConnection | None:
-        with self._state:
-            if self._closed:
-                raise InvalidOperationError("The connections were closed, together with their bus or worker.")
-            return self._idle.pop()[1] if self._idle else None
-
     def _wait(self, seconds: float) -> OwnConnection:
         """Wait until a connection is given back or made."""
-        place = _Place()
-        with self._state:
-            self._places.append(place)
+        with self._lock:
+            if self._closed:
+                raise InvalidOperationError("The connections were closed, together with their bus or worker.")
+            if self._idle:  # given back in the same moment
+                return self._idle.pop()[1]
+            waiter: waiting.Future[OwnConnection] = waiting.Future()
+            self._waiters.append(waiter)
             self._grow()
         try:
-            place.served.wait(seconds)
-        except BaseException:
-            if not self._leave(place) and place.conn is not None:
-                self._keep(place.conn)  # it came in the same moment
+            return waiting.result_within(seconds, waiter)
+        except BaseException as error:
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                else:  # it was served in the same moment, or has an error
+                    with suppress(Exception, waiting.INTERRUPTION):
+                        self._keep(waiter.result())
+            if isinstance(error, TimeoutError):
+                raise self._too_late(seconds) from None
             raise
-        if self._leave(place):
-            raise self._too_late(seconds)
-        if place.conn is None:
-            assert place.error is not None
-            raise place.error
-        return place.conn
-
-    def _leave(self, place: _Place) -> bool:
-        """Wait no longer; returns False if the place was served meanwhile."""
-        with self._state:
-            if waited := place in self._places:
-                self._places.remove(place)
-        return waited
 
     def _too_late(self, seconds: float) -> DatabaseUnavailableError:
         if self._why is not None:
@@ -172,26 +160,24 @@ class Pool:
 
     def _keep(self, conn: OwnConnection) -> None:
         """Keep a connection for the next who needs one. This never waits, so no interruption can lose a connection."""
-        with self._state:
-            now = time.monotonic()
-            old = now - self._born.get(id(conn), 0.0) > self._max_lifetime
-            usable = conn.pgconn.transaction_status == TransactionStatus.IDLE and not _is_piping(conn)
-            if old or self._closed or not usable:
+        now, pgconn = time.monotonic(), conn.pgconn
+        usable = pgconn.transaction_status == IDLE and pgconn.pipeline_status == PIPELINE_OFF
+        with self._lock:
+            if not usable or self._closed or now - conn.made_at > self._max_lifetime:
                 self._discard(conn)
                 return
-            conn.belong_to(None)
-            if self._places:
-                self._places.popleft().serve(conn)
-                return
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(conn)
+                    return
             self._idle.append((now, conn))
             if now - self._idle[0][0] > UNUSED_FOR:
                 self._discard(self._idle.popleft()[1])
 
     def _discard(self, conn: OwnConnection) -> None:
-        conn.belong_to(None)
         conn.pgconn.finish()
-        with self._state:
-            self._born.pop(id(conn), None)
+        with self._lock:
             self.size -= 1
             if conn.given_up:  # what happened to one has most likely happened to all
                 self._drop_idle()
@@ -203,7 +189,7 @@ class Pool:
 
     def _grow(self) -> None:
         """Make a connection if somebody waits for one; one at a time."""
-        if self._places and self.size < self.max_size and not (self._making or self._closed):
+        if self._waiters and self.size < self.max_size and not (self._making or self._closed):
             self.size += 1
             self._making = waiting.Activity(self._make, "busload-pool")
 
@@ -212,19 +198,19 @@ class Pool:
         try:
             conn = self._try()
         finally:
-            with self._state:
+            with self._lock:
                 self._making = None
                 self.size -= conn is None
-        with self._state:
+        with self._lock:
             if conn is not None:
-                self._born[id(conn)] = time.monotonic()
+                conn.belong_to(self)
                 self._keep(conn)
             self._grow()
 
     def _try(self) -> OwnConnection | None:
         """A connection; None if nobody waits for one any more."""
         backoff = Backoff()
-        while self._places:
+        while self._waiters:
             try:
                 conn = self._connect()
             except Exception as error:
@@ -240,12 +226,14 @@ class Pool:
 
     def _fail(self, error: Exception) -> None:
         """Waiting would not help: all who do are told why."""
-        with self._state:
-            while self._places:
-                self._places.popleft().serve(error=error)
+        with self._lock:
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if not waiter.done():
+                    waiter.set_exception(error)
 
     def _answers(self, conn: OwnConnection) -> bool:
-        """An idle connection has been spoken to: that is its end, or a notice."""
+        """An idle connection has unread input: that is its end, or a notice."""
         try:
             conn.execute("SELECT", prepare=False)
         except psycopg.Error:
@@ -257,22 +245,9 @@ class Pool:
         return True
 
 
-class _Place:
-    """Where somebody waits for a connection."""
-
-    def __init__(self) -> None:
-        self.served = waiting.Event()
-        self.conn: OwnConnection | None = None
-        self.error: Exception | None = None
-
-    def serve(self, conn: OwnConnection | None = None, error: Exception | None = None) -> None:
-        self.conn, self.error = conn, error
-        self.served.set()
-
-
 def _is_piping(conn: OwnConnection) -> bool:
     """Whether somebody has left a pipeline open, and with it answers that nobody has read."""
-    return conn.pgconn.pipeline_status != PipelineStatus.OFF
+    return conn.pgconn.pipeline_status != PIPELINE_OFF
 
 
 def _new(kind: type[OwnConnection], conninfo: str, response_timeout: float) -> OwnConnection:
