@@ -60,6 +60,10 @@ class PostponedError(Exception):
         self.limit, self.seconds = limit, seconds
 
 
+class TurnPassedError(PostponedError):
+    """The call had its turn and could not begin in time: it needs another turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entered:
     """The turn of a call: under which limit, since when, and until when the call may begin."""
@@ -69,9 +73,9 @@ class Entered:
     until: float
 
     def refuse_late(self) -> None:
-        """Raise `PostponedError` if the turn has passed, for example while the call waited for a thread."""
+        """Raise `TurnPassedError` if the turn has passed, for example while the call waited for a thread."""
         if time.monotonic() > self.until:
-            raise PostponedError(self.key[0], SHORTEST)
+            raise TurnPassedError(self.key[0], SHORTEST)
 
 
 class RestingDomains:

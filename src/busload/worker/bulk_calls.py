@@ -11,7 +11,7 @@ from busload.commands.bulk_items import Chunk, Group, Item, Judgement, isolate
 from busload.commands.execution import FINAL_ERRORS, Leased, deciding
 from busload.errors import RateLimitedError
 from busload.handlers import Handler
-from busload.limits.limiter import Entered, Limiter, PostponedError
+from busload.limits.limiter import Entered, Limiter, PostponedError, TurnPassedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.call_handler import Call, Calls, Work
@@ -92,15 +92,18 @@ class BulkCalls:
 
     async def insist(self, attempt: Callable[[], Awaitable[BulkCall | None]]) -> BulkCall | None:
         """Repeat a call until the receiver accepts it; None if `attempt` gives up, or nothing may start any more."""
-        try:
-            while (call := await attempt()) is not None:
-                if call.judgement.answered or call.refusal is None or self.postponed is None:
+        while True:
+            try:
+                call = await attempt()
+                if call is None or call.judgement.answered or call.refusal is None or self.postponed is None:
                     return call
                 if self._handler.rate_limit is None:  # else the next turn comes after the pause
                     await self._limiter.wait_out(self._domain, self.postponed)
-        except PostponedError as postponed:
-            self.cut_short = postponed
-        return None
+            except TurnPassedError:
+                continue  # the search goes on with the next turn
+            except PostponedError as postponed:
+                self.cut_short = postponed
+                return None
 
 
 def _judge_failed(bulk: Group | Chunk, error: BaseException, call: Call) -> Judgement:
