@@ -15,7 +15,7 @@ import pytest
 
 from busload import CommandBus, Group, InvalidCommandError, SyncCommandBus
 from busload.buffers import Buffer, BufferTable
-from busload.buffers import events as buffer
+from busload.buffers import claim as buffer
 from busload.buffers import status as buffer_status
 from busload.buffers import table as relation
 from busload.buffers.declaration import BufferSettings

@@ -36,8 +36,9 @@ SUBJECTS = sorted(
     for file in PACKAGE.rglob("*.sql")
     if file.parent.name != "schema"
 )
+PLACES = {"beyond": "true", "names": "key", "values": "%(v0)s::text"}
 OWNED = {
-    f"{subject.removeprefix('busload.')}.{name}": OWN.spell(text).decode()
+    f"{subject.removeprefix('busload.')}.{name}": OWN.spell(text, **PLACES).decode()
     for subject in SUBJECTS
     for name, text in statements(subject).by_name.items()
 } | {

@@ -7,27 +7,20 @@ import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import Any, Protocol, Unpack
 
-from busload.buffers import events, status, table
+from busload.buffers import add, claim, status, table
 from busload.buffers.declaration import SIZES, BufferSettings, BufferStatus
-from busload.buffers.events import NewEvent
 from busload.buffers.table import Relation
-from busload.commands.checks import refuse, wrong, wrong_list, wrong_text
+from busload.commands.checks import refuse
 from busload.commands.command import refuse_unknown
-from busload.commands.payload import PayloadRefusedError, encode
-from busload.errors import InvalidCommandError, Problem
 from busload.limits.call_options import Function, GroupHandlerOptions, PolicyOptions
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan, perform_async
-from busload.postgres.write import PATIENCE, Write, only, patient
+from busload.postgres.write import patient
 from busload.settings import PayloadLimits
-
-T = TypeVar("T")
-
-KEY_BYTES = 512
 
 
 class Handlers(Protocol):
@@ -91,7 +84,7 @@ class Buffer(AnyBuffer):
         same key, which then is not taken into a group before this transaction has ended. If that event is in a group
         already, the new one is the next. For a buffer that is a table of yours, `data` are columns and their values.
         """
-        return await self._database.write(_add(self._payload, self.settings, data, key), conn)
+        return await self._database.write(add.add(self._payload, self.settings, data, key), conn)
 
     async def add_many(
         self,
@@ -105,7 +98,7 @@ class Buffer(AnyBuffer):
         Instead of an id there is None for an event that was merged into another. `key` tells the subject of a payload:
         `add_many(rows, key=lambda row: row["contact_id"])`. With `conn` they exist exactly if that transaction commits.
         """
-        return await self._database.write(_add_many(self._payload, self.settings, items, key), conn)
+        return await self._database.write(add.add_many(self._payload, self.settings, items, key), conn)
 
     async def claim(self, callback: Callable[..., Any], *, limit: int | None = None) -> list[Any]:
         """Make a group of what waits, due or not, and return the ids of its events; none if nothing waits.
@@ -117,7 +110,7 @@ class Buffer(AnyBuffer):
         _check_claim(callback, limit, awaits=waiting.AWAITS)
         at = await self._database.in_transaction(_serve(self.settings))
         async with self._database.pool.connection() as conn, conn.transaction():
-            claimed = await perform_async(conn, events.claim(self.settings, at, limit or self.settings.size))
+            claimed = await perform_async(conn, claim.claim(self.settings, at, limit or self.settings.size))
             if claimed is None:
                 return []
             group_id, ids = claimed
@@ -128,10 +121,10 @@ class Buffer(AnyBuffer):
     async def distribute(self) -> int:
         """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
         at = await self._database.in_transaction(_serve(self.settings))
-        perform = self._database.in_transaction if events.takes_turns(self.settings) else self._database.read
+        perform = self._database.in_transaction if claim.takes_turns(self.settings) else self._database.read
         groups, after = 0, None
         while True:
-            round = events.Round(self.settings, at, after, around=False)
+            round = claim.Round(self.settings, at, after, around=False)
             for plan in round.plans():
                 await perform(plan)
             groups, after = groups + round.groups, round.cursor
@@ -173,38 +166,6 @@ def _takes_connection(callback: Callable[..., Any]) -> bool:
     return True
 
 
-def _add(limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None) -> Write[Any]:
-    """Add one event."""
-    if buffer.table is not None:
-        row = _row(limits, buffer, data, key)
-        return patient(lambda: only(events.insert(buffer, [row])))
-    adding = partial(events.add, buffer, _event(limits, buffer, data, key))
-    return Write(adding(), one_statement=True, again=_again(buffer, adding))
-
-
-def _add_many(
-    limits: PayloadLimits, buffer: BufferSettings, items: Iterable[Any], key: Callable[[Any], str] | None
-) -> Write[list[Any]]:
-    """Add many events, all or none; an error names every offender by its index."""
-    refuse(wrong_list(items, "items", "several payloads, for example a list of dicts"))
-    function: object = key
-    if function is not None and not callable(function):
-        refuse([wrong(key, "key", "a function that tells the key of a payload")])
-    checked: list[Any] = []
-    problems: list[Problem] = []
-    check = _event if buffer.table is None else _row
-    for index, data in enumerate(items):
-        try:
-            checked.append(check(limits, buffer, data, None if key is None else key(data), index))
-        except InvalidCommandError as refused:
-            problems += refused.problems
-    refuse(problems)
-    if buffer.table is not None:
-        return patient(partial(events.insert, buffer, checked))
-    adding = partial(events.add_many, buffer, checked)
-    return Write(adding(), one_statement=events.in_one_statement(checked), again=_again(buffer, adding))
-
-
 def _check_claim(callback: object, limit: int | None, *, awaits: bool) -> None:
     """Refuse a claim that cannot call its function, or asks for no number of events that a group may have."""
     if not callable(callback):
@@ -213,62 +174,3 @@ def _check_claim(callback: object, limit: int | None, *, awaits: bool) -> None:
         raise TypeError("claim() found an async function, which nobody awaits here; pass a plain one.")
     if limit is not None:
         refuse(SIZES(limit, "limit"))
-
-
-def _event(
-    limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None, index: int | None = None
-) -> NewEvent:
-    partition, problems = _partition_of(buffer, data)
-    problems += _key_problems(buffer, key)
-    text = ""
-    try:
-        text = encode(data, limits)
-    except PayloadRefusedError as refused:
-        problems.append(refused.problem)
-    refuse([Problem(p.code, p.path, p.message, index, p.limit) for p in problems])
-    return NewEvent(partition, key, text)
-
-
-def _partition_of(settings: BufferSettings, data: Any) -> tuple[str, list[Problem]]:
-    """The partition an event belongs to: what its payload holds under `partition_by`, as text; or the empty one."""
-    name = settings.partition_by
-    if name is None:
-        return "", []
-    if not isinstance(data, dict):
-        return "", [wrong(data, "data", f"a dict, since the buffer is partitioned by its key {name!r}")]
-    value = data.get(name)
-    if value is None or value == "":
-        return "", []
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        return "", [wrong(value, f"data/{name}", "text or a whole number, since it tells the partition")]
-    return str(value), wrong_text(str(value), f"data/{name}", KEY_BYTES)
-
-
-def _key_problems(settings: BufferSettings, key: object) -> list[Problem]:
-    if key is not None:
-        return wrong_text(key, "key", KEY_BYTES)
-    if settings.merge is None:
-        return []
-    return [wrong(None, "key", "the subject of the event, since this buffer merges those of the same one; pass key=")]
-
-
-def _row(
-    limits: PayloadLimits, buffer: BufferSettings, data: Any, key: str | None, index: int | None = None
-) -> dict[str, Any]:
-    """The columns of an event in the application's table. The table has rules of its own, so `limits` do not count."""
-    table = buffer.table
-    assert table is not None
-    if not isinstance(data, dict) or not data or not all(isinstance(name, str) for name in data):
-        message = f"found {data!r:.80}, wanted a dict of columns and values, since the buffer is a table of yours"
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/data", message, index)])
-    if key is None:
-        return dict(data)
-    if table.key is None:
-        message = f"found {key!r:.80}, but no column for it; declare BufferTable(key=...)"
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/key", message, index)])
-    return {table.key: key} | data
-
-
-def _again(buffer: BufferSettings, adding: Callable[..., Plan[T]]) -> Callable[[], Plan[T]] | None:
-    """Only an event that may be merged into another event may have to wait for a transaction."""
-    return partial(adding, patience=PATIENCE) if events.merges_at_once(buffer) else None

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import psycopg
 
-from busload.buffers import events, status, table
+from busload.buffers import claim, status, table
 from busload.buffers.declaration import BufferSettings
 from busload.buffers.table import Relation
 from busload.errors import InvalidOperationError
@@ -127,7 +127,7 @@ class Distributor:
     async def write_tallies(self) -> None:
         await write_tallies(self._pool, self._tallies, self.name)
 
-    async def _round(self, *, around: bool = True) -> events.Round | None:
+    async def _round(self, *, around: bool = True) -> claim.Round | None:
         """Do one round; None if the buffer is paused, or its table is unfit or locked."""
         locked, self._locked = self._locked, False
         await self.write_tallies()
@@ -138,7 +138,7 @@ class Distributor:
             if at is None:
                 at = await self._perform(table.check(self._settings))
             await self._declare(at)
-            round = events.Round(self._settings, at, self._cursor, around=around)
+            round = claim.Round(self._settings, at, self._cursor, around=around)
             for plan in round.plans():
                 await self._perform(plan)
         except psycopg.errors.LockNotAvailable as error:
@@ -188,7 +188,7 @@ class Distributor:
     async def _perform(self, plan: Plan[T]) -> T:
         """Without a transaction if one statement does it: an open transaction that waits holds up others."""
         async with self._pool.connection() as conn:
-            if not events.takes_turns(self._settings):
+            if not claim.takes_turns(self._settings):
                 return await perform_async(conn, plan)
             async with conn.transaction():
                 return await perform_async(conn, plan)

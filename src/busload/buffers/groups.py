@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid5
 
@@ -18,6 +19,7 @@ from busload.commands.bulk_items import Group, Item
 from busload.commands.command import Command
 from busload.commands.execution import Leased, Transition, describe, summarise
 from busload.commands.ids import new_id
+from busload.commands.parts import find_failing
 from busload.commands.payload import UndecodableError, decode, encode, safe_str, storable
 from busload.errors import PermanentCommandError, SupersededError, TransientCommandError
 from busload.postgres.connection import is_away
@@ -114,20 +116,19 @@ def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
     """Read a group in ever smaller parts, until each row that cannot be read is alone."""
     keys = dict((yield Statement(relation.spell(SQL.read_keys), params, binary=relation.own)))
     found: dict[Any, Row] = {}
-    parts = [list(keys)]
-    while parts:
-        part = parts.pop()
+
+    def read_some(ids: list[Any]) -> Plan[Exception | None]:
         try:
-            rows = yield Statement(relation.spell(SQL.read_some), params | {"ids": part}, binary=relation.own)
+            rows = yield Statement(relation.spell(SQL.read_some), params | {"ids": ids}, binary=relation.own)
         except UNREADABLE as error:
             if getattr(error, "sqlstate", None) is not None:
                 raise
-            if len(part) == 1:
-                found[part[0]] = Row(part[0], keys[part[0]], UNKNOWN_TIME, None, None, error)
-            else:
-                parts += _halves(part)
-        else:
-            found |= {row.id: row for row in _rows(relation, rows)}
+            return error
+        found.update({row.id: row for row in _rows(relation, rows)})
+        return None
+
+    flaws = yield from find_failing(list(keys), read_some)
+    found |= {id: Row(id, keys[id], UNKNOWN_TIME, None, None, flaw) for id, flaw in flaws.items()}
     return [found[id] for id in keys if id in found]
 
 
@@ -138,11 +139,6 @@ def _rows(relation: Relation, rows: Sequence[Any]) -> list[Row]:
     return [
         Row(id, key, since, version, dict(zip(names, data, strict=True))) for id, key, since, version, *data in rows
     ]
-
-
-def _halves(ids: Sequence[Any]) -> list[list[Any]]:
-    middle = len(ids) // 2
-    return [list(ids[:middle]), list(ids[middle:])]
 
 
 def refusal(buffer: str, error: psycopg.Error) -> TransientCommandError:
@@ -156,17 +152,7 @@ def refusal(buffer: str, error: psycopg.Error) -> TransientCommandError:
 def find_refused(place: Place, ids: Sequence[Any]) -> Plan[dict[Any, TransientCommandError]]:
     """Which of these rows cannot be deleted, and why. Needs a transaction, and changes nothing."""
     yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
-    refused: dict[Any, TransientCommandError] = {}
-    parts, probes = [list(ids)], 0
-    while parts:
-        part = parts.pop()
-        error = yield from _probe(place, part)
-        probes += 1
-        if error is not None and len(part) > 1 and probes < MOST_PROBES:
-            parts += _halves(part)
-        elif error is not None:
-            refused |= dict.fromkeys(part, error)
-    return refused
+    return (yield from find_failing(ids, partial(_probe, place), most_tries=MOST_PROBES))
 
 
 class _UndoError(Exception):

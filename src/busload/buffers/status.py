@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
@@ -11,7 +11,7 @@ import psycopg
 
 from busload.buffers import table
 from busload.buffers.declaration import BufferSettings, BufferStatus
-from busload.buffers.table import Relation
+from busload.buffers.table import Relation, plain
 from busload.errors import InvalidOperationError
 from busload.postgres.plan import Plan, Savepoint, execute, one
 from busload.postgres.statements import statements
@@ -24,6 +24,10 @@ LOCKED = "The table is locked by another transaction, perhaps a migration; nothi
 
 COUNTED = 10_000
 """How far people are told exactly how many wait; counting a million would take longer than they do."""
+
+
+PLACES = ("ready", "running", "retrying", "in_troubleshooting")
+"""Where groups may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Declared:
 def declare(settings: BufferSettings, at: Relation) -> Plan[None]:
     """Keep what is known about a buffer that is served."""
     names = (at.table, at.id, at.group_id, at.created_at, at.key_column, at.partition_column)
-    table, id, group, created, key, partition = [None if at.own else plain(name) for name in names]
+    table, id, group, created, key, partition = [None if at.own or name is None else plain(name) for name in names]
     yield from execute(
         SQL.declare,
         buffer=settings.name,
@@ -109,77 +113,61 @@ def count(tallies: Sequence[tuple[str, int, int, int]]) -> Plan[None]:
 def status(settings: BufferSettings) -> Plan[BufferStatus]:
     """How one buffer is doing; refuses a table that cannot be one."""
     unless_declared = Declared(size=settings.size, max_age=settings.max_age)
-    try:
-        found: BufferStatus = yield Savepoint(_status(settings.name, _whereabouts(settings), unless_declared))
-    except psycopg.errors.LockNotAvailable:
-        return (yield from _status_without_table(settings.name, LOCKED, unless_declared))
-    return found
+    return _status(settings.name, _whereabouts(settings), unless_declared, unreadable=())
 
 
 def statuses() -> Plan[list[BufferStatus]]:
     """How every buffer is doing; one whose table is gone says so."""
+    unreadable = (InvalidOperationError, psycopg.errors.SyntaxErrorOrAccessRuleViolation)
     found: list[BufferStatus] = []
     for name in (yield from names()):
-        found.append((yield from _any_status(name)))
+        found.append((yield from _status(name, _recalled(name), Declared(), unreadable=unreadable)))
     return found
 
 
-def _any_status(name: str) -> Plan[BufferStatus]:
+def _status(
+    name: str, whereabouts: Plan[Relation], unless_declared: Declared, *, unreadable: tuple[type[Exception], ...]
+) -> Plan[BufferStatus]:
+    """How a buffer is doing. Nothing is counted in a table that is locked or fails with one of `unreadable`."""
+    problem, at, waiting, oldest, grouped = None, None, 0, None, 0
     try:
-        found: BufferStatus = yield Savepoint(_status(name, _recalled(name), Declared()))
+        at, waiting, oldest, places, grouped = yield Savepoint(_counts(name, whereabouts))
     except psycopg.errors.LockNotAvailable:
-        return (yield from _status_without_table(name, LOCKED, Declared()))
-    except (InvalidOperationError, psycopg.errors.SyntaxErrorOrAccessRuleViolation) as error:
-        return (yield from _status_without_table(name, str(error), Declared()))
-    return found
-
-
-def _status(name: str, whereabouts: Plan[Relation], unless_declared: Declared) -> Plan[BufferStatus]:
-    yield from execute(SQL.be_brief, within=AT_MOST)
-    at = yield from whereabouts
-    known = (yield from _declared(name)) or unless_declared
-    waiting = yield from _count_waiting(name, at, COUNTED + 1)
-    oldest = yield from _since(name, at)
-    places = yield from _places(name)
-    groups = [group for ids in places.values() for group in ids]
-    [[grouped]] = yield from execute(at.spell(SQL.in_groups), groups=groups, most=10 * COUNTED)
-    return _as_status(name, known, at.told, known.problem, places, waiting, oldest, grouped)
-
-
-def _status_without_table(name: str, problem: str, unless_declared: Declared) -> Plan[BufferStatus]:
-    """What is known about a buffer whose table cannot be read."""
-    known = (yield from _declared(name)) or unless_declared
-    places = yield from _places(name)
-    return _as_status(name, known, known.table, problem, places)
-
-
-def _as_status(
-    name: str,
-    known: Declared,
-    table: str | None,
-    problem: str | None,
-    places: Mapping[str, Sequence[UUID]],
-    waiting: int = 0,
-    oldest: datetime | None = None,
-    grouped: int = 0,
-) -> BufferStatus:
-    groups = {f"groups_{place}": len(ids) for place, ids in places.items()}
-    nowhere = dict.fromkeys(("groups_ready", "groups_running", "groups_retrying", "groups_in_troubleshooting"), 0)
+        problem = LOCKED
+    except unreadable as error:
+        problem = str(error)
+    known = (yield from one(Declared, SQL.declared, buffer=name)) or unless_declared
+    if at is None:
+        places = yield from _places(name)
     return BufferStatus(
         name=name,
-        table=table,
+        table=known.table if at is None else at.told,
         waiting=min(waiting, COUNTED),
         waiting_capped=waiting > COUNTED,
         oldest=oldest,
         grouped=grouped,
+        **{f"groups_{place}": len(places.get(place, ())) for place in PLACES},
         calls=known.calls,
         done=known.done,
         vanished=known.vanished,
         size=known.size,
         max_age=known.max_age,
-        problem=problem,
-        **nowhere | groups,
+        problem=known.problem if problem is None else problem,
     )
+
+
+def _counts(
+    name: str, whereabouts: Plan[Relation]
+) -> Plan[tuple[Relation, int, datetime | None, dict[str, list[UUID]], int]]:
+    """What the table of a buffer holds: how many events wait and since when, its groups, and how many are in them."""
+    yield from execute(SQL.be_brief, within=AT_MOST)
+    at = yield from whereabouts
+    waiting = yield from _count_waiting(name, at, COUNTED + 1)
+    oldest = yield from _since(name, at)
+    places = yield from _places(name)
+    groups = [group for ids in places.values() for group in ids]
+    [[grouped]] = yield from execute(at.spell(SQL.in_groups), groups=groups, most=10 * COUNTED)
+    return at, waiting, oldest, places, grouped
 
 
 def _whereabouts(settings: BufferSettings) -> Plan[Relation]:
@@ -188,13 +176,9 @@ def _whereabouts(settings: BufferSettings) -> Plan[Relation]:
 
 
 def _recalled(name: str) -> Plan[Relation]:
-    known = (yield from _declared(name)) or Declared()
+    known = (yield from one(Declared, SQL.declared, buffer=name)) or Declared()
     columns = (known.id, known.group_id, known.created_at, known.key, known.partition)
     return (yield from table.recall(name, (known.table, *columns)))
-
-
-def _declared(name: str) -> Plan[Declared | None]:
-    return one(Declared, SQL.declared, buffer=name)
 
 
 def _count_waiting(name: str, at: Relation, most: int) -> Plan[int]:
@@ -206,7 +190,7 @@ def _since(name: str, at: Relation) -> Plan[datetime | None]:
     """When the oldest event was added that waits in any partition; in an application's table one may be null."""
     found = []
     if at.partition_column is not None:
-        found += yield from execute(at.spell(SQL.since), buffer=name, most=COUNTED)
+        found += yield from execute(at.spell(SQL.since, beyond="true"), buffer=name, most=COUNTED)
     if at.partition_column is None or not at.own:
         found += yield from execute(at.spell(SQL.since_in, None), buffer=name)
     return min((since for (since,) in found if since is not None), default=None)
@@ -214,8 +198,3 @@ def _since(name: str, at: Relation) -> Plan[datetime | None]:
 
 def _places(name: str) -> Plan[dict[str, list[UUID]]]:
     return dict((yield from execute(SQL.groups, buffer=name)))
-
-
-def plain(spelled: str | None) -> str | None:
-    """As SQL spells it, outside of a statement with parameters."""
-    return None if spelled is None else spelled.replace("%%", "%")

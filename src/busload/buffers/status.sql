@@ -1,3 +1,5 @@
+-- fragments of: busload.buffers.claim
+
 -- fragment: declared_columns
 relation, id_column, group_column, created_column, key_column, partition_column, archive, size, max_age
 
@@ -79,34 +81,17 @@ SELECT count(*)::integer FROM (
 
 -- name: waiting
 -- How many events wait, counted up to a limit.
-SELECT count(*)::integer
-  FROM (SELECT FROM {table} AS b WHERE {filter} AND b.{group_id} IS NULL LIMIT %(most)s::integer) AS b;
+SELECT count(*)::integer FROM (SELECT FROM {table} AS b WHERE {waits} LIMIT %(most)s::integer) AS b;
 
 -- name: since
 -- When the oldest event that waits was added. If there are many partitions, only the first ones are looked
 -- at.
-WITH RECURSIVE part AS (
-    (SELECT 1 AS nth, b.{partition_column} AS name, {since} AS since
-       FROM {table} AS b
-      WHERE {filter} AND b.{group_id} IS NULL
-      ORDER BY b.{partition_column}, b.{created_at}, b.{id}
-      LIMIT 1)
-    UNION ALL
-    SELECT part.nth + 1, n.name, n.since FROM part CROSS JOIN LATERAL (
-        SELECT b.{partition_column} AS name, {since} AS since
-          FROM {table} AS b
-         WHERE {filter} AND b.{group_id} IS NULL AND b.{partition_column} > part.name
-         ORDER BY b.{partition_column}, b.{created_at}, b.{id}
-         LIMIT 1) AS n
-     WHERE part.nth < %(most)s::integer
-)
+WITH RECURSIVE {oldest_of_partitions}
 SELECT min(since) FROM part WHERE isfinite(since);
 
 -- name: since_in
 -- When the oldest event was added that waits in one partition.
-SELECT CASE WHEN isfinite(since) THEN since END FROM (
-    SELECT {since} AS since FROM {table} AS b WHERE {filter} AND {within} AND b.{group_id} IS NULL
-     ORDER BY b.{created_at}, b.{id} LIMIT 1) AS b;
+SELECT CASE WHEN isfinite(since) THEN since END FROM ({oldest_of_partition}) AS b;
 
 -- name: flush
 -- Everything that waits now leaves without waiting for more.

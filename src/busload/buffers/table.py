@@ -10,12 +10,12 @@ import builtins
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from busload.buffers.declaration import BufferSettings, BufferTable
 from busload.errors import InvalidOperationError
-from busload.postgres.plan import Plan, execute
+from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 
 log = logging.getLogger("busload")
@@ -29,6 +29,8 @@ READABLE = re.compile(rf"{_IDENTIFIER}(?:\.{_IDENTIFIER})?\Z")
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 ORDINARY_KINDS = ("r", "p")
 TEXTS = ("text", "character varying", "bpchar")
+NOT_ORDINARY = "no table that rows can be locked in (a view, perhaps)"
+NOT_GRANTED = "this role may not select, insert, update and delete there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Column:
     name: str
     spelled: str
     type: str
+    not_null: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +81,26 @@ class Relation:
     """Whether a time `since` cannot be right, and nobody knows when such an event was added: it is due."""
 
     def spell(self, statement: builtins.bytes, partition: str | None = "", **more: str) -> builtins.bytes:
-        """A statement about this table. `{within}` is one partition of it: that in the parameter, or the null one."""
+        """A statement about this table; `more` are texts for places of this statement alone.
+
+        `{within}` is one partition of the table: that in the parameter, or the null one.
+        """
         return _spell(self, statement, partition is None, tuple(more.items()))
 
     @property
     def told(self) -> str | None:
         """How the commands of groups name it: as SQL spells it; None is busload's own."""
-        return None if self.own else self.table.replace("%%", "%")
-
-    def within(self, null: bool = False) -> str:
-        """The condition for one partition."""
-        if self.partition_column is None:
-            return "true"
-        if null:
-            return f"b.{self.partition_column} IS NULL"
-        return f"b.{self.partition_column} = %(partition)s::text::{self.partition_type}"
+        return None if self.own else plain(self.table)
 
 
 @lru_cache(maxsize=1024)
 def _spell(relation: Relation, statement: bytes, null_partition: bool, more: tuple[tuple[str, str], ...]) -> bytes:
-    places: dict[str, str | None] = {name: getattr(relation, name) for name in _SPELLED}
-    places["within"] = relation.within(null_partition)
-    places["filter_of_g"] = relation.filter.replace("b.", "g.")
-    for name, text in (_USUAL | dict(more)).items():
-        # Names of columns are final: whatever one holds, it is no place to be filled.
-        places[name] = text if (name, text) in more and name in _FINAL else _filled(text, places)
+    within = "true"
+    if relation.partition_column is not None:
+        value = "IS NULL" if null_partition else f"= %(partition)s::text::{relation.partition_type}"
+        within = f"b.{relation.partition_column} {value}"
+    places = {field.name: getattr(relation, field.name) for field in fields(relation)}
+    places |= {"within": within, "filter_of_g": relation.filter.replace("b.", "g."), **dict(more)}
 
     def fill(found: re.Match[str]) -> str:
         text = places[found[1]]
@@ -113,40 +111,10 @@ def _spell(relation: Relation, statement: bytes, null_partition: bool, more: tup
     return _PLACE.sub(fill, statement.decode()).encode()
 
 
-def _filled(text: str, places: dict[str, str | None]) -> str:
-    return _PLACE.sub(lambda found: str(places[found[1]]), text)
+def plain(spelled: str) -> str:
+    """A name as SQL spells it outside of a statement with parameters."""
+    return spelled.replace("%%", "%")
 
-
-_SPELLED = (
-    "table",
-    "id",
-    "id_type",
-    "group_id",
-    "created_at",
-    "created_type",
-    "since",
-    "early",
-    "key",
-    "partition",
-    "filter",
-    "bytes",
-    "data",
-    "whole",
-    "payload",
-    "version",
-    "mergeable",
-    "key_column",
-    "partition_column",
-    "partition_type",
-)
-
-_USUAL = {
-    "beyond": "true",
-    "names": "{key_column}",
-    "values": "%(v0)s::text",
-}
-"""What parts of a statement are, unless it is spelled with others."""
-_FINAL = ("names", "values")
 
 OWN = Relation(
     buffer="",
@@ -178,7 +146,7 @@ def find(settings: BufferSettings) -> Plan[Relation]:
     if settings.table is None:
         return replace(OWN, buffer=settings.name)
     found = yield from _look_up(settings.table.name)
-    return _spelled(settings, _refuse(settings, found))
+    return _relation(settings, settings.table, found)
 
 
 def recall(buffer: str, spelled: Sequence[str | None]) -> Plan[Relation]:
@@ -187,11 +155,10 @@ def recall(buffer: str, spelled: Sequence[str | None]) -> Plan[Relation]:
     if relation is None:
         return replace(OWN, buffer=buffer)
     found = yield from _look_up(relation)
-    known = {} if found is None else {column.spelled: column.name for column in found.columns}
+    known = {} if found is None else {column.spelled: column.name for column in found.columns.values()}
     id, group, created, key, partition = (None if name is None else known.get(name, name) for name in names)
     table = BufferTable(relation, id or "id", group or "group_id", created or "created_at", key)
-    settings = BufferSettings(buffer, table=table, partition_by=partition)
-    return _spelled(settings, _refuse(settings, found))
+    return _relation(BufferSettings(buffer, table=table, partition_by=partition), table, found)
 
 
 def check(settings: BufferSettings) -> Plan[Relation]:
@@ -214,79 +181,35 @@ def ddl(table: BufferTable, *, partition_by: str | None = None) -> Plan[list[str
     found = yield from _look_up(table.name)
     if found is None:
         raise InvalidOperationError(_no_table(table.name))
-    _refuse_unknown(table, partition_by, found)
-    if found.kind not in ORDINARY_KINDS:
-        return [
-            _comment(f"{found.spelled} is no table that rows can be locked in (a view, perhaps): name another one.")
-        ]
-    names = {column.name for column in found.columns}
-    forbidden = f"{found.spelled}: this role may not select, insert, update and delete there."
-    alter = [] if found.granted else [_comment(forbidden)]
-    added = _columns(table, another_primary_key=found.has_primary_key)
-    alter += [f"ALTER TABLE {found.spelled} {text};" for name, text in added if name not in names]
-    alter += _mended(table, found)
-    return alter + _missing_indexes(table, partition_by, found, merges=table.key is not None)
-
-
-def _refuse_unknown(table: BufferTable, partition_by: str | None, found: _Found) -> None:
-    """What an event is about, and its partition, are columns that only the application can add."""
+    # What an event is about, and its partition, are columns that only the application can add.
     wanted = ((table.key, "key"), (partition_by, "partition_by"))
-    unknown = [f"{name!r} ({meaning})" for name, meaning in wanted if name is not None and not found.column(name)]
+    unknown = [f"{name!r} ({meaning})" for name, meaning in wanted if name is not None and name not in found.columns]
     if unknown:
         raise InvalidOperationError(
             f"The table {found.spelled} has no column {' and none '.join(unknown)}; it has "
-            f"{', '.join(one.name for one in found.columns) or 'none'}. Add it first, or name another one."
+            f"{', '.join(found.columns) or 'none'}. Add it first, or name another one."
         )
+    if found.kind not in ORDINARY_KINDS:
+        return [_comment(f"{found.spelled} is {NOT_ORDINARY}: name another one.")]
+    forbidden = [] if found.granted else [_comment(f"{found.spelled}: {NOT_GRANTED}.")]
+    return forbidden + _lacking(table, partition_by, found)
 
 
-def _mended(table: BufferTable, found: _Found) -> list[str]:
-    """What makes columns fit that are there but are not as they must be; a comment where only a person can tell."""
-    alter = f"ALTER TABLE {found.spelled}"
-    lines: list[str] = []
-    if (id := found.column(table.id)) is not None and _problems_of(id, "id", found):
-        if found.has_primary_key:
-            lines += [] if found.is_unique(id) else [f"{alter} ADD UNIQUE ({id.spelled});"]
-            lines += [] if id.name in found.not_null else [f"{alter} ALTER COLUMN {id.spelled} SET NOT NULL;"]
-        else:
-            lines.append(f"{alter} ADD PRIMARY KEY ({id.spelled});")
-    if (group := found.column(table.group_id)) is not None:
-        if group.type in TEXTS:
-            lines.append(f"{alter} ALTER COLUMN {group.spelled} TYPE uuid USING {group.spelled}::uuid;")
-        elif group.type != "uuid":
-            lines.append(_other_type(group, found, "uuid"))
-        if group.name in found.not_null:
-            lines.append(f"{alter} ALTER COLUMN {group.spelled} DROP NOT NULL;")
-    if (created := found.column(table.created_at)) is not None:
-        if created.type == "date":
-            lines.append(f"{alter} ALTER COLUMN {created.spelled} TYPE timestamptz;")
-        elif not created.type.startswith("timestamp"):
-            lines.append(_other_type(created, found, "timestamptz"))
-        if created.name not in found.not_null and created.type.startswith(("timestamp", "date")):
-            lines += [
-                f"{alter} ALTER COLUMN {created.spelled} SET DEFAULT now();",
-                f"UPDATE {found.spelled} SET {created.spelled} = now() WHERE {created.spelled} IS NULL;",  # noqa: S608
-                f"{alter} ALTER COLUMN {created.spelled} SET NOT NULL;",
-            ]
-    return lines
+def all_ddl(table: BufferTable, *, partition_by: str | None = None) -> list[str]:
+    """The same for a table that nobody has looked at: every statement, for whoever writes a migration offline."""
+    unknown = _Found(0, table.name if READABLE.match(table.name) else quoted(table.name))
+    return _lacking(table, partition_by, unknown)
 
 
-def _other_type(column: Column, found: _Found, wanted: str) -> str:
-    return _comment(
-        f"{found.spelled}: the column {column.spelled} is of type {column.type}, wanted {wanted}: name another one."
-    )
+def _lacking(table: BufferTable, partition_by: str | None, found: _Found) -> list[str]:
+    columns = ((table.id, "id"), (table.group_id, "group_id"), (table.created_at, "created_at"))
+    mends = [mends for name, meaning in columns for _, mends in _flaws(name, meaning, found)]
+    return [statement for some in mends for statement in some] + _missing_indexes(table, partition_by, found)
 
 
 def _comment(text: str) -> str:
     """In one line, whatever is in the names."""
     return "-- " + " ".join(text.splitlines())
-
-
-def all_ddl(table: BufferTable, *, partition_by: str | None = None) -> list[str]:
-    """The same for a table that nobody has looked at: every statement, for whoever writes a migration offline."""
-    spelled = table.name if READABLE.match(table.name) else quoted(table.name)
-    alter = [f"ALTER TABLE {spelled} {added};" for _, added in _columns(table)]
-    unknown = _Found(0, spelled, "r", True, [], set(), [])
-    return alter + _missing_indexes(table, partition_by, unknown, merges=table.key is not None)
 
 
 def quoted(name: str) -> str:
@@ -298,104 +221,109 @@ def quoted(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the catalogue says about a table."""
+    """What the catalogue says about a table: its columns by their names, and what its indexes hold."""
 
     oid: int
     spelled: str
-    kind: str
-    granted: bool
-    columns: list[Column]
-    not_null: set[str]
-    indexes: list[tuple[list[str], bool, str | None]]
-    has_primary_key: bool = False
+    kind: str = "r"
+    granted: bool = True
+    columns: dict[str, Column] = field(default_factory=dict)
+    indexes: Sequence[tuple[list[str], bool, str | None, bool]] = ()
+    """Of each index its columns, whether it is unique, its condition, and whether it is the primary key."""
 
-    def column(self, name: str) -> Column | None:
-        return next((column for column in self.columns if column.name == name), None)
+    @property
+    def has_primary_key(self) -> bool:
+        return any(primary for *_, primary in self.indexes)
 
     def is_unique(self, column: Column) -> bool:
         """By itself, whatever other columns hold."""
-        return any(unique and names == [column.name] and not where for names, unique, where in self.indexes)
+        return any(unique and names == [column.name] and not where for names, unique, where, _ in self.indexes)
 
 
 def _look_up(name: str) -> Plan[_Found | None]:
-    readable = READABLE.match(name) is not None
-    rows = yield from execute(SQL.find_table, name=name, readable=readable)
+    rows = yield from execute(SQL.find_table, name=name, readable=READABLE.match(name) is not None)
     if not rows:
         return None
     [[oid, spelled, kind, granted]] = rows
-    columns = yield from execute(SQL.find_columns, table=oid)
+    columns = yield from many(Column, SQL.find_columns, table=oid)
     indexes = yield from execute(SQL.find_indexes, table=oid)
-    return _Found(
-        oid,
-        spelled,
-        kind,
-        granted,
-        [Column(column, text, type) for column, text, type, _ in columns],
-        {column for column, _, _, not_null in columns if not_null},
-        [(names, unique, where) for names, unique, where, _ in indexes],
-        any(primary for *_, primary in indexes),
-    )
+    return _Found(oid, spelled, kind, granted, {column.name: column for column in columns}, indexes)
 
 
-def _refuse(settings: BufferSettings, found: _Found | None) -> _Found:
-    table = settings.table
-    assert table is not None
-    if found is None:
-        raise InvalidOperationError(_no_table(table.name, settings.name))
-    problems: list[str] = []
-    if found.kind not in ORDINARY_KINDS:
-        problems.append("it is no table that rows can be locked in (a view, perhaps)")
-    if not found.granted:
-        problems.append("this role may not select, insert, update and delete there")
+def _flaws(name: str, meaning: str, found: _Found) -> list[tuple[str, list[str]]]:
+    """What is wrong with a column, and the statements that mend it; a comment where only a person can tell."""
+    column, alter = found.columns.get(name), f"ALTER TABLE {found.spelled}"
+    if column is None:
+        key = "UNIQUE" if found.has_primary_key else "PRIMARY KEY"
+        types = {
+            "id": f"bigint GENERATED ALWAYS AS IDENTITY {key}",
+            "group_id": "uuid",
+            "created_at": "timestamptz NOT NULL DEFAULT now()",
+        }
+        problem = f"there is no column {name!r} ({meaning}); it has {', '.join(found.columns)}"
+        return [(problem, [f"{alter} ADD COLUMN {quoted(name)} {types[meaning]};"] if meaning in types else [])]
+    its, alter_it = f"column {name!r} ({meaning})", f"{alter} ALTER COLUMN {column.spelled}"
+    of_type = f"is of type {column.type}, wanted"
+    another = f"{found.spelled}: the column {column.spelled} {of_type}"
+    flaws: list[tuple[str, list[str]]] = []
+    if meaning == "id":
+        unique = found.is_unique(column)
+        mends = [] if unique else [f"{alter} ADD UNIQUE ({column.spelled});"]
+        mends += [] if column.not_null else [f"{alter_it} SET NOT NULL;"]
+        if not found.has_primary_key:
+            mends = [f"{alter} ADD PRIMARY KEY ({column.spelled});"]
+        if not unique or not column.not_null:
+            flaws.append((f"{its} is not unique and not null by itself; wanted a primary key", mends))
+    elif meaning == "group_id":
+        if column.type != "uuid":
+            cast = f"{alter_it} TYPE uuid USING {column.spelled}::uuid;"
+            mend = cast if column.type in TEXTS else _comment(f"{another} uuid: name another one.")
+            flaws.append((f"{its} {of_type} uuid", [mend]))
+        if column.not_null:
+            problem = f"{its} must not be null, wanted one that is null while an event waits"
+            flaws.append((problem, [f"{alter_it} DROP NOT NULL;"]))
+    elif meaning == "created_at":
+        is_date, is_time = column.type == "date", column.type.startswith("timestamp")
+        if not is_time:
+            cast = f"{alter_it} TYPE timestamptz;"
+            mend = cast if is_date else _comment(f"{another} timestamptz: name another one.")
+            flaws.append((f"{its} {of_type} timestamptz", [mend]))
+        if not column.not_null and (is_time or is_date):
+            now = f"UPDATE {found.spelled} SET {column.spelled} = now() WHERE {column.spelled} IS NULL;"  # noqa: S608
+            mends = [f"{alter_it} SET DEFAULT now();", now, f"{alter_it} SET NOT NULL;"]
+            flaws.append((f"{its} may be null, wanted one that tells the age of every event", mends))
+    return flaws
+
+
+def _refuse(settings: BufferSettings, table: BufferTable, found: _Found) -> None:
+    problems = [] if found.kind in ORDINARY_KINDS else [f"it is {NOT_ORDINARY}"]
+    problems += [] if found.granted else [NOT_GRANTED]
     wanted = [(table.id, "id"), (table.group_id, "group_id"), (table.created_at, "created_at")]
     wanted += [(table.key, "key")] if table.key is not None else []
     wanted += [(settings.partition_by, "partition_by")] if settings.partition_by is not None else []
     for name, meaning in wanted:
-        column = found.column(name)
-        if column is None:
-            known = ", ".join(one.name for one in found.columns)
-            problems.append(f"there is no column {name!r} ({meaning}); it has {known}")
-        else:
-            problems += _problems_of(column, meaning, found)
+        problems += [problem for problem, _ in _flaws(name, meaning, found)[:1]]
     if problems:
         raise InvalidOperationError(
             f"The table {found.spelled} cannot be the buffer {settings.name!r}: {'; '.join(problems)}. Wanted: a "
             "unique id, a nullable uuid for the group, and a created time. "
             f"`busload buffer ddl {table.name}` prints what it lacks."
         )
-    return found
 
 
-def _problems_of(column: Column, meaning: str, found: _Found) -> list[str]:
-    if meaning == "id" and (not found.is_unique(column) or column.name not in found.not_null):
-        return [f"column {column.name!r} (id) is not unique and not null by itself; wanted a primary key"]
-    if meaning == "group_id":
-        if column.type != "uuid":
-            return [f"column {column.name!r} (group_id) is of type {column.type}, wanted uuid"]
-        if column.name in found.not_null:
-            return [f"column {column.name!r} (group_id) must not be null, wanted one that is null while an event waits"]
-    if meaning == "created_at":
-        if not column.type.startswith("timestamp"):
-            return [f"column {column.name!r} (created_at) is of type {column.type}, wanted timestamptz"]
-        if column.name not in found.not_null:
-            return [f"column {column.name!r} (created_at) may be null, wanted one that tells the age of every event"]
-    return []
-
-
-def _spelled(settings: BufferSettings, found: _Found) -> Relation:
-    table = settings.table
-    assert table is not None
-
-    def column(name: str) -> Column:
-        one = found.column(name)
-        assert one is not None
-        return Column(one.name, _literal(one.spelled), _literal(one.type))
-
-    id, group, created = column(table.id), column(table.group_id), column(table.created_at)
-    key = None if table.key is None else column(table.key)
-    partition = None if settings.partition_by is None else column(settings.partition_by)
-    technical = {table.id, table.group_id}
-    columns = tuple(column(one.name) for one in found.columns if one.name not in technical)
+def _relation(settings: BufferSettings, table: BufferTable, found: _Found | None) -> Relation:
+    """How statements spell a table that was found; refuses one that cannot be a buffer."""
+    if found is None:
+        raise InvalidOperationError(_no_table(table.name, settings.name))
+    _refuse(settings, table, found)
+    all_columns = {
+        name: replace(column, spelled=_literal(column.spelled), type=_literal(column.type))
+        for name, column in found.columns.items()
+    }
+    id, group, created = (all_columns[name] for name in (table.id, table.group_id, table.created_at))
+    key = None if table.key is None else all_columns[table.key]
+    partition = None if settings.partition_by is None else all_columns[settings.partition_by]
+    columns = tuple(column for column in all_columns.values() if column not in (id, group))
     data = ", ".join(f"b.{one.spelled}" for one in columns)
     since, early = f"b.{created.spelled}", "false"
     if created.type != "timestamp with time zone":
@@ -440,43 +368,27 @@ def _no_table(name: str, buffer: str | None = None) -> str:
     )
 
 
-def _columns(table: BufferTable, *, another_primary_key: bool = False) -> list[tuple[str, str]]:
-    kind = "UNIQUE" if another_primary_key else "PRIMARY KEY"
-    return [
-        (table.id, f"ADD COLUMN {quoted(table.id)} bigint GENERATED ALWAYS AS IDENTITY {kind}"),
-        (table.group_id, f"ADD COLUMN {quoted(table.group_id)} uuid"),
-        (table.created_at, f"ADD COLUMN {quoted(table.created_at)} timestamptz NOT NULL DEFAULT now()"),
-    ]
-
-
-def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found, *, merges: bool) -> list[str]:
+def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found) -> list[str]:
     """What claims and reads would have to read the whole table for."""
 
     def spelled(name: str) -> str:
-        column = found.column(name)
-        return quoted(name) if column is None else column.spelled
+        return found.columns[name].spelled if name in found.columns else quoted(name)
 
-    waits, runs = f"({spelled(table.group_id)} IS NULL)", f"({spelled(table.group_id)} IS NOT NULL)"
+    def create(names: Sequence[str], where: str, kind: str = "INDEX") -> str:
+        return f"CREATE {kind} ON {found.spelled} ({', '.join(map(spelled, names))}) WHERE {where};"
+
+    waits, runs = (f"{spelled(table.group_id)} IS {null}" for null in ("NULL", "NOT NULL"))
     in_order = [*([partition_by] if partition_by is not None else []), table.created_at, table.id]
+    # Each with its condition, and how many of its first columns an index must have that does as well.
+    wanted = [(in_order, waits, len(in_order)), ([table.group_id], runs, 1)]
+    if table.key is not None:
+        wanted += [([table.key], runs, 1), ([table.key, table.created_at, table.id], waits, 1)]
     missing: list[str] = []
-
-    def lacks(names: Sequence[str], *conditions: str | None) -> bool:
-        return not any(have[: len(names)] == list(names) and where in conditions for have, _, where in found.indexes)
-
-    def create(names: Sequence[str], where: str, unique: bool = False) -> str:
-        kind = "UNIQUE INDEX" if unique else "INDEX"
-        return f"CREATE {kind} ON {found.spelled} ({', '.join(map(spelled, names))}) WHERE {where[1:-1]};"
-
-    if lacks(in_order, waits):
-        missing.append(create(in_order, waits))
-    if lacks([table.group_id], runs, None):
-        missing.append(create([table.group_id], runs))
-    if merges and table.key is not None:
-        if lacks([table.key], runs, None):
-            missing.append(create([table.key], runs))
-        if lacks([table.key], waits):
-            missing.append(create([table.key, table.created_at, table.id], waits))
-        if found.oid == 0:
-            once = create([table.key], waits, unique=True)
-            missing.append(_comment(f"optional, at most one waiting event per key: {once}"))
+    for names, where, most in wanted:
+        conditions = [f"({where})"] if where == waits else [f"({where})", None]
+        if not any(have[:most] == names[:most] and of in conditions for have, _, of, _ in found.indexes):
+            missing.append(create(names, where))
+    if table.key is not None and found.oid == 0:
+        once = create([table.key], waits, "UNIQUE INDEX")
+        missing.append(_comment(f"optional, at most one waiting event per key: {once}"))
     return missing

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from busload.buffers import events, status
-from busload.buffers.buffer import (
-    AnyBuffer,
-    Handlers,
-    _add,
-    _add_many,
-    _check_claim,
-    _serve,
-    _takes_connection,
-)
+from busload.buffers import add, claim, status
+from busload.buffers.buffer import AnyBuffer, Handlers, _check_claim, _serve, _takes_connection
 from busload.buffers.declaration import BufferSettings, BufferStatus
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
@@ -41,7 +33,7 @@ class SyncBuffer(AnyBuffer):
         same key, which then is not taken into a group before this transaction has ended. If that event is in a group
         already, the new one is the next. For a buffer that is a table of yours, `data` are columns and their values.
         """
-        return self._database.write(_add(self._payload, self.settings, data, key), conn)
+        return self._database.write(add.add(self._payload, self.settings, data, key), conn)
 
     def add_many(
         self,
@@ -55,7 +47,7 @@ class SyncBuffer(AnyBuffer):
         Instead of an id there is None for an event that was merged into another. `key` tells the subject of a payload:
         `add_many(rows, key=lambda row: row["contact_id"])`. With `conn` they exist exactly if that transaction commits.
         """
-        return self._database.write(_add_many(self._payload, self.settings, items, key), conn)
+        return self._database.write(add.add_many(self._payload, self.settings, items, key), conn)
 
     def claim(self, callback: Callable[..., Any], *, limit: int | None = None) -> list[Any]:
         """Make a group of what waits, due or not, and return the ids of its events; none if nothing waits.
@@ -67,7 +59,7 @@ class SyncBuffer(AnyBuffer):
         _check_claim(callback, limit, awaits=waiting.AWAITS)
         at = self._database.in_transaction(_serve(self.settings))
         with self._database.pool.connection() as conn, conn.transaction():
-            claimed = perform(conn, events.claim(self.settings, at, limit or self.settings.size))
+            claimed = perform(conn, claim.claim(self.settings, at, limit or self.settings.size))
             if claimed is None:
                 return []
             group_id, ids = claimed
@@ -78,10 +70,10 @@ class SyncBuffer(AnyBuffer):
     def distribute(self) -> int:
         """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""
         at = self._database.in_transaction(_serve(self.settings))
-        perform = self._database.in_transaction if events.takes_turns(self.settings) else self._database.read
+        perform = self._database.in_transaction if claim.takes_turns(self.settings) else self._database.read
         groups, after = 0, None
         while True:
-            round = events.Round(self.settings, at, after, around=False)
+            round = claim.Round(self.settings, at, after, around=False)
             for plan in round.plans():
                 perform(plan)
             groups, after = groups + round.groups, round.cursor

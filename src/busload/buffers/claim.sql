@@ -1,43 +1,3 @@
--- fragment: in_time
--- With `patience`, in milliseconds, the statement fails if somebody else holds a row that it needs for
--- longer.
-WHERE %(patience)s::integer IS NULL
-   OR (SELECT set_config('lock_timeout', %(patience)s::integer::text, true)) IS NOT NULL
-
--- fragment: merged_on_arrival
--- With a rule that is applied on arrival (`once`), the event that waits for the same key takes the new one
--- in. It is replaced if the last event is to be kept, and otherwise stays as it is. It is locked either way,
--- so that no group takes it before this transaction ends.
-ON CONFLICT (buffer, key) WHERE group_id IS NULL AND once
-DO UPDATE
-   SET data = excluded.data, bytes = excluded.bytes, partition = excluded.partition
- WHERE %(last)s::boolean
-
--- name: add
--- One event. Returns its id, or null if a waiting event has taken it in.
-INSERT INTO busload.buffered AS b (buffer, partition, key, once, data, bytes)
-SELECT %(buffer)s::text, %(partition)s::text, %(key)s::text, %(once)s::boolean, %(data)s::text::json,
-       %(bytes)s::integer
- {in_time}
-{merged_on_arrival}
-RETURNING CASE WHEN b.xmax = 0 THEN b.id END;
-
--- name: add_some
--- Many events, in the order of the arrays: the order of their keys, so that two such statements cannot wait
--- for each other.
-INSERT INTO busload.buffered AS b (buffer, partition, key, once, data, bytes)
-SELECT %(buffer)s::text, e.partition, e.key, %(once)s::boolean, e.data::json, octet_length(e.data)
-  FROM unnest(%(partitions)b::text[], %(keys)b::text[], %(data)b::text[])
-       WITH ORDINALITY AS e (partition, key, data, nth)
- {in_time}
- ORDER BY e.nth
-{merged_on_arrival}
-RETURNING CASE WHEN b.xmax = 0 THEN b.id END, b.key;
-
--- name: insert_row
--- An event into an application's table.
-INSERT INTO {table} AS b ({names}) VALUES ({values}) RETURNING b.{id};
-
 -- name: room
 -- How many more groups may stand in the queue, and when the buffer was flushed last.
 SELECT %(max_groups)s::integer - (SELECT count(*) FROM (
@@ -67,10 +27,10 @@ CASE WHEN {early} THEN -1
      WHEN since < now() THEN -1
      ELSE 1e9 END::float8
 
--- name: partitions
+-- fragment: oldest_of_partitions
 -- The partitions in which events wait, from one on, each by its oldest event. Each partition takes one step
 -- of the index, however many events wait.
-WITH RECURSIVE part AS (
+part AS (
     (SELECT 1 AS nth, b.{partition_column} AS name, {since} AS since, b.{created_at} AS first
        FROM {table} AS b
       WHERE {waits} AND {beyond}
@@ -86,16 +46,21 @@ WITH RECURSIVE part AS (
             LIMIT 1) AS n
      WHERE part.nth < %(most)s::integer
 )
+
+-- fragment: oldest_of_partition
+SELECT b.{created_at} AS first, {since} AS since FROM {table} AS b WHERE {waits} AND {within}
+{in_order}
+LIMIT 1
+
+-- name: partitions
+-- The partitions in which events wait.
+WITH RECURSIVE {oldest_of_partitions}
 SELECT name::text, first::text, {due_in}, since <= %(flushed_at)s::text::timestamptz FROM part ORDER BY nth;
 
 -- name: oldest
 -- The oldest event of one partition.
 SELECT NULL, first::text, {due_in}, since <= %(flushed_at)s::text::timestamptz
-  FROM (SELECT b.{created_at} AS first, {since} AS since
-          FROM {table} AS b
-         WHERE {waits} AND {within}
-         {in_order}
-         LIMIT 1) AS b;
+  FROM ({oldest_of_partition}) AS b;
 
 -- name: weigh
 -- How many events wait in one partition, and how many bytes they have: counted no further than a group is

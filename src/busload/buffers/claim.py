@@ -1,4 +1,4 @@
-"""How events wait in a buffer, and how they leave it in groups."""
+"""How events of a buffer leave in groups: which partitions are due, and how a slice of one is claimed."""
 
 from __future__ import annotations
 
@@ -7,35 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-import msgspec
-import psycopg
-from psycopg.adapt import PyFormat, Transformer
-from psycopg.types.json import Json, Jsonb
-
-from busload.buffers import table
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import Column, Relation
+from busload.buffers.table import Relation
 from busload.commands.ids import new_id
-from busload.errors import InvalidCommandError, InvalidOperationError, Problem
-from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
 
-SOME, SOME_BYTES = 2000, 4_000_000
-"""What one statement adds at most."""
-
 MOST_PARTITIONS = 2000
 """How many partitions one look steps through: about ten microseconds each."""
-
-
-class NewEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event that was checked: what goes into the table."""
-
-    partition: str
-    key: str | None
-    data: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,109 +42,6 @@ class Claimed:
     was_full: bool
     ids: list[Any] | None
     notified: Any
-
-
-def merges_at_once(settings: BufferSettings) -> bool:
-    """Whether an event that arrives is merged into the one that waits for its key."""
-    return bool(_rule(settings)["once"])
-
-
-def add(settings: BufferSettings, event: NewEvent, *, patience: int | None = None) -> Plan[int | None]:
-    """Add one event; None means that it was merged into the one that waits for its key."""
-    rows = yield from execute(
-        SQL.add,
-        **_rule(settings),
-        partition=event.partition,
-        key=event.key,
-        data=event.data,
-        bytes=len(event.data.encode()),
-        patience=patience,
-    )
-    return rows[0][0] if rows else None
-
-
-def add_many(
-    settings: BufferSettings, events: Sequence[NewEvent], *, patience: int | None = None
-) -> Plan[list[int | None]]:
-    """Add many events, all or none; returns their ids in the order of the input."""
-    rule = _rule(settings)
-    if not rule["once"]:
-        rows = yield from _add_in_parts(events, rule, patience)
-        return [id for id, _ in rows]
-    kept: dict[str | None, int] = {}
-    firsts: dict[str | None, int] = {}
-    for index, event in enumerate(events):
-        firsts.setdefault(event.key, index)
-        if rule["last"] or event.key not in kept:
-            kept[event.key] = index
-    # In the order of their keys, so that two such calls cannot wait for each other.
-    rows = yield from _add_in_parts([events[kept[key]] for key in sorted(kept, key=str)], rule, patience)
-    added: list[int | None] = [None] * len(events)
-    for id, key in rows:
-        added[firsts[key]] = id
-    return added
-
-
-def _add_in_parts(events: Sequence[NewEvent], rule: dict[str, Any], patience: int | None) -> Plan[list[Any]]:
-    rows: list[Any] = []
-    for part in _parts(events):
-        added = yield from execute(SQL.add_some, **rule, **_arrays(part), patience=patience)
-        rows += added if rule["once"] else sorted(added)
-    return rows
-
-
-def in_one_statement(events: Sequence[NewEvent]) -> bool:
-    return len(list(_parts(events))) <= 1
-
-
-def insert(settings: BufferSettings, rows: Sequence[dict[str, Any]]) -> Plan[list[Any]]:
-    """Rows of an application's table; the keys of each are columns of it."""
-    at = yield from table.find(settings)
-    assert settings.table is not None
-    types = {settings.table.id: Column(settings.table.id, at.id, at.id_type)}
-    types |= {column.name: column for column in at.columns}
-    ids: list[Any] = []
-    for index, row in enumerate(rows):
-        if strange := [name for name in row if name not in types]:
-            raise InvalidOperationError(
-                f"The table {at.table} has no column {strange[0]!r:.80} that an event (number {index}) could fill; "
-                f"it has {', '.join(types)}. Nothing was written."
-            )
-        names = ", ".join(types[name].spelled for name in row)
-        values = ", ".join(f"%(v{nth})s::{types[name].type}" for nth, name in enumerate(row))
-        adapted = {name: _as_json(value, types[name].type) for name, value in row.items()}
-        params = {f"v{nth}": value for nth, value in enumerate(adapted.values())}
-        try:
-            [[id]] = yield from execute(at.spell(SQL.insert_row, names=names, values=values), **params)
-        except (psycopg.DataError, psycopg.ProgrammingError, TypeError, ValueError) as error:
-            if getattr(error, "sqlstate", None) is None:
-                _refuse_unsendable(adapted, index if len(rows) > 1 else None)
-            raise
-        ids.append(id)
-    return ids
-
-
-def _as_json(value: Any, type: str) -> Any:
-    """JSON is sent as such; None is null there too, and not the null of JSON."""
-    if type not in ("json", "jsonb"):
-        return Jsonb(value) if isinstance(value, dict) else value
-    if value is None or isinstance(value, (Json, Jsonb)):
-        return value
-    return Json(value) if type == "json" else Jsonb(value)
-
-
-def _refuse_unsendable(row: dict[str, Any], index: int | None) -> None:
-    """Name the columns whose values psycopg cannot send."""
-    problems: list[Problem] = []
-    for name, value in row.items():
-        try:
-            Transformer().get_dumper(value, PyFormat.AUTO).dump(value)
-        except (psycopg.Error, TypeError, ValueError) as error:
-            given = value.obj if isinstance(value, (Json, Jsonb)) else value
-            message = f"found {given!r:.80}, wanted a value that PostgreSQL can hold: {error}"
-            problems.append(Problem("INVALID_OPTION", f"/data/{name}", message, index))
-    if problems:
-        raise InvalidCommandError(problems)
 
 
 class Round:
@@ -233,10 +111,11 @@ class Round:
         self._due = aged + ((yield from self._full(young)) if self._room > len(aged) else [])
 
     def _steps(self, after: str | None) -> Plan[list[Waiting]]:
-        beyond = "true" if self._at.own else "b.{partition_column} IS NOT NULL"
+        at = self._at
+        beyond = "true" if at.own else f"b.{at.partition_column} IS NOT NULL"
         if after is not None:
-            beyond = "b.{partition_column} > %(after)s::text::{partition_type}"
-        sql = self._at.spell(SQL.partitions, beyond=beyond)
+            beyond = f"b.{at.partition_column} > %(after)s::text::{at.partition_type}"
+        sql = at.spell(SQL.partitions, beyond=beyond)
         return many(Waiting, sql, **self._about(), after=after, most=MOST_PARTITIONS)
 
     def _oldest(self, partition: str | None) -> Plan[list[Waiting]]:
@@ -334,30 +213,3 @@ def _claim(
         told_table=at.told,
     )
     return Claimed(*row)
-
-
-def _rule(settings: BufferSettings) -> dict[str, Any]:
-    return {
-        "buffer": settings.name,
-        "once": settings.merge in ("keep_last", "keep_first"),
-        "last": settings.merge == "keep_last",
-    }
-
-
-def _parts(events: Sequence[NewEvent]) -> Iterator[Sequence[NewEvent]]:
-    start, bytes = 0, 0
-    for end, event in enumerate(events):
-        if end > start and (end - start == SOME or bytes + len(event.data) > SOME_BYTES):
-            yield events[start:end]
-            start, bytes = end, 0
-        bytes += len(event.data)
-    if events:
-        yield events[start:]
-
-
-def _arrays(events: Sequence[NewEvent]) -> dict[str, Any]:
-    return {
-        "partitions": unless_all_null(event.partition for event in events),
-        "keys": unless_all_null(event.key for event in events),
-        "data": [event.data for event in events],
-    }
