@@ -16,9 +16,10 @@ from busload.commands import rescue
 from busload.commands.checks import WIDEST
 from busload.commands.command import Command, NewCommand
 from busload.commands.ids import ascending_ids, lease_id_of
+from busload.commands.parts import cut, find_failing
 from busload.commands.payload import PayloadRefusedError, encode
 from busload.commands.retry import RetryPolicy
-from busload.errors import InvalidOperationError, PermanentCommandError, SupersededError
+from busload.errors import PermanentCommandError, SupersededError
 from busload.postgres.connection import AsyncConnection, is_away
 from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, perform_async
 from busload.postgres.statements import statements
@@ -108,24 +109,12 @@ def parts(
     """
     most = PART if rate is None else min(PART, max(1, int(rate)))
     own = len(encode(msgspec.to_builtins(decision), WIDEST))
-    fresh = ascending_ids()
-    for start, end in _cuts([own + size for size in sizes], most):
-        part = Part(decision, until, list(command_ids[start:end]))
-        run_at = now + timedelta(seconds=start / rate) if rate is not None and start else None
-        data = encode(msgspec.to_builtins(part), WIDEST)
+    fresh, before = ascending_ids(), 0
+    for some in cut(command_ids, (own + size for size in sizes), most, PART_BYTES):
+        data = encode(msgspec.to_builtins(Part(decision, until, list(some))), WIDEST)
+        run_at = now + timedelta(seconds=before / rate) if rate is not None and before else None
         yield NewCommand(next(fresh), DECISION, data, None, None, None, PRIORITY, run_at, None)
-
-
-def _cuts(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """From where to where the parts go: each has at most `most` items and `PART_BYTES`, or one item."""
-    start = total = 0
-    for position, size in enumerate(sizes):
-        if position - start == most or (position > start and total + size > PART_BYTES):
-            yield start, position
-            start, total = position, 0
-        total += size
-    if start < len(sizes):
-        yield start, len(sizes)
+        before += len(some)
 
 
 def read_part(data: Any) -> Part:
@@ -176,10 +165,11 @@ def move_part(
                 left[command_id] = f"the patch does not apply: {error}"
         commands = {command: commands[command] for command in data}
     if commands and decision.action == "retry":
-        yield from move(decision, list(commands), list(data.values()), action)
+        yield from retry(decision, list(commands), list(data.values()), action)
     elif commands:
-        kept = yield from _end_all(decision, list(commands), action)
-        left |= {commands.pop(command): why for command, why in kept.items()}
+        yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
+        kept = yield from find_failing(list(commands), lambda some: end(decision, some, action))
+        left |= {commands.pop(command): why_kept(error) for command, error in kept.items()}
     gone = set(part.command_ids).difference(commands.values(), left)
     if gone:
         left |= yield from _left_behind(domain, part, gone)
@@ -207,65 +197,44 @@ def pick(
     )
 
 
-def move(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
-    about: dict[str, Any] = {"commands": list(commands), "operator": decision.operator}
-    match decision.action:
-        case "retry":
-            patch = None if decision.patch is None else encode(decision.patch, WIDEST)
-            yield from execute(SQL.retry, **about, data=list(data), patch=patch, action=action)
-        case "complete":
-            yield from _end(
-                about, "OPERATOR_COMPLETED", {"result": decision.result}, "SUCCESS", decision.result, action
-            )
-        case "cancel":
-            reason = decision.reason
-            yield from _end(about, "OPERATOR_CANCELED", {"reason": reason}, "CANCELED", {"message": reason}, action)
+def retry(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
+    """Put commands back into the queue, with their patched `data` if the decision has a patch."""
+    patch = None if decision.patch is None else encode(decision.patch, WIDEST)
+    about = {"commands": list(commands), "operator": decision.operator}
+    yield from execute(SQL.retry, **about, data=list(data), patch=patch, action=action)
 
 
-def _end(
-    about: dict[str, Any], type: str, details: dict[str, Any], outcome: str, reply: Any, action: UUID | None
-) -> Plan[None]:
+def end(decision: Decision, commands: Sequence[int], action: UUID | None = None) -> Plan[psycopg.Error | None]:
+    """Complete or cancel commands. If one of them is a group whose events cannot be deleted, return that error."""
+    details: dict[str, Any]
+    if decision.action == "complete":
+        type, details = "OPERATOR_COMPLETED", {"result": decision.result}
+        outcome, reply = "SUCCESS", decision.result
+    else:
+        type, details = "OPERATOR_CANCELED", {"reason": decision.reason}
+        outcome, reply = "CANCELED", {"message": decision.reason}
     details |= {} if action is None else {"batch_id": str(action)}
-    answer = None if reply is None else encode(reply, WIDEST)
-    yield from execute(SQL.end, **about, type=type, details=encode(details, WIDEST), outcome=outcome, reply=answer)
-
-
-def end_one(decision: Decision, command: int, command_id: UUID) -> Plan[None]:
-    """Complete or cancel one command; refuse it if it is a group whose events cannot be deleted."""
+    ending = execute(
+        SQL.end,
+        commands=list(commands),
+        operator=decision.operator,
+        type=type,
+        details=encode(details, WIDEST),
+        outcome=outcome,
+        reply=None if reply is None else encode(reply, WIDEST),
+    )
     try:
-        yield Savepoint(move(decision, [command], [], None))
+        yield Savepoint(ending)
     except psycopg.Error as error:
-        why = _why_kept(error)
-        if why is None:
+        if is_away(error) or "busload.end_groups" not in (error.diag.context or ""):
             raise
-        raise InvalidOperationError(f"Group {command_id} stays as it is. {why}") from error
+        return error
+    return None
 
 
-def _end_all(decision: Decision, commands: Sequence[int], action: UUID | None) -> Plan[dict[int, str]]:
-    """Complete or cancel these commands, except groups whose events cannot be deleted. Return why those stay."""
-    yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
-    kept: dict[int, str] = {}
-    some = [list(commands)]
-    while some:
-        part = some.pop()
-        try:
-            yield Savepoint(move(decision, part, [], action))
-        except psycopg.Error as error:
-            why = _why_kept(error)
-            if why is None:
-                raise
-            if len(part) == 1:
-                kept[part[0]] = why
-            else:
-                some += [part[: len(part) // 2], part[len(part) // 2 :]]
-    return kept
-
-
-def _why_kept(error: psycopg.Error) -> str | None:
-    """Why the events of a group cannot be deleted; None if the error is about something else."""
+def why_kept(error: psycopg.Error) -> str:
+    """Why the events of a group cannot be deleted."""
     said = error.diag
-    if is_away(error) or "busload.end_groups" not in (said.context or ""):
-        return None
     if error.sqlstate == REFUSED_HERE:
         return str(said.message_primary)
     details = f" ({said.message_detail})" if said.message_detail else ""

@@ -20,7 +20,7 @@ from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 from busload.postgres.write import Write
 from busload.settings import InputLimits, PayloadLimits
-from busload.troubleshooting.carry_out import PART_BYTES, Action, Decision, end_one, move, parts, pick
+from busload.troubleshooting.carry_out import PART_BYTES, Action, Decision, end, parts, pick, retry, why_kept
 from busload.troubleshooting.patch import Patch
 
 SQL = statements(__name__)
@@ -99,9 +99,9 @@ def decide_one(domain: str, command_id: UUID, decision: Decision) -> Plan[None]:
         yield from _refuse(domain, command_id, decision.action)
     [(command, *_)] = picked
     if decision.action == "retry":
-        yield from move(decision, [command], [], None)
-    else:
-        yield from end_one(decision, command, command_id)
+        yield from retry(decision, [command], [], None)
+    elif (error := (yield from end(decision, [command]))) is not None:
+        raise InvalidOperationError(f"Group {command_id} stays as it is. {why_kept(error)}") from error
 
 
 def _refuse(domain: str, command_id: UUID, action: Action) -> Plan[None]:
