@@ -10,6 +10,8 @@ from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeAlias, TypedDict
 from uuid import UUID
 
+import msgspec
+
 from busload.commands.checks import WIDEST, check_all, encoded, given, problems_of, refuse, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
@@ -168,16 +170,8 @@ def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str
         message = f"a callback is sent when its {of} completes and cannot have a time of its own"
         raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
     [checked] = check_all(domain, [command], limits)
-    row = {
-        "command_id": str(checked.command_id),
-        "command_type": checked.command_type,
-        "data": data,
-        "correlation_id": str(checked.correlation_id) if checked.correlation_id else None,
-        "reply_to": checked.reply_to,
-        "task_key": checked.task_key,
-        "priority": checked.priority,
-        "max_attempts": checked.max_attempts,
-    }
+    row = msgspec.to_builtins(checked) | {"data": data}
+    del row["run_at"]
     return encoded(row, "/on_complete", WIDEST), command.command_id
 
 

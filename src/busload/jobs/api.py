@@ -23,7 +23,16 @@ from busload.errors import (
     PermanentCommandError,
 )
 from busload.jobs import progress
-from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, StageStatus, new_job, read_step
+from busload.jobs.job import (
+    JobMetadata,
+    JobStatus,
+    JobStatusName,
+    Stage,
+    StageMetadata,
+    StageStatus,
+    new_job,
+    read_step,
+)
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
@@ -164,12 +173,11 @@ FINAL = BusinessRuleError, DuplicateCommandError, InvalidCommandError, JobNotFou
 class FinishedStage:
     """What a planner gets: the job, and the stage that has just ended. A stage that was skipped has no batch."""
 
-    def __init__(self, bus: Any, finished: progress.Finished) -> None:
-        self._bus = bus
-        self.job: JobMetadata = finished.job
-        self.name: str = finished.ended.name
-        self.status: StageStatus = finished.ended.status
-        self.batch: BatchMetadata | None = finished.ended.batch
+    def __init__(self, bus: Any, job: JobMetadata, ended: StageMetadata) -> None:
+        self._bus, self.job = bus, job
+        self.name: str = ended.name
+        self.status: StageStatus = ended.status
+        self.batch: BatchMetadata | None = ended.batch
 
     async def results(self, status: CommandStatus | CommandStatusName | None = None) -> AsyncIterator[CommandMetadata]:
         """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
@@ -189,11 +197,12 @@ async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -
     """Begin a stage with what the function returns, in the transaction that completes the step."""
     step, bus = read_step(command.data), ctx.bus
     try:
-        finished = await bus.database.in_transaction(progress.look(command.domain, step))
-        if finished is None:
+        job = await bus.database.in_transaction(progress.job_to_plan(command.domain, step))
+        if job is None:
             return None
-        planned = await function(FinishedStage(bus, finished), ctx)
-        checked = check_all(command.domain, _commands(finished, planned), bus.settings.limits)
+        planned = await function(FinishedStage(bus, job, job.stages[step.position - 1]), ctx)
+        commands = _commands(job.stages[step.position].name, planned)
+        checked = check_all(command.domain, commands, bus.settings.limits)
         begin = progress.begin_planned(command.domain, step, checked, bus.via)
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the stage are one
@@ -204,10 +213,10 @@ async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -
         raise for_a_person(error) from error
 
 
-def _commands(finished: progress.Finished, planned: object) -> list[BatchCommand]:
+def _commands(stage: str, planned: object) -> list[BatchCommand]:
     if isinstance(planned, str | bytes | dict | BatchCommand) or not isinstance(planned, Iterable):
         raise PermanentCommandError(
-            f"The planner of stage {finished.name!r} returned {planned!r:.80}, wanted a list of BatchCommand; "
+            f"The planner of stage {stage!r} returned {planned!r:.80}, wanted a list of BatchCommand; "
             "an empty one skips the stage.",
             code="INVALID_PLAN",
         )

@@ -25,6 +25,7 @@ from busload.commands.checks import (
 )
 from busload.commands.command import BatchCommand, CommandMetadata, NewCommand
 from busload.commands.ids import new_id
+from busload.commands.parts import cut
 from busload.errors import InvalidCommandError, PermanentCommandError, Problem
 from busload.settings import InputLimits
 
@@ -146,24 +147,12 @@ def read_step(data: Any) -> Step:
 
 def parts(commands: Sequence[NewCommand]) -> Iterator[str]:
     """The commands of a later stage as JSON texts, none of which is large."""
-    part: list[NewCommand] = []
-    size = 0
-    for command in commands:
-        if part and (len(part) == PART or size + len(command.data) > PART_BYTES):
-            yield _encoded(part)
-            part, size = [], 0
-        part.append(command)
-        size += len(command.data)
-    if part:
-        yield _encoded(part)
+    for part in cut(commands, (len(command.data) for command in commands), PART, PART_BYTES):
+        yield msgspec.json.encode(part).decode()
 
 
 def read_part(text: str) -> list[NewCommand]:
     return _decoder.decode(text)
-
-
-def _encoded(part: Sequence[NewCommand]) -> str:
-    return msgspec.json.encode(part).decode()
 
 
 _decoder = msgspec.json.Decoder(list[NewCommand])

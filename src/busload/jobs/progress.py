@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from psycopg import errors as pg
 
 from busload.batches.batch import BatchMetadata, BatchStatus, existing_batches, find_batch
@@ -69,14 +70,10 @@ class _Stage:
     plan_id: UUID
     status: str
 
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What a planner is told: the job, the stage that has ended, and which one is to be planned."""
-
-    job: JobMetadata
-    ended: StageMetadata
-    name: str
+    @property
+    def awaited(self) -> UUID:
+        """The command that takes the job on from this stage."""
+        return self.plan_id if self.status == StageStatus.PLANNING else self.step_id
 
 
 def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
@@ -131,18 +128,15 @@ def advance(domain: str, step: Step, via: Via = NO_BROKER) -> Plan[str]:
     return (yield from _begin(job, stages, ended.position + 1))
 
 
-def look(domain: str, step: Step) -> Plan[Finished | None]:
-    """What a planner is told; None if the stage is not to be planned any more. Needs a transaction of its own."""
+def job_to_plan(domain: str, step: Step) -> Plan[JobMetadata | None]:
+    """The job of a stage; None if the stage is not to be planned any more. Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
     job = yield from _read(domain, step.job_id)
     if job is None:
         raise JobNotFoundError(domain, step.job_id)
     if job.status.final or step.position not in range(1, len(job.stages)):
         return None
-    stage = job.stages[step.position]
-    if stage.status != StageStatus.PLANNING:
-        return None
-    return Finished(job, job.stages[step.position - 1], stage.name)
+    return job if job.stages[step.position].status == StageStatus.PLANNING else None
 
 
 def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[str]:
@@ -294,18 +288,7 @@ def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
     assert found is not None
     callback = decode(on_complete)
     data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
-    correlation_id = callback["correlation_id"] and UUID(callback["correlation_id"])
-    command = NewCommand(
-        UUID(callback["command_id"]),
-        callback["command_type"],
-        data,
-        callback["reply_to"],
-        correlation_id,
-        callback["task_key"],
-        callback["priority"],
-        None,
-        callback["max_attempts"],
-    )
+    command = msgspec.convert(callback | {"data": data, "run_at": None}, NewCommand)
     try:
         yield from send.send_many(job.domain, [command])
     except DuplicateCommandError:  # somebody used the id meanwhile: no reason to hold the job up
@@ -316,8 +299,7 @@ def _is_stuck(job: _Job, here: _Stage) -> Plan[bool]:
     """Whether its step has ended and left it where it is, which only a person can have done."""
     if job.status != JobStatus.IN_PROGRESS:
         return False
-    step_id = here.plan_id if here.status == StageStatus.PLANNING else here.step_id
-    step = yield from search.command(job.domain, step_id)
+    step = yield from search.command(job.domain, here.awaited)
     return step is not None and step.status in ENDED
 
 
@@ -338,18 +320,11 @@ def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
     ids = [stage.batch_id for those in stages.values() for stage in those]
     batches = {batch.batch_id: batch for batch in (yield from existing_batches(ids))}
     jobs = [_job(row, stages[row[0]], batches) for row in rows]
-    awaited = {job.job_id: _awaited(job, stages[job.job_id][positions[job.job_id]]) for job in jobs}
-    wanted = [step_id for step_id in awaited.values() if step_id is not None]
-    found = (yield from search.commands(domain, wanted)) if wanted else []
+    going = [job.job_id for job in jobs if not job.status.final]
+    awaited = {job_id: stages[job_id][positions[job_id]].awaited for job_id in going}
+    found = (yield from search.commands(domain, list(awaited.values()))) if awaited else []
     steps = {step.command_id: step for step in found}
-    return [replace(job, step=steps.get(awaited[job.job_id] or job.job_id)) for job in jobs]
-
-
-def _awaited(job: JobMetadata, here: _Stage) -> UUID | None:
-    """The step that will take a job on, if it is at one."""
-    if job.status.final:
-        return None
-    return here.plan_id if here.status == StageStatus.PLANNING else here.step_id
+    return [replace(job, step=steps.get(awaited.get(job.job_id, job.job_id))) for job in jobs]
 
 
 def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:

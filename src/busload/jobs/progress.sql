@@ -1,9 +1,17 @@
 -- fragments of: busload.commands.load
 
--- fragment: status_of_job
+-- fragment: job
 -- A job is pending until the batch of its first stage has started.
-CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
-     ELSE j.status END
+SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
+       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
+  FROM busload.job AS j
+ CROSS JOIN LATERAL (
+        SELECT CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
+                    ELSE j.status END AS status,
+               b.started_at
+          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
+ WHERE j.domain = %(domain)s::text
 
 -- name: create
 -- A job without its stages.
@@ -104,23 +112,10 @@ SELECT count(*)::integer FROM noted;
 
 -- name: job
 -- One job.
-SELECT j.job_id, j.domain, j.name, j.custom_data::text,
-       {status_of_job},
-       j.continue_after_failures, j.operator, j.reason, j.created_at, b.started_at, j.completed_at, j.position
-  FROM busload.job AS j
-  LEFT JOIN busload.job_stage AS s ON s.job_id = j.job_id AND s.position = 0
-  LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
- WHERE j.job_id = %(job_id)s::uuid AND j.domain = %(domain)s::text;
+{job} AND j.job_id = %(job_id)s::uuid;
 
 -- name: jobs
 -- The jobs of a domain, the newest first.
-SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
-       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
-  FROM busload.job AS j
- CROSS JOIN LATERAL (
-        SELECT {status_of_job} AS status, b.started_at
-          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
-         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
- WHERE j.domain = %(domain)s::text AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
+{job} AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
  ORDER BY j.created_at DESC, j.job_id DESC
  {page};

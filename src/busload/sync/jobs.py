@@ -19,7 +19,16 @@ from busload.errors import (
 )
 from busload.jobs import progress
 from busload.jobs.api import FINAL, PAGE, _commands, _late, for_a_person
-from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, StageStatus, new_job, read_step
+from busload.jobs.job import (
+    JobMetadata,
+    JobStatus,
+    JobStatusName,
+    Stage,
+    StageMetadata,
+    StageStatus,
+    new_job,
+    read_step,
+)
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.write import Write, patient, then
@@ -145,12 +154,11 @@ class Jobs:
 class SyncFinishedStage:
     """What a planner gets: the job, and the stage that has just ended. A stage that was skipped has no batch."""
 
-    def __init__(self, bus: Any, finished: progress.Finished) -> None:
-        self._bus = bus
-        self.job: JobMetadata = finished.job
-        self.name: str = finished.ended.name
-        self.status: StageStatus = finished.ended.status
-        self.batch: BatchMetadata | None = finished.ended.batch
+    def __init__(self, bus: Any, job: JobMetadata, ended: StageMetadata) -> None:
+        self._bus, self.job = bus, job
+        self.name: str = ended.name
+        self.status: StageStatus = ended.status
+        self.batch: BatchMetadata | None = ended.batch
 
     def results(self, status: CommandStatus | CommandStatusName | None = None) -> Iterator[CommandMetadata]:
         """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
@@ -169,11 +177,12 @@ def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict
     """Begin a stage with what the function returns, in the transaction that completes the step."""
     step, bus = read_step(command.data), ctx.bus
     try:
-        finished = bus.database.in_transaction(progress.look(command.domain, step))
-        if finished is None:
+        job = bus.database.in_transaction(progress.job_to_plan(command.domain, step))
+        if job is None:
             return None
-        planned = function(SyncFinishedStage(bus, finished), ctx)
-        checked = check_all(command.domain, _commands(finished, planned), bus.settings.limits)
+        planned = function(SyncFinishedStage(bus, job, job.stages[step.position - 1]), ctx)
+        commands = _commands(job.stages[step.position].name, planned)
+        checked = check_all(command.domain, commands, bus.settings.limits)
         begin = progress.begin_planned(command.domain, step, checked, bus.via)
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the stage are one
