@@ -20,7 +20,7 @@ from busload.limits.rate import AHEAD, Adapted, Ask, Grant, Key, RateLimit
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
-from busload.postgres.waiting import Event
+from busload.postgres.waiting import Event, TimeLimit
 
 log = logging.getLogger("busload")
 
@@ -131,14 +131,12 @@ class Limiter:
         self._pool, self._patience = pool, patience
         self._lines: dict[Key, _Line] = {}
         self._clock = _Clock()
-        self._waiting_out: set[_Caller] = set()
         self._refused_domains: Collection[str] = ()
+        self._domains_changed = Event()
         self._forgot = time.monotonic()
         self.due = Event()
         """Set when `once` has something to ask for."""
         self.rests = RestingDomains()
-        self.asks = 0
-        """How many statements were sent so far."""
 
     async def enter(
         self, limit: RateLimit, domain: str, command_type: str, subject: object, *, patient: bool = False
@@ -153,7 +151,9 @@ class Limiter:
             self._check_domain(domain)
         key = _key(limit, domain, command_type, subject)
         while True:
-            line = self._line(key, limit)
+            if (line := self._lines.get(key)) is None:
+                self._forget_idle_lines()
+                line = self._lines[key] = _Line(key[0], limit, self.rests)
             caller = line.join(domain, math.inf if patient else self._patience)
             self.due.set()
             try:
@@ -165,13 +165,6 @@ class Limiter:
             if now <= caller.begin_until:
                 return Entered(key, now, caller.begin_until)
             # The event loop was blocked, and the turn has passed: ask for another one.
-
-    def _line(self, key: Key, limit: RateLimit) -> _Line:
-        line = self._lines.get(key)
-        if line is None:
-            self._forget_idle_lines()
-            line = self._lines[key] = _Line(key[0], limit, self.rests)
-        return line
 
     async def refused(
         self,
@@ -204,15 +197,9 @@ class Limiter:
     async def wait_out(self, domain: str, refused: PostponedError) -> None:
         """Wait in the slot until what was refused may be tried again; `PostponedError` as from a patient `enter`."""
         self._check_domain(domain)
-        loop = asyncio.get_running_loop()
-        caller = _Caller(domain, math.inf, loop.create_future())
-        timer = loop.call_later(refused.seconds, _let, caller)
-        self._waiting_out.add(caller)
-        try:
-            await caller.go
-        finally:
-            timer.cancel()
-            self._waiting_out.discard(caller)
+        time_limit = TimeLimit(refused.seconds)
+        while await self._domains_changed.wait(time_limit.left):
+            self._check_domain(domain)
 
     def hear(self, payload: str | None) -> None:
         """A receiver has refused calls under this limit, or under any: calls that have not begun ask again."""
@@ -228,9 +215,8 @@ class Limiter:
         self._refused_domains = frozenset(domains)
         for line in self._lines.values():
             line.refuse_domains(domains)
-        for caller in self._waiting_out:
-            if caller.domain in domains and not caller.go.done():
-                caller.go.set_exception(PostponedError(caller.domain, SHORTEST))
+        changed, self._domains_changed = self._domains_changed, Event()
+        changed.set()
 
     async def once(self) -> float | None:
         """Ask for the calls that wait; return the seconds until the next time."""
@@ -240,7 +226,6 @@ class Limiter:
             line.lose_patience(now)
         due = {key: line for key, line in self._lines.items() if line.waiting and line.ask_at <= now}
         if due:
-            self.asks += 1
             async with self._pool.connection() as conn:
                 asked = time.monotonic()
                 grants = await _ask(conn, due)

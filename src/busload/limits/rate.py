@@ -15,7 +15,7 @@ from math import exp
 from typing import Any
 from uuid import UUID
 
-from busload.commands.checks import FLAG, MORE_THAN_ZERO, POSITIVE, require, whole, wrong_name
+from busload.commands.checks import FLAG, MORE_THAN_ZERO, POSITIVE, require, whole, wrong_name, wrong_text
 from busload.commands.checks import refuse as refuse_invalid
 from busload.commands.execution import Lease
 from busload.errors import PermanentCommandError
@@ -101,7 +101,7 @@ class RateLimit:
         if value is None:
             return ""
         text = str(value) if isinstance(value, str | int | float | Decimal | UUID | date | datetime) else None
-        if text is None or "\0" in text or not _fits(text):
+        if text is None or (text and wrong_text(text, "by", KEY_BYTES)):
             raise PermanentCommandError(
                 f"The limit's `by` returned {found!r:.80}; wanted text of at most {KEY_BYTES} bytes, a number, a UUID, "
                 "a date or None.",
@@ -308,10 +308,3 @@ def _begin(limits: Mapping[Key, RateLimit]) -> Plan[None]:
         adaptive=[limit.adaptive for limit in limits.values()],
         rates=[limit.rate for limit in limits.values()],
     )
-
-
-def _fits(text: str) -> bool:
-    try:
-        return len(text.encode()) <= KEY_BYTES
-    except UnicodeEncodeError:
-        return False

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import time
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from busload.commands.counted import counted
@@ -35,6 +36,8 @@ LEVELS = {TROUBLESHOOTING: logging.ERROR, FAILED_ATTEMPT: logging.WARNING}
 """The level of a failure: ERROR if a person must look, WARNING if it is tried again. Business rules are INFO."""
 
 Cause: TypeAlias = tuple[str, ...]
+"""The domain, the type, and what else failures have in common."""
+
 _DIFFERS = re.compile(r"""'(?![^\W\d][^\W\d.]*')[^']*'|"(?![^\W\d][^\W\d.]*")[^"]*"|\b[0-9a-fA-F]*\d[\w-]*""")
 """What differs between commands: numbers, ids, and quoted text, unless the text looks like a name."""
 
@@ -56,10 +59,7 @@ class FailureLog:
         level = LEVELS.get(transition.outcome, logging.INFO) if level is None else level
         try:
             if log.isEnabledFor(level):
-                cause = _cause(transition, error)
-                if not self._is_counted(cause):
-                    what = "" if error is None else _headline(error)
-                    self._report(level, transition, cause, f"failed: {then or next_step(transition)}", what, error)
+                self._report(level, transition, _cause(transition, error), "failed", then, error)
         except Exception:  # of somebody's filter or handler: what becomes of the command must not depend on it
             log.debug("A failure could not be logged", exc_info=True)
 
@@ -68,10 +68,9 @@ class FailureLog:
         try:
             told = decode(transition.details or "{}")
             what = " " + str(told.get(RESULT_NOT_KEPT) or told.get("message"))
-            then = "completed without a result" if transition.outcome == COMPLETED else next_step(transition)
+            then = "completed without a result" if transition.outcome == COMPLETED else None
             cause = (*_who(transition), _DIFFERS.sub("?", what))
-            if not self._is_counted(cause):
-                self._report(logging.ERROR, transition, cause, f"returned what cannot be kept: {then}", what, None)
+            self._report(logging.ERROR, transition, cause, "returned what cannot be kept", then, what=what)
         except Exception:  # as above
             log.debug("A result that cannot be kept could not be logged", exc_info=True)
 
@@ -80,25 +79,30 @@ class FailureLog:
         for cause in list(self._reported):
             self._forget(cause)
 
-    def _is_counted(self, cause: Cause) -> bool:
-        """Whether one like this was logged a moment ago, so that this one is only counted."""
-        told = self._reported.get(cause)
-        if told is None:
-            return False
-        told.more += 1
-        return True
-
     def _report(
-        self, level: int, transition: Transition, cause: Cause, said: str, what: str, error: BaseException | None
+        self,
+        level: int,
+        transition: Transition,
+        cause: Cause,
+        did: str,
+        then: str | None,
+        error: BaseException | None = None,
+        what: str = "",
     ) -> None:
+        """Log it, unless one like this was logged a moment ago: then it is only counted."""
+        if (reported := self._reported.get(cause)) is not None:
+            reported.more += 1
+            return
+        if error is not None:
+            what = _headline(error)
         while len(self._reported) >= MOST_CAUSES:
             self._forget(next(iter(self._reported)))
-        self._reported[cause] = _Reported(level, transition.leased, what)
+        self._reported[cause] = _Reported(level, what)
         asyncio.get_running_loop().call_later(WINDOW, self._forget, cause)
-        words = (name(transition.leased), said, what)
+        words = (name(transition.leased), did, then or next_step(transition), what)
         file, line, function, _ = log.findCaller()
         record = log.makeRecord(
-            log.name, level, file, line, "%s %s.%s", words, None, function, extra=fields(transition)
+            log.name, level, file, line, "%s %s: %s.%s", words, None, function, extra=fields(transition)
         )
         # An answer that the business gives needs no traceback; the execution has it all the same.
         if error is not None and level > logging.INFO:
@@ -110,27 +114,27 @@ class FailureLog:
         told = self._reported.pop(cause, None)
         if told is None or not told.more:
             return
+        domain, command_type, *_ = cause
         log.log(
             told.level,
             "... and %d more like this within %s: %s in %s.%s",
             told.more,
             counted(math.ceil(time.monotonic() - told.since), "second"),
-            told.command_type,
-            told.domain,
+            command_type,
+            domain,
             told.what,
-            extra={"domain": told.domain, "command_type": told.command_type, "more": told.more},
+            extra={"domain": domain, "command_type": command_type, "more": told.more},
         )
 
 
+@dataclass(slots=True)
 class _Reported:
     """A failure that was logged, and how many like it came since."""
 
-    __slots__ = ("command_type", "domain", "level", "more", "since", "what")
-
-    def __init__(self, level: int, leased: Leased, what: str) -> None:
-        self.level, self.what = level, what
-        self.domain, self.command_type = leased.lease.domain, leased.command_type
-        self.since, self.more = time.monotonic(), 0
+    level: int
+    what: str
+    since: float = field(default_factory=time.monotonic)
+    more: int = 0
 
 
 def next_step(transition: Transition) -> str:
