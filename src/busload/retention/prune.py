@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime, timedelta
+from operator import add
 from typing import Any
 from uuid import UUID
 
@@ -49,12 +50,7 @@ class Pruned:
     batches: int = 0
 
     def __add__(self, other: Pruned) -> Pruned:
-        return Pruned(
-            self.commands + other.commands,
-            self.executions + other.executions,
-            self.events + other.events,
-            self.batches + other.batches,
-        )
+        return Pruned(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +121,17 @@ class Pruning:
     def _mark(self, after: _Batch) -> Plan[list[_Batch]]:
         """Mark the next batches that have ended."""
         yield from self._begin()
-        rows = yield from execute(
-            SQL.ended_batches, cutoff=self._cutoff, after_time=after.completed_at, after=after.batch_id, limit=PAGE
+        page = yield from many(
+            _Batch,
+            SQL.ended_batches,
+            cutoff=self._cutoff,
+            after_time=after.completed_at,
+            after=after.batch_id,
+            limit=PAGE,
         )
-        if rows and not self._dry_run:
-            yield from execute(SQL.mark, batch_ids=[batch_id for _, batch_id, _ in rows])
-        return [_Batch(batch_id, total, completed_at) for completed_at, batch_id, total in rows]
+        if page and not self._dry_run:
+            yield from execute(SQL.mark, batch_ids=[batch.batch_id for batch in page])
+        return page
 
     def _marked(self, after: _Batch) -> Plan[list[_Batch]]:
         yield from self._begin()

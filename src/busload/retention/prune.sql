@@ -3,9 +3,19 @@ batch_id, domain, name, custom_data, status, total_count, completed_count, faile
 in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete, job_id,
 stage
 
+-- fragment: job
+job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at
+
 -- fragment: key_of
 -- The task key that a command `c` holds.
 t.domain = c.domain AND t.task_key = c.task_key AND t.command_id = c.command_id
+
+-- fragment: commands_of_loads
+-- The commands `c` in loads of the batch `b`, beginning behind `after`. The first command of a load finds the
+-- others.
+FROM busload.command AS first
+JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
+WHERE first.batch_id = b.batch_id AND first.id & 1023 = 0 AND first.id > %(after)s::bigint
 
 -- fragment: loads_of_ids
 (SELECT DISTINCT id >> 10 AS load FROM unnest(%(ids)b::bigint[]) AS id)
@@ -36,11 +46,11 @@ SELECT now() - %(older_than)s::interval;
 WITH old AS MATERIALIZED (
     SELECT job_id FROM busload.job WHERE completed_at IS NOT NULL AND completed_at < %(cutoff)s::timestamptz
      ORDER BY completed_at, job_id LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM busload.job WHERE job_id = ANY (ARRAY(SELECT job_id FROM old)) RETURNING *
 ), archived AS (
-    INSERT INTO busload.archived_job (job_id, domain, name, custom_data, status, operator, reason, created_at,
-                                      completed_at, stages)
-    SELECT j.job_id, j.domain, j.name, j.custom_data, j.status, j.operator, j.reason, j.created_at,
-           j.completed_at,
+    INSERT INTO busload.archived_job ({job}, stages)
+    SELECT {job},
            (SELECT json_agg(
                        json_build_object(
                            'name', s.name,
@@ -50,16 +60,15 @@ WITH old AS MATERIALIZED (
                        ) ORDER BY s.position)
               FROM busload.job_stage AS s
              WHERE s.job_id = j.job_id)
-      FROM busload.job AS j WHERE %(archive)s::boolean AND j.job_id = ANY (ARRAY(SELECT job_id FROM old))
-), gone AS (
-    DELETE FROM busload.job WHERE job_id = ANY (ARRAY(SELECT job_id FROM old)) RETURNING job_id
+      FROM gone AS j
+     WHERE %(archive)s::boolean
 )
 SELECT count(*)::integer FROM gone;
 
 -- name: ended_batches
 -- Batches that completed before the cutoff, and whose callback and job, if they have one, have ended before
 -- it as well.
-SELECT b.completed_at, b.batch_id, b.total_count FROM busload.batch AS b
+SELECT b.batch_id, b.total_count, b.completed_at FROM busload.batch AS b
  WHERE b.completed_at IS NOT NULL AND b.pruned_at IS NULL AND b.completed_at < %(cutoff)s::timestamptz
    AND (b.completed_at, b.batch_id) > (%(after_time)s::timestamptz, %(after)s::uuid)
    AND (b.on_complete IS NULL OR NOT EXISTS (
@@ -86,25 +95,16 @@ SELECT batch_id, total_count FROM busload.batch
  WHERE pruned_at IS NOT NULL AND batch_id > %(after)s::uuid ORDER BY batch_id LIMIT %(limit)s::integer;
 
 -- name: members
--- The commands in the next whole loads of these batches. The first command of a load finds the others, so a
--- load goes as a whole or not at all. A load with a command that has not ended stays; a complete batch should
--- have none.
+-- The commands in the next whole loads of these batches: a load goes as a whole or not at all. A load with a
+-- command that has not ended stays; a complete batch should have none.
 WITH part AS (
     SELECT b.batch_id, p.upto FROM unnest(%(batch_ids)b::uuid[]) AS b (batch_id) CROSS JOIN LATERAL (
-        SELECT max(id) | 1023 AS upto FROM (
-            SELECT c.id
-              FROM busload.command AS first
-              JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
-             WHERE first.batch_id = b.batch_id AND first.id & 1023 = 0 AND first.id > %(after)s::bigint
-             ORDER BY first.id LIMIT %(limit)s::integer) AS c) AS p
+        SELECT max(id) | 1023 AS upto
+          FROM (SELECT c.id {commands_of_loads} ORDER BY first.id LIMIT %(limit)s::integer) AS c) AS p
 ), member AS MATERIALIZED (
-    SELECT c.id FROM part CROSS JOIN LATERAL (
-        SELECT c.id
-          FROM busload.command AS first
-          JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
-         WHERE first.batch_id = part.batch_id AND first.id & 1023 = 0 AND first.id > %(after)s::bigint
-           AND first.id <= part.upto
-        OFFSET 0) AS c
+    SELECT c.id
+      FROM part AS b
+     CROSS JOIN LATERAL (SELECT c.id {commands_of_loads} AND first.id <= b.upto OFFSET 0) AS c
 ), ended AS MATERIALIZED (
     SELECT id FROM busload.removable(ARRAY(SELECT id FROM member), 'infinity') AS id
 ), kept AS (

@@ -41,6 +41,7 @@ from busload.limits.rate import Late
 from busload.postgres.outage import Outage
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
+from busload.postgres.waiting import TimeLimit
 from busload.settings import WorkerSettings
 from busload.worker.coalescer import Coalescer, refuse_cancelled
 from busload.worker.held_leases import HeldLeases
@@ -50,7 +51,6 @@ from busload.worker.stats import CoalescerStats
 log = logging.getLogger("busload")
 
 Flush = Callable[[Sequence[Transition]], Awaitable[None]]
-
 
 ROOM_FOR_OTHERS = 0.7
 """The share of the capacity that the results of a large chunk may fill: the rest is for single commands."""
@@ -97,7 +97,6 @@ class Settlement:
         )
         self._held_up: dict[UUID, Coalescer[Transition]] = {}
         self._turn = asyncio.Lock()
-        self._closing: set[asyncio.Task[list[Transition]]] = set()
         self._last_batches: set[UUID] = set()
         self._room_wanted = False
         self.outcomes: Counter[str] = Counter()
@@ -184,14 +183,12 @@ class Settlement:
 
     async def close(self, deadline: timedelta) -> int:
         """Settle the rest; returns how many results could not be settled before the deadline."""
-        began = time.monotonic()
+        time_limit = TimeLimit(deadline.total_seconds())
         left = len(await self._results.close(deadline))
-        rest = max(timedelta(0), deadline - timedelta(seconds=time.monotonic() - began))
+        rest = timedelta(seconds=time_limit.left)
         lines = list(self._held_up.values())
         self._held_up.clear()
-        left += sum(map(len, await asyncio.gather(*(line.close(rest) for line in lines))))
-        await asyncio.gather(*self._closing)
-        return left
+        return left + sum(map(len, await asyncio.gather(*(line.close(rest) for line in lines))))
 
     def _tell_settled(self) -> None:
         wanted, self._room_wanted = self._room_wanted, False
@@ -211,7 +208,9 @@ class Settlement:
     async def _flush(self, transitions: Sequence[Transition]) -> None:
         """Settle these, except for those whose batch others hold."""
         if self._held_up:
-            self._close_empty_lines()
+            for key in [key for key, line in self._held_up.items() if not line.stats.waiting]:
+                await self._held_up[key].close()
+                del self._held_up[key]
             transitions = await self._set_aside(transitions, self._held_up.keys())
         transitions = [one for one in transitions if not one.held_up]  # by a flush that failed for another reason
         try:
@@ -260,12 +259,6 @@ class Settlement:
                 outage=self._outage,
             )
         return line
-
-    def _close_empty_lines(self) -> None:
-        for key in [key for key, line in self._held_up.items() if not line.stats.waiting]:
-            closing = asyncio.create_task(self._held_up.pop(key).close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
 
     async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> None:
         """Wait for a batch that others hold, one such batch at a time: all of them together take one connection."""

@@ -104,12 +104,9 @@ class Worker:
         With `signals`, SIGTERM and SIGINT do that too: for a process that is all the worker's own. A second signal does
         not wait for what runs, and a third one ends the process.
         """
-        with (
-            Signals(self._hear) if signals else nullcontext(),
-            suppress(StoppedEarlyError),
-        ):  # also while it starts and stops
-            async with self._running() as run:
-                await run.until_stopped()
+        heard = Signals(lambda count: self.stop(hurry=count > 1)) if signals else nullcontext()
+        with heard:  # also while it starts and stops
+            await self._run_until_stopped()
 
     async def drain(self) -> int:
         """Work until nothing is ready or due, then return how many attempts were settled."""
@@ -123,7 +120,7 @@ class Worker:
         if self._beside is not None:
             raise self._refusal()
         started = asyncio.get_running_loop().create_future()
-        beside = self._beside = asyncio.create_task(self._run_beside(started), name="busload-worker")
+        beside = self._beside = asyncio.create_task(self._run_until_stopped(started), name="busload-worker")
         try:
             await asyncio.wait({beside, started}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -162,13 +159,11 @@ class Worker:
         if self._run is not None:
             self._run.abandon()
 
-    def _hear(self, signals: int) -> None:
-        self.stop(hurry=signals > 1)
-
-    async def _run_beside(self, started: asyncio.Future[None]) -> None:
+    async def _run_until_stopped(self, started: asyncio.Future[None] | None = None) -> None:
         with suppress(StoppedEarlyError):
             async with self._running() as run:
-                started.set_result(None)
+                if started is not None:
+                    started.set_result(None)
                 await run.until_stopped()
 
     @asynccontextmanager
