@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 from busload.commands.command import CommandStatus
@@ -204,19 +205,9 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
         canceled_at=canceled_at,
         completed_at=completed_at,
     )
-    if completed_at is not None:
-        callback = (yield from _command(domain, callback_id)) if callback_id else None
-        return replace(facts, callback=callback)
-    first, last = ids
-    around = yield from _surroundings(domain)
-    if first is None:
-        return replace(facts, around=around)
-    usual = yield from _usual(batch_id, domain, first)
-    places = yield from _places(batch_id, first, last, usual)
-    if places.ready:
-        lowest = min(ready.priority for ready in places.ready)
-        around = yield from _with_those_ahead(around, domain, lowest, batch_id)
-    return replace(facts, places=places, around=replace(around, usual=usual))
+    if completed_at is None:
+        return (yield from _with_places(facts, *ids))
+    return replace(facts, callback=(yield from _command(domain, callback_id)) if callback_id else None)
 
 
 def read_command(domain: str, command_id: UUID) -> Plan[Facts]:
@@ -228,17 +219,41 @@ def read_command(domain: str, command_id: UUID) -> Plan[Facts]:
     return facts
 
 
-def _places(batch_id: UUID, first: int, last: int, usual: timedelta | None) -> Plan[Places]:
-    here = {"batch_id": batch_id, "first": first, "last": last}
+def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
+    rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
+    if not rows:
+        return None
+    now, id, batch_id, command_type, status, created_at, canceled_at, lease_id, items = rows[0]
+    facts = Facts(
+        now=now,
+        domain=domain,
+        batch_id=batch_id,
+        command_id=command_id,
+        command_type=command_type,
+        status=status,
+        ended=int(status in ENDED),
+        created_at=created_at,
+        canceled_at=canceled_at,
+        events=int(items) if items is not None and items.isdecimal() else None,
+    )
+    return facts if facts.ended else (yield from _with_places(facts, id, id, lease_id))
+
+
+def _with_places(facts: Facts, first: int | None, last: int | None, lease_id: UUID | None = None) -> Plan[Facts]:
+    """Add where the commands from the first to the last id are, and what goes on around them."""
+    usual = yield from _usual(facts, first)
+    here = {"batch_id": facts.batch_id, "first": first, "last": last}
     ready = yield from many(Ready, SQL.ready, **here)
     waiting = []
     for row in (yield from execute(SQL.waiting, **here)):
-        waiting.append((yield from _with_its_cause(Waiting(*row), here)))
-    running = yield from many(Running, SQL.running, longer_than=longer_than(usual), **here)
+        waiting.append((yield from _with_its_cause(Waiting(*row), here, facts.command_type)))
+    running = []
+    if facts.command_id is None or lease_id is not None:
+        running = yield from many(Running, SQL.running, longer_than=longer_than(usual), lease_id=lease_id, **here)
     parked = yield from execute(SQL.parked, **here)
     together = parked[0][-1] if parked else 0
     unconfirmed = yield from many(Unconfirmed, SQL.unconfirmed, **here)
-    return Places(
+    places = Places(
         tuple(ready),
         tuple(waiting),
         tuple(running),
@@ -246,16 +261,17 @@ def _places(batch_id: UUID, first: int, last: int, usual: timedelta | None) -> P
         together - sum(row[0] for row in parked),
         tuple(unconfirmed),
     )
+    return replace(facts, places=places, around=(yield from _surroundings(facts, ready, usual)))
 
 
-def _with_its_cause(waiting: Waiting, here: dict[str, Any]) -> Plan[Waiting]:
+def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | None) -> Plan[Waiting]:
     """Add why the commands wait. Commands that wait for their run_at need no cause."""
     if waiting.reason == "RETRY":
         rows = yield from execute(SQL.failures, **here)
         since = min((row[-1] for row in rows), default=waiting.since)
         return replace(waiting, since=since, failures=tuple(Failure(*row[:-1]) for row in rows))
     if waiting.reason == "NO_HANDLER":
-        [(types, since)] = yield from execute(SQL.unknown_types, **here)
+        [(types, since)] = yield from execute(SQL.unknown_types, command_type=command_type, **here)
         return replace(waiting, since=since, command_types=tuple(types))
     if waiting.reason == "RATE_LIMITED":
         [(limits, since)] = yield from execute(SQL.limits, **here)
@@ -263,113 +279,24 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any]) -> Plan[Waiting]:
     return waiting
 
 
-class _Command(NamedTuple):
-    """A row of the statement `command`."""
-
-    now: datetime
-    id: int
-    batch_id: UUID | None
-    command_id: UUID
-    command_type: str
-    priority: int
-    status: str
-    created_at: datetime
-    scheduled_reason: str | None
-    run_at: datetime
-    parked_reason: str
-    parked_at: datetime
-    error_type: str | None
-    error_code: str | None
-    error_message: str | None
-    fingerprint: str
-    failed_at: datetime | None
-    unknown_since: datetime | None
-    worker: str | None
-    leased_at: datetime
-    seen_at: datetime | None
-    lease_ends_at: datetime | None
-    lost: bool
-    canceled_at: datetime | None
-    items: str | None
-
-
-def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
-    rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
-    if not rows:
-        return None
-    row = _Command(*rows[0])
-    facts = Facts(
-        now=row.now,
-        domain=domain,
-        batch_id=row.batch_id,
-        command_id=command_id,
-        command_type=row.command_type,
-        status=row.status,
-        ended=int(row.status in ENDED),
-        created_at=row.created_at,
-        canceled_at=row.canceled_at,
-        events=int(row.items) if row.items is not None and row.items.isdecimal() else None,
-    )
-    if facts.ended:
-        return facts
-    usual = yield from _usual(row.batch_id, domain, row.id, row.command_type)
-    places = yield from _place(row, usual)
-    around = yield from _surroundings(domain)
-    if places.ready:
-        around = yield from _with_those_ahead(around, domain, row.priority, None)
-    return replace(facts, places=places, around=replace(around, usual=usual))
-
-
-def _place(row: _Command, usual: timedelta | None) -> Plan[Places]:
-    """The one place that a command is in."""
-    error = (row.error_type, row.error_code, row.error_message)
-    match row.status:
-        case CommandStatus.PENDING:
-            return Places(ready=(Ready(row.priority, 1, row.created_at),))
-        case CommandStatus.SCHEDULED if row.run_at <= row.now:
-            return Places(ready=(Ready(row.priority, 1, row.created_at),))
-        case CommandStatus.SCHEDULED:
-            waiting = Waiting(row.scheduled_reason or "RUN_AT", 1, row.created_at, row.run_at, row.run_at)
-            if row.scheduled_reason == "RETRY":
-                failure = Failure(1, *error, row.command_id)
-                waiting = replace(waiting, since=row.failed_at, failures=(failure,))
-            elif row.scheduled_reason == "NO_HANDLER":
-                waiting = replace(waiting, since=row.unknown_since, command_types=(row.command_type,))
-            elif row.scheduled_reason == "RATE_LIMITED":
-                [(limits, since)] = yield from execute(SQL.limits_of_command, id=row.id)
-                waiting = replace(waiting, since=since, limits=tuple(limits))
-            return Places(waiting=(waiting,))
-        case CommandStatus.IN_PROGRESS:
-            long = int(row.leased_at < row.now - longer_than(usual))
-            running = Running(row.worker, 1, row.leased_at, row.seen_at, row.lease_ends_at, row.lost, long)
-            return Places(running=(running,))
-        case CommandStatus.IN_TROUBLESHOOTING_QUEUE:
-            parked = Parked(1, row.parked_at, row.parked_reason, *error, row.command_id, row.fingerprint)
-            return Places(parked=(parked,))
-        case CommandStatus.PENDING_QUEUE | CommandStatus.PENDING_RETRY:
-            found = yield from many(Unconfirmed, SQL.unconfirmed_command, id=row.id)
-            return Places(unconfirmed=tuple(found))
-        case _:
-            return Places()
-
-
-def _surroundings(domain: str) -> Plan[Surroundings]:
+def _surroundings(facts: Facts, ready: Sequence[Ready], usual: timedelta | None) -> Plan[Surroundings]:
+    domain = facts.domain
     [(workers, last_seen, anybody, since, operator, reason)] = yield from execute(SQL.surroundings, domain=domain)
     pause = Pause(domain, since, operator, reason) if since else None
-    return Surroundings(workers, last_seen, anybody, pause)
+    ahead, highest = 0, None
+    if ready:
+        lowest = min(one.priority for one in ready)
+        own_batch = facts.batch_id if facts.command_id is None else None
+        [(ahead, highest)] = yield from execute(SQL.ahead, domain=domain, priority=lowest, batch_id=own_batch)
+    return Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual)
 
 
-def _with_those_ahead(around: Surroundings, domain: str, priority: int, batch_id: UUID | None) -> Plan[Surroundings]:
-    [(ahead, highest)] = yield from execute(SQL.ahead, domain=domain, priority=priority, batch_id=batch_id)
-    return replace(around, ahead=ahead, ahead_priority=highest)
-
-
-def _usual(batch_id: UUID | None, domain: str, first: int, command_type: str | None = None) -> Plan[timedelta | None]:
+def _usual(facts: Facts, first: int | None) -> Plan[timedelta | None]:
     """How long an attempt takes: in its batch; if nothing has ended there, of its type; otherwise in its domain."""
     usual: timedelta | None = None
-    if batch_id is not None:
-        [(usual,)] = yield from execute(SQL.usual, batch_id=batch_id)
-    for kind in dict.fromkeys((command_type, None)):
+    if facts.batch_id is not None:
+        [(usual,)] = yield from execute(SQL.usual, batch_id=facts.batch_id)
+    for kind in dict.fromkeys((facts.command_type, None)):
         if usual is None:
-            [(usual,)] = yield from execute(SQL.usual_before, domain=domain, first=first, command_type=kind)
+            [(usual,)] = yield from execute(SQL.usual_before, domain=facts.domain, first=first, command_type=kind)
     return usual

@@ -1,6 +1,14 @@
--- fragment: in_batch
--- A load of this batch.
-hi BETWEEN %(first)s::bigint AND %(last)s::bigint AND batch_id = %(batch_id)s::uuid
+-- fragment: here
+-- A load of this batch, or the load that this command is in: its id is the first and the last then.
+hi BETWEEN %(first)s::bigint AND (%(last)s::bigint | 1023) AND lo <= %(last)s::bigint
+   AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid
+
+-- fragment: part
+-- The part of a load that is asked for.
+greatest(lo, %(first)s::bigint) AS lo, least(hi, %(last)s::bigint) AS hi
+
+-- fragment: not_due
+(SELECT {part}, run_at, reason, attempt FROM busload.scheduled WHERE {here} AND run_at > now())
 
 -- name: batch
 -- A batch, and the first and last id that its commands can have. Every place is searched between these ids by
@@ -19,12 +27,9 @@ SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.ca
 -- By priority. A load that is due but not promoted yet is as good as ready.
 SELECT load.priority, load.commands, c.created_at
   FROM (SELECT priority, sum(hi - lo + 1)::bigint AS commands, min(lo) AS oldest
-          FROM (SELECT priority, lo, hi FROM busload.queue
-                 WHERE {in_batch}
+          FROM (SELECT priority, {part} FROM busload.queue WHERE {here}
                 UNION ALL
-                SELECT priority, lo, hi FROM busload.scheduled
-                 WHERE {in_batch}
-                   AND run_at <= now()) AS load
+                SELECT priority, {part} FROM busload.scheduled WHERE {here} AND run_at <= now()) AS load
          GROUP BY priority) AS load
   LEFT JOIN busload.command AS c ON c.id = load.oldest
  ORDER BY load.priority DESC;
@@ -34,9 +39,7 @@ SELECT load.priority, load.commands, c.created_at
 SELECT load.reason, load.commands, c.created_at, load.next_at, load.last_at
   FROM (SELECT reason, sum(hi - lo + 1)::bigint AS commands, min(lo) AS oldest,
                min(run_at) AS next_at, max(run_at) AS last_at
-          FROM busload.scheduled
-         WHERE {in_batch}
-           AND run_at > now()
+          FROM {not_due} AS load
          GROUP BY reason) AS load
   LEFT JOIN busload.command AS c ON c.id = load.oldest
  ORDER BY load.reason;
@@ -45,10 +48,7 @@ SELECT load.reason, load.commands, c.created_at, load.next_at, load.last_at
 -- Why the commands that are tried again next have failed. A thousand of them tell enough.
 SELECT count(*), e.details ->> 'type', e.details ->> 'code', min(e.details ->> 'message'),
        (array_agg(c.command_id ORDER BY c.id))[1], min(e.finished_at)
-  FROM (SELECT hi, attempt FROM busload.scheduled
-         WHERE {in_batch}
-           AND run_at > now() AND reason = 'RETRY'
-         ORDER BY run_at LIMIT 1000) AS load
+  FROM (SELECT hi, attempt FROM {not_due} AS load WHERE reason = 'RETRY' ORDER BY run_at LIMIT 1000) AS load
  CROSS JOIN LATERAL (SELECT * FROM busload.execution
                       WHERE command = load.hi AND attempt = load.attempt - 1 OFFSET 0) AS e
  CROSS JOIN LATERAL (SELECT id, command_id FROM busload.command WHERE id = load.hi OFFSET 0) AS c
@@ -59,53 +59,37 @@ SELECT count(*), e.details ->> 'type', e.details ->> 'code', min(e.details ->> '
 -- name: unknown_types
 -- The types that no worker knew, and since when: the first worker that gave them back left an event.
 SELECT coalesce(array_agg(DISTINCT type ORDER BY type), '{}'), min(e.at)
-  FROM (SELECT lo, hi FROM busload.scheduled
-         WHERE {in_batch}
-           AND run_at > now() AND reason = 'NO_HANDLER'
-         ORDER BY run_at LIMIT 1000) AS load
+  FROM (SELECT lo, hi FROM {not_due} AS load WHERE reason = 'NO_HANDLER' ORDER BY run_at LIMIT 1000) AS load
  CROSS JOIN LATERAL (SELECT at, details FROM busload.event
                       WHERE lo >> 10 = load.lo >> 10 AND lo <= load.lo AND hi >= load.hi
                         AND type = 'NO_HANDLER' OFFSET 0) AS e
- CROSS JOIN LATERAL json_array_elements_text(e.details -> 'command_types') AS type;
+ CROSS JOIN LATERAL json_array_elements_text(e.details -> 'command_types') AS type
+ WHERE %(command_type)s::text IS NULL OR type = %(command_type)s::text;
 
 -- name: limits
 -- Which limits hold commands up, and since when: each limit left an event the first time.
 SELECT coalesce(array_agg(DISTINCT e.details ->> 'limit' ORDER BY e.details ->> 'limit'), '{}'), min(e.at)
-  FROM (SELECT lo, hi FROM busload.scheduled
-         WHERE {in_batch}
-           AND run_at > now() AND reason = 'RATE_LIMITED'
-         ORDER BY run_at LIMIT 1000) AS load
+  FROM (SELECT lo, hi FROM {not_due} AS load WHERE reason = 'RATE_LIMITED' ORDER BY run_at LIMIT 1000) AS load
  CROSS JOIN LATERAL (SELECT at, details FROM busload.event
                       WHERE lo >> 10 = load.lo >> 10 AND lo <= load.hi AND hi >= load.lo
                         AND type = 'RATE_LIMITED' OFFSET 0) AS e;
 
--- name: limits_of_command
--- Which limits hold this command up, and since when.
-SELECT coalesce(array_agg(DISTINCT details ->> 'limit'), '{}'), min(at)
-  FROM busload.event
- WHERE lo >> 10 = %(id)s::bigint >> 10 AND %(id)s::bigint BETWEEN lo AND hi AND type = 'RATE_LIMITED';
-
 -- name: unconfirmed
 -- What waits to be published to a broker, by what the broker said.
 SELECT transport, reason, sum(hi - lo + 1)::bigint, min(since), max(rounds), max(error), min(due_at)
-  FROM busload.outbox
- WHERE {in_batch}
+  FROM (SELECT {part}, transport, reason, since, rounds, error, due_at
+          FROM busload.outbox WHERE {here}) AS load
  GROUP BY transport, reason ORDER BY transport, reason;
-
--- name: unconfirmed_command
--- What the broker has said about the message of this command.
-SELECT transport, reason, 1, since, rounds, error, due_at
-  FROM busload.outbox
- WHERE hi BETWEEN %(id)s::bigint AND (%(id)s::bigint | 1023) AND lo <= %(id)s::bigint ORDER BY hi LIMIT 1;
 
 -- name: running
 -- By worker. A worker that has missed its heartbeat for half the time that its leases last is
--- most likely dead.
+-- most likely dead. A command may lie within two leases, so its own is named.
 SELECT w.name, sum(l.open)::bigint, min(l.since), w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),
        w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2::float8,
        coalesce(sum(l.open) FILTER (WHERE l.since < now() - %(longer_than)s::interval), 0)::bigint
-  FROM busload.lease AS l LEFT JOIN busload.worker AS w USING (worker)
- WHERE l.hi BETWEEN %(first)s::bigint AND %(last)s::bigint AND l.batch_id = %(batch_id)s::uuid
+  FROM (SELECT worker, since, least(open, %(last)s::bigint - %(first)s::bigint + 1) AS open FROM busload.lease
+         WHERE {here} AND (%(lease_id)s::uuid IS NULL OR lease_id = %(lease_id)s::uuid)) AS l
+  LEFT JOIN busload.worker AS w USING (worker)
  GROUP BY l.worker, w.worker
  ORDER BY l.worker;
 
@@ -116,7 +100,8 @@ SELECT cause.commands, cause.since, t.reason, t.error ->> 'type', t.error ->> 'c
   FROM (SELECT fingerprint, count(*) AS commands, min(since) AS since, min(command) AS sample,
                (sum(count(*)) OVER ())::bigint AS together
           FROM busload.troubleshooting
-         WHERE command BETWEEN %(first)s::bigint AND %(last)s::bigint AND batch_id = %(batch_id)s::uuid
+         WHERE command BETWEEN %(first)s::bigint AND %(last)s::bigint
+           AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid
          GROUP BY fingerprint ORDER BY count(*) DESC, fingerprint LIMIT 20) AS cause
   JOIN busload.troubleshooting AS t ON t.command = cause.sample
   JOIN busload.command AS c ON c.id = cause.sample
@@ -162,21 +147,10 @@ SELECT coalesce(sum(hi - lo + 1), 0)::bigint, max(priority)
          ORDER BY priority DESC, hi LIMIT 10000) AS load;
 
 -- name: command
--- Everything that explains the state of one command.
-SELECT now(), s.id, s.batch_id, s.command_id, s.command_type, s.priority, s.status, s.created_at,
-       s.scheduled_reason, s.run_at, s.troubleshooting_reason, s.troubleshooting_since,
-       s.error ->> 'type', s.error ->> 'code', s.error ->> 'message',
-       (SELECT fingerprint FROM busload.troubleshooting AS t WHERE t.command = s.id),
-       (SELECT max(e.finished_at) FROM busload.execution AS e WHERE e.command = s.id),
-       (SELECT min(v.at) FROM busload.event AS v
-         WHERE v.lo >> 10 = s.id >> 10 AND s.id BETWEEN v.lo AND v.hi AND v.type = 'NO_HANDLER'),
-       w.name, l.since, w.seen_at, least(w.stopped_at, w.seen_at + w.lease_for),
-       w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for / 2::float8,
-       b.canceled_at,
+-- A command, and the lease that it runs under.
+SELECT now(), s.id, s.batch_id, s.command_type, s.status, s.created_at, b.canceled_at,
+       CASE WHEN s.status = 'IN_PROGRESS' THEN (left(s.execution_id::text, 33) || '000')::uuid END,
        CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END
   FROM busload.command_status AS s
-  LEFT JOIN busload.lease AS l
-         ON s.status = 'IN_PROGRESS' AND l.lease_id = (left(s.execution_id::text, 33) || '000')::uuid
-  LEFT JOIN busload.worker AS w ON w.worker = l.worker
   LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
  WHERE s.domain = %(domain)s::text AND s.command_id = %(command_id)s::uuid;
