@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "stop-starts-the-line",
         "worker/claimer.py",
-        "self._hand_back.add(self._gatherer.unpack(self._line.abandon()) + self._gatherer.abandon())",
+        "self._take_out(self._line.items)",
         "pass",
         SIGNALS + "test_what_stands_in_line_is_handed_back_and_others_run_it",
         "A worker that stops begins nothing new.",

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from uuid import UUID
 
 from busload.commands import settle
@@ -35,63 +35,16 @@ from busload.settings import PayloadLimits
 from busload.worker.bulk_calls import BulkCall, BulkCalls, find_bad, isolates
 from busload.worker.call_handler import Calls, command_of, outlast
 from busload.worker.failure_log import FailureLog
+from busload.worker.line import Gathered, Key, Line
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
-
-if TYPE_CHECKING:
-    from busload.worker.executor import Line
 
 log = logging.getLogger("busload")
 
 AHEAD = 2
 """How many chunks of a domain may wait for a slot, whatever their keys."""
 
-Key: TypeAlias = tuple[str, str, object, UUID | None]
-"""Domain, type, what `by` returned, and the lease of a suspect: a suspect runs apart from others."""
-
 Failure: TypeAlias = Failed | Stopped | Unreadable
-
-
-class _Place:
-    """What the line asks of a lease. A chunk has commands of many leases, and each may be lost alone."""
-
-    __slots__ = ("claimed", "domain", "lost")
-
-    def __init__(self, domain: str) -> None:
-        self.domain, self.claimed, self.lost = domain, 0.0, False
-
-
-class Gathered:
-    """A chunk on its way to a slot; in the line it counts as one command."""
-
-    def __init__(self, key: Key, handler: Handler, gathering: Gathering) -> None:
-        self.lease = _Place(key[0])
-        self.command_type, self.key = key[1], key
-        self.handler, self.gathering = handler, gathering
-        self.leased: list[Leased] = []
-        self.bytes = 0
-        self.started = 0.0
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def execution_id(self) -> UUID:
-        """Of one of its commands, for the log."""
-        return self.leased[0].execution_id
-
-    def has_room_for(self, weight: int) -> bool:
-        most = self.gathering.max_bytes
-        return len(self.leased) < self.gathering.size and (
-            not self.leased or most is None or self.bytes + weight <= most
-        )
-
-    def add(self, one: Leased, weight: int) -> None:
-        self.leased.append(one)
-        self.bytes += weight
-
-    @property
-    def full(self) -> bool:
-        most = self.gathering.max_bytes
-        return len(self.leased) >= self.gathering.size or (most is not None and self.bytes >= most)
 
 
 class Gatherer:
@@ -230,7 +183,7 @@ class Gatherer:
         gathered = self._open.pop(key)
         if gathered.timer is not None:
             gathered.timer.cancel()
-        gathered.lease.claimed = time.monotonic()
+        gathered.in_line_since = time.monotonic()
         self._in_line[key[0]] += 1
         self._line.add([gathered])
 
@@ -242,8 +195,8 @@ class Gatherer:
         return gathered.leased
 
     def _let_go(self, gathered: Gathered) -> None:
-        self._held[gathered.lease.domain] -= len(gathered.leased)
-        self._in_line[gathered.lease.domain] -= 1
+        self._held[gathered.key[0]] -= len(gathered.leased)
+        self._in_line[gathered.key[0]] -= 1
 
     def _send_fullest(self, domain: str) -> None:
         mine = [gathered for key, gathered in self._open.items() if key[0] == domain]
@@ -269,7 +222,7 @@ class ChunkRunner:
         try:
             await run.all()
         except Exception as error:  # ours, not the handler's: no command of the chunk may hang
-            log.exception("Could not record how a chunk of %s ended", gathered.command_type)
+            log.exception("Could not record how a chunk of %s ended", gathered.key[1])
             await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
 
 
@@ -279,9 +232,7 @@ class _Run:
     def __init__(self, runner: ChunkRunner, gathered: Gathered) -> None:
         self._runner, self._gathered, self._handler = runner, gathered, gathered.handler
         self._limits = runner.shared.bus.settings.limits.payload
-        self._calls = BulkCalls(
-            runner.calls, runner.shared.limiter, gathered.handler, gathered.lease.domain, gathered.command_type
-        )
+        self._calls = BulkCalls(runner.calls, runner.shared.limiter, gathered.handler, gathered.key[0], gathered.key[1])
         self._leased = {one.command_id: one for one in gathered.leased if not one.lease.lost}
         """Commands without a result yet."""
         self._errors: dict[UUID, BaseException | None] = {}
@@ -311,7 +262,7 @@ class _Run:
         else:
             await self._fail(failed)
         if overdue is not None:
-            await outlast(overdue, self._handler, self._gathered.command_type)
+            await outlast(overdue, self._handler, self._gathered.key[1])
 
     async def fail_rest(self, error: BaseException) -> None:
         await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
@@ -339,7 +290,7 @@ class _Run:
     async def _call(self, items: list[Item], *, patient: bool = False) -> BulkCall:
         """Make one call, and settle the commands that it has done."""
         gathered, runner = self._gathered, self._runner
-        chunk = Chunk(gathered.lease.domain, gathered.command_type, items, gathered.key[2])
+        chunk = Chunk(gathered.key[0], gathered.key[1], items, gathered.key[2])
         entered = await self._calls.enter(chunk, patient=patient)
         if entered is not None:
             ours = self._ours(items)

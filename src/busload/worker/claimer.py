@@ -6,24 +6,26 @@ import logging
 import math
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from uuid import UUID
+from typing import TypeAlias
 
-from busload.commands import claim, rescue
+from busload.commands import claim
 from busload.commands.counted import counted
-from busload.commands.execution import Lease, Leased, Transition
+from busload.commands.execution import Leased, Transition
 from busload.commands.load import LOAD_SIZE
-from busload.commands.payload import encode
 from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
-from busload.worker.executor import Line
+from busload.worker.hand_back import HandBack
+from busload.worker.line import Gathered, Item, Line
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
 log = logging.getLogger("busload")
+
+Want: TypeAlias = tuple[list[str], int]
+"""Domains, and how many commands of them to claim."""
 
 NOTHING = claim.Claim([], [], contended=False)
 
@@ -89,74 +91,6 @@ class Pace:
         return int(self._rate * self.horizon)
 
 
-class HandBack:
-    """Hands back commands and leases, without burning an attempt.
-
-    If the answer of the database is lost, it is asked again: only then is it certain.
-    """
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._leaving: list[Leased] = []
-        self.commands = 0
-        """How many were handed back so far."""
-
-    @property
-    def leaving(self) -> Counter[UUID]:
-        """How many commands of each lease are on their way back."""
-        return Counter(one.lease.lease_id for one in self._leaving)
-
-    def add(self, leased: Iterable[Leased]) -> None:
-        """Hand these back with the next call of `once`."""
-        self._leaving += leased
-
-    async def once(self) -> None:
-        """Hand back what was added. Meanwhile others may be added."""
-        if not self._leaving:
-            return
-        leaving = list(self._leaving)
-        await self._give_back([one for one in leaving if not one.settled])
-        gone = set(map(id, leaving))
-        self._leaving = [one for one in self._leaving if id(one) not in gone]
-
-    async def postpone_unknown(self, leased: list[Leased], seconds: float) -> None:
-        """Nobody here has a handler for these: they wait for a worker that has one."""
-        by_lease = _by_lease(leased)
-        types = ({one.command_type for one in commands} for commands in by_lease.values())
-        details = [encode({"command_types": sorted(each)}) for each in types]
-        await self._give_back_parts(by_lease, seconds, details)
-
-    async def release(self, lease_ids: Sequence[UUID]) -> None:
-        """Hand back leases whose commands do not run here: the answer to a claim was lost, or the worker stops."""
-        returned = await self._shared.in_transaction(rescue.release(list(lease_ids)))
-        self._shared.held.drop(lease_ids)
-        self.commands += returned.commands
-        if returned.commands:
-            log.info("Handed back %s", counted(returned.commands, "command"))
-
-    async def _give_back(self, leased: list[Leased]) -> None:
-        parts = _by_lease(leased)
-        whole = {lease: parts.pop(lease) for lease in list(parts) if len(parts[lease]) == lease.unsettled}
-        if whole:
-            await self._shared.in_transaction(rescue.release([lease.lease_id for lease in whole]))
-            self._forget(whole)
-        if parts:
-            await self._give_back_parts(parts, None, ())
-
-    async def _give_back_parts(
-        self, parts: dict[Lease, list[Leased]], pause: float | None, details: Sequence[str]
-    ) -> None:
-        ids = {lease: [one.id for one in commands] for lease, commands in parts.items()}
-        await self._shared.perform(claim.give_back(ids, pause=pause, details=details))
-        self._forget(parts)
-
-    def _forget(self, parts: dict[Lease, list[Leased]]) -> None:
-        for lease, commands in parts.items():
-            lease.running -= len(commands)
-            self.commands += len(commands)
-            self._shared.held.settled(commands)
-
-
 class Claimer:
     """Keeps the slots busy, and holds as many commands in line as the slots finish within `prefetch`."""
 
@@ -178,18 +112,14 @@ class Claimer:
         self._quarter_lease = shared.settings.lease_for.total_seconds() / 4
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
-        self._rest = math.inf
         self._emptied = False
         self._empty_at = 0.0
         self._bulk_empty_at: dict[str, float] = {}
-        self._left_out = False
-        self._everywhere = False
         self._unknown: set[tuple[str, str]] = set()
         self._queue_wanted = True
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
-        self._polls = self._polled_first = False
+        self._polls = self._queue_first = False
         self._polled_at = 0.0
-        self._polled: set[str] = set()
         self.sent_at: float | None = None
         """When the claim under way was sent; None while there is none."""
         self.claims = self.empty_claims = self.claimed = 0
@@ -202,33 +132,36 @@ class Claimer:
 
     async def once(self, *, everywhere: bool = False) -> Look:
         """Claim what is missing, in one statement. With `everywhere`, leave out no domain because of its limits."""
-        self._everywhere, self._rest = everywhere, math.inf
         too_soon = self._empty_at + SMALLEST_GAP - time.monotonic()
         if too_soon > 0:
             return Look(too_soon, emptied=self._emptied)
         await self._hand_back.once()
-        if self._line.waiting_for_threads:
+        if self._line.for_threads:
             await self._watch_threads()
-        waiting = self._line.waiting_for_threads
+        waiting = len(self._line.for_threads)
         limit = self._limit(waiting)
-        wanted = self._wanted(limit)
+        wanted, left_out = self._wanted(limit)
         if not wanted:
             return Look(await self._watch_line(), emptied=self._emptied)
+        rest = math.inf
+        if self._rests and (self._line.in_hand or not everywhere):
+            wanted, rest = self._without_resting(wanted)
         if self._broker is not None:
             self._decide_on_poll(self._broker)
-        found = [(await self._claim(domains, most), most) for domains, most in wanted]
+        found = [await self._claim(domains, most) for domains, most in wanted]
+        taken_all = [len(taken.leased) < most for taken, (_, most) in zip(found, wanted, strict=True)]
         if self._handlers.gathers:
             now = time.monotonic()
-            for (domains, most), (taken, _) in zip(wanted, found, strict=True):
-                if len(domains) == 1 and len(taken.leased) < most:
+            for (domains, _), empty in zip(wanted, taken_all, strict=True):
+                if len(domains) == 1 and empty:
                     self._bulk_empty_at[domains[0]] = now
-        found_nothing = not any(taken.leased or taken.contended or taken.refused for taken, _ in found)
-        if self._rest < math.inf or self._left_out:
+        found_nothing = not any(taken.leased or taken.contended or taken.refused for taken in found)
+        if rest < math.inf or left_out:
             found_nothing = False  # some domains were left out
         if found_nothing and self._line.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
-        contended = any(taken.contended for taken, _ in found)
-        self._emptied = not contended and all(len(taken.leased) < most for taken, most in found)
+        contended = any(taken.contended for taken in found)
+        self._emptied = not contended and all(taken_all)
         pause: float | None
         if contended:
             pause = random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
@@ -236,16 +169,16 @@ class Claimer:
             pause = 0
         else:
             self._empty_at = time.monotonic()
-            pause = min(self._settings.poll_every.total_seconds(), self._rest)
-            if self._broker is not None and not any(taken.refused for taken, _ in found):
-                pause = self._pause(self._broker, [domain for domains, _ in wanted for domain in domains])
+            pause = min(self._settings.poll_every.total_seconds(), rest)
+            if self._broker is not None and not any(taken.refused for taken in found):
+                pause = min(self._pause(self._broker, {domain for domains, _ in wanted for domain in domains}), rest)
             if limit:
                 self._line.low_water = 0
             else:
                 pause = min(pause, await self._watch_line() or math.inf)
             if waiting:
                 pause = min(pause, self._quarter_lease / 4)
-            if self._left_out:
+            if left_out:
                 pause = min(pause, LONGEST_EMPTY)
         return Look(pause, found_nothing, self._emptied)
 
@@ -266,8 +199,8 @@ class Claimer:
             return 0
         return limit
 
-    def _wanted(self, limit: int) -> list[tuple[list[str], int]]:
-        """What to claim: domains, and how many commands of them.
+    def _wanted(self, limit: int) -> tuple[list[Want], bool]:
+        """What to claim, and whether a domain is left out because it was empty a moment ago.
 
         A domain with bulk handlers only: as many as its chunks may hold. A domain with other handlers too: no more than
         the slots can take, because the type of a command is not known before the claim. A domain whose handlers are all
@@ -275,19 +208,19 @@ class Claimer:
         for a thread as there are slots.
         """
         if not self._handlers.gathers and not self._handlers.threaded:
-            return [(self._domains, limit)] if limit else []
+            return ([(self._domains, limit)] if limit else []), False
         if self._line.in_hand < self._concurrency:
             self._gatherer.slot_is_free()
         single: list[str] = []
         threaded: list[str] = []
-        wanted: list[tuple[list[str], int]] = []
+        wanted: list[Want] = []
         for domain in self._domains:
             room = self._gatherer.room(domain)
             if room is None or (room and not self._gatherer.only_gathers(domain)):
                 threads = self._handlers.threads(domain)
                 if threads == "all":
                     threaded.append(domain)
-                elif threads == "none" or self._line.waiting_for_threads < self._concurrency:
+                elif threads == "none" or len(self._line.for_threads) < self._concurrency:
                     single.append(domain)
             elif room:
                 wanted.append(([domain], room))
@@ -298,13 +231,11 @@ class Claimer:
                 wanted.append((threaded, min(limit, self._line.free_threads + self.ahead)))
             self._line.threads_wanted = enough
         if not single or not limit:
-            self._left_out = False
-            return wanted
+            return wanted, False
         # Not every claim for single commands needs to ask a domain that was empty a moment ago.
         now = time.monotonic()
         due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
-        self._left_out = len(due) < len(wanted)
-        return [(single, limit), *due]
+        return [(single, limit), *due], len(due) < len(wanted)
 
     def _slots(self) -> int:
         """How many commands can run at a time: if all need a thread, no more than there are threads."""
@@ -316,7 +247,8 @@ class Claimer:
 
     def empty_line(self) -> None:
         """Start nothing of what stands in line; the next round hands it back."""
-        self._hand_back.add(self._gatherer.unpack(self._line.abandon()) + self._gatherer.abandon())
+        self._take_out(self._line.items)
+        self._hand_back.add(self._gatherer.abandon())
 
     async def hand_back_line(self) -> None:
         """Let others run what has not started."""
@@ -326,10 +258,14 @@ class Claimer:
     def heed_pauses(self) -> None:
         """Take what belongs to paused domains out of the line; the next round hands it back."""
         self._queue_wanted = True
-        paused, line = self._pauses.paused, self._line.abandon()
-        self._hand_back.add(self._gatherer.unpack(one for one in line if one.lease.domain in paused))
+        paused = self._pauses.paused
+        self._take_out([one for one in self._line.items if one.lease.domain in paused])
         self._hand_back.add(self._gatherer.abandon(paused))
-        self._line.add([one for one in line if one.lease.domain not in paused])
+
+    def _take_out(self, items: Collection[Item]) -> None:
+        """Take these out of the line; the next round hands them back."""
+        self._line.drop(items)
+        self._hand_back.add(self._gatherer.unpack(items))
 
     async def promote(self) -> float:
         """Make ready what is due; return the seconds until the next promotion, so that some come together."""
@@ -347,33 +283,27 @@ class Claimer:
         With a broker, claim what messages tell of and, if it is time, what the queue holds; the two take turns at being
         first.
         """
-        paused = self._pauses.paused
-        domains = [domain for domain in domains if domain not in paused]
-        if self._rests:
-            domains = self._without_resting(domains)
-        if not domains:
-            return NOTHING
         if self._broker is None:
-            return await self._take(domains, limit, paused, None)
+            return await self._take(domains, limit, None)
         ways: list[Deliveries | None] = [self._broker.deliveries]
         if self._polls:
-            self._polled.update(domains)
-            ways.insert(1 if self._polled_first else 0, None)
-            self._polled_first = not self._polled_first
+            ways.insert(0 if self._queue_first else 1, None)
         found = NOTHING
         for deliveries in ways:
             if limit > 0:
-                taken = await self._take(domains, limit, paused, deliveries)
+                taken = await self._take(domains, limit, deliveries)
                 found = found.joined(taken)
                 limit -= len(taken.leased)
             if self._polls and (limit <= 0 or taken.contended):
                 self._queue_wanted = True  # there may be more
         return found
 
-    async def _take(
-        self, domains: list[str], limit: int, paused: frozenset[str], deliveries: Deliveries | None
-    ) -> claim.Claim:
+    async def _take(self, domains: list[str], limit: int, deliveries: Deliveries | None) -> claim.Claim:
         """Claim in one statement what the queue holds, or what messages tell of."""
+        paused = self._pauses.paused
+        domains = [domain for domain in domains if domain not in paused]
+        if not domains:
+            return NOTHING
         number, taken = self._shared.number, NOTHING
         sent_at = self.sent_at = time.monotonic()
         try:
@@ -420,35 +350,34 @@ class Claimer:
         now = time.monotonic()
         self._polls = self._queue_wanted or not broker.connected or now - self._polled_at >= broker.poll_every
         if self._polls:
-            self._queue_wanted, self._polled_at = False, now
-            self._polled.clear()
+            self._queue_wanted, self._queue_first, self._polled_at = False, not self._queue_first, now
 
-    def _pause(self, broker: Broker, asked: list[str]) -> float:
-        resting = self._rests.resting() if self._rests else {}
-        paused = self._pauses.paused
-        look = broker.deliveries.next_look(domain for domain in asked if domain not in paused and domain not in resting)
-        if self._polls and not self._polled.issuperset(domain for domain in self._domains if domain not in paused):
+    def _pause(self, broker: Broker, asked: set[str]) -> float:
+        ours = {domain for domain in self._domains if domain not in self._pauses.paused}
+        look = broker.deliveries.next_look(asked & ours)
+        if self._polls and not asked >= ours:
             self._queue_wanted = True  # a notification may be about a domain that was not asked now
         poll = self._polled_at + broker.poll_every - time.monotonic()
-        return min(max(poll, 0.001), self._rest, math.inf if look is None else look)
+        return min(max(poll, 0.001), math.inf if look is None else look)
 
     def _start(self, leased: list[Leased]) -> list[Transition]:
         """Put commands into the line, or into chunks; return the results of those that cannot be gathered."""
         if not self._handlers.gathers:
             self._line.add(leased)
             return []
-        gathers = self._gatherer.gathers
-        single = [one for one in leased if not gathers(one.lease.domain, one.command_type)]
+        single: list[Leased] = []
+        gathered: list[Leased] = []
+        for one in leased:
+            (gathered if self._gatherer.gathers(one.lease.domain, one.command_type) else single).append(one)
         self._line.add(single)
-        return self._gatherer.take(one for one in leased if gathers(one.lease.domain, one.command_type))
+        return self._gatherer.take(gathered)
 
-    def _without_resting(self, domains: list[str]) -> list[str]:
-        """Leave out domains that bring mostly what a limit holds up, for a while."""
-        if self._everywhere and not self._line.in_hand:
-            return domains
-        resting = self._rests.resting()
-        self._rest = min([self._rest, *(resting[domain] for domain in domains if domain in resting)])
-        return [domain for domain in domains if domain not in resting]
+    def _without_resting(self, wanted: list[Want]) -> tuple[list[Want], float]:
+        """Leave out domains that bring mostly what a limit holds up; return also the seconds until one is due again."""
+        resting, paused = self._rests.resting(), self._pauses.paused
+        awake = [([domain for domain in domains if domain not in resting], most) for domains, most in wanted]
+        left_out = {domain for domains, _ in wanted for domain in domains if domain in resting}
+        return awake, min((resting[domain] for domain in left_out - paused), default=math.inf)
 
     async def _known(self, leased: list[Leased]) -> list[Leased]:
         """Give back commands that have no handler here; they wait for a worker that has one."""
@@ -468,37 +397,30 @@ class Claimer:
 
     async def _watch_threads(self) -> None:
         """Hand back what waits too long for a thread: the threads may be stuck."""
-        stuck = self._line.abandon_stuck_for_threads(time.monotonic(), self._quarter_lease)
+        late = time.monotonic() - self._quarter_lease
+        stuck = [one for one in self._line.for_threads if isinstance(one, Leased) and one.lease.claimed < late]
         if stuck:
             commands = counted(len(stuck), "command")
             log.info("Handing back %s after %.1f s of waiting for a thread", commands, self._quarter_lease)
-            self._hand_back.add(stuck)
+            self._take_out(stuck)
             await self._hand_back.once()
 
     async def _watch_line(self) -> float | None:
         """Hand back what waits too long for a slot: the slots may be stuck. Return when to look again."""
         now = time.monotonic()
-        stuck = self._line.abandon_stuck_chunks(now, self._quarter_lease)
+        late = now - self._quarter_lease
+        stuck = [one for one in self._line.items if isinstance(one, Gathered) and one.in_line_since < late]
         if stuck:
-            for domain in {gathered.lease.domain for gathered in stuck}:
-                self._gatherer.stuck(domain)
-            self._hand_back.add(self._gatherer.unpack(stuck))
+            for gathered in stuck:
+                self._gatherer.stuck(gathered.lease.domain)
+            self._take_out(stuck)
             await self._hand_back.once()
-        waited = self._line.waited(now)
-        if waited is None:  # a slot that comes free wakes the loop
+        first = next((one for one in self._line.ready if isinstance(one, Leased)), None)
+        if first is None:  # a slot that comes free wakes the loop
             return self._quarter_lease / 4 if len(self._line) else None
-        patience = min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)
+        waited, patience = now - first.lease.claimed, min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)
         if waited > patience:
             log.info("Handing back %s after %.1f s of waiting for a slot", counted(len(self._line), "command"), waited)
-            line = self._line.abandon()
-            self._line.add([one for one in line if not isinstance(one, Leased)])
-            self._hand_back.add(one for one in line if isinstance(one, Leased))
+            self._take_out([one for one in self._line.items if isinstance(one, Leased)])
             await self._hand_back.once()
         return patience / 4
-
-
-def _by_lease(leased: Iterable[Leased]) -> dict[Lease, list[Leased]]:
-    by_lease: dict[Lease, list[Leased]] = defaultdict(list)
-    for one in leased:
-        by_lease[one.lease].append(one)
-    return by_lease

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from types import CoroutineType
 from typing import TypeAlias
@@ -26,16 +26,16 @@ from busload.limits.limiter import Entered, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext
 from busload.worker.call_handler import Calls, Work, awaited, command_of, outlast
-from busload.worker.chunks import ChunkRunner, Gathered, Gatherer
+from busload.worker.chunks import ChunkRunner, Gatherer
 from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, references_to
 from busload.worker.context import HandlerContext
 from busload.worker.groups import GroupRunner
+from busload.worker.line import Gathered, Item, Line
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
 log = logging.getLogger("busload")
 
-Item: TypeAlias = Leased | Gathered
 Rest: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do for a command once its handler has begun or ended."""
 
@@ -63,140 +63,6 @@ class Slot:
         self.name = name
         self.in_thread = False
         self.taken: Item | None = None
-
-
-class Line:
-    """Commands and chunks, first come first served. More may stand here than there are slots.
-
-    What needs a thread when none is free waits beside the line, so that others need not wait for a thread as well.
-    `on_low` is called when so few are in hand, or so many threads are free, as whoever fills the line has asked for.
-    """
-
-    def __init__(self, slots: int, threads: int, on_low: Callable[[], None]) -> None:
-        self.ready: deque[Item] = deque()
-        """What stands in line, for slots to take."""
-        self._for_threads: deque[Item] = deque()
-        self.threads, self._in_threads = threads, 0
-        self.on_low = on_low
-        self.low_water = slots - 1
-        """When no more than that are in hand, `on_low` is called once."""
-        self.threads_wanted: int | None = None
-        """When that many threads are free, `on_low` is called once."""
-        self._resting: list[asyncio.Future[None]] = []
-        self.idle = asyncio.Event()
-        """Set while nothing is in hand."""
-        self.idle.set()
-        self._busy = self._busy_since = 0.0
-        self.in_hand = 0
-        """How many stand in line, wait for a thread, or run."""
-        self.finished = 0
-        """How many have run."""
-
-    @property
-    def busy(self) -> float:
-        """Seconds in which there was something in hand."""
-        return self._busy + (time.monotonic() - self._busy_since if self.in_hand else 0.0)
-
-    @property
-    def items(self) -> list[Item]:
-        """What has no slot yet."""
-        return [*self._for_threads, *self.ready]
-
-    @property
-    def waiting_for_threads(self) -> int:
-        return len(self._for_threads)
-
-    @property
-    def free_threads(self) -> int:
-        """How many more commands threads could take now; negative if some wait for one."""
-        return self.threads - self._in_threads - len(self._for_threads)
-
-    def __len__(self) -> int:
-        return len(self.ready) + len(self._for_threads)
-
-    def waited(self, now: float) -> float | None:
-        """How long the first command in line has waited for a slot; None if there is no command."""
-        first = next((one for one in self.ready if isinstance(one, Leased)), None)
-        return None if first is None else now - first.lease.claimed
-
-    def add(self, items: Sequence[Item]) -> None:
-        if items and self.in_hand == 0:
-            self.idle.clear()
-            self._busy_since = time.monotonic()
-        self.ready.extend(items)
-        self.in_hand += len(items)
-        self.wake_two()
-
-    def abandon(self) -> list[Item]:
-        """Take everything out, and return it: it has to be handed back."""
-        abandoned = self.items
-        self._drop(abandoned)
-        return abandoned
-
-    def abandon_stuck_chunks(self, now: float, patience: float) -> list[Gathered]:
-        """Take out the chunks that have waited longer than `patience`, and return them."""
-        stuck = [one for one in self.items if not isinstance(one, Leased) and now - one.lease.claimed > patience]
-        self._drop(stuck)
-        return stuck
-
-    def abandon_stuck_for_threads(self, now: float, patience: float) -> list[Leased]:
-        """Take out the commands that have waited for a thread longer than `patience`, and return them."""
-        stuck = [one for one in self._for_threads if isinstance(one, Leased) and now - one.lease.claimed > patience]
-        self._drop(stuck)
-        return stuck
-
-    def take_thread(self, item: Item) -> bool:
-        """Whether there is a thread for what a slot has taken. If not, it waits beside the line."""
-        if self._in_threads < self.threads:
-            self._in_threads += 1
-            return True
-        self._for_threads.append(item)
-        if not self.ready:
-            self.on_low()
-        return False
-
-    def leave_thread(self) -> None:
-        self._in_threads -= 1
-        if self._for_threads:
-            self.ready.appendleft(self._for_threads.popleft())
-            self.wake_two()
-        if self.threads_wanted is not None and self.free_threads >= self.threads_wanted:
-            self.threads_wanted = None
-            self.on_low()
-
-    def wake_two(self) -> None:
-        """Wake two slots; each wakes two more. If handlers never wait, the first few slots do everything."""
-        wanted = min(2, len(self.ready))
-        while wanted > 0 and self._resting:
-            wake = self._resting.pop()
-            if not wake.done():  # else its task was cancelled
-                wake.set_result(None)
-                wanted -= 1
-
-    async def rest(self) -> None:
-        """Wait until there is something for this slot."""
-        wake = asyncio.get_running_loop().create_future()
-        self._resting.append(wake)
-        await wake
-
-    def _drop(self, gone: Sequence[Item]) -> None:
-        if not gone:
-            return
-        ids = set(map(id, gone))
-        for waiting in (self._for_threads, self.ready):
-            others = [one for one in waiting if id(one) not in ids]
-            waiting.clear()
-            waiting.extend(others)
-        self.in_hand -= len(gone)
-        self.became_fewer()
-
-    def became_fewer(self) -> None:
-        if self.in_hand == 0:
-            self._busy += time.monotonic() - self._busy_since
-            self.idle.set()
-        if self.in_hand <= self.low_water:
-            self.low_water = -1  # said once; whoever fills the line asks again
-            self.on_low()
 
 
 class Executor:
@@ -308,11 +174,11 @@ class Executor:
 
     def _begin(self, item: Item) -> Rest | Waiting | None:
         """Run a command as far as it comes without waiting for anything; returns what is left to do, if anything."""
-        if item.lease.lost:
-            return None
         if isinstance(item, Gathered):
             self._gatherer.started(item)
             return partial(self._chunks.run, item)
+        if item.lease.lost:
+            return None
         try:
             item.started = time.monotonic()
             handler = self._handlers.find(item.lease.domain, item.command_type)

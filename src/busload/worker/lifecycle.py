@@ -35,9 +35,11 @@ from busload.sync.connection import connect
 from busload.sync.plan import perform
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
-from busload.worker.claimer import Claimer, HandBack, Look
-from busload.worker.executor import Executor, Line
+from busload.worker.claimer import Claimer, Look
+from busload.worker.executor import Executor
+from busload.worker.hand_back import HandBack
 from busload.worker.heartbeat import Heartbeat
+from busload.worker.line import Line
 from busload.worker.loop import Loop
 from busload.worker.metrics import gathered
 from busload.worker.settlement import Outcomes, Settlement

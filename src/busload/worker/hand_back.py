@@ -1,0 +1,82 @@
+"""Hands commands and leases back to the queue, without burning an attempt."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+from busload.commands import claim, rescue
+from busload.commands.counted import counted
+from busload.commands.execution import Lease, Leased
+from busload.commands.payload import encode
+from busload.worker.shared import Shared
+
+log = logging.getLogger("busload")
+
+
+class HandBack:
+    """If the answer of the database is lost, it is asked again: only then is it certain."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._leaving: list[Leased] = []
+        self.commands = 0
+        """How many were handed back so far."""
+
+    @property
+    def leaving(self) -> Counter[UUID]:
+        """How many commands of each lease are on their way back."""
+        return Counter(one.lease.lease_id for one in self._leaving)
+
+    def add(self, leased: Iterable[Leased]) -> None:
+        """Hand these back with the next call of `once`."""
+        self._leaving += leased
+
+    async def once(self) -> None:
+        """Hand back what was added. Meanwhile others may be added."""
+        if not self._leaving:
+            return
+        leaving = list(self._leaving)
+        parts = _by_lease(one for one in leaving if not one.settled)
+        whole = {lease: parts.pop(lease) for lease in list(parts) if len(parts[lease]) == lease.unsettled}
+        if whole:
+            await self._shared.in_transaction(rescue.release([lease.lease_id for lease in whole]))
+            self._forget(whole)
+        if parts:
+            await self._give_back(parts, None, ())
+        gone = set(map(id, leaving))
+        self._leaving = [one for one in self._leaving if id(one) not in gone]
+
+    async def postpone_unknown(self, leased: list[Leased], seconds: float) -> None:
+        """Nobody here has a handler for these: they wait for a worker that has one."""
+        parts = _by_lease(leased)
+        types = ({one.command_type for one in commands} for commands in parts.values())
+        await self._give_back(parts, seconds, [encode({"command_types": sorted(each)}) for each in types])
+
+    async def release(self, lease_ids: Sequence[UUID]) -> None:
+        """Hand back leases whose commands do not run here: the answer to a claim was lost, or the worker stops."""
+        returned = await self._shared.in_transaction(rescue.release(list(lease_ids)))
+        self._shared.held.drop(lease_ids)
+        self.commands += returned.commands
+        if returned.commands:
+            log.info("Handed back %s", counted(returned.commands, "command"))
+
+    async def _give_back(self, parts: dict[Lease, list[Leased]], pause: float | None, details: Sequence[str]) -> None:
+        ids = {lease: [one.id for one in commands] for lease, commands in parts.items()}
+        await self._shared.perform(claim.give_back(ids, pause=pause, details=details))
+        self._forget(parts)
+
+    def _forget(self, parts: dict[Lease, list[Leased]]) -> None:
+        for lease, commands in parts.items():
+            lease.running -= len(commands)
+            self.commands += len(commands)
+            self._shared.held.settled(commands)
+
+
+def _by_lease(leased: Iterable[Leased]) -> dict[Lease, list[Leased]]:
+    by_lease: dict[Lease, list[Leased]] = defaultdict(list)
+    for one in leased:
+        by_lease[one.lease].append(one)
+    return by_lease
