@@ -41,6 +41,8 @@ class Actions:
     _transactions: Pool
     own_transaction: SyncHandlerTransaction | None = None
     """What `transaction()` has begun; None if the handler has not asked for one."""
+    timed_out = False
+    """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
     _leases: Callable[[], set[Lease]]
 
     @property
@@ -106,8 +108,7 @@ class SyncChunkContext(_ChunkFacts, Actions):
     """
 
     def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: Pool) -> None:
-        super().__init__(leased)
-        self.bus, self._transactions = bus, transactions
+        self._commands, self.bus, self._transactions = leased, bus, transactions
 
 
 class _Transaction:

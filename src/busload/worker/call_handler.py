@@ -36,7 +36,7 @@ class Work:
 
     `judge` says what becomes of what the handler returned; it runs where the handler ran. `end` is given that and
     returns the plan that ends the commands within the handler's own transaction, or None if the transaction has to be
-    rolled back. `before` is called right before the handler: a `PostponedError` that it raises makes the call void.
+    rolled back. `begin` is called right before the handler: a `PostponedError` that it raises makes the call void.
     """
 
     handler: Handler
@@ -45,7 +45,27 @@ class Work:
     leased: Sequence[Leased]
     judge: Callable[[Any], Any]
     end: Callable[[Any], Plan[Any] | None]
-    before: Callable[[], None] | None = None
+    begin: Callable[[], None] | None = None
+    late: PostponedError | None = None
+    """What `begin` has raised: a handler that raises the same has merely failed."""
+
+    def call(self) -> Any:
+        """Call the handler; one with `async def` returns what has to be awaited."""
+        if self.begin is not None:
+            try:
+                self.begin()
+            except PostponedError as late:
+                self.late = late
+                raise
+        return self.handler.function(self.subject, self.context)
+
+    def ending(self, judged: Any) -> Plan[Any] | None:
+        """The plan that ends the handler's own transaction; None if it has none, or it has to be rolled back."""
+        transaction = self.context.own_transaction
+        return None if transaction is None or transaction.conn is None else self.end(judged)
+
+    def failed(self, error: BaseException | None) -> Call:
+        return Call(error=error) if self.late is None else Call(void=self.late, tries=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +96,7 @@ class Calls:
         self.stopping = False
         """Whether the worker stops: a cancellation then is the worker's, and not the handler's own."""
         self.bulk_calls = self.bulk_items = 0
+        """Calls of bulk handlers, and the items they were given."""
 
     async def make(self, work: Work, called: Ended | None = None) -> Call:
         """Call the handler, and commit its own transaction if it has one. Only a worker that stops makes this raise.
@@ -105,20 +126,9 @@ class Calls:
                 return Call(void=SupersededError("Another worker has this command now."), tries=call.tries)
             work.context.own_transaction = None
 
-    def count_bulk(self, calls: int, items: int) -> None:
-        """Count calls of bulk handlers, and the items they were given."""
-        self.bulk_calls += calls
-        self.bulk_items += items
-
     async def _await(self, work: Work) -> Call:
-        handler, context = work.handler, work.context
         try:
-            own = self.context.copy()
-            called = await in_own_task(
-                own, handler.timeout, handler.function, work.subject, context, before=work.before
-            )
-        except PostponedError as postponed:
-            return Call(void=postponed, tries=0)
+            called = await in_own_task(self.context.copy(), work.handler.timeout, work.call)
         except asyncio.CancelledError as error:
             called = Ended(error=error)
         return await self._conclude(work, called)
@@ -130,7 +140,7 @@ class Calls:
         try:
             if error is None:
                 judged = work.judge(called.result)
-                if transaction is None or transaction.conn is None or (plan := work.end(judged)) is None:
+                if transaction is None or (plan := work.ending(judged)) is None:
                     return Call(judged)
                 return Call(judged, ended=await transaction.commit(plan))
         except SupersededError as superseded:
@@ -142,7 +152,7 @@ class Calls:
                 await transaction.rollback()
         if self.stopping and isinstance(error, asyncio.CancelledError):
             raise error  # what it was called with is handed back
-        return Call(error=error)
+        return work.failed(error)
 
     async def _run_in_thread(self, work: Work) -> Call:
         running = self._threads.submit(partial(_call, work), self.context.copy(), work.leased)
@@ -158,19 +168,14 @@ class Calls:
 def _call(work: Work) -> Call:
     """In a thread: call a handler, judge its answer, and end its transaction."""
     try:
-        if work.before is not None:
-            work.before()
-    except PostponedError as postponed:
-        return Call(void=postponed, tries=0)
-    try:
         try:
-            value = work.handler.function(work.subject, work.context)
+            value = work.call()
         except BaseException as error:
-            return Call(error=error)
+            return work.failed(error)
         transaction = work.context.own_transaction
         assert not isinstance(transaction, HandlerTransaction)
         judged = work.judge(value)
-        if transaction is None or transaction.conn is None or (plan := work.end(judged)) is None:
+        if transaction is None or (plan := work.ending(judged)) is None:
             return Call(judged)
         if work.context.timed_out:
             raise SupersededError("The handler outlived its time; what it wrote was rolled back.")
@@ -205,8 +210,3 @@ def command_of(leased: Leased) -> Command:
         lease.priority,
         leased.created_at or lease.created_at,
     )
-
-
-async def awaited(awaitable: Any) -> Any:
-    """What a function returned that is only marked as a coroutine function, as a coroutine."""
-    return await awaitable

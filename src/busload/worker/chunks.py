@@ -7,13 +7,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands import settle
-from busload.commands.bulk_items import Chunk, Item, Judgement
+from busload.commands.bulk_items import Chunk, Judgement
+from busload.commands.bulk_items import Item as ChunkItem
 from busload.commands.execution import (
     Failed,
     Leased,
@@ -32,12 +31,10 @@ from busload.handlers import Gathering, Handler, Handlers
 from busload.limits.limiter import PostponedError
 from busload.postgres.plan import Plan
 from busload.settings import PayloadLimits
-from busload.worker.bulk_calls import BulkCall, BulkCalls, find_bad, isolates
-from busload.worker.call_handler import Calls, command_of, outlast
+from busload.worker.bulk_run import BulkCall, BulkRun, Stations
+from busload.worker.call_handler import command_of, outlast
 from busload.worker.failure_log import FailureLog
-from busload.worker.line import Gathered, Key, Line
-from busload.worker.settlement import Outcomes, Settlement
-from busload.worker.shared import Shared
+from busload.worker.line import Gathered, Item, Key, Line, commands_of
 
 log = logging.getLogger("busload")
 
@@ -59,11 +56,6 @@ class Gatherer:
         self._in_line: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         self._stuck: set[str] = set()
-
-    @property
-    def held(self) -> int:
-        """Commands that were claimed and do not run yet."""
-        return self._held.total()
 
     @property
     def gathered(self) -> Iterator[Leased]:
@@ -117,13 +109,6 @@ class Gatherer:
                 self._leave(key)  # a suspect waits for nobody
         return refused
 
-    def alone(self, one: Leased, handler: Handler) -> Gathered:
-        """A chunk of one command that was not gathered."""
-        assert handler.gathering is not None
-        gathered = Gathered((one.lease.domain, one.command_type, None, None), handler, handler.gathering)
-        gathered.add(one, 0)
-        return gathered
-
     def flush(self) -> bool:
         """Send every chunk to the line, full or not; return whether there was any."""
         keys = list(self._open)
@@ -138,19 +123,17 @@ class Gatherer:
 
     def abandon(self, domains: Collection[str] | None = None) -> list[Leased]:
         """Drop what was gathered of these domains, or of all, and return it: it has to be handed back."""
-        found = [key for key in self._open if domains is None or key[0] in domains]
-        return [one for key in found for one in self._drop(key)]
+        found = [self._close(key) for key in list(self._open) if domains is None or key[0] in domains]
+        for gathered in found:
+            self._held[gathered.key[0]] -= len(gathered.leased)
+        return [one for gathered in found for one in gathered.leased]
 
-    def unpack(self, line: Iterable[Leased | Gathered]) -> list[Leased]:
+    def unpack(self, items: Collection[Item]) -> list[Leased]:
         """The commands of what stood in line; their chunks are dissolved."""
-        unpacked: list[Leased] = []
-        for one in line:
-            if isinstance(one, Gathered):
-                self._let_go(one)
-                unpacked += one.leased
-            else:
-                unpacked.append(one)
-        return unpacked
+        for item in items:
+            if isinstance(item, Gathered):
+                self._let_go(item)
+        return [one for item in items for one in commands_of(item)]
 
     def stuck(self, domain: str) -> None:
         """Chunks of this domain waited too long for a slot: claim no more until a slot is free."""
@@ -171,28 +154,24 @@ class Gatherer:
             self._leave(key)
             gathered = None
         if gathered is None:
-            gathered = self._open[key] = Gathered(key, handler, gathering)
             wait = max(0.0, one.lease.claimed + gathering.max_wait - time.monotonic())
-            gathered.timer = asyncio.get_running_loop().call_later(wait, self._leave, key)
+            timer = asyncio.get_running_loop().call_later(wait, self._leave, key)
+            gathered = self._open[key] = Gathered(key, handler, gathering, timer)
         gathered.add(one, weight)
         self._held[key[0]] += 1
         if gathered.full:
             self._leave(key)
 
-    def _leave(self, key: Key) -> None:
+    def _close(self, key: Key) -> Gathered:
         gathered = self._open.pop(key)
-        if gathered.timer is not None:
-            gathered.timer.cancel()
+        gathered.timer.cancel()
+        return gathered
+
+    def _leave(self, key: Key) -> None:
+        gathered = self._close(key)
         gathered.in_line_since = time.monotonic()
         self._in_line[key[0]] += 1
         self._line.add([gathered])
-
-    def _drop(self, key: Key) -> list[Leased]:
-        gathered = self._open.pop(key)
-        if gathered.timer is not None:
-            gathered.timer.cancel()
-        self._held[key[0]] -= len(gathered.leased)
-        return gathered.leased
 
     def _let_go(self, gathered: Gathered) -> None:
         self._held[gathered.key[0]] -= len(gathered.leased)
@@ -204,42 +183,28 @@ class Gatherer:
             self._leave(max(mine, key=lambda gathered: len(gathered.leased)).key)
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What a handler's own transaction has settled."""
-
-    transitions: list[Transition]
-
-
-class ChunkRunner:
-    """Runs chunks: one call each, or several with parts of a chunk, to find the bad commands."""
-
-    def __init__(self, shared: Shared, calls: Calls, outcomes: Outcomes, settlement: Settlement) -> None:
-        self.shared, self.calls, self.outcomes, self.settlement = shared, calls, outcomes, settlement
-
-    async def run(self, gathered: Gathered) -> None:
-        run = _Run(self, gathered)
-        try:
-            await run.all()
-        except Exception as error:  # ours, not the handler's: no command of the chunk may hang
-            log.exception("Could not record how a chunk of %s ended", gathered.key[1])
-            await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
+async def run_chunk(stations: Stations, gathered: Gathered) -> None:
+    """Run a chunk: one call, or several with parts of it, to find the bad commands."""
+    run = _ChunkRun(stations, gathered)
+    try:
+        await run.all()
+    except Exception as error:  # ours, not the handler's: no command of the chunk may hang
+        log.exception("Could not record how a chunk of %s ended", gathered.key[1])
+        await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
 
 
-class _Run:
-    """One chunk at work."""
-
-    def __init__(self, runner: ChunkRunner, gathered: Gathered) -> None:
-        self._runner, self._gathered, self._handler = runner, gathered, gathered.handler
-        self._limits = runner.shared.bus.settings.limits.payload
-        self._calls = BulkCalls(runner.calls, runner.shared.limiter, gathered.handler, gathered.key[0], gathered.key[1])
+class _ChunkRun(BulkRun):
+    def __init__(self, stations: Stations, gathered: Gathered) -> None:
+        domain, command_type, self._common, _ = gathered.key
+        super().__init__(stations, gathered.handler, domain, command_type)
+        self._outcomes, self._failures = stations.outcomes, stations.shared.failures
+        self._limits = stations.shared.bus.settings.limits.payload
         self._leased = {one.command_id: one for one in gathered.leased if not one.lease.lost}
         """Commands without a result yet."""
         self._errors: dict[UUID, BaseException | None] = {}
         """By which error a command has failed, for the log."""
         self._described: dict[int, str] = {}
         """Errors as text, by identity: all commands of a chunk may share one error."""
-        self._began(self._leased.values())
 
     async def all(self) -> None:
         items = await self._items()
@@ -247,94 +212,89 @@ class _Run:
             return
         attempt = max(one.lease.round_attempt for one in self._leased.values())
         try:
-            call = await self._call(items)
+            call = await self._call(items, patient=False)
         except PostponedError as postponed:
             await self._postpone(items, postponed)
             return
         except Exception as error:  # of the limit's own `by`
             await self.fail_rest(error)
             return
-        failed, overdue = call.judgement.failed, call.overdue
-        if isolates(self._handler, call, attempt):
-            failed, overdue = await find_bad(failed, self._try)
-        if self._calls.cut_short is not None:
-            await self._postpone([item for item, _ in failed], self._calls.cut_short)
+        judgement, overdue = await self._find_bad(call, attempt)
+        if self._cut_short is not None:
+            await self._postpone([item for item, _ in judgement.failed], self._cut_short)
         else:
-            await self._fail(failed)
+            await self._fail(judgement.failed)
         if overdue is not None:
-            await outlast(overdue, self._handler, self._gathered.key[1])
+            await outlast(overdue, self._handler, self._kind[1])
 
     async def fail_rest(self, error: BaseException) -> None:
         await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
 
-    async def _items(self) -> list[Item]:
+    async def _items(self) -> list[ChunkItem]:
         """The commands that can be decoded. Each of the others waits for a person."""
-        items: list[Item] = []
+        items: list[ChunkItem] = []
         for one in list(self._leased.values()):
             try:
                 command = command_of(one)
             except UndecodableError as error:
                 await self._put([self._ended(one, Unreadable(error))])
             else:
-                items.append(Item(one.command_id, command.data, command.task_key, command.created_at, command))
+                items.append(ChunkItem(one.command_id, command.data, command.task_key, command.created_at, command))
         return items
 
-    async def _try(self, items: list[Item]) -> BulkCall | None:
-        """Call with a part; None if the search is over."""
-        return await self._calls.insist(partial(self._call_with_ours, items))
-
-    async def _call_with_ours(self, items: list[Item]) -> BulkCall | None:
+    async def _call_part(self, items: list[ChunkItem]) -> BulkCall | None:
         ours = self._ours(items)
         return await self._call(ours, patient=True) if ours else None
 
-    async def _call(self, items: list[Item], *, patient: bool = False) -> BulkCall:
+    async def _call(self, items: list[ChunkItem], *, patient: bool) -> BulkCall:
         """Make one call, and settle the commands that it has done."""
-        gathered, runner = self._gathered, self._runner
-        chunk = Chunk(gathered.key[0], gathered.key[1], items, gathered.key[2])
-        entered = await self._calls.enter(chunk, patient=patient)
-        if entered is not None:
-            ours = self._ours(items)
+        chunk = Chunk(*self._kind, items, self._common)
+        entered = await self._enter(chunk, patient=patient)
+        if entered is not None and len(ours := self._ours(items)) < len(items):
             if not ours:
                 return BulkCall(Judgement([], [], {}, answered=True))
-            if len(ours) < len(items):
-                items, chunk = ours, Chunk(chunk.domain, chunk.command_type, ours, chunk.key)
-            if not patient:
-                self._began(self._leased[item.id] for item in items)
+            items, chunk = ours, Chunk(*self._kind, ours, self._common)
         leased = [self._leased[item.id] for item in items]
-        context = runner.shared.chunk_context(self._handler, leased)
+        if not patient:  # the time of the attempt begins after that in which it waited
+            now = time.monotonic()
+            for one in leased:
+                one.started = now
+        context = self._shared.chunk_context(self._handler, leased)
         try:
-            call = await self._calls.call(chunk, context, leased, self._end, entered)
+            call = await self._make_call(chunk, context, leased, self._end, entered)
         except SupersededError as superseded:
             # Nothing of it was written. Some of its commands run elsewhere now, and the others are tried again.
             error = TransientCommandError(str(superseded), code="SUPERSEDED")
             return BulkCall(Judgement([], [(item, error) for item in items], {}, answered=True))
         if call.ended is not None:
-            for transition in call.ended.transitions:
+            [transitions] = call.ended
+            for transition in transitions:
                 self._leased.pop(transition.leased.command_id, None)
-                runner.settlement.settled_elsewhere(transition.leased, transition.outcome)
-            self._report(call.ended.transitions)
+                self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+            self._report(transitions)
         else:
-            await self._put(self._completed(call.judgement, call.value))
+            await self._put(self._completed(call))
         return call
 
-    def _end(self, judgement: Judgement, value: Any) -> Plan[Settled]:
+    def _end(self, call: BulkCall) -> Plan[tuple[list[Transition]]]:
         """Settle in the handler's own transaction: all that the call has ended, or nothing is committed."""
-        transitions = self._completed(judgement, value)
-        failed = [self._failed(item, error) for item, error in judgement.failed if not self._waits(item, error)]
+        failed = call.judgement.failed
+        ended = self._completed(call)
+        ended += [self._failed(item, error) for item, error in failed if not self._waits(item, error)]
         now = time.monotonic()
-        ended = transitions + failed
         for transition in ended:
             transition.finished = now
         credited = (yield from settle.settle(ended, now=now)) if ended else set()
         if len(credited) < len(ended):
             raise SupersededError("Another worker has some of these commands now. What the handler wrote was undone.")
-        return Settled(ended)
+        return (ended,)  # true even if nothing has ended: a transaction without an answer is rolled back
 
-    def _completed(self, judgement: Judgement, value: Any) -> list[Transition]:
+    def _completed(self, call: BulkCall) -> list[Transition]:
+        judgement = call.judgement
         if not judgement.done:
             return []
         leased = [self._leased[item.id] for item in judgement.done]
-        shared = complete(leased[0], value, self._limits)
+        shared = complete(leased[0], call.value, self._limits)
         transitions = []
         for item, one in zip(judgement.done, leased, strict=True):
             if item.id in judgement.results:
@@ -343,7 +303,7 @@ class _Run:
                 transitions.append(Transition(one, shared.outcome, shared.details, reason=shared.reason))
         return transitions
 
-    def _failed(self, item: Item, error: BaseException) -> Transition:
+    def _failed(self, item: ChunkItem, error: BaseException) -> Transition:
         one = self._leased[item.id]
         return self._ended(one, failure(one, error))
 
@@ -353,53 +313,43 @@ class _Run:
             self._described[id(error)] = describe(error)
         return end_failed(one, outcome, self._handler, None if error is None else self._described[id(error)])
 
-    async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
-        failed = [
-            (item, error) for item, error in failed if item.id in self._leased
-        ]  # else a transaction has settled it
+    async def _fail(self, failed: Sequence[tuple[ChunkItem, BaseException]]) -> None:
+        failed = [one for one in failed if one[0].id in self._leased]  # else a transaction has settled it
         late = [item for item, error in failed if self._waits(item, error)]
         await self._put([self._failed(item, error) for item, error in failed if not self._waits(item, error)])
-        if self._calls.postponed is not None:
-            await self._postpone(late, self._calls.postponed)
+        if self._postponed is not None:
+            await self._postpone(late, self._postponed)
 
-    def _waits(self, item: Item, error: BaseException) -> bool:
+    def _waits(self, item: ChunkItem, error: BaseException) -> bool:
         """Whether the item is only put off. In a canceled batch it is not: there it has stopped, as it was asked to."""
         return isinstance(deciding(error), RateLimitedError) and not self._leased[item.id].lease.canceled
 
-    def _ours(self, items: Sequence[Item]) -> list[Item]:
+    def _ours(self, items: Sequence[ChunkItem]) -> list[ChunkItem]:
         """Without those that another worker has now."""
         for item in items:
             if item.id in self._leased and self._leased[item.id].lease.lost:
                 del self._leased[item.id]
         return [item for item in items if item.id in self._leased]
 
-    @staticmethod
-    def _began(leased: Iterable[Leased]) -> None:
-        """Begin the time of their attempt, after they have waited for a limit."""
-        now = time.monotonic()
-        for one in leased:
-            one.started = now
-
-    async def _postpone(self, items: Sequence[Item], postponed: PostponedError) -> None:
+    async def _postpone(self, items: Sequence[ChunkItem], postponed: PostponedError) -> None:
         leased = [self._leased.pop(item.id) for item in items if item.id in self._leased]
         if leased:
-            await self._runner.outcomes.postpone(leased, postponed)
+            await self._outcomes.postpone(leased, postponed)
 
     async def _put(self, transitions: Sequence[Transition]) -> None:
         now = time.monotonic()
         for transition in transitions:
             transition.finished = now
             self._leased.pop(transition.leased.command_id, None)
-        await self._runner.settlement.put_many(transitions)
+        await self._settlement.put_many(transitions)
         self._report(transitions)
 
     def _report(self, transitions: Iterable[Transition]) -> None:
-        failures = self._runner.shared.failures
         for transition in transitions:
             if transition.leased.command_id in self._errors:
-                failures.report(transition, self._errors[transition.leased.command_id])
+                self._failures.report(transition, self._errors[transition.leased.command_id])
             elif transition.reason is not None:
-                failures.report_result(transition)
+                self._failures.report_result(transition)
 
 
 def _key(one: Leased, gathering: Gathering) -> Key:

@@ -11,7 +11,7 @@ any more; if that is not certain, the task is given up, and a new one goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from sys import getrefcount
 from typing import Any
@@ -73,19 +73,12 @@ def references_to(task: asyncio.Task[Any]) -> int:
     return getrefcount(task)
 
 
-async def in_own_task(
-    context: Context,
-    seconds: float | None,
-    function: Callable[..., Any],
-    *args: Any,
-    before: Callable[[], None] | None = None,
-) -> Ended:
+async def in_own_task(context: Context, seconds: float | None, call: Callable[[], Awaitable[Any]]) -> Ended:
     """Run a handler in a task that ends with it; one that takes too long is cancelled and has failed.
 
-    If the caller is cancelled, so is the handler, and the caller waits until it has ended. `before` is called right
-    before the handler, and what that raises is raised here.
+    If the caller is cancelled, so is the handler, and the caller waits until it has ended.
     """
-    running = asyncio.create_task(_run(before, function, args), context=context)
+    running = asyncio.create_task(_run(call), context=context)
     try:
         async with asyncio.timeout(seconds) as limit:
             return await running
@@ -96,7 +89,8 @@ async def in_own_task(
             return running.result()  # it ended at the very moment at which its time was up
         return Ended(error=timed_out(seconds, error.__cause__))
     except asyncio.CancelledError as error:
-        if running.cancelled() and not _is_cancelled():
+        caller = asyncio.current_task()
+        if running.cancelled() and (caller is None or not caller.cancelling()):
             return Ended(error=error)  # by itself: nobody has cancelled the caller
         raise
 
@@ -108,18 +102,11 @@ def timed_out(seconds: float | None, cause: BaseException | None = None) -> Tran
     return error
 
 
-async def _run(before: Callable[[], None] | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Ended:
+async def _run(call: Callable[[], Awaitable[Any]]) -> Ended:
     """A task would hand KeyboardInterrupt and SystemExit on to the event loop, so every error is returned."""
-    if before is not None:
-        before()
     try:
-        return Ended(await function(*args))
+        return Ended(await call())
     except asyncio.CancelledError:
         raise
     except BaseException as error:
         return Ended(error=error)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -13,7 +13,7 @@ from psycopg.pq import TransactionStatus
 from busload.commands import send
 from busload.commands.checks import check_one
 from busload.commands.command import SendOptions, SendResult, new_command
-from busload.commands.execution import Lease, Leased, Transition
+from busload.commands.execution import Lease, Leased
 from busload.commands.ids import new_id
 from busload.commands.settle import lock
 from busload.errors import InvalidOperationError, SupersededError
@@ -32,15 +32,12 @@ T = TypeVar("T")
 COLLISIONS = "40P01", "40001"
 """Deadlocks, and transactions that cannot be serialized."""
 
-Settle = Callable[[Transition], Plan[set[int]]]
-
 
 class _Context:
     """Facts about this execution."""
 
     _leased: Leased
-    timed_out = False
-    """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
+    timed_out: bool
 
     @property
     def execution_id(self) -> UUID:
@@ -69,11 +66,8 @@ class _Context:
 class _ChunkFacts:
     """Facts about a chunk: its commands may be of several batches, and at different attempts."""
 
-    timed_out = False
-    """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
-
-    def __init__(self, leased: Sequence[Leased]) -> None:
-        self._commands = leased
+    _commands: Sequence[Leased]
+    timed_out: bool
 
     @property
     def cancelled(self) -> bool:
@@ -92,6 +86,8 @@ class Actions:
     _transactions: AsyncPool
     own_transaction: HandlerTransaction | None = None
     """What `transaction()` has begun; None if the handler has not asked for one."""
+    timed_out = False
+    """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
     _leases: Callable[[], set[Lease]]
 
     @property
@@ -157,8 +153,7 @@ class ChunkContext(_ChunkFacts, Actions):
     """
 
     def __init__(self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncPool) -> None:
-        super().__init__(leased)
-        self.bus, self._transactions = bus, transactions
+        self._commands, self.bus, self._transactions = leased, bus, transactions
 
 
 class _Transaction:

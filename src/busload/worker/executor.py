@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import CoroutineType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import msgspec
@@ -25,12 +25,13 @@ from busload.handlers import Handler
 from busload.limits.limiter import Entered, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext
-from busload.worker.call_handler import Calls, Work, awaited, command_of, outlast
-from busload.worker.chunks import ChunkRunner, Gatherer
+from busload.worker.bulk_run import Stations
+from busload.worker.call_handler import Calls, Work, command_of, outlast
+from busload.worker.chunks import Gatherer, run_chunk
 from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, references_to
 from busload.worker.context import HandlerContext
 from busload.worker.groups import GroupRunner
-from busload.worker.line import Gathered, Item, Line
+from busload.worker.line import Gathered, Item, Line, commands_of
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -83,17 +84,17 @@ class Executor:
         self._yielded_at = 0.0
         self.calls = Calls(shared.threads)
         self._outcomes = outcomes
-        self._chunks = ChunkRunner(shared, self.calls, outcomes, settlement)
-        self._groups = GroupRunner(shared, self.calls, outcomes, settlement)
+        self._stations = Stations(shared, self.calls, outcomes, settlement)
+        self._groups = GroupRunner(self._stations)
 
     @property
     def running(self) -> list[Leased]:
         """What has a slot now."""
-        return [one for slot in self._slots if slot.taken is not None for one in _commands(slot.taken)]
+        return [one for slot in self._slots if slot.taken is not None for one in commands_of(slot.taken)]
 
     def alive(self) -> Counter[UUID]:
         """How many commands of each lease stand in line, are gathered, or run."""
-        in_line = (one for item in self._line.items for one in _commands(item))
+        in_line = (one for item in self._line.items for one in commands_of(item))
         held = [*self.running, *self._gatherer.gathered, *in_line]
         return Counter(one.lease.lease_id for one in held)
 
@@ -142,17 +143,17 @@ class Executor:
                 if not slot.in_thread:
                     slot.taken = None
                     continue
-            begun = self._begin(taken)
-            if begun is None:
-                rest = None
-                self._done(slot)
-            elif isinstance(begun, Waiting):
-                rest = self._resume(begun, await begun.suspended)
-                del begun  # what the handler held is let go
-                if rest is None:
-                    self._done(slot)
-            else:
+            try:
+                begun = self._begin(taken)
+                if isinstance(begun, Waiting):
+                    begun = self._conclude(
+                        begun.leased, begun.handler, begun.command, begun.context, await begun.suspended
+                    )
                 rest = begun
+            except Exception as error:
+                rest = partial(self._give_up, taken, error)
+            if rest is None:
+                self._done(slot)
             if references_to(task) != hands and not calls.stopping:
                 self._give_task(slot, rest)
                 return
@@ -176,58 +177,39 @@ class Executor:
         """Run a command as far as it comes without waiting for anything; returns what is left to do, if anything."""
         if isinstance(item, Gathered):
             self._gatherer.started(item)
-            return partial(self._chunks.run, item)
+            return partial(run_chunk, self._stations, item)
         if item.lease.lost:
             return None
+        item.started = time.monotonic()
+        handler = self._handlers.find(item.lease.domain, item.command_type)
+        assert handler is not None, "the claimer hands back what has no handler"
+        if not handler.plain:
+            return partial(self._run if handler.buffer is None else self._groups.run, item, handler)
         try:
-            item.started = time.monotonic()
-            handler = self._handlers.find(item.lease.domain, item.command_type)
-            if handler is None or not handler.plain:
-                return self._begin_special(item, handler)
-            try:
-                command = command_of(item) if item.command_type != EXHAUSTED else _command(item)
-            except UndecodableError as error:
-                return partial(self._outcomes.fail_unreadable, item, error)
-            context, own = HandlerContext(item, self._bus, self._transactions), self.calls.context.copy()
-            try:  # a function that is only marked as a coroutine function may raise, or return something else
-                coroutine = own.run(handler.function, command, context)
-                if type(coroutine) is not CoroutineType:
-                    coroutine = awaited(coroutine)
-            except BaseException as error:
-                return self._conclude(item, handler, command, context, Ended(error=error))
-            try:
-                suspended = Suspended(own, coroutine, own.run(coroutine.send, None))
-                return Waiting(item, handler, command, context, suspended)
-            except StopIteration as stop:
-                ended = RETURNED_NOTHING if stop.value is None else Ended(stop.value)
-            except BaseException as error:  # also KeyboardInterrupt and SystemExit: in a handler they are its failure
-                return self._conclude(item, handler, command, context, Ended(error=error))
-            return self._conclude(item, handler, command, context, ended)
-        except Exception as error:
-            return partial(self._give_up, item, error)
-
-    def _begin_special(self, leased: Leased, handler: Handler | None) -> Rest:
-        """What is left to do for a command whose handler is not plain."""
-        if handler is None:
-            return partial(self._outcomes.fail_unknown, leased)
-        if handler.gathering is not None:
-            return partial(self._chunks.run, self._gatherer.alone(leased, handler))
-        if handler.buffer is not None:
-            return partial(self._groups.run, leased, handler)
-        return partial(self._run, leased, handler)
-
-    def _resume(self, waiting: Waiting, ended: Ended) -> Rest | None:
-        """A plain handler has waited for something, and has ended now; returns what is left to do, if anything."""
+            command = command_of(item) if item.command_type != EXHAUSTED else _command(item)
+        except UndecodableError as error:
+            return partial(self._outcomes.fail_unreadable, item, error)
+        context, own = HandlerContext(item, self._bus, self._transactions), self.calls.context.copy()
+        try:  # a function that is only marked as a coroutine function may raise, or return something else
+            coroutine = own.run(handler.function, command, context)
+            if type(coroutine) is not CoroutineType:
+                coroutine = _awaited(coroutine)
+        except BaseException as error:
+            return self._conclude(item, handler, command, context, Ended(error=error))
         try:
-            return self._conclude(waiting.leased, waiting.handler, waiting.command, waiting.context, ended)
-        except Exception as error:
-            return partial(self._give_up, waiting.leased, error)
+            suspended = Suspended(own, coroutine, own.run(coroutine.send, None))
+            return Waiting(item, handler, command, context, suspended)
+        except StopIteration as stop:
+            ended = RETURNED_NOTHING if stop.value is None else Ended(stop.value)
+        except BaseException as error:  # also KeyboardInterrupt and SystemExit: in a handler they are its failure
+            return self._conclude(item, handler, command, context, Ended(error=error))
+        return self._conclude(item, handler, command, context, ended)
 
     def _conclude(
         self, leased: Leased, handler: Handler, command: Command | Group, context: HandlerContext, ended: Ended
     ) -> Rest | None:
         if ended.error is not None or context.own_transaction is not None:
-            return partial(self._make, self._work(leased, handler, command, context, None), None, ended)
+            return partial(self._make, leased, handler, command, context, None, ended)
         transition = complete(leased, ended.result, self._limits)
         if transition.reason is not None:
             return partial(self._outcomes.complete, transition)
@@ -275,25 +257,21 @@ class Executor:
             if leased.lease.lost:
                 return
             leased.started = time.monotonic()  # the time of the attempt begins after that in which it waited
-        context = self._shared.context(handler, leased)
-        await self._make(self._work(leased, handler, command, context, entered), entered)
+        await self._make(leased, handler, command, self._shared.context(handler, leased), entered)
 
-    def _work(
+    async def _make(
         self,
         leased: Leased,
         handler: Handler,
         command: Command | Group,
         context: HandlerContext | SyncHandlerContext,
         entered: Entered | None,
-    ) -> Work:
-        before = None if entered is None else entered.refuse_late
-        judge = partial(complete, leased, limits=self._limits)
-        return Work(handler, command, context, [leased], judge, _settle, before)
-
-    async def _make(self, work: Work, entered: Entered | None, called: Ended | None = None) -> None:
+        called: Ended | None = None,
+    ) -> None:
         """Make a call, or take how it `called` ended, and record what came of it."""
-        [leased], handler = work.leased, work.handler
-        call = await self.calls.make(work, called)
+        begin = None if entered is None else entered.refuse_late
+        judge = partial(complete, leased, limits=self._limits)
+        call = await self.calls.make(Work(handler, command, context, [leased], judge, _settle, begin), called)
         if call.void is not None:
             await self._outcomes.drop(leased, call.void)
         elif call.error is not None:
@@ -309,8 +287,9 @@ class Executor:
             await self._outcomes.give_up(item, error)
 
 
-def _commands(item: Item) -> Iterator[Leased]:
-    return iter([item] if isinstance(item, Leased) else item.leased)
+async def _awaited(awaitable: Any) -> Any:
+    """What a function returned that is only marked as a coroutine function, as a coroutine."""
+    return await awaitable
 
 
 def _settle(transition: Transition) -> Plan[set[int]] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import psycopg
 
@@ -44,10 +45,8 @@ from busload.postgres.backoff import Backoff
 from busload.postgres.connection import AsyncConnection, is_away
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool, engine_pool
-from busload.worker.bulk_calls import BulkCall, BulkCalls, find_bad, isolates
-from busload.worker.call_handler import Calls, outlast
-from busload.worker.settlement import Outcomes, Settlement
-from busload.worker.shared import Shared
+from busload.worker.bulk_run import BulkCall, BulkRun, Stations
+from busload.worker.call_handler import outlast
 
 log = logging.getLogger("busload")
 
@@ -68,28 +67,32 @@ MOST_REFUSALS = 5
 class GroupRunner:
     """Runs the groups of buffers."""
 
-    def __init__(self, shared: Shared, calls: Calls, outcomes: Outcomes, settlement: Settlement) -> None:
-        self.shared, self.calls, self.settlement, self._outcomes = shared, calls, settlement, outcomes
+    def __init__(self, stations: Stations) -> None:
+        self._stations, self._bus, self._outage = stations, stations.shared.bus, stations.shared.outage
         self._pool: AsyncPool | None = None
         self._relations: dict[str, Relation] = {}
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        buffers = len(self._bus.handlers.buffers)
+        each = CONNECTIONS if buffers < MANY_BUFFERS else FEWER_CONNECTIONS
+        self._connections = each * max(1, buffers)
+        self._turns: dict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, each))
 
     async def run(self, leased: Leased, handler: Handler) -> None:
         assert handler.buffer is not None
+        outcomes = self._stations.outcomes
         try:
-            await _Run(self, leased, handler, handler.buffer).all()
+            await _GroupRun(self._stations, self, leased, handler, handler.buffer).all()
         except (PostponedError, SupersededError) as why:  # not of the handler: its errors judge its items
-            await self._outcomes.drop(leased, why)
+            await outcomes.drop(leased, why)
         except UndecodableError as error:
-            await self._outcomes.fail_unreadable(leased, error)
+            await outcomes.fail_unreadable(leased, error)
         except BusinessRuleError as error:  # a command that ends as FAILED would leave its events behind
             permanent = PermanentCommandError(str(error), code=error.code, details=error.details)
             permanent.__cause__ = error
-            await self._outcomes.fail(leased, handler, permanent, None)
+            await outcomes.fail(leased, handler, permanent, None)
         except BaseException as error:
-            if self.calls.stopping and isinstance(error, asyncio.CancelledError):
+            if self._stations.calls.stopping and isinstance(error, asyncio.CancelledError):
                 raise  # it is handed back
-            await self._outcomes.fail(leased, handler, error, None)
+            await outcomes.fail(leased, handler, error, None)
 
     async def close(self) -> None:
         if self._pool is not None:
@@ -111,10 +114,14 @@ class GroupRunner:
         backoff = Backoff()
         while True:
             try:
-                pool = self._connections()
-                async with self._turn(buffer), pool.connection() as conn:
+                if self._pool is None:
+                    silence = self._bus.settings.response_timeout.total_seconds()
+                    self._pool = engine_pool(
+                        self._bus.dsn, self._connections, users_tables=True, response_timeout=silence
+                    )
+                async with self._turns[buffer], self._pool.connection() as conn:
                     done = await _alone(conn, plan())
-                self.shared.outage.worked(f"Reading and ending groups of {buffer}", reached=True)
+                self._outage.worked(f"Reading and ending groups of {buffer}", reached=True)
                 return done
             except psycopg.Error as error:
                 if not is_away(error):
@@ -123,37 +130,19 @@ class GroupRunner:
                 if leased.lease.lost:
                     raise SupersededError("Another worker has this group now; the database was away.") from error
                 pause = backoff.pause()
-                self.shared.outage.failed(f"Reading and ending groups of {buffer}", error)
+                self._outage.failed(f"Reading and ending groups of {buffer}", error)
                 await asyncio.sleep(pause)
 
-    def _connections(self) -> AsyncPool:
-        if self._pool is None:
-            silence = self.shared.bus.settings.response_timeout.total_seconds()
-            size = self._each * max(1, self._buffers)
-            self._pool = engine_pool(self.shared.bus.dsn, size, users_tables=True, response_timeout=silence)
-        return self._pool
 
-    def _turn(self, buffer: str) -> asyncio.Semaphore:
-        return self._turns.setdefault(buffer, asyncio.Semaphore(self._each))
-
-    @property
-    def _buffers(self) -> int:
-        return len(self.shared.bus.handlers.buffers)
-
-    @property
-    def _each(self) -> int:
-        return CONNECTIONS if self._buffers < MANY_BUFFERS else FEWER_CONNECTIONS
-
-
-class _Run:
-    """One attempt at a group."""
-
-    def __init__(self, runner: GroupRunner, leased: Leased, handler: Handler, buffer: BufferSettings) -> None:
-        self._runner, self._leased, self._handler, self._buffer = runner, leased, handler, buffer
+class _GroupRun(BulkRun):
+    def __init__(
+        self, stations: Stations, runner: GroupRunner, leased: Leased, handler: Handler, buffer: BufferSettings
+    ) -> None:
+        super().__init__(stations, handler, buffer.name, leased.command_type)
+        self._runner, self._leased, self._buffer = runner, leased, buffer
         told = decode(leased.data) if leased.data is not None else None
         self._told = told if isinstance(told, dict) else {}
         self._events = Events()
-        self._bulk = BulkCalls(runner.calls, runner.shared.limiter, handler, buffer.name, leased.command_type)
         self._rows = self._done = self._vanished = 0
         self._kept = False
         """Whether the remaining items stay, because something else forbids to delete them."""
@@ -165,19 +154,13 @@ class _Run:
         if not self._events.items:
             await self._finish(Judgement([], [], {}, answered=True))
             return
-        call = await self._call(self._events.items, self._end)
-        judgement, overdue = call.judgement, call.overdue
+        call = await self._call(self._events.items, self._end, patient=False)
         if call.ended is not None:
-            self._settled(call.ended, judgement)
+            self._settled(call.judgement, call.ended)
             return
-        if isolates(self._handler, call, self._leased.lease.round_attempt):
-            failed, overdue = await find_bad(judgement.failed, self._try)
-            if self._bulk.cut_short is not None:
-                raise self._bulk.cut_short
-            judgement = Judgement([], failed, {}, answered=True)
-        if self._bulk.postponed is not None and self._waits(judgement):
-            self._count((await self._record(judgement, self._leave))[1])
-            raise self._bulk.postponed
+        judgement, overdue = await self._find_bad(call, self._leased.lease.round_attempt)
+        if self._cut_short is not None:
+            raise self._cut_short
         await self._finish(judgement)
         if overdue is not None:
             await outlast(overdue, self._handler, f"buffer {self._buffer.name}")
@@ -238,43 +221,37 @@ class _Run:
         self._events.drop(second)
         self._rows = left
 
-    async def _call(
-        self, items: Sequence[Item], end: Callable[[Judgement, Any], Plan[Ended]], *, patient: bool = False
-    ) -> BulkCall:
-        runner, name = self._runner, self._buffer.name
-        group = Group(name, self._leased.command_id, items, self._place.partition)
+    async def _call(self, items: Sequence[Item], end: Callable[..., Plan[Ended]], *, patient: bool) -> BulkCall:
+        group = Group(self._buffer.name, self._leased.command_id, items, self._place.partition)
         try:
-            entered = await self._bulk.enter(group, patient=patient)
-        except (PostponedError, RateLimitedError):
-            raise
-        except Exception as error:  # of the limit's `by`: these items fail, as if the handler had raised it
+            entered = await self._enter(group, patient=patient)
+        except Exception as error:
+            if isinstance(error, PostponedError) or isinstance(deciding(error), RateLimitedError):
+                raise
+            # Of the limit's `by`: these items fail, as if the handler had raised it.
             return BulkCall(group.judgement(error))
         if self._leased.lease.lost:
             raise SupersededError("Another worker has this group now.")
         if entered is not None and not patient:  # the time of the attempt begins after that in which it waited
             self._leased.started = time.monotonic()
-        made = self._bulk.made
+        made = self._made
         try:
-            context = runner.shared.context(self._handler, self._leased)
-            return await self._bulk.call(group, context, [self._leased], end, entered)
+            context = self._shared.context(self._handler, self._leased)
+            return await self._make_call(
+                group, context, [self._leased], lambda call: end(call.judgement, fenced=True), entered
+            )
         finally:
-            runner.shared.tallies.add(name, calls=self._bulk.made - made)
+            self._shared.tallies.add(self._buffer.name, calls=self._made - made)
 
-    async def _try(self, items: list[Item]) -> BulkCall | None:
-        """Call with a part, and end at once the items that pass; None if the search is over."""
-        call = await self._bulk.insist(partial(self._call_with_ours, items))
-        if call is None:
+    async def _call_part(self, items: list[Item]) -> BulkCall | None:
+        if self._leased.lease.lost:
             return None
+        call = await self._call(items, self._end_part, patient=True)
         if call.ended is None and call.judgement.done:
-            call.judgement, call.ended = await self._record(call.judgement, self._pass)
+            call.judgement, call.ended = await self._record(call.judgement, self._end_part)
         if call.ended is not None:
             self._count(call.ended)
         return call
-
-    async def _call_with_ours(self, items: list[Item]) -> BulkCall | None:
-        if self._leased.lease.lost:
-            return None
-        return await self._call(items, self._end_part, patient=True)
 
     def _waits(self, judgement: Judgement) -> bool:
         """Whether the group is put off without burning an attempt, because its calls were only refused.
@@ -289,39 +266,32 @@ class _Run:
         exhausted = self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
         return exhausted or len(refused) == len(passing)
 
-    def _end_part(self, judgement: Judgement, value: Any) -> Plan[Ended]:
-        """In the handler's own transaction, for a part."""
-        return self._pass(judgement, fenced=True)
-
-    def _pass(self, judgement: Judgement, fenced: bool = False) -> Plan[Ended]:
+    def _end_part(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
+        """End what is done of a part; `fenced` in the handler's own transaction."""
         ids = self._events.rows_of(judgement.done)
         return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=fenced)
 
-    def _leave(self, judgement: Judgement) -> Plan[Ended]:
-        return groups.leave(self._place, self._ending(judgement), fenced=False)
-
-    def _end(self, judgement: Judgement, value: Any) -> Plan[Ended]:
-        """In the handler's own transaction, for all of it."""
+    def _end(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
+        """End the group, or what is done of it before the rest is put off; `fenced` as above."""
         ending = self._ending(judgement)
         if self._waits(judgement):
-            return groups.leave(self._place, ending, fenced=True)
-        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=True)
-
-    def _settled(self, ended: Ended, judgement: Judgement) -> None:
-        """Count what was ended: the whole group, or a part before the rest is put off."""
-        self._count(ended)
-        if ended.transition is not None:
-            self._report(judgement, ended.transition)
-            self._runner.settlement.settled_elsewhere(self._leased, ended.transition.outcome)
-        elif self._bulk.postponed is not None:
-            raise self._bulk.postponed
+            return groups.leave(self._place, ending, fenced=fenced)
+        conclude = partial(self._conclude, judgement, ending)
+        return groups.finish(self._place, ending, conclude, time.monotonic(), fenced=fenced)
 
     async def _finish(self, judgement: Judgement) -> None:
-        judgement, ended = await self._record(judgement, self._settle)
-        if not ended.credited or ended.transition is None:
-            self._count(ended)
+        self._settled(*await self._record(judgement, self._end))
+
+    def _settled(self, judgement: Judgement, ended: Ended) -> None:
+        """Count what was ended: the whole group, or a part before the rest is put off."""
+        self._count(ended)
+        if ended.transition is None:
+            assert self._postponed is not None
+            raise self._postponed
+        if not ended.credited:
             raise SupersededError("Another worker has this group now; what was delivered has left it all the same.")
-        self._settled(ended, judgement)
+        self._report(judgement, ended.transition)
+        self._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
 
     def _report(self, judgement: Judgement, transition: Transition) -> None:
         """Log why items of this group have failed, if any has."""
@@ -329,20 +299,15 @@ class _Run:
         if not final and not passing:
             return
         ending = self._ending(judgement)
+        then: str | None = None
+        if ending.exhausted:
+            if ending.delete:
+                fate = counted(ending.left, "event was", "events were") + " deleted"
+            else:
+                fate = counted(ending.left, "event waits", "events wait") + " for a person"
+            then = f"its attempts are used up; {fate}"
         [_, error], *_ = passing or final
-        if not ending.exhausted:
-            self._runner.shared.failures.report(transition, error)
-            return
-        if ending.delete:
-            fate = counted(ending.left, "event was", "events were") + " deleted"
-        else:
-            fate = counted(ending.left, "event waits", "events wait") + " for a person"
-        then = f"its attempts are used up; {fate}"
-        self._runner.shared.failures.report(transition, error, then, level=logging.ERROR)
-
-    def _settle(self, judgement: Judgement) -> Plan[Ended]:
-        ending = self._ending(judgement)
-        return groups.finish(self._place, ending, self._conclude(judgement, ending), time.monotonic(), fenced=False)
+        self._shared.failures.report(transition, error, then, level=logging.ERROR if ending.exhausted else None)
 
     async def _record(self, judgement: Judgement, plan: Callable[[Judgement], Plan[Ended]]) -> tuple[Judgement, Ended]:
         """Record what came of a call. Items whose rows cannot be deleted have failed; the others are done."""
@@ -389,56 +354,52 @@ class _Run:
 
     def _ending(self, judgement: Judgement) -> Ending:
         final, passing = self._split(judgement)
-        done = self._events.rows_of(judgement.done)
         if not final and not passing:
             return Ending(done=None, expected=self._rows - self._done)
-        if not passing:  # the group itself waits for a person, with these items
-            return Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in final])))
-        ending = Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in passing])))
+        done = self._events.rows_of(judgement.done)
+        stays = passing or final  # without others, the group itself waits for a person, with the final ones
+        ending = Ending(done=done, expected=len(done), left=len(self._events.rows_of([item for item, _ in stays])))
+        if not passing:
+            return ending
         if final:
             ending.parted = self._events.rows_of([item for item, _ in final])
             ending.parted_error = describe_items(final, self._rows, answered=True, listed=True)
         lease, retry = self._leased.lease, self._handler.retry
         if retry.exhausted(lease.round_attempt, self._leased.max_attempts):
             ending.exhausted = True
-            ending.hook = self._runner.shared.bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
+            ending.hook = self._shared.bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
             ending.delete = self._buffer.on_exhausted == "delete" and not self._kept
         return ending
 
-    def _conclude(self, judgement: Judgement, ending: Ending) -> Callable[[int], Transition]:
+    def _conclude(self, judgement: Judgement, ending: Ending, done: int) -> Transition:
         """Where the group's command goes, given how many rows were done just now."""
         final, passing = self._split(judgement)
         answered = judgement.answered or bool(self._events.unreadable)
-
-        def conclude(done: int) -> Transition:
-            if not final and not passing:
-                vanished = self._vanished + max(0, ending.expected - done)
-                told = {"items": self._rows, "done": self._done + done, "calls": self._bulk.made, "vanished": vanished}
-                transition = Transition(self._leased, COMPLETED, encode(told))
-            elif not passing:
-                details = describe_items(final, self._rows, answered=answered, listed=True)
-                transition = Transition(self._leased, TROUBLESHOOTING, details, reason="PERMANENT")
-            else:
-                listed = answered or ending.exhausted
-                details = describe_items(passing, self._rows, answered=answered, listed=listed)
-                transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, ROOMY, details)
-                if ending.delete:
-                    transition = Transition(self._leased, FAILED, details)
-            transition.finished = time.monotonic()
-            return transition
-
-        return conclude
+        if not final and not passing:
+            vanished = self._vanished + max(0, ending.expected - done)
+            told = {"items": self._rows, "done": self._done + done, "calls": self._made, "vanished": vanished}
+            transition = Transition(self._leased, COMPLETED, encode(told))
+        elif not passing:
+            details = describe_items(final, self._rows, answered=answered, listed=True)
+            transition = Transition(self._leased, TROUBLESHOOTING, details, reason="PERMANENT")
+        else:
+            details = describe_items(passing, self._rows, answered=answered, listed=answered or ending.exhausted)
+            transition = decide(self._leased, Failed(passing[0][1]), self._handler.retry, ROOMY, details)
+            if ending.delete:
+                transition = Transition(self._leased, FAILED, details)
+        transition.finished = time.monotonic()
+        return transition
 
     def _count(self, ended: Ended) -> None:
         self._done += ended.done
-        self._runner.shared.tallies.add(self._buffer.name, done=ended.done)
+        self._shared.tallies.add(self._buffer.name, done=ended.done)
         self._miss(ended.missing)
 
     def _miss(self, rows: int) -> None:
         """Somebody else has deleted rows of this group: not fatal, but worth a warning."""
         if rows > 0:
             self._vanished += rows
-            self._runner.shared.tallies.add(self._buffer.name, vanished=rows)
+            self._shared.tallies.add(self._buffer.name, vanished=rows)
             log.warning(
                 "%s vanished from group %s in buffer %s: deleted by others meanwhile",
                 counted(rows, "event"),

@@ -91,14 +91,10 @@ class HeldLeases:
         A lease that was just claimed or closed may be in one picture and not yet in the other, so it is lost only when
         it is missing twice in a row.
         """
-        self._refused.clear()  # it is not dead
         missing = self._leases.keys() - present
         lost = missing & self._missing
         self._missing = missing
-        self.lost += len(lost)
-        for lease_id in lost:
-            self._leases[lease_id].lost = True
-            self._let_go(lease_id)
+        self.lose(lost)
         for lease_id in canceled & self._leases.keys():
             self._leases[lease_id].canceled = True
         return len(lost)
@@ -121,8 +117,8 @@ class HeldLeases:
         return list({**self._refused, **self._leases}.values())
 
     def lose(self, lease_ids: Set[UUID]) -> None:
-        """This worker was declared dead, and others have these leases now."""
-        self._refused.clear()
+        """Others have these leases now."""
+        self._refused.clear()  # by now it is known whether this worker was declared dead
         for lease_id in lease_ids & self._leases.keys():
             self.lost += 1
             self._leases[lease_id].lost = True

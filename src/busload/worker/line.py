@@ -19,11 +19,10 @@ Key: TypeAlias = tuple[str, str, object, UUID | None]
 class Gathered:
     """A chunk on its way to a slot; in the line it counts as one command."""
 
-    def __init__(self, key: Key, handler: Handler, gathering: Gathering) -> None:
-        self.key, self.handler, self.gathering = key, handler, gathering
+    def __init__(self, key: Key, handler: Handler, gathering: Gathering, timer: asyncio.TimerHandle) -> None:
+        self.key, self.handler, self.gathering, self.timer = key, handler, gathering, timer
         self.leased: list[Leased] = []
         self.bytes = 0
-        self.timer: asyncio.TimerHandle | None = None
         self.in_line_since = 0.0
         self.started = 0.0
 
@@ -49,6 +48,10 @@ class Gathered:
 
 
 Item: TypeAlias = Leased | Gathered
+
+
+def commands_of(item: Item) -> list[Leased]:
+    return [item] if isinstance(item, Leased) else item.leased
 
 
 class Line:

@@ -60,10 +60,10 @@ class Shared:
         """What a handler is given besides its command or group."""
         if handler.is_async:
             return HandlerContext(leased, self.bus, self.transactions)
-        return self.threads.context(leased, SyncHandlerContext)
+        return SyncHandlerContext(leased, *self.threads.connections)
 
     def chunk_context(self, handler: Handler, leased: Sequence[Leased]) -> ChunkContext | SyncChunkContext:
         """What a bulk handler is given besides its chunk."""
         if handler.is_async:
             return ChunkContext(leased, self.bus, self.transactions)
-        return self.threads.context(leased, SyncChunkContext)
+        return SyncChunkContext(leased, *self.threads.connections)

@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from busload.bus import CommandBus
 from busload.commands.execution import Leased
 from busload.sync.bus import SyncCommandBus
 from busload.sync.guard import GuardedConnection
 from busload.sync.pool import Pool, pool
-
-C = TypeVar("C")
-L = TypeVar("L")
 
 
 class Threads:
@@ -31,8 +28,9 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._running: dict[asyncio.Future[Any], Sequence[Leased]] = {}
 
-    def context(self, leased: L, kind: Callable[[L, SyncCommandBus, Pool], C]) -> C:
-        """What a handler in a thread is given besides its work."""
+    @property
+    def connections(self) -> tuple[SyncCommandBus, Pool]:
+        """The bus of handlers in threads, and the connections for their transactions."""
         if self._bus is None or self._transactions is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
             self._bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(
@@ -45,7 +43,7 @@ class Threads:
                 connection_class=GuardedConnection,
                 response_timeout=settings.response_timeout.total_seconds(),
             )
-        return kind(leased, self._bus, self._transactions)
+        return self._bus, self._transactions
 
     @property
     def running(self) -> list[Leased]:
@@ -69,15 +67,15 @@ class Threads:
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
             call, future = item
-            outcome: Callable[[], None]
+            result, error = None, None
             try:
-                outcome = partial(_succeed, future, call())
-            except BaseException as error:
-                outcome = partial(_fail, future, error)
+                result = call()
+            except BaseException as raised:
+                error = raised
             loop = future.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(outcome)
-            del item, call, future, outcome  # what a handler held is let go before the next call
+                loop.call_soon_threadsafe(_end, future, result, error)
+            del item, call, future, result, error  # what a handler held is let go before the next call
 
     def _forget(self, future: asyncio.Future[Any]) -> None:
         self._running.pop(future, None)
@@ -93,11 +91,10 @@ class Threads:
             self._bus.close()
 
 
-def _succeed(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
+def _end(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
+    else:
         future.set_exception(error)
