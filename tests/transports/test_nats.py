@@ -17,7 +17,7 @@ from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConf
 
 from busload.errors import PublishError, RefusalReason, TransportMisconfiguredError, TransportUnavailableError
 from busload.testing.messages import SECRET, WITHIN, connected, messages, receiving, refusals, said_by, until
-from busload.transports import Message, Transport, find_transport, held_messages, nats_connection
+from busload.transports import Message, Transport, broker, find_transport, nats_connection
 from busload.transports import nats as adapter
 from tests.brokers.nats import PASSWORD, NatsServer, cluster_url, nats_cluster
 from tests.brokers.proxy import Proxy
@@ -37,7 +37,7 @@ class TestNats(OwnServerContract):
     @pytest.fixture(autouse=True)
     def time_to_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What a receiver holds at its end reaches a server that is slow to answer."""
-        for module in (held_messages, nats_connection):
+        for module in (broker, nats_connection):
             monkeypatch.setattr(module, "CLOSE_WITHIN", WITHIN)
 
     @pytest.fixture

@@ -13,7 +13,7 @@ from redis.asyncio import Connection, Redis
 
 from busload.errors import RefusalReason, TransportMisconfiguredError, TransportUnavailableError
 from busload.testing.messages import SECRET, WITHIN, connected, messages, receiving, refusals, said_by
-from busload.transports import find_transport, held_messages
+from busload.transports import broker, find_transport
 from busload.transports import redis as adapter
 from tests.brokers.proxy import Proxy
 from tests.brokers.redis import PASSWORD, RedisServer
@@ -24,7 +24,7 @@ from tests.transports.patience import answered, confirmed, is_so_for_one, receiv
 @pytest.fixture(autouse=True)
 def time_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was acknowledged last reaches a server that is slow to answer."""
-    for module in (adapter, held_messages):
+    for module in (adapter, broker):
         monkeypatch.setattr(module, "CLOSE_WITHIN", WITHIN)
 
 

@@ -24,8 +24,7 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message, Turn, short_name
-from busload.transports.broker_base import Broker, in_windows, said, unreachable
-from busload.transports.held_messages import Loan, Loans
+from busload.transports.broker import Broker, Consumer, HeldMessage, in_windows, said, unreachable
 from busload.transports.nats_connection import LOST, Connection, DeniedError, connect, read_address
 
 CONSUMER = "workers"
@@ -93,11 +92,11 @@ class NatsTransport(Broker):
             for index, refusal in refused.items()
         }
 
-    async def lend(self, queue: str, prefetch: int) -> NatsLoans:
+    async def consumer(self, queue: str, prefetch: int) -> NatsConsumer:
         await self.declare([queue])
-        loans = NatsLoans(await self._connected(), queue, prefetch, self._address.ack_wait)
-        await loans.subscribe()
-        return loans
+        consumer = NatsConsumer(await self._connected(), queue, prefetch, self._address.ack_wait)
+        await consumer.subscribe()
+        return consumer
 
     async def depth(self, queue: str) -> int | None:
         state = await self._state(queue)
@@ -244,7 +243,7 @@ class NatsTransport(Broker):
         return found
 
 
-class NatsLoans(Loans[str]):
+class NatsConsumer(Consumer[str]):
     """A message is held under the subject that its acknowledgement goes to.
 
     Several requests may be under way; what they can bring, and what is held, are never more than `prefetch`.
@@ -255,7 +254,7 @@ class NatsLoans(Loans[str]):
     def __init__(self, connection: Connection, queue: str, prefetch: int, ack_wait: float) -> None:
         super().__init__(queue, prefetch)
         self._connection, self._ack_wait = connection, ack_wait
-        self._arrived: list[Loan[str]] = []
+        self._arrived: list[HeldMessage[str]] = []
         self._asked = 0
         self._inbox = connection.client.new_inbox()
         self._subscription: Subscription | None = None
@@ -264,7 +263,7 @@ class NatsLoans(Loans[str]):
         self._connection.listeners.add(self.lose)
         self._subscription = await self._connection.client.subscribe(self._inbox, cb=self._receive)
 
-    async def take(self, room: int) -> list[Loan[str]]:
+    async def take(self, room: int) -> list[HeldMessage[str]]:
         if not self._arrived:
             self.changed.clear()
             await self._ask_for_more(room - self._asked)
@@ -276,25 +275,25 @@ class NatsLoans(Loans[str]):
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    async def tell_settled(self, loan: Loan[str], reason: str | None) -> None:
+    async def tell_settled(self, key: str, reason: str | None) -> None:
         verdict = b"+ACK" if reason is None else b"+TERM " + reason.encode()
-        await self._connection.client.publish(loan.key, verdict)
+        await self._connection.client.publish(key, verdict)
 
     @property
     def renewal_pause(self) -> float:
         return self._ack_wait / 3
 
-    async def renew(self, loans: Sequence[Loan[str]]) -> None:
-        for loan in loans:
-            await self._connection.client.publish(loan.key, b"+WPI")
+    async def renew(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self._connection.client.publish(key, b"+WPI")
 
-    async def give_back(self, loans: Sequence[Loan[str]]) -> None:
+    async def give_back(self, keys: Sequence[str]) -> None:
         self._connection.listeners.discard(self.lose)
         if self._subscription:
             drain: Callable[[], Awaitable[None]] = self._subscription.drain
             await drain()  # what is on its way to us arrives, and is given back
-        for loan in {**{each.key: each for each in loans}, **self.held}:
-            await self._connection.client.publish(loan, b"-NAK")
+        for key in {*keys, *self.held}:
+            await self._connection.client.publish(key, b"-NAK")
         self.held.clear()
         await self._connection.client.flush()
 
@@ -309,7 +308,7 @@ class NatsLoans(Loans[str]):
 
     async def _receive(self, message: Msg) -> None:
         if message.reply.startswith("$JS.ACK."):
-            self._arrived.append(self.lend(message.reply, message.data))
+            self._arrived.append(self.hold(message.reply, message.data))
             self._asked = max(0, self._asked - 1)
         else:
             self._hear(_status(message), message.headers or {})

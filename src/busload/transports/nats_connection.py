@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from busload.errors import TransportMisconfiguredError, TransportUnavailableError
-from busload.transports.broker_base import TIMEOUT, said
+from busload.transports.broker import TIMEOUT, said
 from busload.transports.url import TLS_FILES, read_options, seconds, tls_context, tls_files, whole_number
 
 DEFAULT_PORT = 4222

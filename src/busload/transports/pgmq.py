@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 import psycopg
-from psycopg import AsyncConnection, errors, sql
+from psycopg import errors, sql
 
 from busload.errors import (
     Refusal,
@@ -27,11 +27,12 @@ from busload.errors import (
     TransportMisconfiguredError,
     TransportUnavailableError,
 )
-from busload.postgres.connection import is_refused
-from busload.transports.base import Message, Turn, hashed_name
-from busload.transports.broker_base import TIMEOUT, Broker, by_queue, said
-from busload.transports.held_messages import Loan, Loans
-from busload.transports.url import connect_timeout, read_libpq_url, seconds, whole_number
+from busload.postgres.connection import AsyncConnection, is_refused
+from busload.postgres.plan import Row
+from busload.transports.base import Message, hashed_name
+from busload.transports.broker import Consumer, HeldMessage, by_queue, said
+from busload.transports.postgresql import PostgresBroker
+from busload.transports.url import whole_number
 
 LOST = (TimeoutError, psycopg.Error, OSError)
 
@@ -51,28 +52,20 @@ SHOW_IN = (
 DELETE = b"SELECT pgmq.delete(%(queue)s::text, %(id)s::bigint)"
 ARCHIVE = b"SELECT pgmq.archive(%(queue)s::text, %(id)s::bigint)"
 LENGTH = b"SELECT queue_length FROM pgmq.metrics(%(queue)s::text)"
-PEEK = "SELECT message FROM pgmq.{queue} ORDER BY msg_id LIMIT {limit}"
+PEEK = "SELECT message FROM pgmq.{queue} ORDER BY msg_id LIMIT %(limit)s::bigint"
 
 
-class PgmqTransport(Broker):
-    """Queues of PGMQ.
-
-    Options of the URL, besides those of libpq: `timeout`, the seconds within which a call must succeed (10), and
-    `visibility`, the whole seconds after which a message comes again if its holder is gone (30).
-    """
+class PgmqTransport(PostgresBroker):
+    """Queues of PGMQ. The option `visibility` is a whole number here."""
 
     name = "pgmq"
     title = "PGMQ's PostgreSQL"
+    application_name = "busload pgmq"
     lost = LOST
     max_bytes = 16 * 1024 * 1024
 
     def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._dsn, options = read_libpq_url(url, {"timeout": seconds, "visibility": whole_number(1, 86_400)})
-        self.timeout: float = options.get("timeout", TIMEOUT)
-        self._visibility: int = options.get("visibility", 30)
-        self._conn: _Connection | None = None
-        self._turn = Turn()
+        super().__init__(url, whole_number(1, 86_400))
 
     async def declare(self, queues: Sequence[str]) -> None:
         if not queues:
@@ -95,8 +88,9 @@ class PgmqTransport(Broker):
                 refused |= dict.fromkeys(some, refusal)
         return refused
 
-    async def lend(self, queue: str, prefetch: int) -> PgmqLoans:
-        return PgmqLoans(queue, prefetch, await self._connected(), self._visibility)
+    async def consumer(self, queue: str, prefetch: int) -> PgmqConsumer:
+        async with self.in_time():
+            return PgmqConsumer(queue, prefetch, await self.new_connection(), self)
 
     async def depth(self, queue: str) -> int | None:
         with self.translated(queue):
@@ -110,13 +104,8 @@ class PgmqTransport(Broker):
         with self.translated(queue):
             if not await self._exists(queue):
                 return []
-            rows = await self._ask(sql.SQL(PEEK).format(queue=table, limit=sql.Literal(limit)))
+            rows = await self._ask(sql.SQL(PEEK).format(queue=table).as_bytes(), limit=limit)
             return [unwrapped(content) for [content] in rows]
-
-    async def disconnect(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn:
-            await conn.close()
 
     def translation(self, error: Exception, queue: str | None) -> TransportError:
         match error:
@@ -153,100 +142,69 @@ class PgmqTransport(Broker):
     async def _exists(self, queue: str) -> bool:
         return bool(await self._ask(EXISTING, queues=[spelled(queue)]))
 
-    async def _ask(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
+    async def _ask(self, statement: bytes, **params: Any) -> list[Row]:
         """On the connection for everything but deliveries; on a new connection if the first died while it rested."""
         async with self._turn():
-            if self._conn and not self._conn.broken:
+            if self._conn and not self._conn.closed:
                 try:
-                    return await self._conn.run(statement, **parameters)
+                    return await self.run(self._conn, statement, **params)
                 except psycopg.OperationalError:
-                    if not self._conn.broken:
+                    if not self._conn.closed:
                         raise
-            self._conn = await self._connected()
-            return await self._conn.run(statement, **parameters)
-
-    async def _connected(self) -> _Connection:
-        async with self.in_time():
-            conn = await AsyncConnection.connect(
-                self._dsn,
-                autocommit=True,
-                application_name="busload pgmq",
-                connect_timeout=connect_timeout(self._dsn, self.timeout),
-            )
-            return _Connection(conn, self.timeout)
+            async with self.in_time():
+                self._conn = await self.new_connection()
+            return await self.run(self._conn, statement, **params)
 
 
-class _Connection:
-    """A connection on which each statement has to end in time."""
-
-    def __init__(self, conn: AsyncConnection[Any], timeout: float) -> None:
-        self._conn, self._timeout = conn, timeout
-
-    @property
-    def broken(self) -> bool:
-        return self._conn.closed
-
-    async def run(self, statement: bytes | sql.Composed, **parameters: Any) -> list[Any]:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await (await self._conn.execute(statement, parameters or None)).fetchall()
-        except TimeoutError:
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        await self._conn.close()
-
-
-class PgmqLoans(Loans[int]):
+class PgmqConsumer(Consumer[int]):
     """On a connection of their own. PGMQ hides what is on loan for a while."""
 
     lost = LOST
 
-    def __init__(self, queue: str, prefetch: int, conn: _Connection, visibility: int) -> None:
+    def __init__(self, queue: str, prefetch: int, conn: AsyncConnection, transport: PgmqTransport) -> None:
         super().__init__(queue, prefetch)
-        self._name, self._conn, self._visibility = spelled(queue), conn, visibility
+        self._conn, self._transport = conn, transport
         self._pause = SOONEST
 
-    async def take(self, room: int) -> list[Loan[int]]:
+    async def take(self, room: int) -> list[HeldMessage[int]]:
         """Finish also when cancelled: what was read is on loan, and has to be given back."""
-        reading = asyncio.ensure_future(self._conn.run(READ, queue=self._name, seconds=self._visibility, limit=room))
+        reading = asyncio.ensure_future(self._run(READ, seconds=self._transport.visibility, limit=room))
         try:
             rows = await asyncio.shield(reading)
         except asyncio.CancelledError:
             with suppress(Exception):
-                self._lend_all(await reading)
+                self._hold_all(await reading)
             raise
         self._pause = SOONEST if rows else min(2 * self._pause, LATEST)
         if not rows:
             await asyncio.sleep(self._pause)
-        return self._lend_all(rows)
+        return self._hold_all(rows)
 
-    def _lend_all(self, rows: Sequence[tuple[int, Any]]) -> list[Loan[int]]:
-        return [self.lend(id, unwrapped(content)) for id, content in rows]
+    def _hold_all(self, rows: Sequence[tuple[int, Any]]) -> list[HeldMessage[int]]:
+        return [self.hold(id, unwrapped(content)) for id, content in rows]
 
-    async def tell_settled(self, loan: Loan[int], reason: str | None) -> None:
-        await self._conn.run(DELETE if reason is None else ARCHIVE, queue=self._name, id=loan.key)
+    async def tell_settled(self, key: int, reason: str | None) -> None:
+        await self._run(DELETE if reason is None else ARCHIVE, id=key)
 
     @property
     def renewal_pause(self) -> float:
-        return self._visibility / 3
+        return self._transport.visibility / 3
 
-    async def renew(self, loans: Sequence[Loan[int]]) -> None:
-        await self._show_in(self._visibility, loans)
+    async def renew(self, keys: Sequence[int]) -> None:
+        await self._run(SHOW_IN, ids=list(keys), seconds=self._transport.visibility)
 
-    async def give_back(self, loans: Sequence[Loan[int]]) -> None:
-        await self._show_in(0, loans)
+    async def give_back(self, keys: Sequence[int]) -> None:
+        await self._run(SHOW_IN, ids=list(keys), seconds=0)
 
     async def check(self) -> None:
-        if self._conn.broken:  # a renewal has found out
+        if self._conn.closed:  # a renewal has found out
             raise psycopg.OperationalError("the connection is closed")
 
     async def disconnect(self) -> None:
         await self._conn.close()
 
-    async def _show_in(self, seconds: int, loans: Sequence[Loan[int]]) -> None:
-        await self._conn.run(SHOW_IN, queue=self._name, ids=[loan.key for loan in loans], seconds=seconds)
+    async def _run(self, statement: bytes, **params: Any) -> list[Row]:
+        return await self._transport.run(self._conn, statement, queue=spelled(self.queue), **params)
 
 
 def spelled(queue: str) -> str:

@@ -9,9 +9,8 @@ database needs busload's schema.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -23,8 +22,7 @@ from busload.postgres.own_connection import OwnAsyncConnection
 from busload.postgres.plan import Row, execute, perform_async
 from busload.postgres.statements import statements
 from busload.transports.base import Message, Turn
-from busload.transports.broker_base import TIMEOUT, Broker, said
-from busload.transports.held_messages import Loan, Loans
+from busload.transports.broker import TIMEOUT, Broker, Consumer, HeldMessage, said
 from busload.transports.url import connect_timeout, read_libpq_url, seconds
 
 SQL = statements(__name__)
@@ -33,19 +31,50 @@ LOOK_EVERY = 1.0
 """Seconds after which a receiver looks though it has heard nothing: a notification is only a hint."""
 
 
-class PostgresqlTransport(Broker):
+class PostgresBroker(Broker):
+    """A broker inside of a PostgreSQL.
+
+    Options of its URL, besides those of libpq: `timeout`, the seconds within which a call must succeed (10), and
+    `visibility`, the seconds after which a message comes again if its holder is gone (30).
+    """
+
+    application_name = PARAMETERS["application_name"]
+
+    def __init__(self, url: str, read_visibility: Callable[[str], float] = seconds) -> None:
+        super().__init__(url)
+        self.dsn, options = read_libpq_url(url, {"timeout": seconds, "visibility": read_visibility})
+        self.timeout: float = options.get("timeout", TIMEOUT)
+        self.visibility: float = options.get("visibility", 30)
+        self._turn = Turn()
+        self._conn: AsyncConnection | None = None
+
+    async def disconnect(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            await conn.close()
+
+    async def new_connection(self) -> AsyncConnection:
+        parameters = PARAMETERS | {
+            "application_name": self.application_name,
+            "connect_timeout": connect_timeout(self.dsn, self.timeout),
+        }
+        return await OwnAsyncConnection.connect(self.dsn, autocommit=True, prepare_threshold=None, **parameters)
+
+    async def run(self, conn: AsyncConnection, statement: bytes, **params: Any) -> list[Row]:
+        """A connection on which a statement does not end in time is closed."""
+        try:
+            async with self.in_time():
+                return await perform_async(conn, execute(statement, **params))
+        except TimeoutError:
+            await conn.close()
+            raise
+
+
+class PostgresqlTransport(PostgresBroker):
     name = "postgresql"
     title = "PostgreSQL"
     lost = (psycopg.Error,)
     max_bytes = 1024 * 1024
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.dsn, options = read_libpq_url(url, {"visibility": seconds, "timeout": seconds})
-        self.loan_for = timedelta(seconds=options.get("visibility", 30.0))
-        self.timeout: float = options.get("timeout", TIMEOUT)
-        self._connecting = Turn()
-        self._conn: AsyncConnection | None = None
 
     async def declare(self, queues: Sequence[str]) -> None:
         """A queue is only a name here: what must exist is the table."""
@@ -65,8 +94,8 @@ class PostgresqlTransport(Broker):
         await self.rows(SQL.publish, queues=list(queues), ids=list(ids), bodies=list(bodies))
         return {}
 
-    async def lend(self, queue: str, prefetch: int) -> PostgresqlLoans:
-        return PostgresqlLoans(self, queue, prefetch)
+    async def consumer(self, queue: str, prefetch: int) -> PostgresqlConsumer:
+        return PostgresqlConsumer(self, queue, prefetch)
 
     async def depth(self, queue: str) -> int | None:
         [(count,)] = await self.rows(SQL.depth, queue=queue)
@@ -75,36 +104,20 @@ class PostgresqlTransport(Broker):
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
         return [bytes(body) for (body,) in await self.rows(SQL.peek, queue=queue, limit=limit)]
 
-    async def disconnect(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            await conn.close()
-
     def translation(self, error: Exception, queue: str | None) -> TransportError:
         if isinstance(error, psycopg.Error) and is_away(error) and not is_refused(error):
             return TransportUnavailableError(f"PostgreSQL cannot be reached: {said(error)}")
         return TransportMisconfiguredError(f"PostgreSQL refuses us: {said(error)}")
 
-    async def rows(self, sql: bytes, **params: Any) -> list[Row]:
+    async def rows(self, statement: bytes, **params: Any) -> list[Row]:
         with self.translated():
-            try:
-                async with self.in_time():
-                    return await perform_async(await self._connected(), execute(sql, **params))
-            except TimeoutError:
-                await self.disconnect()
-                raise
-
-    async def _connected(self) -> AsyncConnection:
-        async with self._connecting():
-            if self._conn is None or self._conn.closed:
-                parameters = PARAMETERS | {"connect_timeout": connect_timeout(self.dsn, self.timeout)}
-                self._conn = await OwnAsyncConnection.connect(
-                    self.dsn, autocommit=True, prepare_threshold=None, **parameters
-                )
-            return self._conn
+            async with self.in_time(), self._turn():
+                if self._conn is None or self._conn.closed:
+                    self._conn = await self.new_connection()
+            return await self.run(self._conn, statement, **params)
 
 
-class PostgresqlLoans(Loans[tuple[str, int]]):
+class PostgresqlConsumer(Consumer[tuple[str, int]]):
     """A message is held under its id and the number of its delivery: a late holder settles nothing."""
 
     lost = (TransportError, TimeoutError)
@@ -115,32 +128,32 @@ class PostgresqlLoans(Loans[tuple[str, int]]):
         self._heard = asyncio.Event()
         self._listening = asyncio.create_task(AsyncListener(transport.dsn, [MESSAGE], self._hear).run())
 
-    async def take(self, room: int) -> list[Loan[tuple[str, int]]]:
+    async def take(self, room: int) -> list[HeldMessage[tuple[str, int]]]:
         self._heard.clear()
-        taken = await self._transport.rows(SQL.take, queue=self.queue, limit=room, loan=self._transport.loan_for)
-        loans = [self.lend((id, number), bytes(body)) for id, number, body in taken]
-        if not loans:
+        taken = await self._transport.rows(SQL.take, queue=self.queue, limit=room, seconds=self._transport.visibility)
+        messages = [self.hold((id, number), bytes(body)) for id, number, body in taken]
+        if not messages:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY):
                     await self._heard.wait()
-        return loans
+        return messages
 
-    async def tell_settled(self, loan: Loan[tuple[str, int]], reason: str | None) -> None:
+    async def tell_settled(self, key: tuple[str, int], reason: str | None) -> None:
         """Unless the message was delivered again meanwhile: then it is another one's."""
-        id, number = loan.key
+        id, number = key
         await self._transport.rows(SQL.forget, queue=self.queue, id=id, deliveries=number)
 
     @property
     def renewal_pause(self) -> float:
-        return self._transport.loan_for.total_seconds() / 3
+        return self._transport.visibility / 3
 
-    async def renew(self, loans: Sequence[Loan[tuple[str, int]]]) -> None:
-        if loans:
-            await self._transport.rows(SQL.renew, **self._these(loans), loan=self._transport.loan_for)
+    async def renew(self, keys: Sequence[tuple[str, int]]) -> None:
+        if keys:
+            await self._transport.rows(SQL.renew, **self._these(keys), seconds=self._transport.visibility)
 
-    async def give_back(self, loans: Sequence[Loan[tuple[str, int]]]) -> None:
-        if loans:
-            await self._transport.rows(SQL.release, **self._these(loans))
+    async def give_back(self, keys: Sequence[tuple[str, int]]) -> None:
+        if keys:
+            await self._transport.rows(SQL.release, **self._these(keys))
 
     async def disconnect(self) -> None:
         self._heard.set()
@@ -151,6 +164,6 @@ class PostgresqlLoans(Loans[tuple[str, int]]):
         if queue is None or queue == self.queue:
             self._heard.set()
 
-    def _these(self, loans: Sequence[Loan[tuple[str, int]]]) -> dict[str, Any]:
-        ids, numbers = zip(*(loan.key for loan in loans), strict=True)
+    def _these(self, keys: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        ids, numbers = zip(*keys, strict=True)
         return {"queue": self.queue, "ids": list(ids), "deliveries": list(numbers)}

@@ -17,7 +17,7 @@ WITH taken AS (
     SELECT queue, id FROM busload.message WHERE queue = %(queue)s::text AND visible_at <= now()
      ORDER BY visible_at LIMIT %(limit)s::bigint FOR UPDATE SKIP LOCKED
 )
-UPDATE busload.message AS m SET visible_at = now() + %(loan)s::interval, deliveries = m.deliveries + 1
+UPDATE busload.message AS m SET visible_at = now() + %(seconds)s::float8 * interval '1 second', deliveries = m.deliveries + 1
   FROM taken AS t WHERE m.queue = t.queue AND m.id = t.id
 RETURNING m.id, m.deliveries, m.body;
 
@@ -30,7 +30,7 @@ WITH held AS (
       JOIN busload.message AS m ON m.queue = %(queue)s::text AND m.id = h.id AND m.deliveries = h.deliveries
        FOR UPDATE OF m SKIP LOCKED
 )
-UPDATE busload.message AS m SET visible_at = now() + %(loan)s::interval
+UPDATE busload.message AS m SET visible_at = now() + %(seconds)s::float8 * interval '1 second'
   FROM held AS h WHERE m.queue = h.queue AND m.id = h.id;
 
 -- name: release

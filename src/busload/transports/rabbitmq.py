@@ -33,7 +33,7 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Delivery, Message, Turn, heed_cancellation, short_name
-from busload.transports.broker_base import TIMEOUT, Broker, in_windows, unreachable
+from busload.transports.broker import TIMEOUT, Broker, in_windows, unreachable
 from busload.transports.url import one_of, read_options, seconds
 
 log = logging.getLogger("busload")

@@ -31,8 +31,7 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message
-from busload.transports.broker_base import TIMEOUT, Broker, in_windows, said, unreachable
-from busload.transports.held_messages import Loan, Loans
+from busload.transports.broker import TIMEOUT, Broker, Consumer, HeldMessage, in_windows, said, unreachable
 from busload.transports.url import TLS_FILES, read_options, seconds, tls_context, tls_files
 
 GROUP = "workers"
@@ -99,13 +98,13 @@ class RedisTransport(Broker):
     async def publish_fitting(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         return await in_windows(messages, AT_ONCE, self._add)
 
-    async def lend(self, queue: str, prefetch: int) -> RedisLoans:
+    async def consumer(self, queue: str, prefetch: int) -> RedisConsumer:
         await self.declare([queue])
         redis = self._redis()
         for consumer in await redis.xinfo_consumers(queue, GROUP):
             if not consumer["pending"] and consumer["idle"] > FORGET_AFTER * 1000:
                 await redis.xgroup_delconsumer(queue, GROUP, consumer["name"])
-        return RedisLoans(redis, self._connect(1, WAIT_FOR), queue, prefetch, self._min_idle)
+        return RedisConsumer(redis, self._connect(1, WAIT_FOR), queue, prefetch, self._min_idle)
 
     async def depth(self, queue: str) -> int | None:
         with self.translated(queue):
@@ -178,7 +177,7 @@ class _Ending:
     reason: str = ""
 
 
-class RedisLoans(Loans[bytes]):
+class RedisConsumer(Consumer[bytes]):
     """Entries come on a connection of their own; the rest is told to Redis on others.
 
     Redis is told of many settled entries at a time: a round trip for each would be the slowest part of the work.
@@ -204,31 +203,31 @@ class RedisLoans(Loans[bytes]):
     def on_loan(self) -> int:
         return len(self.held) + self._untold
 
-    async def take(self, room: int) -> list[Loan[bytes]]:
+    async def take(self, room: int) -> list[HeldMessage[bytes]]:
         async with self._reading:
             entries = await self._abandoned(room) or await self._new(room)
-        return [self._lend(*entry) for entry in entries if entry[0] not in self.held]
+        return [self._hold(*entry) for entry in entries if entry[0] not in self.held]
 
     async def check(self) -> None:
         async with self._reading:
             await self._reader.ping()
 
-    async def tell_settled(self, loan: Loan[bytes], reason: str | None) -> None:
-        fields = self._fields.pop(loan.key)
+    async def tell_settled(self, key: bytes, reason: str | None) -> None:
+        fields = self._fields.pop(key)
         self._untold += 1
-        self._ending.append(_Ending(loan.key, fields, _dead(self.queue) if reason else None, reason or ""))
+        self._ending.append(_Ending(key, fields, _dead(self.queue) if reason else None, reason or ""))
         self._to_tell.set()
 
     @property
     def renewal_pause(self) -> float:
         return self._min_idle / 3
 
-    async def renew(self, loans: Sequence[Loan[bytes]]) -> None:
-        if loans:
-            ids: list[Any] = [loan.key for loan in loans]
+    async def renew(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            ids: list[Any] = list(keys)
             await self._redis.xclaim(self.queue, GROUP, self._consumer, 0, ids, justid=True)
 
-    async def give_back(self, loans: Sequence[Loan[bytes]]) -> None:
+    async def give_back(self, keys: Sequence[bytes]) -> None:
         """What Redis says that we hold: an answer that we did not wait for may have brought some."""
         await self._stop_reading()
         self._to_tell.set()
@@ -241,9 +240,9 @@ class RedisLoans(Loans[bytes]):
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
 
-    def _lend(self, entry: bytes, fields: dict[bytes, bytes]) -> Loan[bytes]:
+    def _hold(self, entry: bytes, fields: dict[bytes, bytes]) -> HeldMessage[bytes]:
         self._fields[entry] = fields
-        return self.lend(entry, fields.get(b"body", b""))
+        return self.hold(entry, fields.get(b"body", b""))
 
     async def _new(self, room: int) -> list[Entry]:
         wait = max(0.001, min(WAIT_FOR, self._look_at - time.monotonic()))

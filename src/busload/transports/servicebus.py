@@ -44,8 +44,7 @@ from busload.errors import (
     TransportUnavailableError,
 )
 from busload.transports.base import Message, Turn, hashed_name
-from busload.transports.broker_base import TIMEOUT, Broker, by_queue, said, too_large, unreachable
-from busload.transports.held_messages import Loan, Loans
+from busload.transports.broker import TIMEOUT, Broker, Consumer, HeldMessage, by_queue, said, too_large, unreachable
 from busload.transports.url import one_of, read_options, seconds
 
 log = logging.getLogger("busload.transports")
@@ -103,8 +102,8 @@ class ServicebusTransport(Broker):
             refused |= each
         return refused
 
-    async def lend(self, queue: str, prefetch: int) -> ServicebusLoans:
-        return ServicebusLoans(queue, prefetch, self._client().get_queue_receiver(spelled(queue)), self)
+    async def consumer(self, queue: str, prefetch: int) -> ServicebusConsumer:
+        return ServicebusConsumer(queue, prefetch, self._client().get_queue_receiver(spelled(queue)), self)
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
         bodies: list[bytes] = []
@@ -147,33 +146,34 @@ class ServicebusTransport(Broker):
 
     async def _publish_to(self, queue: str, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         """Publish to one queue; return what it did not confirm."""
-        tally = _Tally(messages)
+        told: dict[int, Refusal | None] = {}
         sender: _Sender | None = None  # until it is our turn
         try:
             async with self.in_time(), self._turns[queue]():
                 sender = self._sender(queue)
-                await self._send_all(queue, sender, tally)
+                await self._send_all(queue, sender, messages, told)
                 sender.rested = True
-        except asyncio.CancelledError:
-            self._drop_sender(queue, sender)  # in the midst of a frame, perhaps
-            raise
-        except TimeoutError:
-            self._drop_sender(queue, sender)
-            late = unreachable(f"not confirmed within {self.timeout:g} s")
-            tally.note(list(tally.open), late)
-        except Exception as error:
-            self._drop_sender(queue, sender)
-            tally.note(list(tally.open), await self._refusal(queue, error))
-        return tally.refused
+        except BaseException as error:
+            self._drop_sender(queue, sender)  # we may have stopped in the midst of a frame
+            if not isinstance(error, Exception):
+                raise
+            late = isinstance(error, TimeoutError)
+            why = unreachable(f"not confirmed within {self.timeout:g} s") if late else await self._refusal(queue, error)
+            for index in messages:
+                told.setdefault(index, why)
+        return {index: refusal for index, refusal in told.items() if refusal is not None}
 
-    async def _send_all(self, queue: str, sender: _Sender, tally: _Tally) -> None:
-        for parcel in await _parcels(sender.link, tally):
-            refusal = None if queue in self._singly else await self._send(queue, sender, parcel.batch)
+    async def _send_all(
+        self, queue: str, sender: _Sender, messages: Mapping[int, Message], told: dict[int, Refusal | None]
+    ) -> None:
+        """Note in `told` what became of each message, as soon as it is known: None if it was confirmed."""
+        for batch, indexes in await _batches(sender.link, messages, told):
+            refusal = None if queue in self._singly else await self._send(queue, sender, batch)
             if queue not in self._singly:
-                tally.note(parcel.indexes, refusal)
+                told |= dict.fromkeys(indexes, refusal)
                 continue
-            for index in parcel.indexes:
-                tally.note([index], await self._send(queue, sender, _outgoing(tally.open[index])))
+            for index in indexes:
+                told[index] = await self._send(queue, sender, _outgoing(messages[index]))
 
     async def _send(
         self, queue: str, sender: _Sender, content: ServiceBusMessage | ServiceBusMessageBatch
@@ -268,21 +268,6 @@ class ServicebusTransport(Broker):
             self.close_later(sender.link)
 
 
-class _Tally:
-    """Which messages are still to be sent, and which were refused, by index."""
-
-    def __init__(self, messages: Mapping[int, Message]) -> None:
-        self.open = dict(messages)
-        self.refused: dict[int, Refusal] = {}
-
-    def note(self, indexes: Sequence[int], refusal: Refusal | None) -> None:
-        """Without a refusal, these messages are confirmed."""
-        for index in indexes:
-            del self.open[index]
-            if refusal:
-                self.refused[index] = refusal
-
-
 @dataclass(slots=True)
 class _Sender:
     """The link to one queue, for one caller at a time."""
@@ -292,25 +277,21 @@ class _Sender:
     """Nothing was sent on the link since an earlier call."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """Messages that are confirmed or refused as a whole."""
-
-    batch: ServiceBusMessageBatch
-    indexes: list[int]
-
-
-async def _parcels(sender: ServiceBusSender, tally: _Tally) -> list[_Parcel]:
-    """Parcels as large as the broker takes, by number and by bytes. A message that fits into none is refused."""
-    parcels = [_Parcel(await sender.create_message_batch(), [])]
-    for index, message in list(tally.open.items()):
-        if len(parcels[-1].indexes) == MESSAGES_PER_BATCH or not _added(parcels[-1].batch, message):
-            parcels.append(_Parcel(await sender.create_message_batch(), []))
-            if not _added(parcels[-1].batch, message):
-                tally.note([index], too_large(message, parcels[-1].batch.max_size_in_bytes))
+async def _batches(
+    sender: ServiceBusSender, messages: Mapping[int, Message], told: dict[int, Refusal | None]
+) -> list[tuple[ServiceBusMessageBatch, list[int]]]:
+    """Batches as large as the broker takes, by number and by bytes. A message that fits into none is refused."""
+    batch, indexes = await sender.create_message_batch(), list[int]()
+    batches = [(batch, indexes)]
+    for index, message in messages.items():
+        if len(indexes) == MESSAGES_PER_BATCH or not _added(batch, message):
+            batch, indexes = await sender.create_message_batch(), []
+            batches.append((batch, indexes))
+            if not _added(batch, message):
+                told[index] = too_large(message, batch.max_size_in_bytes)
                 continue
-        parcels[-1].indexes.append(index)
-    return [parcel for parcel in parcels if parcel.indexes]
+        indexes.append(index)
+    return [(batch, indexes) for batch, indexes in batches if indexes]
 
 
 def _added(batch: ServiceBusMessageBatch, message: Message) -> bool:
@@ -325,7 +306,7 @@ def _outgoing(message: Message) -> ServiceBusMessage:
     return ServiceBusMessage(message.body, message_id=message.id)
 
 
-class ServicebusLoans(Loans[ServiceBusReceivedMessage]):
+class ServicebusConsumer(Consumer[ServiceBusReceivedMessage]):
     """A message is held under itself. The broker says for how long it is locked."""
 
     lost = (ServiceBusError, ValueError, RuntimeError, TimeoutError, OSError)
@@ -336,7 +317,7 @@ class ServicebusLoans(Loans[ServiceBusReceivedMessage]):
         self._came = 0
         self._renew_at: dict[ServiceBusReceivedMessage, float] = {}
 
-    async def take(self, room: int) -> list[Loan[ServiceBusReceivedMessage]]:
+    async def take(self, room: int) -> list[HeldMessage[ServiceBusReceivedMessage]]:
         # For one message the SDK returns at once; for several it waits a moment whether more come.
         asked_at = time.monotonic()
         came = await self.receiver.receive_messages(room if self._came else 1, max_wait_time=IDLE_FOR)
@@ -345,15 +326,15 @@ class ServicebusLoans(Loans[ServiceBusReceivedMessage]):
         self._came = len(came)
         for message in came:
             self._plan_renewal(message)
-        return [self.lend(message, _body(message)) for message in came]
+        return [self.hold(message, _body(message)) for message in came]
 
-    async def tell_settled(self, loan: Loan[ServiceBusReceivedMessage], reason: str | None) -> None:
-        del self._renew_at[loan.key]
+    async def tell_settled(self, key: ServiceBusReceivedMessage, reason: str | None) -> None:
+        del self._renew_at[key]
         if reason is None:
-            await self.receiver.complete_message(loan.key)
+            await self.receiver.complete_message(key)
         else:
             reason = reason[:1000]  # the broker takes up to 4,096 bytes
-            await self.receiver.dead_letter_message(loan.key, reason=reason, error_description=reason)
+            await self.receiver.dead_letter_message(key, reason=reason, error_description=reason)
 
     @property
     def renewal_pause(self) -> float:
@@ -361,24 +342,24 @@ class ServicebusLoans(Loans[ServiceBusReceivedMessage]):
         due = min(self._renew_at.values(), default=time.monotonic() + 1.0)
         return max(SHORTEST_RENEWAL / 2, min(due - time.monotonic(), 1.0))
 
-    async def renew(self, loans: Sequence[Loan[ServiceBusReceivedMessage]]) -> None:
-        for loan in loans:
-            if loan.key in self.held and self._renew_at[loan.key] <= time.monotonic():
-                await self._renew(loan)
+    async def renew(self, keys: Sequence[ServiceBusReceivedMessage]) -> None:
+        for key in keys:
+            if key in self.held and self._renew_at[key] <= time.monotonic():
+                await self._renew(key)
 
-    async def give_back(self, loans: Sequence[Loan[ServiceBusReceivedMessage]]) -> None:
-        await asyncio.gather(*(self.receiver.abandon_message(loan.key) for loan in loans), return_exceptions=True)
+    async def give_back(self, keys: Sequence[ServiceBusReceivedMessage]) -> None:
+        await asyncio.gather(*(self.receiver.abandon_message(key) for key in keys), return_exceptions=True)
 
     async def disconnect(self) -> None:
         self._transport.close_later(self.receiver)
 
-    async def _renew(self, loan: Loan[ServiceBusReceivedMessage]) -> None:
+    async def _renew(self, key: ServiceBusReceivedMessage) -> None:
         try:
-            await self.receiver.renew_message_lock(loan.key, timeout=self._transport.timeout)
-            self._plan_renewal(loan.key)
+            await self.receiver.renew_message_lock(key, timeout=self._transport.timeout)
+            self._plan_renewal(key)
         except (MessageLockLostError, MessageAlreadySettled, ValueError):
-            self.held.pop(loan.key, None)
-            self._renew_at.pop(loan.key, None)
+            self.held.pop(key, None)
+            self._renew_at.pop(key, None)
             self.changed.set()
         except ServiceBusError as error:
             self.lose(
