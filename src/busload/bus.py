@@ -48,18 +48,13 @@ from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.send import NO_BROKER, Via
 from busload.commands.send_together import Sending
-from busload.dispatch import creation_state
+from busload.dispatch import creation_state, outbox
 from busload.dispatch import envelope as message
 from busload.dispatch.api import Outbox
 from busload.dispatch.create import create_and_publish, default_strategy, published_by, write_for_relay
 from busload.dispatch.publish import Publisher
-from busload.dispatch.relay import recover
-from busload.dispatch.strategy import (
-    DispatchName,
-    DispatchReport,
-    Recovered,
-    Strategy,
-)
+from busload.dispatch.relay import Recovered, recover
+from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import (
     BatchNotFoundError,
     InvalidOperationError,
@@ -534,7 +529,8 @@ class CommandBus(Bus):
         """
         publisher, perform = self.publisher, self.database.in_transaction
         check(self._limits, publish_again_after=publish_again_after)
-        await perform(creation_state.due_now())
+        await perform(outbox.retry(domain=None, batch_id=None))
+        await perform(creation_state.close())
         return await recover(publisher, perform, publish_again_after=publish_again_after)
 
     async def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:

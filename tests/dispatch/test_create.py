@@ -18,8 +18,7 @@ from busload.commands.load import Load
 from busload.dispatch import DispatchReport, DispatchStatus, Strategy, creation_state
 from busload.dispatch.create import MANY, Input, choose, decide
 from busload.dispatch.outbox import Seen
-from busload.dispatch.reconcile import compared
-from busload.dispatch.strategy import Reconciliation
+from busload.dispatch.reconcile import Reconciliation, compared
 from busload.errors import DispatchIncompleteError, InvalidOperationError, TransportMisconfiguredError
 from tests.given import DOMAIN, Database
 

@@ -13,7 +13,7 @@ from busload.cli.answer import Answer, View, answers, find_one
 from busload.commands import search as report
 from busload.commands.counted import counted
 from busload.commands.search import IdRange
-from busload.dispatch.strategy import OutboxEntry, Reconciliation
+from busload.dispatch import OutboxEntry, Reconciliation
 from busload.sync.bus import SyncCommandBus
 
 

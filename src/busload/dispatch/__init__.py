@@ -1,7 +1,10 @@
 """Database and broker in step."""
 
 from busload.dispatch.api import Outbox
-from busload.dispatch.strategy import DispatchReport, DispatchStatus, OutboxEntry, Reconciliation, Recovered, Strategy
+from busload.dispatch.outbox import OutboxEntry
+from busload.dispatch.reconcile import Reconciliation
+from busload.dispatch.relay import Recovered
+from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy
 
 __all__ = [
     "DispatchReport",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Sequence
 from uuid import UUID
 
 import psycopg
@@ -14,9 +13,9 @@ from busload.commands.checks import check, given
 from busload.commands.counted import counted
 from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
+from busload.dispatch.outbox import OutboxEntry
 from busload.dispatch.publish import Publisher
-from busload.dispatch.reconcile import Reconciler
-from busload.dispatch.strategy import OutboxEntry, Reconciliation
+from busload.dispatch.reconcile import Reconciler, Reconciliation
 from busload.errors import BusloadError, InvalidOperationError, PartlyDoneError
 from busload.postgres.database import Database
 from busload.postgres.write import Write
@@ -62,7 +61,8 @@ class Outbox:
         name of the `operator`.
         """
         if dry_run:
-            return _reroutable(await self.list(domain=domain, batch_id=batch_id), failed_only)
+            entries = await self.list(domain=domain, batch_id=batch_id)
+            return sum(entry.commands for entry in entries if entry.rounds or not failed_only)
         self._check(domain, batch_id, operator=operator, failed_only=failed_only)
         rerouted, moved = 0, 1
         try:
@@ -74,8 +74,11 @@ class Outbox:
         except (BusloadError, psycopg.Error) as error:
             if not rerouted:
                 raise
-            raise _partly_rerouted(rerouted, error) from error
-        _tell(rerouted, operator)
+            done = f"{counted(rerouted, 'command is', 'commands are')} rerouted to PostgreSQL so far"
+            raise PartlyDoneError(done, rerouted, error, todo="Repeat the call to reroute the rest.") from error
+        if rerouted:
+            by = f", by {operator}" if operator else ""
+            log.info("Rerouted %s to PostgreSQL%s", counted(rerouted, "command"), by)
         return rerouted
 
     async def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
@@ -88,35 +91,13 @@ class Outbox:
         seen, so what is missing may be on its way; to publish it once more does no harm.
         """
         self._check(domain, writes=False)
-        reconciler = Reconciler(self._publishing(), self._database.read, self._database.write)
-        domains = [domain] if domain is not None else await self._database.read(search.domains())
-        return [await reconciler.compare(each, repair=repair) for each in domains]
-
-    def _publishing(self) -> Publisher:
         if self._publisher is None:
             raise InvalidOperationError("The bus has no transport. Give it one: CommandBus(dsn, transport=URL).")
-        return self._publisher
+        reconciler = Reconciler(self._publisher, self._database.read, self._database.write)
+        domains = [domain] if domain is not None else await self._database.read(search.domains())
+        return [await reconciler.compare(each, repair=repair) for each in domains]
 
     def _check(
         self, domain: str | None, batch_id: UUID | None = None, *, writes: bool = True, **others: object
     ) -> None:
         check(self._limits, writes=writes, **given(domain=domain, batch_id=batch_id), **others)
-
-
-def _failed(entries: Sequence[OutboxEntry]) -> int:
-    return sum(entry.commands for entry in entries if entry.rounds)
-
-
-def _reroutable(entries: Sequence[OutboxEntry], failed_only: bool) -> int:
-    return _failed(entries) if failed_only else sum(entry.commands for entry in entries)
-
-
-def _tell(rerouted: int, operator: str | None) -> None:
-    if rerouted:
-        by = f", by {operator}" if operator else ""
-        log.info("Rerouted %s to PostgreSQL%s", counted(rerouted, "command"), by)
-
-
-def _partly_rerouted(commands: int, why: BaseException) -> PartlyDoneError:
-    done = f"{counted(commands, 'command is', 'commands are')} rerouted to PostgreSQL so far"
-    return PartlyDoneError(done, commands, why, todo="Repeat the call to reroute the rest.")

@@ -124,16 +124,16 @@ async def create_and_publish(
 
 def choose(asked: Strategy | None, commands: Iterable[BatchCommand]) -> tuple[Strategy, Iterable[BatchCommand]]:
     """The strategy for these commands, and the same commands. An iterator is read only as far as needed."""
-    if asked is None and not isinstance(commands, Collection):
+    if asked is not None:
+        return asked, commands
+    if isinstance(commands, Collection):
+        many = len(commands) > MANY
+    else:
         rest = iter(commands)
         first = list(islice(rest, MANY + 1))
-        if len(first) > MANY:
-            return Strategy.CHECKPOINT, chain(first, rest)
-        commands = first
-    if asked is None:
-        assert isinstance(commands, Collection)
-        asked = Strategy.CHECKPOINT if len(commands) > MANY else Strategy.TWO_PHASE
-    return asked, commands
+        many = len(first) > MANY
+        commands = chain(first, rest) if many else first
+    return Strategy.CHECKPOINT if many else Strategy.TWO_PHASE, commands
 
 
 class Input:
@@ -148,14 +148,13 @@ class Input:
     ) -> None:
         self._check = check
         self._checked: list[NewCommand] | None = None
-        self._ahead: list[BatchCommand] = []
         self.position = 0
         self.total: int | None = None
         if isinstance(commands, Collection):
-            given = list(commands)
-            self._checked, self.total = check(given, 0), len(given)
-            commands = given
-        self._rest: Iterator[BatchCommand] = iter(commands)
+            commands = list(commands)
+            self._checked, self.total = check(commands, 0), len(commands)
+        self._rest = iter(commands)
+        self._ahead: list[BatchCommand] = []
 
     def read(self, size: int) -> tuple[Sequence[NewCommand], bool]:
         """The next commands, and whether they are the last. The position stays."""
@@ -184,7 +183,7 @@ class Input:
         return not self._ahead
 
     def _look(self, count: int) -> None:
-        self._ahead += islice(self._rest, count - len(self._ahead)) if count > len(self._ahead) else ()
+        self._ahead += islice(self._rest, max(0, count - len(self._ahead)))
 
 
 @dataclass
@@ -313,9 +312,8 @@ class Creation(CreationRecord):
         while not last:
             try:
                 commands, last = given.read(size)
-                position, total = given.position, given.total
                 plan = creation_state.write_checkpoint(
-                    self.batch, commands, self.via(), after=position, last=last, total=total
+                    self.batch, commands, self.via(), after=given.position, last=last, total=given.total
                 )
                 written: Checkpoint | Cursor = await self._write(plan, commands)
                 if isinstance(written, Cursor):

@@ -11,7 +11,6 @@ from busload.commands import send
 from busload.commands.command import NewCommand
 from busload.commands.load import Load
 from busload.commands.send import NewBatch, Via
-from busload.dispatch import outbox
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy, checkpoint_name
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.postgres.plan import Plan, Savepoint, execute, one
@@ -60,17 +59,8 @@ def create(
 ) -> Plan[list[Load]]:
     """Write a batch with all its commands, and start its report. Returns the loads to be published."""
     loads = yield from send.create_batch(batch, commands, via)
-    yield from start(batch.batch_id, via.transport, strategy, len(commands))
+    yield from _start(batch, via, strategy, len(commands), written=len(commands))
     return loads
-
-
-def due_now() -> Plan[tuple[int, int]]:
-    """Do what a recovery can do without the broker: let relays try all again now, and close complete creations.
-
-    Returns how many commands are due now, and how many creations are complete.
-    """
-    due = yield from outbox.retry(domain=None, batch_id=None)
-    return due, (yield from close())
 
 
 def write_checkpoint(
@@ -121,7 +111,7 @@ def _open(batch: NewBatch, via: Via, total: int | None) -> Plan[Cursor]:
 
     def opening() -> Plan[None]:
         yield from send.open_batch(batch)
-        yield from start(batch.batch_id, via.transport, Strategy.CHECKPOINT, total, written=0)
+        yield from _start(batch, via, Strategy.CHECKPOINT, total, written=0)
 
     try:
         yield Savepoint(opening())
@@ -133,23 +123,10 @@ def _open(batch: NewBatch, via: Via, total: int | None) -> Plan[Cursor]:
     return Cursor(Strategy.CHECKPOINT, total, 0, 0, None, sealed=False)
 
 
-def start(
-    batch_id: UUID,
-    transport: str | None,
-    strategy: Strategy,
-    total: int | None,
-    *,
-    written: int | None = None,
-) -> Plan[None]:
+def _start(batch: NewBatch, via: Via, strategy: Strategy, total: int | None, *, written: int) -> Plan[None]:
     """Start the report, in the transaction that writes the batch."""
-    yield from execute(
-        SQL.start,
-        batch_id=batch_id,
-        transport=transport,
-        strategy=str(strategy),
-        total=total,
-        written=total if written is None else written,
-    )
+    names = {"batch_id": batch.batch_id, "transport": via.transport, "strategy": str(strategy)}
+    yield from execute(SQL.start, **names, total=total, written=written)
 
 
 def finish(batch_id: UUID, outcome: Outcome) -> Plan[None]:

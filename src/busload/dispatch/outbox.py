@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from busload.commands.load import Load
 from busload.commands.send import HOLD
 from busload.dispatch import creation_state
-from busload.dispatch.strategy import OutboxEntry
 from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
@@ -44,6 +43,22 @@ class Piece:
     error: str | None = None
     pause: float = 0.0
     after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEntry:
+    """Commands that wait to be published, for the same reason. `reason` is None for those that were not tried yet."""
+
+    transport: str
+    domain: str
+    reason: str | None
+    commands: int
+    loads: int
+    oldest: datetime
+    rounds: int
+    error: str | None
+    next_try: datetime
+    being_published: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,7 @@ def reroute(
 ) -> Plan[int]:
     """Let PostgreSQL deliver these commands, `limit` loads at most; returns how many commands that were.
 
-    Whoever calls this calls `dispatch.close` afterwards, in a transaction of its own, as after a mark.
+    Whoever calls this calls `creation_state.close` afterwards, in a transaction of its own, as after a mark.
     """
     [[moved, _]] = yield from execute(
         SQL.reroute, domain=domain, batch_id=batch_id, failed=failed, operator=operator, limit=limit

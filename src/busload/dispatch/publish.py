@@ -7,16 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Any
@@ -312,7 +303,7 @@ class Page:
         Nothing may be left out: the outbox moves a load only if all of its commands are told about.
         """
         self.tell(list(self._untold()), left)
-        return list(_joined(self._pieces))
+        return _joined(self._pieces)
 
     def _untold(self) -> Iterator[Load]:
         told: dict[int, list[Load]] = defaultdict(list)
@@ -322,17 +313,15 @@ class Page:
             yield from one.load.subtract(told[one.load.number])
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours in a load that fared alike, as one."""
-    last: Piece | None = None
+    joined: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.load):
-        if last is not None:
-            joined = last.load.join(piece.load)
-            if joined is not None and (last.reason, last.error) == (piece.reason, piece.error):
-                wait, after = max(last.pause, piece.pause), max(last.after or 0.0, piece.after or 0.0) or None
-                last = Piece(joined, last.reason, last.error, wait, after)
-                continue
-            yield last
-        last = piece
-    if last is not None:
-        yield last
+        last = joined[-1] if joined else None
+        load = last.load.join(piece.load) if last else None
+        if last and load and (last.reason, last.error) == (piece.reason, piece.error):
+            after = max(last.after or 0.0, piece.after or 0.0) or None
+            joined[-1] = Piece(load, last.reason, last.error, max(last.pause, piece.pause), after)
+        else:
+            joined.append(piece)
+    return joined

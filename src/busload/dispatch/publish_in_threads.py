@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from busload.dispatch import relay
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.dispatch.publish import Publisher
-from busload.dispatch.reconcile import Reconciler
-from busload.dispatch.strategy import Reconciliation, Recovered
+from busload.dispatch.reconcile import Reconciler, Reconciliation
 from busload.errors import InvalidOperationError
 from busload.postgres import waiting
 from busload.postgres.plan import Plan
@@ -56,7 +55,7 @@ class ThreadPublisher:
 
 def recover(
     publisher: ThreadPublisher, perform: Callable[[Plan[Any]], Any], *, publish_again_after: timedelta
-) -> Recovered:
+) -> relay.Recovered:
     perform_in_thread = partial(waiting.in_thread, perform)
     return publisher.run(relay.recover(publisher.of_loop, perform_in_thread, publish_again_after=publish_again_after))
 

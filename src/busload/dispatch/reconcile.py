@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,6 @@ from busload.dispatch import outbox as store
 from busload.dispatch.envelope import UnreadableMessageError
 from busload.dispatch.outbox import Seen
 from busload.dispatch.publish import Perform, Publisher
-from busload.dispatch.strategy import Reconciliation
 from busload.postgres.write import Write
 from busload.transports import Delivery
 from busload.transports.base import give_back
@@ -39,6 +38,35 @@ QUIET, LONGEST_LOAN = 2.0, 30.0
 
 _Message = tuple[Delivery, Sequence[Load]]
 """A message on loan, and the commands it is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """What the database and the broker know of one queue, compared.
+
+    `looked_into` is False if this broker, or this side of the bus, cannot look at messages: then only counts are told.
+    """
+
+    transport: str
+    domain: str
+    queue: str
+    published: int
+    """Commands that are ready for some seconds, with a message that the broker has confirmed."""
+    depth: int | None
+    """Messages that the broker holds; None if it does not tell."""
+    looked_into: bool
+    messages: int = 0
+    """Messages that were looked at."""
+    answered: int = 0
+    """Messages whose loads have nothing that waits or runs any more: a worker drops them after one claim."""
+    unknown: int = 0
+    """Messages about commands that do not exist here, or that nobody can read."""
+    missing: int = 0
+    """Published commands beyond the number that the messages about their loads name."""
+    published_again: int = 0
+    """Missing commands that a new message was sent for."""
+    removed: int = 0
+    """Messages that were removed from the broker: nothing waits for them, or nobody can read them."""
 
 
 class Reconciler:

@@ -21,7 +21,6 @@ from busload.commands.counted import counted
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.outbox import Lag, Piece, Unpublished
 from busload.dispatch.publish import Perform, Publisher
-from busload.dispatch.strategy import Recovered
 from busload.errors import RefusalReason
 from busload.postgres.backoff import Backoff
 
@@ -207,6 +206,15 @@ class Recovery:
         found = await recover(self._publisher, self._perform, publish_again_after=self._publish_again_after)
         self.published_again += found.published_again
         return self._every
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a recovery did: commands it published, those it published again, and creations that are complete by it."""
+
+    relayed: int = 0
+    published_again: int = 0
+    closed: int = 0
 
 
 async def recover(publisher: Publisher, perform: Perform, *, publish_again_after: timedelta) -> Recovered:

@@ -39,10 +39,11 @@ from busload.commands.command import (
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.send_together import SendingInThreads
-from busload.dispatch import creation_state
+from busload.dispatch import creation_state, outbox
 from busload.dispatch.create import published_by, write_for_relay
 from busload.dispatch.publish_in_threads import ThreadPublisher, recover
-from busload.dispatch.strategy import DispatchName, DispatchReport, Recovered, Strategy
+from busload.dispatch.relay import Recovered
+from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
@@ -457,7 +458,8 @@ class SyncCommandBus(Bus):
         """
         publisher, perform = self.publisher, self.database.in_transaction
         check(self._limits, publish_again_after=publish_again_after)
-        perform(creation_state.due_now())
+        perform(outbox.retry(domain=None, batch_id=None))
+        perform(creation_state.close())
         return recover(publisher, perform, publish_again_after=publish_again_after)
 
     def explain_batch(self, domain: str, batch_id: UUID) -> Explanation:

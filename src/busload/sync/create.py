@@ -86,9 +86,8 @@ class Creation(CreationRecord):
         while not last:
             try:
                 commands, last = given.read(size)
-                position, total = given.position, given.total
                 plan = creation_state.write_checkpoint(
-                    self.batch, commands, self.via(), after=position, last=last, total=total
+                    self.batch, commands, self.via(), after=given.position, last=last, total=given.total
                 )
                 written: Checkpoint | Cursor = self._write(plan, commands)
                 if isinstance(written, Cursor):

@@ -9,13 +9,15 @@ import psycopg
 
 from busload.commands import search
 from busload.commands.checks import check, given
+from busload.commands.counted import counted
 from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
-from busload.dispatch.api import _partly_rerouted, _reroutable, _tell
+from busload.dispatch.api import log
+from busload.dispatch.outbox import OutboxEntry
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.publish_in_threads import ThreadReconciler as Reconciler
-from busload.dispatch.strategy import OutboxEntry, Reconciliation
-from busload.errors import BusloadError, InvalidOperationError
+from busload.dispatch.reconcile import Reconciliation
+from busload.errors import BusloadError, InvalidOperationError, PartlyDoneError
 from busload.postgres.write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
@@ -58,7 +60,8 @@ class SyncOutbox:
         name of the `operator`.
         """
         if dry_run:
-            return _reroutable(self.list(domain=domain, batch_id=batch_id), failed_only)
+            entries = self.list(domain=domain, batch_id=batch_id)
+            return sum(entry.commands for entry in entries if entry.rounds or not failed_only)
         self._check(domain, batch_id, operator=operator, failed_only=failed_only)
         rerouted, moved = 0, 1
         try:
@@ -70,8 +73,11 @@ class SyncOutbox:
         except (BusloadError, psycopg.Error) as error:
             if not rerouted:
                 raise
-            raise _partly_rerouted(rerouted, error) from error
-        _tell(rerouted, operator)
+            done = f"{counted(rerouted, 'command is', 'commands are')} rerouted to PostgreSQL so far"
+            raise PartlyDoneError(done, rerouted, error, todo="Repeat the call to reroute the rest.") from error
+        if rerouted:
+            by = f", by {operator}" if operator else ""
+            log.info("Rerouted %s to PostgreSQL%s", counted(rerouted, "command"), by)
         return rerouted
 
     def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
@@ -84,14 +90,11 @@ class SyncOutbox:
         seen, so what is missing may be on its way; to publish it once more does no harm.
         """
         self._check(domain, writes=False)
-        reconciler = Reconciler(self._publishing(), self._database.read, self._database.write)
-        domains = [domain] if domain is not None else self._database.read(search.domains())
-        return [reconciler.compare(each, repair=repair) for each in domains]
-
-    def _publishing(self) -> ThreadPublisher:
         if self._publisher is None:
             raise InvalidOperationError("The bus has no transport. Give it one: SyncCommandBus(dsn, transport=URL).")
-        return self._publisher
+        reconciler = Reconciler(self._publisher, self._database.read, self._database.write)
+        domains = [domain] if domain is not None else self._database.read(search.domains())
+        return [reconciler.compare(each, repair=repair) for each in domains]
 
     def _check(
         self, domain: str | None, batch_id: UUID | None = None, *, writes: bool = True, **others: object

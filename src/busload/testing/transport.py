@@ -30,6 +30,7 @@ from busload.testing.messages import (
     WITHIN,
     Receiver,
     another,
+    connected,
     messages,
     odd_names,
     publish,
@@ -65,9 +66,8 @@ class TransportContract:
 
     @pytest_asyncio.fixture
     async def transport(self, url: str) -> AsyncIterator[Transport]:
-        transport = find_transport(url)
-        yield transport
-        await transport.aclose()
+        async with connected(url) as transport:
+            yield transport
 
     @pytest.fixture
     def queue(self) -> str:
@@ -354,18 +354,14 @@ class TransportContract:
     ) -> None:
         """It is told within seconds, by index, and without a password."""
         caplog.set_level(logging.DEBUG)
-        transport = find_transport(unreachable_url)
-        try:
-            async with asyncio.timeout(WITHIN):
-                with pytest.raises(TransportUnavailableError) as declared:
-                    await transport.declare([queue])
-                with pytest.raises(PublishError) as published:
-                    await transport.publish(messages(queue, [b"one", b"two"]))
-                with pytest.raises(TransportUnavailableError) as received:
-                    async with receiving(transport, queue) as receiver:
-                        await receiver.take(1)
-        finally:
-            await transport.aclose()
+        async with connected(unreachable_url) as transport, asyncio.timeout(WITHIN):
+            with pytest.raises(TransportUnavailableError) as declared:
+                await transport.declare([queue])
+            with pytest.raises(PublishError) as published:
+                await transport.publish(messages(queue, [b"one", b"two"]))
+            with pytest.raises(TransportUnavailableError) as received:
+                async with receiving(transport, queue) as receiver:
+                    await receiver.take(1)
         assert reasons(published.value) == dict.fromkeys([0, 1], RefusalReason.UNREACHABLE)
         shown = [repr(transport), caplog.text, *map(said_by, (declared.value, published.value, received.value))]
         assert [text for text in shown if SECRET in text] == []
@@ -377,16 +373,12 @@ class TransportContract:
         if wrong_credentials_url is None:
             return
         caplog.set_level(logging.DEBUG)
-        transport = find_transport(wrong_credentials_url)
-        try:
-            async with asyncio.timeout(WITHIN):
-                with pytest.raises(TransportMisconfiguredError) as declared:
-                    await transport.declare([queue])
-                with pytest.raises(TransportMisconfiguredError) as received:
-                    async with receiving(transport, queue) as receiver:
-                        await receiver.take(1)
-        finally:
-            await transport.aclose()
+        async with connected(wrong_credentials_url) as transport, asyncio.timeout(WITHIN):
+            with pytest.raises(TransportMisconfiguredError) as declared:
+                await transport.declare([queue])
+            with pytest.raises(TransportMisconfiguredError) as received:
+                async with receiving(transport, queue) as receiver:
+                    await receiver.take(1)
         shown = [repr(transport), caplog.text, said_by(declared.value), said_by(received.value)]
         assert [text for text in shown if SECRET in text] == []
 
@@ -398,9 +390,8 @@ class TransportContract:
         """The same transport works again, for those who publish and those who wait."""
         if restartable is None:
             return
-        transport = find_transport(restartable.url)
         bodies = [b"%d" % n for n in range(50)]
-        try:
+        async with connected(restartable.url) as transport:
             await publish(transport, queue, *bodies)
             async with receiving(transport, queue) as receiver:
                 [done] = await receiver.take(1)
@@ -412,8 +403,6 @@ class TransportContract:
             assert await until(lambda: refusals(transport, messages(queue, [b"after"])), lambda refused: not refused)
             arrived = await self._emptied(transport, queue, *({*bodies, b"after"} - {done.body}))
             assert set(arrived) | {done.body} == {*bodies, b"after"}
-        finally:
-            await transport.aclose()
 
     # -- looking into the queue -------------------------------------------------------------------------------------
 

@@ -152,6 +152,9 @@ class Consumer(ABC, Generic[K]):
     lost: tuple[type[Exception], ...]
     """What the broker's library raises when a call fails."""
 
+    loan_for: float
+    """Seconds after which a message that was not renewed comes again."""
+
     def __init__(self, queue: str, prefetch: int) -> None:
         self.queue, self.prefetch = queue, prefetch
         self.held: dict[K, HeldMessage[K]] = {}
@@ -179,9 +182,9 @@ class Consumer(ABC, Generic[K]):
         """Let others have these messages at once."""
 
     @property
-    @abstractmethod
     def renewal_pause(self) -> float:
         """Seconds until the next renewal: a third of a loan, so two may fail before a message comes again."""
+        return self.loan_for / 3
 
     async def check(self) -> None:
         """Raise if the connection is broken."""

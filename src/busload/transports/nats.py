@@ -253,7 +253,7 @@ class NatsConsumer(Consumer[str]):
 
     def __init__(self, connection: Connection, queue: str, prefetch: int, ack_wait: float) -> None:
         super().__init__(queue, prefetch)
-        self._connection, self._ack_wait = connection, ack_wait
+        self._connection, self.loan_for = connection, ack_wait
         self._arrived: list[HeldMessage[str]] = []
         self._asked = 0
         self._inbox = connection.client.new_inbox()
@@ -278,10 +278,6 @@ class NatsConsumer(Consumer[str]):
     async def tell_settled(self, key: str, reason: str | None) -> None:
         verdict = b"+ACK" if reason is None else b"+TERM " + reason.encode()
         await self._connection.client.publish(key, verdict)
-
-    @property
-    def renewal_pause(self) -> float:
-        return self._ack_wait / 3
 
     async def renew(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -163,12 +163,12 @@ class PgmqConsumer(Consumer[int]):
 
     def __init__(self, queue: str, prefetch: int, conn: AsyncConnection, transport: PgmqTransport) -> None:
         super().__init__(queue, prefetch)
-        self._conn, self._transport = conn, transport
+        self._conn, self._transport, self.loan_for = conn, transport, transport.visibility
         self._pause = SOONEST
 
     async def take(self, room: int) -> list[HeldMessage[int]]:
         """Finish also when cancelled: what was read is on loan, and has to be given back."""
-        reading = asyncio.ensure_future(self._run(READ, seconds=self._transport.visibility, limit=room))
+        reading = asyncio.ensure_future(self._run(READ, seconds=self.loan_for, limit=room))
         try:
             rows = await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -186,12 +186,8 @@ class PgmqConsumer(Consumer[int]):
     async def tell_settled(self, key: int, reason: str | None) -> None:
         await self._run(DELETE if reason is None else ARCHIVE, id=key)
 
-    @property
-    def renewal_pause(self) -> float:
-        return self._transport.visibility / 3
-
     async def renew(self, keys: Sequence[int]) -> None:
-        await self._run(SHOW_IN, ids=list(keys), seconds=self._transport.visibility)
+        await self._run(SHOW_IN, ids=list(keys), seconds=self.loan_for)
 
     async def give_back(self, keys: Sequence[int]) -> None:
         await self._run(SHOW_IN, ids=list(keys), seconds=0)

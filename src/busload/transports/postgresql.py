@@ -124,13 +124,13 @@ class PostgresqlConsumer(Consumer[tuple[str, int]]):
 
     def __init__(self, transport: PostgresqlTransport, queue: str, prefetch: int) -> None:
         super().__init__(queue, prefetch)
-        self._transport = transport
+        self._transport, self.loan_for = transport, transport.visibility
         self._heard = asyncio.Event()
         self._listening = asyncio.create_task(AsyncListener(transport.dsn, [MESSAGE], self._hear).run())
 
     async def take(self, room: int) -> list[HeldMessage[tuple[str, int]]]:
         self._heard.clear()
-        taken = await self._transport.rows(SQL.take, queue=self.queue, limit=room, seconds=self._transport.visibility)
+        taken = await self._transport.rows(SQL.take, queue=self.queue, limit=room, seconds=self.loan_for)
         messages = [self.hold((id, number), bytes(body)) for id, number, body in taken]
         if not messages:
             with suppress(TimeoutError):
@@ -143,13 +143,9 @@ class PostgresqlConsumer(Consumer[tuple[str, int]]):
         id, number = key
         await self._transport.rows(SQL.forget, queue=self.queue, id=id, deliveries=number)
 
-    @property
-    def renewal_pause(self) -> float:
-        return self._transport.visibility / 3
-
     async def renew(self, keys: Sequence[tuple[str, int]]) -> None:
         if keys:
-            await self._transport.rows(SQL.renew, **self._these(keys), seconds=self._transport.visibility)
+            await self._transport.rows(SQL.renew, **self._these(keys), seconds=self.loan_for)
 
     async def give_back(self, keys: Sequence[tuple[str, int]]) -> None:
         if keys:

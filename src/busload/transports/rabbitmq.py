@@ -15,7 +15,6 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
@@ -79,18 +78,20 @@ class RabbitmqTransport(Broker):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._options = _read(url)
-        self.timeout = self._options.timeout
+        urls, options = _read(url)
+        self._queue_type: str = options.get("queue_type", QUEUE_TYPES[0])
+        self.timeout: float = options.get("timeout", TIMEOUT)
         # Two connections: a broker short of memory stops those that publish, and must not stop those that empty it.
-        self._publishing, self._consuming = _Line(self._options), _Line(self._options)
+        self._publishing, self._consuming = _Line(urls, self.timeout), _Line(urls, self.timeout)
 
     async def declare(self, queues: Sequence[str]) -> None:
         for queue in dict.fromkeys(queues):
             with self.translated(queue):
                 async with self.in_time(), self._publishing.channel() as channel:
-                    await channel.queue_declare(_dead(queue), durable=True, arguments=_dead_arguments(self._options))
+                    dead: dict[str, Any] = {"x-queue-type": self._queue_type, "x-max-length": MOST_DEAD}
+                    await channel.queue_declare(_dead(queue), durable=True, arguments=dead)
                     version = _major_version(channel.connection)
-                await self._declare(_spelled(queue), _arguments(queue, self._options, version))
+                await self._declare(_spelled(queue), _arguments(queue, self._queue_type, version))
 
     async def publish_fitting(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         with self.translated():
@@ -225,19 +226,19 @@ class RabbitmqDelivery(Delivery):
 class _Line:
     """A connection that is made when it is needed, and given up when it breaks."""
 
-    def __init__(self, options: _Options) -> None:
-        self._options = options
+    def __init__(self, urls: Sequence[str], timeout: float) -> None:
+        self._urls, self._timeout = urls, timeout
         self._connecting = Turn()
         self._connection: AbstractConnection | None = None
         self._doubtful: AbstractConnection | None = None
         self._publisher: Channel | None = None
-        self._answered_last = options.urls[0]
+        self._answered_last = urls[0]
 
     @asynccontextmanager
     async def channel(self, *, confirms: bool = True) -> AsyncIterator[Channel]:
-        async with self._connecting(), asyncio.timeout(self._options.timeout):
+        async with self._connecting(), asyncio.timeout(self._timeout):
             connection = await self._connected()
-        async with asyncio.timeout(self._options.timeout):
+        async with asyncio.timeout(self._timeout):
             channel = await self._open(connection, publisher_confirms=confirms)
         try:
             yield channel
@@ -279,12 +280,11 @@ class _Line:
 
     async def _connect(self) -> AbstractConnection:
         """Connect to the first host that answers in its share of the time, beginning with the last one that did."""
-        urls = self._options.urls
-        first = urls.index(self._answered_last)
-        [*others, last] = urls[first:] + urls[:first]
+        first = self._urls.index(self._answered_last)
+        [*others, last] = [*self._urls[first:], *self._urls[:first]]
         for url in others:
             try:
-                async with asyncio.timeout(min(CONNECT_WITHIN, self._options.timeout / len(urls))):
+                async with asyncio.timeout(min(CONNECT_WITHIN, self._timeout / len(self._urls))):
                     return await self._connect_to(url)
             except (amqp.AMQPConnectionError, OSError, TimeoutError) as error:
                 log.warning("Trying another RabbitMQ: %s", _words(error))
@@ -354,17 +354,13 @@ def _dead(queue: str) -> str:
     return f"{_spelled(queue)}{DEAD}"
 
 
-def _dead_arguments(options: _Options) -> dict[str, Any]:
-    return {"x-queue-type": options.queue_type, "x-max-length": MOST_DEAD}
-
-
-def _arguments(queue: str, options: _Options, version: int) -> dict[str, Any]:
+def _arguments(queue: str, queue_type: str, version: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "x-queue-type": options.queue_type,
+        "x-queue-type": queue_type,
         "x-dead-letter-exchange": "",
         "x-dead-letter-routing-key": _dead(queue),
     }
-    if options.queue_type == "quorum" and version >= 4:
+    if queue_type == "quorum" and version >= 4:
         arguments[LIMIT] = -1  # since that release 20 is the limit of a queue that names none
     return arguments
 
@@ -395,15 +391,8 @@ LIBRARY_OPTIONS: Mapping[str, Callable[[str], Any]] = {"heartbeat": int} | dict.
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    urls: tuple[str, ...]
-    """One for each host that may be tried, as the library reads them."""
-    queue_type: str
-    timeout: float
-
-
-def _read(url: str) -> _Options:
+def _read(url: str) -> tuple[list[str], dict[str, Any]]:
+    """URLs as the library reads them, one for each host that may be tried, and the options."""
     try:
         parts = urlsplit(url)
         found = read_options(url, {**OWN_OPTIONS, **LIBRARY_OPTIONS})
@@ -417,11 +406,6 @@ def _read(url: str) -> _Options:
         raise TransportMisconfiguredError(f"The URL of RabbitMQ names no host, or no port; wanted {EXAMPLE}")
     library = {"heartbeat": HEARTBEAT, "name": "busload"} | {k: v for k, v in found.items() if k in LIBRARY_OPTIONS}
     login, at, first = parts.netloc.rpartition("@")
-    return _Options(
-        urls=tuple(
-            urlunsplit((parts.scheme, f"{login}{at}{host}", parts.path or "/", urlencode(library), ""))
-            for host in [first, *found.get("hosts", [])]
-        ),
-        queue_type=found.get("queue_type", QUEUE_TYPES[0]),
-        timeout=found.get("timeout", TIMEOUT),
-    )
+    hosts = [first, *found.get("hosts", [])]
+    rest = parts.path or "/", urlencode(library), ""
+    return [urlunsplit((parts.scheme, f"{login}{at}{host}", *rest)) for host in hosts], found

@@ -14,8 +14,7 @@ import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from redis import exceptions as redis_errors
@@ -167,14 +166,12 @@ class RedisTransport(Broker):
         return {index: _refusal(answer) for index, answer in found if isinstance(answer, Exception)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
+class _Settled(NamedTuple):
     """An entry that leaves the queue. It may be added to a stream: again to the queue, or to that of the unreadable."""
 
     entry: bytes
-    fields: dict[bytes, bytes]
-    add_to: str | None = None
-    reason: str = ""
+    add_to: str = ""
+    fields: Mapping[Any, Any] = {}
 
 
 class RedisConsumer(Consumer[bytes]):
@@ -187,11 +184,11 @@ class RedisConsumer(Consumer[bytes]):
 
     def __init__(self, redis: Redis, pool: Redis, queue: str, prefetch: int, min_idle: float) -> None:
         super().__init__(queue, prefetch)
-        self._redis, self._pool, self._min_idle = redis, pool, min_idle
+        self._redis, self._pool, self.loan_for = redis, pool, min_idle
         self._reader = pool.client()  # keeps one connection: another one would hide that the first broke
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._fields: dict[bytes, dict[bytes, bytes]] = {}
-        self._ending: list[_Ending] = []
+        self._settled: list[_Settled] = []
         self._untold = 0
         self._to_tell = asyncio.Event()
         self._reading = asyncio.Lock()
@@ -215,12 +212,9 @@ class RedisConsumer(Consumer[bytes]):
     async def tell_settled(self, key: bytes, reason: str | None) -> None:
         fields = self._fields.pop(key)
         self._untold += 1
-        self._ending.append(_Ending(key, fields, _dead(self.queue) if reason else None, reason or ""))
+        unreadable = reason and fields and {**fields, b"reason": reason.encode()}
+        self._settled.append(_Settled(key, _dead(self.queue), unreadable) if unreadable else _Settled(key))
         self._to_tell.set()
-
-    @property
-    def renewal_pause(self) -> float:
-        return self._min_idle / 3
 
     async def renew(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -232,8 +226,8 @@ class RedisConsumer(Consumer[bytes]):
         await self._stop_reading()
         self._to_tell.set()
         await self._telling
-        while mine := await self._mine():
-            await self._remove([_Ending(entry, fields, self.queue) for entry, fields in mine])
+        while mine := await self._read(self._redis, "0", count=AT_ONCE):
+            await self._remove([_Settled(entry, self.queue, fields) for entry, fields in mine])
 
     async def disconnect(self) -> None:
         await self._stop_reading()  # once more, in case there was no time for it
@@ -246,21 +240,18 @@ class RedisConsumer(Consumer[bytes]):
 
     async def _new(self, room: int) -> list[Entry]:
         wait = max(0.001, min(WAIT_FOR, self._look_at - time.monotonic()))
-        answer: Any = await self._reader.xreadgroup(
-            GROUP, self._consumer, {self.queue: ">"}, count=room, block=int(wait * 1000)
-        )
-        return [entry for _, entries in answer or [] for entry in entries]
+        return await self._read(self._reader, ">", count=room, block=int(wait * 1000))
 
     async def _abandoned(self, room: int) -> list[Entry]:
         """Entries whose consumer has not renewed them. The list of what is held is gone through piece by piece."""
         if time.monotonic() < self._look_at:
             return []
         answer: Any = await self._reader.xautoclaim(
-            self.queue, GROUP, self._consumer, int(self._min_idle * 1000), self._look_from, count=room
+            self.queue, GROUP, self._consumer, int(self.loan_for * 1000), self._look_from, count=room
         )
         self._look_from, entries = answer[0], answer[1]
         if self._look_from == b"0-0":
-            self._look_at = time.monotonic() + min(self._min_idle / 3, LOOK_EVERY)
+            self._look_at = time.monotonic() + min(self.loan_for / 3, LOOK_EVERY)
         return list(entries)
 
     async def _stop_reading(self) -> None:
@@ -273,33 +264,31 @@ class RedisConsumer(Consumer[bytes]):
 
     async def _keep_telling(self) -> None:
         """Tell Redis of settled entries, until the consumer is closed and all are told."""
-        while self._ending or not self.broken:
+        while self._settled or not self.broken:
             self._to_tell.clear()
-            if not self._ending:
+            if not self._settled:
                 await self._to_tell.wait()
                 continue
-            some, self._ending = self._ending[:AT_ONCE], self._ending[AT_ONCE:]
+            some, self._settled = self._settled[:AT_ONCE], self._settled[AT_ONCE:]
             with suppress(*LOST):
                 await self._remove(some)
             self._untold -= len(some)
             self.changed.set()
 
-    async def _remove(self, endings: Sequence[_Ending]) -> None:
+    async def _remove(self, settled: Sequence[_Settled]) -> None:
         """In one transaction, so that an entry is in one place."""
-        ids = [ending.entry for ending in endings]
+        ids = [each.entry for each in settled]
         async with self._redis.pipeline(transaction=True) as pipeline:
-            for ending in endings:
-                if ending.add_to and ending.fields:
-                    reason = {b"reason": ending.reason.encode()} if ending.reason else {}
-                    again: dict[Any, Any] = {**ending.fields, **reason}
-                    most = None if ending.add_to == self.queue else MOST_DEAD
-                    pipeline.xadd(ending.add_to, again, maxlen=most, approximate=True)
+            for _, add_to, fields in settled:
+                if fields:
+                    most = None if add_to == self.queue else MOST_DEAD
+                    pipeline.xadd(add_to, dict(fields), maxlen=most, approximate=True)
             pipeline.xack(self.queue, GROUP, *ids)
             pipeline.xdel(self.queue, *ids)
             await pipeline.execute()
 
-    async def _mine(self) -> list[Entry]:
-        answer: Any = await self._redis.xreadgroup(GROUP, self._consumer, {self.queue: "0"}, count=AT_ONCE)
+    async def _read(self, redis: Redis, after: str, **limits: Any) -> list[Entry]:
+        answer: Any = await redis.xreadgroup(GROUP, self._consumer, {self.queue: after}, **limits)
         return [entry for _, entries in answer or [] for entry in entries]
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from azure.servicebus import ServiceBusMessage, ServiceBusMessageBatch, ServiceBusReceivedMessage
 from azure.servicebus.aio import ServiceBusClient, ServiceBusReceiver, ServiceBusSender
@@ -83,10 +83,9 @@ class ServicebusTransport(Broker):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        namespace = _namespace(url)
         options = read_options(url, {"timeout": seconds, "emulator": one_of("true", "false")})
         self.timeout: float = options.get("timeout", TIMEOUT)
-        self._connection_string = _connection_string(namespace, emulator=options.get("emulator") == "true")
+        self._connection_string = _connection_string(url, emulator=options.get("emulator") == "true")
         self._senders: dict[str, _Sender] = {}
         self._turns: defaultdict[str, Turn] = defaultdict(Turn)
         self._singly: set[str] = set()
@@ -424,7 +423,7 @@ def _refuses_batches(error: ServiceBusError) -> bool:
     return "duplicate detection enabled" in str(error)
 
 
-def _namespace(url: str) -> SplitResult:
+def _connection_string(url: str, *, emulator: bool) -> str:
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -435,14 +434,10 @@ def _namespace(url: str) -> SplitResult:
         raise TransportMisconfiguredError(f"The Service Bus URL has no {missing}: {WANTED}.")
     if parts.path.strip("/"):
         raise TransportMisconfiguredError(f"The Service Bus URL has a path: {WANTED}; queues are named by busload.")
-    return parts
-
-
-def _connection_string(parts: SplitResult, *, emulator: bool) -> str:
     if parts.port and not emulator:
         raise TransportMisconfiguredError(f"The Service Bus URL has a port: {WANTED}. Only `emulator=true` takes one.")
     host = parts.netloc.rpartition("@")[2]
-    name, key = unquote(parts.username or ""), unquote(parts.password or "")
+    name, key = unquote(parts.username), unquote(parts.password)
     if ";" in name + key:
         raise TransportMisconfiguredError(f"The Service Bus URL has a key with a semicolon: {WANTED}.")
     known = f"Endpoint=sb://{host}/;SharedAccessKeyName={name};SharedAccessKey={key}"
