@@ -5,14 +5,13 @@ Every method checks its input, plans, and has the database perform the plan. `Sy
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 from uuid import UUID
 
 from busload.batches.batch import (
@@ -55,11 +54,7 @@ from busload.dispatch.create import create_and_publish, default_strategy, publis
 from busload.dispatch.publish import Publisher
 from busload.dispatch.relay import Recovered, recover
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
-from busload.errors import (
-    BatchNotFoundError,
-    InvalidOperationError,
-    kind_of,
-)
+from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.handlers import Handlers, Registers
@@ -75,10 +70,6 @@ from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport
 from busload.troubleshooting.api import Troubleshooting
-
-log = logging.getLogger("busload")
-
-T = TypeVar("T")
 
 
 class Bus(Registers, ABC):
@@ -543,11 +534,7 @@ class CommandBus(Bus):
         check(self._limits, writes=False, domain=domain, command_id=command_id)
         return await self.database.in_transaction(explanation.explain_command(domain, command_id))
 
-    def buffer(
-        self,
-        name: str,
-        **options: Unpack[BufferOptions],
-    ) -> Buffer:
+    def buffer(self, name: str, **options: Unpack[BufferOptions]) -> Buffer:
         """Declare the buffer `name`: events are added one at a time and leave in groups of up to `size`.
 
         A group is one call of the buffer's handler. It leaves when it is full, has `max_bytes`, or its oldest event is
@@ -576,9 +563,7 @@ class CommandBus(Bus):
 
 
 def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
-    progress = (
-        f"{batch.finished_count:,} of {counted(batch.total_count, 'command has', 'commands have')} ended"
-        if batch
-        else "nothing was seen"
-    )
+    progress = "nothing was seen"
+    if batch is not None:
+        progress = f"{batch.finished_count:,} of {counted(batch.total_count, 'command has', 'commands have')} ended"
     return TimeoutError(f"Batch {batch_id} is not complete after {seconds_of(timeout)} s: {progress}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -24,12 +24,7 @@ SERVER_HOME = Path("/var/lib/busload")
 LONGEST = timedelta(days=36525)
 """The longest time that an age, a window or a wait may have: a century, so that no date overflows."""
 
-_ABOVE_ZERO = (
-    *("lease_for", "poll_every", "sweep_every", "flush_every", "flush_deadline", "keep_for"),
-    *("broker_poll_every", "recover_every", "publish_again_after", "recheck_table_after", "wait_for_turn"),
-)
-_FROM_ZERO = ("grace", "no_handler_pause", "prefetch", "wait_for_database")
-_MAY_BE_NONE = ("flush_deadline", "keep_for", "wait_for_database")
+_MAY_BE_ZERO = ("grace", "no_handler_pause", "prefetch", "wait_for_database")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +96,9 @@ class WorkerSettings:
         for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
-        for name in (*_ABOVE_ZERO, *_FROM_ZERO):
-            self._check_time(name, getattr(self, name))
+        for each in fields(self):  # the annotation says what is a time, and which time may be None
+            if "timedelta" in str(each.type):
+                _check_time(each.name, getattr(self, each.name), optional="None" in str(each.type))
         if self.prefetch > self.lease_for / 4:
             raise ValueError(
                 f"prefetch ({self.prefetch}) must be from zero to a quarter of the lease ({self.lease_for}): "
@@ -120,14 +116,16 @@ class WorkerSettings:
                 "results would come too late otherwise. Choose a longer lease_for or a shorter flush_deadline."
             )
 
-    def _check_time(self, name: str, value: object) -> None:
-        if value is None and name in _MAY_BE_NONE:
-            return
-        if not isinstance(value, timedelta):
-            raise ValueError(f"{name} must be a timedelta, found {value!r}.")
-        wanted = "more than" if name in _ABOVE_ZERO else "at least"
-        if value < timedelta(0) or (not value and name in _ABOVE_ZERO):
-            raise ValueError(f"{name} must be {wanted} zero, found {value}.")
+
+def _check_time(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, timedelta):
+        raise ValueError(f"{name} must be a timedelta, found {value!r}.")
+    if name in _MAY_BE_ZERO and value < timedelta(0):
+        raise ValueError(f"{name} must be at least zero, found {value}.")
+    if name not in _MAY_BE_ZERO and value <= timedelta(0):
+        raise ValueError(f"{name} must be more than zero, found {value}.")
 
 
 def from_environment(name: str) -> str | None:

@@ -31,8 +31,8 @@ from busload import (
     TransientCommandError,
 )
 from busload.cli import main
-from busload.cli.batch import counters_that_fit
 from busload.cli.output import wrapped
+from busload.cli.progress import counters_that_fit
 from busload.limits import rate
 from busload.limits.rate import Ask
 from tests.brokers.faulty import FaultyTransport

@@ -1,22 +1,13 @@
-"""`busload` at a shell: a noun, then a verb.
-
-Exit codes, for all commands alike:
-
-| code | meaning |
-|---|---|
-| 0 | done |
-| 1 | not found, refused, or the answer is no: a watched batch completed with failures, the schema is outdated |
-| 2 | the command line or an input is wrong; nothing was done |
-| 130 | interrupted by Ctrl-C |
-"""
+"""`busload` at a shell: a noun, then a verb. Here are the nouns, the options of all commands, and the exit codes."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -110,12 +101,32 @@ def main() -> None:
     """
 
 
+def noun(name: str, *examples: str, more: str = "") -> click.Group:
+    """The group of a noun's verbs. Its help says what the overview says of it, and `more`, and has lines to copy."""
+    summary = NOUNS[name].removesuffix(".") + (more or ".")
+    lines = "\n".join(f"    busload {name} {example}" for example in examples)
+    return click.Group(name, help=f"{summary}\n\n\b\n{lines}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is not known: the known one that looks most like it, if one does."""
     from difflib import get_close_matches
 
     likely = get_close_matches(name, list(known), n=1)
     return f" Did you mean {likely[0]!r}?" if likely else ""
+
+
+class Seconds(click.FloatRange):
+    """A type of options: a number of seconds within a day."""
+
+    def __init__(self, least: float = 0) -> None:
+        super().__init__(least, 86_400)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("found nan, wanted a number of seconds", param, ctx)
+        return seconds
 
 
 def stands_for(
@@ -159,49 +170,54 @@ def _environment(variable: str, text: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def _check_dsn(dsn: str) -> str | None:
+def check_dsn(dsn: str) -> str | None:
     from busload.postgres.dsn import read
 
     return "BUSLOAD_DATABASE_URL or a ~/.pgpass file" if read(dsn).get("password") else None
 
 
+def check_transport(url: str) -> str | None:
+    from urllib.parse import urlsplit
+
+    from busload.transports import find_transport
+
+    find_transport(url)
+    return "BUSLOAD_TRANSPORT_URL" if urlsplit(url).password else None
+
+
 def _keep_wait(ctx: click.Context, param: click.Parameter, seconds: float | None) -> None:
-    if seconds is None:
-        return
-    if seconds != seconds:
-        raise click.BadParameter("found nan, wanted a number of seconds")
-    ctx.meta[WAIT] = seconds
+    if seconds is not None:
+        ctx.meta[WAIT] = seconds
 
 
 def _keep_debug(ctx: click.Context, param: click.Parameter, debug: bool) -> None:
     ctx.meta[DEBUG] = debug or ctx.meta.get(DEBUG, False)
 
 
-def _common_options() -> Iterator[click.Option]:
-    yield click.Option(
-        ["--dsn"],
-        metavar="URL",
-        callback=stands_for("BUSLOAD_DATABASE_URL", _check_dsn),
-        expose_value=False,
-        help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.",
-    )
-    yield click.Option(
-        ["--wait"],
-        type=click.FloatRange(0, 86_400),
-        metavar="SECONDS",
-        callback=_keep_wait,
-        expose_value=False,
-        help="How long to wait for a server that cannot be reached; default not at all.",
-    )
-    yield click.Option(
-        ["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help="Show the traceback of an error."
-    )
-
-
 def _give_common_options(command: click.Command) -> None:
     """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
+    common = (
+        click.Option(
+            ["--dsn"],
+            metavar="URL",
+            callback=stands_for("BUSLOAD_DATABASE_URL", check_dsn),
+            expose_value=False,
+            help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.",
+        ),
+        click.Option(
+            ["--wait"],
+            type=Seconds(),
+            metavar="SECONDS",
+            callback=_keep_wait,
+            expose_value=False,
+            help="How long to wait for a server that cannot be reached; default not at all.",
+        ),
+        click.Option(
+            ["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help="Show the traceback of an error."
+        ),
+    )
     known = {name for param in command.params for name in param.opts}  # some verbs wait for something else
-    command.params += [option for option in _common_options() if option.opts[0] not in known]
+    command.params += [option for option in common if option.opts[0] not in known]
     if isinstance(command, click.Group):
         for verb in command.commands.values():
             _give_common_options(verb)
@@ -209,22 +225,15 @@ def _give_common_options(command: click.Command) -> None:
 
 def _wrong_environment(ctx: click.Context, error: Exception) -> click.ClickException | None:
     """A variable whose text cannot be is refused as the same text given for its option is."""
-    from busload.errors import DatabaseUnusableError, TransportMisconfiguredError
-    from busload.postgres.dsn import read
-    from busload.settings import from_environment
-    from busload.transports import find_transport
+    from busload.errors import BusloadError
 
-    checks = (
-        ("BUSLOAD_DATABASE_URL", DatabaseUnusableError, read),
-        ("BUSLOAD_TRANSPORT_URL", TransportMisconfiguredError, find_transport),
-    )
-    for name, kind, check in checks:
-        text = from_environment(name)
-        if isinstance(error, kind) and text is not None:
-            try:
-                check(text)
-            except kind as wrong:  # which does not repeat it: it may hold a password
-                return click.BadParameter(str(wrong), ctx, param_hint=name)
+    for variable, check in (("BUSLOAD_DATABASE_URL", check_dsn), ("BUSLOAD_TRANSPORT_URL", check_transport)):
+        try:
+            if variable in os.environ:
+                check(os.environ[variable])
+        except BusloadError as wrong:  # which does not repeat the text: it may hold a password
+            if type(wrong) is type(error):
+                return click.BadParameter(str(wrong), ctx, param_hint=variable)
     return None
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import UUID
 
 import click
 
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName
-from busload.cli import options
-from busload.cli.answer import Answer, View, about, answers, everywhere, find_one
+from busload.cli import noun, options
+from busload.cli.answer import Answer, about, answers
 from busload.cli.command import explained
-from busload.cli.output import PLAIN_EVERY, at_terminal, console, echo_json, width
+from busload.cli.find import find_one, id_or_beginning, newest
+from busload.cli.output import echo_json
+from busload.cli.progress import progress
+from busload.cli.table import View
 from busload.commands.command import AuditEvent
 from busload.commands.counted import counted
 from busload.commands.search import IdRange
@@ -50,38 +51,15 @@ DISPATCH = View[DispatchReport](
 DERIVED = ("tasks_committed", "tasks_failed", "retry_tasks", "recovery_possible", "recovery_scheduled")
 
 
-STYLES = {"completed": "green", "failed": "red", "canceled": "magenta", "in troubleshooting": "yellow"}
-WIDE = 100
-"""Columns of a terminal that has room for a long bar."""
-
-Show: TypeAlias = Callable[[BatchMetadata], None]
-
-
-@click.group()
-def batch() -> None:
-    """Follow batches, learn why they are not finished, and cancel them.
-
-    \b
-        busload batch ls --status IN_PROGRESS
-        busload batch watch 0198c5d2-7f3a
-    """
+batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
 
 
 @batch.command()
-@options.domain
 @options.status(BatchStatus)
-@click.option("--job", type=options.id_or_beginning, metavar="ID", help="Only batches of this job.")
-@options.limit(20)
-@options.offset
+@click.option("--job", type=id_or_beginning, metavar="ID", help="Only batches of this job.")
+@options.page(20)
 @answers
-def ls(
-    bus: SyncCommandBus,
-    domain: str | None,
-    status: BatchStatusName | None,
-    job: IdRange | None,
-    limit: int,
-    offset: int,
-) -> Answer:
+def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: IdRange | None, **page: Any) -> Answer:
     """List batches, newest first.
 
     \b
@@ -91,10 +69,9 @@ def ls(
         busload batch ls --json | jq -r '.[].batch_id'
     """
     # A whole id need not be that of a job which has batches.
-    job_id = None if job is None else (job.whole or find_one(bus, "job of batches", job, domain)[1])
+    job_id = None if job is None else (job.whole or find_one(bus, "job of batches", job, page["domain"])[1])
     ask = partial(bus.list_batches, status=status, job_id=job_id)
-    newest = attrgetter("created_at", "batch_id")
-    return BATCHES.list(everywhere(bus, domain, ask, newest=newest, limit=limit, offset=offset))
+    return BATCHES.list(newest(bus, ask, "created_at", "batch_id", **page))
 
 
 @batch.command()
@@ -205,81 +182,3 @@ def _watched(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[Batch
             click.echo(bus.explain_batch(domain, batch_id).summary, err=True)
             told = True
         moved = False
-
-
-def counters(batch: BatchMetadata) -> dict[str, int]:
-    """The counters of a batch without the total, in our words."""
-    values = (batch.completed_count, batch.failed_count, batch.canceled_count, batch.in_troubleshooting_count)
-    return dict(zip(STYLES, values, strict=True))
-
-
-@contextmanager
-def progress(indent: str = "") -> Iterator[Show]:
-    """A function that shows how far a batch has come: as a bar at a terminal, as lines in a pipe."""
-    with _bar(indent) if at_terminal() else _lines(indent) as show:
-        yield show
-
-
-@contextmanager
-def _bar(indent: str) -> Iterator[Show]:
-    from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    length = 20 if width() >= WIDE else 8
-
-    class Counters(TextColumn):
-        def render(self, task: Any) -> Text:
-            room = width() - len(f"{indent}{' ' * length} {task.completed:,}/{task.total:,} ")
-            return Text("  ").join(
-                Text.assemble((f"{name} ", "dim"), (f"{count:,}", STYLES[name] if count else "dim"))
-                for name, count in counters_that_fit(task.fields["counters"], room).items()
-            )
-
-    start = [TextColumn(indent[:-1])] if indent else []  # a column ends with a space of its own
-    done = TextColumn("{task.completed:,}/{task.total:,}", table_column=Column(no_wrap=True))
-    columns = (*start, BarColumn(length), done, Counters("", table_column=Column(no_wrap=True)))
-    with Progress(*columns, console=console(), refresh_per_second=12) as bar:
-        task = None
-
-        def show(batch: BatchMetadata) -> None:
-            nonlocal task
-            if task is None:
-                task = bar.add_task("", total=batch.total_count, counters=counters(batch))
-            bar.update(task, total=batch.total_count, completed=batch.finished_count, counters=counters(batch))
-
-        yield show
-
-
-def counters_that_fit(counts: dict[str, int], room: int) -> dict[str, int]:
-    """The counters that there is room for. Zeros go first, then the completed ones, which the bar shows."""
-    happened = {name: count for name, count in counts.items() if count}
-    for tried in (counts, happened):
-        if len(_listed(tried)) <= room:
-            return tried
-    return {name: count for name, count in happened.items() if name != "completed"}
-
-
-@contextmanager
-def _lines(indent: str) -> Iterator[Show]:
-    """At most two lines a second, but always the last state."""
-    printed, waiting = 0.0, None
-
-    def show(batch: BatchMetadata) -> None:
-        nonlocal printed, waiting
-        waiting = batch
-        if time.monotonic() - printed >= PLAIN_EVERY or batch.status.final:
-            click.echo(indent + _line(batch))
-            printed, waiting = time.monotonic(), None
-
-    yield show
-    if waiting is not None:
-        click.echo(indent + _line(waiting))
-
-
-def _line(batch: BatchMetadata) -> str:
-    return f"{batch.finished_count:,}/{batch.total_count:,}  {_listed(counters(batch))}  {batch.status}"
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return "  ".join(f"{name} {count:,}" for name, count in counts.items())

@@ -11,9 +11,10 @@ import click
 from busload.buffers import table as relation
 from busload.buffers.declaration import EXHAUSTED, GROUP, BufferStatus, BufferTable
 from busload.buffers.status import COUNTED
-from busload.cli import did_you_mean, options
-from busload.cli.answer import Answer, View, answers, open_bus
+from busload.cli import did_you_mean, noun, options
+from busload.cli.answer import Answer, answers, open_bus
 from busload.cli.output import echo_json, joined, paragraph, shown
+from busload.cli.table import View
 from busload.commands.command import TroubleshootingItem
 from busload.commands.counted import counted, span
 from busload.errors import InvalidOperationError
@@ -70,16 +71,9 @@ BUFFER = View[BufferStatus](
 )
 
 
-@click.group()
-def buffer() -> None:
-    """See what waits in buffers, let it leave, and prepare tables to be buffers.
-
-    \b
-        busload buffer ls
-        busload buffer show contact_activity_events
-        busload buffer flush contact_activity_events
-        busload buffer ddl contact_activity_event
-    """
+buffer = noun(
+    "buffer", "ls", "show contact_activity_events", "flush contact_activity_events", "ddl contact_activity_event"
+)
 
 
 @buffer.command()
@@ -113,10 +107,8 @@ def show(bus: SyncCommandBus, name: str) -> Answer:
     def show() -> None:
         resume = f"yes: `busload domain resume {name}` lets its events leave"
         BUFFER.print_facts(status, paused=resume if paused else None)
-        for group in parked:
-            _print_parked(group)
-        for hook in hooks:
-            _print_hook(hook)
+        for item in (*parked, *hooks):
+            _print_waiting(item)
         if more := status.groups_in_troubleshooting - len(parked):
             click.echo()
             paragraph(f"And {more:,} more: `busload troubleshooting groups --domain {name}` lists them by cause.")
@@ -197,43 +189,36 @@ def _is_paused(bus: SyncCommandBus, name: str) -> bool:
     return any(pause.domain == name for pause in bus.domains.pauses())
 
 
-def _print_parked(group: TroubleshootingItem) -> None:
-    """Why a group waits for a person, event by event, and what that person can do."""
-    items = _items(group)
-    attempts = counted(group.attempts, "attempt")
+def _print_waiting(item: TroubleshootingItem) -> None:
+    """Why a group waits for a person, event by event, or a function for exhausted groups; and what a person can do."""
+    retry = f"Decide: `busload troubleshooting retry {item.command_id}` once the cause is gone"
+    if item.command_type == GROUP:
+        what, after = item.reason, f", after {counted(item.attempts, 'attempt')}"
+        retry += "; `complete` or `cancel` instead of `retry` removes its events"
+        events, more = _events(item)
+    else:
+        what, after, events, more = "The function registered with exhausted() failed", "", [], 0
     click.echo()
-    paragraph(f"{group.reason}, since {shown(group.since)}, after {attempts}: {shown(_error(group))}")
-    for item in items[:MOST_ITEMS]:
-        about = "" if item.get("key") is None else f" about {item['key']}"
-        why = joined(item.get("code") or item.get("type"), item.get("message"))
-        paragraph(f"event {shown(item.get('id'))}{shown(about)}: {shown(why or '')}", first="  ", then="    ")
-    if (more := len(items) - MOST_ITEMS + _untold(group)) > 0:
+    paragraph(f"{what}, since {shown(item.since)}{after}: {shown(_error(item))}")
+    for event in events[:MOST_ITEMS]:
+        about = "" if event.get("key") is None else f" about {event['key']}"
+        why = joined(event.get("code") or event.get("type"), event.get("message"))
+        paragraph(f"event {shown(event.get('id'))}{shown(about)}: {shown(why or '')}", first="  ", then="    ")
+    if (more := len(events) - MOST_ITEMS + more) > 0:
         click.echo(f"  and {more:,} more")
-    retry = f"Decide: `busload troubleshooting retry {group.command_id}` once the cause is gone; "
-    paragraph(retry + "`complete` or `cancel` instead of `retry` removes its events.", first="  → ", then="    ")
-
-
-def _print_hook(hook: TroubleshootingItem) -> None:
-    """The function for groups whose attempts are used up has failed itself."""
-    click.echo()
-    paragraph(f"The function registered with exhausted() failed, since {shown(hook.since)}: {shown(_error(hook))}")
-    retry = f"Decide: `busload troubleshooting retry {hook.command_id}` once the cause is gone."
-    paragraph(retry, first="  → ", then="    ")
+    paragraph(f"{retry}.", first="  → ", then="    ")
 
 
 def _error(item: TroubleshootingItem) -> str:
     return joined(item.last_error_code or item.last_error_type, item.last_error_message) or ""
 
 
-def _items(group: TroubleshootingItem) -> list[dict[str, Any]]:
-    found = group.details.get("items") if isinstance(group.details, dict) else None
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
-
-
-def _untold(group: TroubleshootingItem) -> int:
-    """Items whose errors were not kept, since there are so many."""
-    more = group.details.get("more") if isinstance(group.details, dict) else None
-    return more if isinstance(more, int) else 0
+def _events(group: TroubleshootingItem) -> tuple[list[dict[str, Any]], int]:
+    """The errors of a group's events, and how many were not kept. A handler may have given details of its own."""
+    details = group.details if isinstance(group.details, dict) else {}
+    events, more = details.get("items"), details.get("more")
+    known = [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    return known, more if isinstance(more, int) else 0
 
 
 def _parked_fields(group: TroubleshootingItem) -> dict[str, Any]:
@@ -243,7 +228,7 @@ def _parked_fields(group: TroubleshootingItem) -> dict[str, Any]:
         "attempts": group.attempts,
         "since": group.since,
         "message": group.last_error_message,
-        "items": _items(group),
+        "items": _events(group)[0],
     }
 
 

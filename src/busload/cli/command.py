@@ -7,8 +7,10 @@ from uuid import UUID
 
 import click
 
-from busload.cli.answer import Answer, View, about
+from busload.cli import noun
+from busload.cli.answer import Answer, about
 from busload.cli.output import joined, paragraph, shown, tracebacks
+from busload.cli.table import View
 from busload.commands.command import AuditEvent, CommandMetadata
 from busload.errors import CommandNotFoundError
 from busload.explain.explanation import Explanation
@@ -37,13 +39,7 @@ TRAIL = View[AuditEvent](
 )
 
 
-@click.group()
-def command() -> None:
-    """Look at one command and all that happened to it.
-
-    \b
-        busload command show 0198c5d2-8000
-    """
+command = noun("command", "show 0198c5d2-8000")
 
 
 @command.command()

@@ -11,22 +11,14 @@ from dataclasses import asdict
 import click
 from psycopg.conninfo import make_conninfo
 
-from busload.cli import options
+from busload.cli import noun, options
 from busload.cli.answer import Answer
 from busload.cli.output import aligned, shown
 from busload.postgres.dsn import read
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.settings import Settings
 
-
-@click.group()
-def db() -> None:
-    """Look after the embedded PostgreSQL.
-
-    \b
-        busload db info
-        busload db psql -c 'SELECT version()'
-    """
+db = noun("db", "info", "psql -c 'SELECT version()'")
 
 
 @db.command()

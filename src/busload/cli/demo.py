@@ -11,7 +11,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import UUID
@@ -21,9 +22,10 @@ import click
 from busload.batches.batch import BatchMetadata
 from busload.cli import options
 from busload.cli.answer import answers
-from busload.cli.batch import Show, counters, progress
 from busload.cli.command import TRAIL
-from busload.cli.output import at_terminal, echo_json, echo_styled, table, width, wrapped
+from busload.cli.output import echo_json, echo_styled, width, wrapped
+from busload.cli.progress import Show, counters, progress
+from busload.cli.table import table
 from busload.commands import search as report
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
 from busload.commands.counted import counted
@@ -70,46 +72,47 @@ def demo(bus: SyncCommandBus, commands: int, *, as_json: bool) -> None:
         busload demo --transport amqp://localhost
         busload demo --json | jq .drain.per_second
     """
-    outcome = _run(bus, commands, _Teller(silent=as_json))
+    with redirect_stdout(StringIO()) if as_json else nullcontext():  # the story is for people
+        outcome = _run(bus, commands)
     if as_json:
         echo_json(outcome)
 
 
-def _run(bus: SyncCommandBus, commands: int, tell: _Teller) -> dict[str, Any]:
+def _run(bus: SyncCommandBus, commands: int) -> dict[str, Any]:
     """Play it all, and return what there is to tell programs."""
     bus.migrate()
-    tell.line(("busload demo", "bold"), (f"   {commands:,} invoices to pay, as one batch of commands", ""))
-    tell.step("Start", f"{PROCESSES} worker processes, each for {CONCURRENCY} commands at a time")
-    with _workers(bus, "first_release", tell) as workers:
+    echo_styled(("busload demo", "bold"), (f"   {commands:,} invoices to pay, as one batch of commands", ""))
+    _tell("Start", f"{PROCESSES} worker processes, each for {CONCURRENCY} commands at a time")
+    with _workers(bus, "first_release") as workers:
         prepared, callback_id = _invoices(commands), new_id()
         on_complete = BatchCommand("ReportPayments", callback_id, {"to": "accounting"})
         began = time.monotonic()
         batch_id = bus.create_batch(DOMAIN, prepared, name=f"{commands:,} invoices", on_complete=on_complete)
         create = _pace(commands, time.monotonic() - began)
-        tell.step("Create", f"one batch of {commands:,} commands in one transaction")
-        tell.result(f"{create['seconds']:.2f} s, {create['per_second']:,} per second")
-        tell.step("Run", "until only a person can go on")
-        with tell.progress() as show:
+        _tell("Create", f"one batch of {commands:,} commands in one transaction")
+        _tell_result(f"{create['seconds']:.2f} s, {create['per_second']:,} per second")
+        _tell("Run", "until only a person can go on")
+        with progress(INDENT) as show:
             workers.follow(batch_id, show, until=_only_a_person_can_go_on)
         # From the first claim to the last result, by the database's own clock.
         at = {event.type: event.at for event in reversed(bus.get_batch_audit_trail(DOMAIN, batch_id))}
         ended = at.get("BATCH_STALLED") or at["BATCH_COMPLETED"]
         drain = _pace(commands, (ended - at["BATCH_STARTED"]).total_seconds())
         rate = f"{drain['seconds']:.1f} s, {drain['per_second']:,} per second"
-        tell.result(f"{rate}; every command waits 40 ms for its bank")
+        _tell_result(f"{rate}; every command waits 40 ms for its bank")
         waiting = [item for item in bus.troubleshooting.list(DOMAIN, limit=100_000) if item.batch_id == batch_id]
-        tell.queue(waiting)
-    tell.step("Deploy", "the second release, which knows Malta and the bank's new address")
-    with _workers(bus, "second_release", tell) as workers:
+        _tell_queue(waiting)
+    _tell("Deploy", "the second release, which knows Malta and the bank's new address")
+    with _workers(bus, "second_release") as workers:
         resolved = Counter(_resolve(bus, item) for item in waiting)
-        tell.step("Resolve", ", ".join(f"{action} {resolved[action]}" for action in sorted(resolved, reverse=True)))
-        with tell.progress() as show:
+        _tell("Resolve", ", ".join(f"{action} {resolved[action]}" for action in sorted(resolved, reverse=True)))
+        with progress(INDENT) as show:
             batch = workers.follow(batch_id, show, until=lambda batch: batch.status.final)
         callback = workers.wait_for(lambda: _completed(bus, callback_id), "the callback")
     tried_again = [item for item in waiting if item.last_error_code not in BY_HAND]
     retried = max(tried_again, key=lambda item: item.attempts).command_id
     trail = bus.get_audit_trail(DOMAIN, retried)
-    tell.end(batch, callback, retried, trail)
+    _tell_end(batch, callback, retried, trail)
     measured = {"create": create, "drain": drain, "resolved": resolved}
     return {"batch": batch, **measured, "callback": callback, "retried": retried, "audit_trail": trail}
 
@@ -189,7 +192,7 @@ class _Workers:
 
 
 @contextmanager
-def _workers(bus: SyncCommandBus, release: str, tell: _Teller) -> Iterator[_Workers]:
+def _workers(bus: SyncCommandBus, release: str) -> Iterator[_Workers]:
     """Serve with a release of the application, from the moment its processes are ready until the block ends."""
     others, began = set(bus.database.read(report.living_workers(DOMAIN))), time.monotonic()
     command = [sys.executable, "-m", "busload.cli", "worker", f"busload.cli.demo_app:{release}"]
@@ -207,7 +210,7 @@ def _workers(bus: SyncCommandBus, release: str, tell: _Teller) -> Iterator[_Work
 
         try:
             workers.wait_for(ready, "the workers")
-            tell.result(f"{PROCESSES} processes ready in {time.monotonic() - began:.1f} s")
+            _tell_result(f"{PROCESSES} processes ready in {time.monotonic() - began:.1f} s")
             yield workers
         except BaseException:
             process.kill()
@@ -215,58 +218,42 @@ def _workers(bus: SyncCommandBus, release: str, tell: _Teller) -> Iterator[_Work
         workers.stop()
 
 
-class _Teller:
-    """Tells the story to people; to programs it is silent."""
+def _tell(step: str, text: str) -> None:
+    """A step of the story, after an empty line."""
+    click.echo()
+    begin, *others = wrapped(text, width() - len(INDENT))
+    echo_styled((f"{step:<{len(INDENT)}}", "bold cyan"), (begin, ""))
+    for line in others:
+        click.echo(INDENT + line)
 
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
 
-    def line(self, *parts: tuple[str, str]) -> None:
-        if not self._silent:
-            echo_styled(*parts)
+def _tell_result(text: str) -> None:
+    for line in wrapped(text, width() - len(INDENT)):
+        echo_styled((INDENT, ""), (line, "green"))
 
-    def step(self, verb: str, text: str) -> None:
-        self.line()
-        begin, *others = self._lines(text)
-        self.line((f"{verb:<{len(INDENT)}}", "bold cyan"), (begin, ""))
-        for line in others:
-            self.line((INDENT + line, ""))
 
-    def result(self, text: str) -> None:
-        for line in self._lines(text):
-            self.line((INDENT, ""), (line, "green"))
+def _tell_queue(waiting: Sequence[TroubleshootingItem]) -> None:
+    """The newest of each cause: the whole queue would be pages of the same."""
+    wait = counted(len(waiting), "command waits", "commands wait")
+    _tell("Inspect", f"the troubleshooting queue, where {wait} for a person")
+    alike = Counter((item.reason, item.last_error_code) for item in waiting)
+    newest = {(item.reason, item.last_error_code): item for item in reversed(waiting)}
+    rows = [
+        (one.command_id, one.reason, one.attempts, f"{one.last_error_code}: {one.last_error_message}", alike[cause])
+        for cause, one in newest.items()
+    ]
+    table(("COMMAND", "REASON", "ATTEMPTS", "ERROR", "ALIKE"), rows, nothing="", elastic="ERROR")
 
-    def progress(self) -> AbstractContextManager[Show]:
-        return nullcontext(lambda batch: None) if self._silent else progress(INDENT)
 
-    def queue(self, waiting: Sequence[TroubleshootingItem]) -> None:
-        """The newest of each cause: the whole queue would be pages of the same."""
-        wait = counted(len(waiting), "command waits", "commands wait")
-        self.step("Inspect", f"the troubleshooting queue, where {wait} for a person")
-        if self._silent:
-            return
-        alike = Counter((item.reason, item.last_error_code) for item in waiting)
-        newest = {(item.reason, item.last_error_code): item for item in reversed(waiting)}
-        rows = [
-            (one.command_id, one.reason, one.attempts, f"{one.last_error_code}: {one.last_error_message}", alike[cause])
-            for cause, one in newest.items()
-        ]
-        table(("COMMAND", "REASON", "ATTEMPTS", "ERROR", "ALIKE"), rows, nothing="", elastic="ERROR")
-
-    def end(self, batch: BatchMetadata, callback: CommandMetadata, retried: UUID, trail: Sequence[AuditEvent]) -> None:
-        counts = ", ".join(f"{name} {count:,}" for name, count in counters(batch).items())
-        self.step("Complete", f"{batch.status}: {counts}")
-        returned = ", ".join(f"{key} {item}" for key, item in (callback.result or {}).items())
-        self.result(f"callback {callback.command_type} ran and returned {returned}")
-        self.step("Trace", f"what happened to {retried}, one of the retried commands")
-        if self._silent:
-            return
-        TRAIL.print_table(trail)
-        self.step("Next", "look further")
-        called_by_path = Path(sys.argv[0]).name == "busload" and not shutil.which("busload")
-        program = os.path.relpath(sys.argv[0]) if called_by_path else "busload"
-        for line in (f"batch show {batch.batch_id}", f"command show {retried}", "batch ls"):
-            self.line((INDENT, ""), (f"{program} {line}", "bold"))
-
-    def _lines(self, text: str) -> list[str]:
-        return wrapped(text, width() - len(INDENT)) if at_terminal() else [text]
+def _tell_end(batch: BatchMetadata, callback: CommandMetadata, retried: UUID, trail: Sequence[AuditEvent]) -> None:
+    counts = ", ".join(f"{name} {count:,}" for name, count in counters(batch).items())
+    _tell("Complete", f"{batch.status}: {counts}")
+    returned = ", ".join(f"{key} {item}" for key, item in (callback.result or {}).items())
+    _tell_result(f"callback {callback.command_type} ran and returned {returned}")
+    _tell("Trace", f"what happened to {retried}, one of the retried commands")
+    TRAIL.print_table(trail)
+    _tell("Next", "look further")
+    called_by_path = Path(sys.argv[0]).name == "busload" and not shutil.which("busload")
+    program = os.path.relpath(sys.argv[0]) if called_by_path else "busload"
+    for line in (f"batch show {batch.batch_id}", f"command show {retried}", "batch ls"):
+        echo_styled((INDENT, ""), (f"{program} {line}", "bold"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from busload.cli import options
-from busload.cli.answer import Answer, View, answers, unknown_domain
+from busload.cli import noun, options
+from busload.cli.answer import Answer, answers
+from busload.cli.find import unknown_domain
+from busload.cli.table import View
 from busload.errors import InvalidOperationError
 from busload.limits.pause import DomainOverview, Pause, domains
 from busload.sync.bus import SyncCommandBus
@@ -27,16 +29,7 @@ DOMAINS = View[DomainOverview](
 PAUSES = View[Pause]("DOMAIN SINCE BY=operator REASON RESUMED=resumed_at RESUMED_BY", elastic="REASON")
 
 
-@click.group()
-def domain() -> None:
-    """See what waits in domains, pause and resume them.
-
-    \b
-        busload domain ls
-        busload domain pause payments --reason 'the bank is down'
-        busload domain resume payments
-        busload domain pauses payments
-    """
+domain = noun("domain", "ls", "pause payments --reason 'the bank is down'", "resume payments", "pauses payments")
 
 
 @domain.command()

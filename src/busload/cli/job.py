@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import attrgetter
+from typing import Any
 from uuid import UUID
 
-import click
-
-from busload.cli import options
-from busload.cli.answer import Answer, View, about, answers, everywhere
+from busload.cli import noun, options
+from busload.cli.answer import Answer, about, answers
+from busload.cli.find import newest
+from busload.cli.table import View
 from busload.commands.counted import counted
 from busload.errors import JobNotFoundError
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
@@ -49,23 +49,14 @@ STAGES = View[StageMetadata](
 )
 
 
-@click.group()
-def job() -> None:
-    """Follow jobs stage by stage, resume and cancel them.
-
-    \b
-        busload job ls --status FAILED
-        busload job show 0198c5d2-7f3a
-    """
+job = noun("job", "ls --status FAILED", "show 0198c5d2-7f3a")
 
 
 @job.command()
-@options.domain
 @options.status(JobStatus)
-@options.limit(20)
-@options.offset
+@options.page(20)
 @answers
-def ls(bus: SyncCommandBus, domain: str | None, status: JobStatusName | None, limit: int, offset: int) -> Answer:
+def ls(bus: SyncCommandBus, status: JobStatusName | None, **page: Any) -> Answer:
     """List jobs, newest first.
 
     \b
@@ -73,8 +64,7 @@ def ls(bus: SyncCommandBus, domain: str | None, status: JobStatusName | None, li
         busload job ls --domain reports --status FAILED --limit 5
         busload job ls --json | jq -r '.[].job_id'
     """
-    ask, newest = partial(bus.jobs.list, status=status), attrgetter("created_at", "job_id")
-    return JOBS.list(everywhere(bus, domain, ask, newest=newest, limit=limit, offset=offset))
+    return JOBS.list(newest(bus, partial(bus.jobs.list, status=status), "created_at", "job_id", **page))
 
 
 @job.command()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from busload.cli import did_you_mean, options
-from busload.cli.answer import Answer, View, answers
+from busload.cli import did_you_mean, noun, options
+from busload.cli.answer import Answer, answers
+from busload.cli.table import View
 from busload.errors import InvalidOperationError
 from busload.limits.rate import LimitStatus
 from busload.sync.bus import SyncCommandBus
@@ -19,15 +20,13 @@ LIMITS = View[LimitStatus](
 )
 
 
-@click.group()
-def limit() -> None:
-    """See and reset rate limits: the calls per second now, and which receivers refuse calls until when.
-
-    \b
-        busload limit ls
-        busload limit show crm
-        busload limit reset crm
-    """
+limit = noun(
+    "limit",
+    "ls",
+    "show crm",
+    "reset crm",
+    more=": the calls per second now, and which receivers refuse calls until when.",
+)
 
 
 @limit.command()

@@ -9,29 +9,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import click
 
-from busload.cli import stands_for
-from busload.commands.search import IdRange
-from busload.dispatch.envelope import QUEUE_PREFIX
-from busload.errors import TransportMisconfiguredError
-from busload.settings import LONGEST
-from busload.transports import find_transport
+from busload.cli import check_transport, stands_for
+from busload.cli.find import id_or_beginning
+from busload.dispatch.envelope import check_settings
+from busload.settings import LONGEST, Settings
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 """In seconds."""
-
-
-def id_or_beginning(text: str) -> IdRange:
-    """A type of arguments and options: a UUID, or enough of its beginning to tell it from others."""
-    digits = text.rstrip("…").replace("-", "").lower()
-    if not re.fullmatch(r"[0-9a-f]{4,32}", digits):
-        raise click.BadParameter(f"found {text!r:.80}, wanted a UUID, or at least its first 4 hex digits")
-    return IdRange(digits)
 
 
 def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
@@ -55,15 +44,8 @@ def user_here() -> str:
         return f"uid {os.getuid()}"
 
 
-def _check_transport(url: str) -> str | None:
-    find_transport(url)
-    return "BUSLOAD_TRANSPORT_URL" if urlsplit(url).password else None
-
-
 def _check_prefix(prefix: str) -> None:
-    if not QUEUE_PREFIX.fullmatch(prefix):
-        wanted = "wanted a letter, then up to 99 letters, digits, '_', '.' or '-'"
-        raise TransportMisconfiguredError(f"{wanted}, found {prefix!r:.80}")
+    check_settings(Settings(queue_prefix=prefix, message_key=None))
 
 
 def _variable(option: str, variable: str, check: Callable[[str], str | None], metavar: str, help: str) -> Decorator:
@@ -75,7 +57,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 domain = click.option("--domain", help="The domain to look in; default all.")
 command_type = click.option("--type", "command_type", help="Only commands of this type.")
 batch = click.option("--batch", type=id_or_beginning, metavar="ID", help="Only commands of this batch.")
-offset = click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
 dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 operator = click.option(
     "--operator", default=user_here, show_default="your user name", help="Who does it; this is recorded."
@@ -83,7 +64,7 @@ operator = click.option(
 transport = _variable(
     "--transport",
     "BUSLOAD_TRANSPORT_URL",
-    _check_transport,
+    check_transport,
     "URL",
     "The broker to publish to; default BUSLOAD_TRANSPORT_URL, else none.",
 )
@@ -98,6 +79,12 @@ queue_prefix = _variable(
 
 def limit(default: int) -> Decorator:
     return click.option("--limit", type=click.IntRange(1, 10_000), default=default, show_default=True)
+
+
+def page(default: int) -> Decorator:
+    """Which part of a long list to show, as `find.newest` wants to know it."""
+    offset = click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
+    return lambda function: domain(limit(default)(offset(function)))
 
 
 def status(statuses: type[StrEnum]) -> Decorator:

@@ -8,8 +8,10 @@ from uuid import UUID
 
 import click
 
-from busload.cli import options
-from busload.cli.answer import Answer, View, answers, find_one
+from busload.cli import noun, options
+from busload.cli.answer import Answer, answers
+from busload.cli.find import find_one
+from busload.cli.table import View
 from busload.commands import search as report
 from busload.commands.counted import counted
 from busload.commands.search import IdRange
@@ -40,16 +42,7 @@ QUEUES = View[Reconciliation](
 )
 
 
-@click.group()
-def outbox() -> None:
-    """See what waits for a broker, try again, or go without it.
-
-    \b
-        busload outbox ls
-        busload outbox retry
-        busload outbox reroute --batch 0198c5d2-7f3a --dry-run
-        busload outbox reconcile --repair
-    """
+outbox = noun("outbox", "ls", "retry", "reroute --batch 0198c5d2-7f3a --dry-run", "reconcile --repair")
 
 
 @outbox.command()

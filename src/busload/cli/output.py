@@ -1,18 +1,16 @@
-"""How the CLI prints: text and tables that fit the terminal of a person, plain lines for a pipe, JSON for programs."""
+"""How the CLI prints text and JSON: lines that are wrapped at the terminal of a person, and whole in a pipe."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import msgspec
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len, chop_cells
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,12 +20,6 @@ GAP = 2
 
 NOTHING = "-"
 """What stands for a value that is not there."""
-
-NARROWEST, INDENT = 24, 4
-"""Characters that an elastic column has at least, and those before the second line of a row."""
-
-PLAIN_EVERY = 0.5
-"""Seconds between two lines about progress in a pipe, where there is no bar."""
 
 Cell: TypeAlias = object
 
@@ -57,8 +49,7 @@ def facts(pairs: Sequence[tuple[str, Cell]]) -> None:
 
 def paragraph(text: str, *, first: str = "", then: str = "") -> None:
     """A text that is wrapped at a terminal. Its first line begins with `first`, each further line with `then`."""
-    lines = wrapped(text, width() - cell_len(then)) if at_terminal() else [text]
-    for number, line in enumerate(lines):
+    for number, line in enumerate(wrapped(text, width() - cell_len(then))):
         click.echo(((then if number else first) + line).rstrip())
 
 
@@ -91,120 +82,11 @@ def _parts(word: str, room: int) -> list[str]:
     return parts
 
 
-def table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    *,
-    nothing: str,
-    elastic: str | None = None,
-    spare: Sequence[str] = (),
-) -> None:
-    """Rows below their columns; if there are no rows, `nothing` is said instead.
-
-    Where a terminal is too narrow, the `elastic` column is cut. If that is not enough, `spare` columns are left out or
-    the rest of a row goes to further lines, whichever takes fewer lines. Ids, numbers and times are never cut.
-    """
-    if not rows:
-        click.echo(nothing, err=not at_terminal())
-    elif at_terminal():
-        whole = [
-            _Column.of(name, cells, elastic=name == elastic)
-            for name, cells in zip(columns, zip(*rows, strict=True), strict=True)
-        ]
-        _print(_fitted(whole, width(), spare), len(rows))
-    else:
-        for line in aligned([columns, *([shown(cell) for cell in row] for row in rows)]):
-            click.echo(line)
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    name: str
-    texts: Sequence[str]
-    number: bool
-    rigid: bool
-    """Whether it holds ids, numbers or times, of which nobody could use a part."""
-    elastic: bool
-
-    @classmethod
-    def of(cls, name: str, cells: Sequence[Cell], *, elastic: bool) -> _Column:
-        number = all(isinstance(cell, int) for cell in cells)
-        rigid = not any(isinstance(cell, str | dict | list) and not isinstance(cell, Enum) for cell in cells)
-        return cls(name, [shown(cell) for cell in cells], number, rigid, elastic)
-
-    @property
-    def width(self) -> int:
-        return max(cell_len(text) for text in (self.name, *self.texts))
-
-    @property
-    def least(self) -> int:
-        return min(self.width, max(NARROWEST, cell_len(self.name))) if self.elastic else self.width
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Some columns side by side with their widths. A row takes one line, or several."""
-
-    columns: Sequence[_Column]
-    widths: Sequence[int]
-    indent: int
-
-    def row(self, texts: Sequence[str]) -> str:
-        cells = []
-        for column, room, text in zip(self.columns, self.widths, texts, strict=True):
-            cut = text if cell_len(text) <= room else set_cell_size(text, room - 1).rstrip() + "…"
-            space = " " * (room - cell_len(cut))
-            cells.append(space + cut if column.number else cut + space)
-        return (" " * self.indent + (" " * GAP).join(cells)).rstrip()
-
-
-def _fitted(columns: Sequence[_Column], room: int, spare: Sequence[str]) -> list[_Line]:
-    """The lines of a row: as few as can be, and of several ways to have so few, the one with most columns."""
-    choices = (
-        [column for column in columns if column.name not in spare[:left_out]] for left_out in range(len(spare) + 1)
-    )
-    return min((list(_folded(kept, room)) for kept in choices), key=len)
-
-
-def _folded(columns: Sequence[_Column], room: int) -> Iterator[_Line]:
-    """Columns side by side as long as there is room, then on the next line."""
-    line, indent = list[_Column](), 0
-    for column in columns:
-        if line and _width([*line, column]) > room - indent:
-            yield _spread(line, room - indent, indent)
-            line, indent = [], INDENT
-        line.append(column)
-    yield _spread(line, room - indent, indent)
-
-
-def _spread(columns: Sequence[_Column], room: int, indent: int) -> _Line:
-    """Give the elastic column the rest of its line."""
-    left = max(0, room - _width(columns))
-    widths = [min(column.width, column.least + left) for column in columns]
-    # Only a name or a text can be wider than a whole line.
-    fitting = [width if column.rigid else min(width, room) for column, width in zip(columns, widths, strict=True)]
-    return _Line(columns, fitting, indent)
-
-
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.least + GAP for column in columns) - GAP
-
-
-def _print(lines: Sequence[_Line], rows: int) -> None:
-    for line in lines:
-        echo_styled((line.row([column.name for column in line.columns]), "dim"))
-    for number in range(rows):
-        for position, line in enumerate(lines):
-            texts = [column.texts[number] for column in line.columns]
-            if position == 0 or any(text not in ("", NOTHING) for text in texts):
-                click.echo(line.row(texts))
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Plain columns, never cut: a pipe has no width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    gap = " " * GAP
-    return [gap.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Rows of texts as columns, which are never cut."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    padded = [[text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return [(" " * GAP).join(row).rstrip() for row in padded]
 
 
 def shown(cell: Cell) -> str:
@@ -221,16 +103,12 @@ def shown(cell: Cell) -> str:
             today = at_terminal() and here.date() == datetime.now(here.tzinfo).date()
             return f"{here:{'%H:%M:%S.%f' if today else '%Y-%m-%d %H:%M:%S.%f'}}"[:-3]
         case dict() | list():
-            text = _json(cell)
+            compact = msgspec.json.encode(cell, enc_hook=str)
+            # At a terminal with spaces, where a long line can be wrapped.
+            text = (msgspec.json.format(compact, indent=0) if at_terminal() else compact).decode()
         case _:
             text = str(cell)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _json(value: Any) -> str:
-    """Compact in a pipe; at a terminal with spaces, where a long line can be wrapped."""
-    text = msgspec.json.encode(value, enc_hook=str)
-    return (msgspec.json.format(text, indent=0) if at_terminal() else text).decode()
 
 
 def joined(*parts: object) -> str | None:
@@ -256,8 +134,8 @@ def at_terminal() -> bool:
 
 
 def width() -> int:
-    """The width of the terminal; the variable COLUMNS wins, as everywhere."""
-    return console().width
+    """The width of the terminal, where the variable COLUMNS wins, as everywhere. A pipe has room for everything."""
+    return console().width if at_terminal() else sys.maxsize
 
 
 def console() -> Console:

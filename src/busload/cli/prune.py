@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 
 import click
 
 from busload.cli import options
 from busload.cli.answer import answers
-from busload.cli.output import PLAIN_EVERY, at_terminal, console, echo_json
+from busload.cli.output import at_terminal, console, echo_json
+from busload.cli.progress import PLAIN_EVERY
 from busload.commands.counted import counted
 from busload.retention.prune import Pruned
 from busload.sync.bus import SyncCommandBus
@@ -45,7 +47,7 @@ def prune(bus: SyncCommandBus, older_than: timedelta, archive: bool, dry_run: bo
         pruned = bus.prune(older_than, archive=archive, dry_run=dry_run, progress=show)
     if as_json:
         given = {"older_than_seconds": older_than.total_seconds(), "archive": archive, "dry_run": dry_run}
-        echo_json({**given, **_fields(pruned)})
+        echo_json({**given, **asdict(pruned)})
     else:
         click.echo(f"{_line(done, pruned)}.")
 
@@ -71,9 +73,5 @@ def _progress(done: str, *, silent: bool) -> Iterator[Callable[[Pruned], None]]:
 
 
 def _line(done: str, pruned: Pruned) -> str:
-    counts = [counted(count, SINGULAR[name], name) for name, count in _fields(pruned).items()]
+    counts = [counted(count, SINGULAR[name], name) for name, count in asdict(pruned).items()]
     return f"{done} {', '.join(counts[:-1])} and {counts[-1]}"
-
-
-def _fields(pruned: Pruned) -> dict[str, int]:
-    return {name: getattr(pruned, name) for name in SINGULAR}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from busload.cli import options
-from busload.cli.answer import Answer, View, answers
+from busload.cli import noun, options
+from busload.cli.answer import Answer, answers
 from busload.cli.output import echo_json
+from busload.cli.table import View
 from busload.postgres.schema import migrate as migrations
 from busload.postgres.schema import sql
 from busload.sync.bus import SyncCommandBus
@@ -19,14 +20,7 @@ MIGRATIONS = View[migrations.Migration](
 )
 
 
-@click.group()
-def schema() -> None:
-    """Bring a database up to this release.
-
-    \b
-        busload schema migrate
-        busload schema print > busload.sql
-    """
+schema = noun("schema", "migrate", "print > busload.sql")
 
 
 @schema.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -10,8 +11,9 @@ import click
 from rich.cells import cell_len
 
 from busload.cli import options
-from busload.cli.answer import Answer, answers, find_one
-from busload.cli.output import NOTHING, aligned, at_terminal, joined, shown, tracebacks, width, wrapped
+from busload.cli.answer import Answer, answers
+from busload.cli.find import find_one, id_or_beginning
+from busload.cli.output import NOTHING, aligned, joined, shown, tracebacks, width, wrapped
 from busload.commands import search
 from busload.commands.counted import counted
 from busload.commands.execution import Execution, ExecutionStatus
@@ -55,7 +57,7 @@ def trace(bus: SyncCommandBus, task_key: str, domain: str | None) -> Answer:
             where = "any domain" if domain is None else f"domain {domain!r}"
             hint = "Check the key; `busload command show` tells it."
             raise InvalidOperationError(f"No command was sent for the task {task_key!r} in {where}. {hint}")
-        for line in timeline(found, now=datetime.now(UTC), room=width() if at_terminal() else None):
+        for line in timeline(found, now=datetime.now(UTC), room=width()):
             click.echo(line)
 
     return Answer(found, show, found=bool(found))
@@ -64,7 +66,7 @@ def trace(bus: SyncCommandBus, task_key: str, domain: str | None) -> Answer:
 def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str | None:
     """The key of the task that a command was sent for, if its id was given instead."""
     try:
-        ids = options.id_or_beginning(text)
+        ids = id_or_beginning(text)
     except click.BadParameter:
         return None
     if not bus.database.read(search.find("command", ids, domain=domain, limit=1)):
@@ -78,7 +80,7 @@ def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str 
     return None if command is None else command.task_key
 
 
-def timeline(found: Sequence[Execution], now: datetime, room: int | None = None) -> list[str]:
+def timeline(found: Sequence[Execution], now: datetime, room: int = sys.maxsize) -> list[str]:
     """A line for the task, one for each command, and below it one for each attempt and each thing an operator did.
 
     Where that is wider than the `room` of a terminal, who did it and what was said follow on lines of their own.
@@ -94,14 +96,14 @@ def timeline(found: Sequence[Execution], now: datetime, room: int | None = None)
         rows, waiting_since = [], first.enqueued_at
         for one in attempts:
             bar = _bar(waiting_since, one.started_at, one.finished_at or now, begin, end)
-            rows.append([f"  {MARKS[one.status]} {one.status}", f"{one.attempt}", bar, _took(one, now), _by(one)])
+            said = shown(joined(one.worker, one.error))
+            rows.append([f"  {MARKS[one.status]} {one.status}", f"{one.attempt}", bar, _took(one, now), said])
             waiting_since = one.finished_at or now
             for action in one.actions:
-                rows.append(
-                    [f"    {action.type}", "", "", shown(action.at), f"by {shown(action.operator or 'unknown')}"]
-                )
+                by = f"by {shown(action.operator or 'unknown')}"
+                rows.append([f"    {action.type}", "", "", shown(action.at), by])
                 waiting_since = action.at
-        lines += aligned(rows) if room is None else _fitted(rows, room)
+        lines += _fitted(rows, room)
         lines += tracebacks([(one.attempt, one.traceback) for one in attempts])
     return lines
 
@@ -133,7 +135,3 @@ def _took(one: Execution, now: datetime) -> str:
         return "-"
     seconds = ((one.finished_at or now) - one.started_at).total_seconds()
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
-
-
-def _by(one: Execution) -> str:
-    return shown(joined(one.worker, one.error))

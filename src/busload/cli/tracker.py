@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,8 +11,10 @@ from typing import Literal, TypeVar
 import click
 import psycopg
 
-from busload.cli import options
-from busload.cli.answer import Answer, View, answers, note_unknown_domain
+from busload.cli import noun, options
+from busload.cli.answer import Answer, answers
+from busload.cli.find import note_unknown_domain
+from busload.cli.table import View
 from busload.commands.counted import counted
 from busload.commands.execution import Execution
 from busload.postgres.connection import Connection
@@ -55,14 +57,7 @@ def _table(ctx: click.Context, param: click.Parameter, name: str) -> str:
     return name
 
 
-@click.group()
-def tracker() -> None:
-    """Follow tasks that other queues run.
-
-    \b
-        busload tracker recover --queue partner_tasks
-        busload tracker compare --table legacy.task_tracker
-    """
+tracker = noun("tracker", "recover --queue partner_tasks", "compare --table legacy.task_tracker")
 
 
 @tracker.command()
@@ -138,6 +133,7 @@ class _Comparison:
     def disagreements(self, limit: int) -> list[Disagreement]:
         found: list[Disagreement] = []
         for task_ids in self._pages():
+            self.tasks += len(task_ids)
             suspects = [one.task_id for one in self._compared(task_ids)]
             found += self._compared(suspects) if suspects else []
             if len(found) >= limit:
@@ -146,15 +142,15 @@ class _Comparison:
 
     def _pages(self) -> Iterator[list[str]]:
         """All tasks of the old table, and those that only busload has."""
-        for page in _paged(lambda after: self._there(self._old.page(after=after, limit=PAGE)), lambda row: row.task_id):
-            task_ids = [row.task_id for row in page]
-            self.tasks += len(task_ids)
-            yield task_ids
-        for names in _paged(lambda after: self._here(task_page(after=after, queue=self._queue, limit=PAGE)), str):
+        after = ""
+        while page := self._there(self._old.page(after=after, limit=PAGE)):
+            yield [row.task_id for row in page]
+            after = page[-1].task_id
+        after = ""
+        while names := self._here(task_page(after=after, queue=self._queue, limit=PAGE)):
             known = {row.task_id for row in self._there(self._old.of(names))}
-            missing = [task_id for task_id in names if task_id not in known]
-            self.tasks += len(missing)
-            yield missing
+            yield [task_id for task_id in names if task_id not in known]
+            after = names[-1]
 
     def _compared(self, task_ids: Sequence[str]) -> list[Disagreement]:
         here = {one.task_id: one for one in self._here(newest(task_ids, queue=self._queue))}
@@ -184,13 +180,6 @@ def _disagreement(task_id: str, here: Newest | None, there: OldTask | None) -> D
     if there.execution_id not in here.ids:
         return Disagreement(task_id, "execution differs", here.shown_id, there.execution_id)
     return None
-
-
-def _paged(ask: Callable[[str], list[T]], key: Callable[[T], str]) -> Iterator[list[T]]:
-    after = ""
-    while page := ask(after):
-        yield page
-        after = key(page[-1])
 
 
 def _columns(names: Sequence[str]) -> dict[str, str]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
 import click
 
-from busload.cli import options
-from busload.cli.answer import Answer, View, about, answers, everywhere, find_one
+from busload.cli import noun, options
+from busload.cli.answer import Answer, about, answers
 from busload.cli.batch import follow
-from busload.cli.output import joined, paragraph, shown, table, tracebacks
+from busload.cli.find import find_one, id_or_beginning, newest
+from busload.cli.output import joined, paragraph, shown, tracebacks
+from busload.cli.table import View, table
 from busload.commands import search as report
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubleshootingItem
@@ -44,16 +45,14 @@ ITEM = View[TroubleshootingItem](
 )
 
 
-@click.group()
-def troubleshooting() -> None:
-    """Resolve what waits for a person. Several commands at once are resolved all or none.
-
-    \b
-        busload troubleshooting ls --domain payments
-        busload troubleshooting retry 0198c5d2-8000
-        busload troubleshooting groups
-        busload troubleshooting retry --group 4f0c2b7a91de --dry-run
-    """
+troubleshooting = noun(
+    "troubleshooting",
+    "ls --domain payments",
+    "retry 0198c5d2-8000",
+    "groups",
+    "retry --group 4f0c2b7a91de --dry-run",
+    more=". Several commands at once are resolved all or none.",
+)
 
 
 @troubleshooting.command()
@@ -79,12 +78,10 @@ def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, li
 
 
 @troubleshooting.command()
-@options.domain
 @options.command_type
-@options.limit(100)
-@options.offset
+@options.page(100)
 @answers
-def ls(bus: SyncCommandBus, domain: str | None, command_type: str | None, limit: int, offset: int) -> Answer:
+def ls(bus: SyncCommandBus, command_type: str | None, **page: Any) -> Answer:
     """List what waits for a person, newest first.
 
     \b
@@ -93,7 +90,7 @@ def ls(bus: SyncCommandBus, domain: str | None, command_type: str | None, limit:
             | xargs busload troubleshooting retry
     """
     ask = partial(bus.troubleshooting.list, command_type=command_type)
-    return ITEMS.list(everywhere(bus, domain, ask, newest=attrgetter("since"), limit=limit, offset=offset))
+    return ITEMS.list(newest(bus, ask, "since", **page))
 
 
 @troubleshooting.command()
@@ -125,7 +122,7 @@ def decision(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--rate", type=float, metavar="N", help="With --group: at most this many commands a second."),
         click.option("--type", "command_type", help="With --group: only commands of this type."),
         click.option("--group", metavar="FINGERPRINT", help="All commands that wait for this cause, instead of ids."),
-        click.argument("command_ids", nargs=-1, type=options.id_or_beginning, metavar="[COMMAND_ID...]"),
+        click.argument("command_ids", nargs=-1, type=id_or_beginning, metavar="[COMMAND_ID...]"),
     ):
         command = option(command)
     return command
@@ -145,10 +142,8 @@ def retry(bus: SyncCommandBus, patch: str | None, **given: Any) -> None:
         busload troubleshooting retry --group 4f0c2b7a91de --dry-run \\
             --patch '[{"op": "replace", "path": "/currency", "value": "EUR"}]'
     """
-    if patch is not None and given["group"] is None:
-        raise click.UsageError("--patch needs --group.")
-    how = {} if patch is None else {"patch": decode_strict(_text(patch), path="/patch")}
-    _decide(bus, "retry", how, **given)
+    operations = None if patch is None else decode_strict(_text(patch), path="/patch")
+    _decide(bus, "retry", {}, patch=operations, **given)
 
 
 @troubleshooting.command()
@@ -196,7 +191,7 @@ def _decide(
         raise click.UsageError("Name commands, or a group with --group.")
     if group is None:
         for option, value in {**of_group, "wait": wait}.items():
-            if value:
+            if value not in (None, False):
                 raise click.UsageError(f"--{option.removeprefix('command_').replace('_', '-')} needs --group.")
         _resolve(bus, verb, command_ids, domain, operator=operator, **how).print(as_json)
         return

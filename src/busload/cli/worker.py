@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import math
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ import msgspec
 from click.core import ParameterSource
 
 from busload.bus import CommandBus
-from busload.cli import WAIT, did_you_mean, options
+from busload.cli import WAIT, Seconds, did_you_mean, options
 from busload.cli.metrics_server import Address, MetricsServer, address
 from busload.cli.options import Decorator
 from busload.errors import kind_of
@@ -57,12 +56,6 @@ def _duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelt
     return timedelta(seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, seconds: float) -> timedelta:
-    if math.isnan(seconds):
-        raise click.UsageError("--lease, --grace and --wait take a number of seconds, found nan.")
-    return timedelta(seconds=seconds)
-
-
 def _count(option: str, most: int, default: int, help: str | None = None, show_default: bool | str = True) -> Decorator:
     kind = click.IntRange(1, most)
     return click.option(option, type=kind, default=default, show_default=show_default, help=help)
@@ -71,8 +64,8 @@ def _count(option: str, most: int, default: int, help: str | None = None, show_d
 def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Decorator:
     return click.option(
         *option,
-        type=click.FloatRange(least, 86_400),
-        callback=_seconds,
+        type=Seconds(least),
+        callback=lambda ctx, param, seconds: timedelta(seconds=seconds),
         default=default.total_seconds(),
         show_default=True,
         metavar="SECONDS",

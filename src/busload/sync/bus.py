@@ -472,11 +472,7 @@ class SyncCommandBus(Bus):
         check(self._limits, writes=False, domain=domain, command_id=command_id)
         return self.database.in_transaction(explanation.explain_command(domain, command_id))
 
-    def buffer(
-        self,
-        name: str,
-        **options: Unpack[BufferOptions],
-    ) -> SyncBuffer:
+    def buffer(self, name: str, **options: Unpack[BufferOptions]) -> SyncBuffer:
         """Declare the buffer `name`: events are added one at a time and leave in groups of up to `size`.
 
         A group is one call of the buffer's handler. It leaves when it is full, has `max_bytes`, or its oldest event is
