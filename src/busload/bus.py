@@ -6,8 +6,8 @@ Every method checks its input, plans, and has the database perform the plan. `Sy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -57,7 +57,7 @@ from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
-from busload.handlers import Handlers, Registers
+from busload.handlers import HandlerDecorators, Handlers
 from busload.jobs.api import Jobs
 from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
@@ -72,7 +72,7 @@ from busload.transports import Transport, find_transport
 from busload.troubleshooting.api import Troubleshooting
 
 
-class Bus(Registers, ABC):
+class Bus(HandlerDecorators, ABC):
     """What both faces share: where the database is, the handlers, and the checks."""
 
     def __init__(
@@ -294,7 +294,7 @@ class CommandBus(Bus):
                     strategy=strategy,
                     checkpoint_size=checkpoint_size,
                 )
-        self._register(batch.batch_id, on_complete)
+        self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 
     def open_batch(
@@ -322,7 +322,7 @@ class CommandBus(Bus):
             checkpoint_size=checkpoint_size,
             dedup=options.get("dedup"),
             conn=conn,
-            opened=partial(self._register, on_complete=on_complete),
+            opened=partial(self._call_on_complete, on_complete=on_complete),
         )
 
     async def seal_batch(self, domain: str, batch_id: UUID, *, conn: AnyConnection | None = None) -> bool:
@@ -415,7 +415,7 @@ class CommandBus(Bus):
                 async for seen in self._watch(domain, batch_id, limit):
                     batch = seen
         except TimeoutError:
-            raise _late(batch_id, batch, timeout) from None
+            raise _timeout_error(batch_id, batch, timeout) from None
         assert batch is not None
         return batch
 
@@ -544,25 +544,19 @@ class CommandBus(Bus):
         settings = self._declare(declared(name, options))
         return Buffer(self.database, self.handlers, settings, self._limits.payload)
 
-    @contextmanager
-    def _changes(self, id: UUID) -> Iterator[waiting.Event]:
+    def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
         self.database.refuse_closed()
         assert self._completions is not None
-        completions = self._completions
-        changed = completions.watch(id)
-        try:
-            yield changed
-        finally:
-            completions.unwatch(id, changed)
+        return self._completions.watch(id)
 
-    def _register(self, batch_id: UUID, on_complete: BatchCompletionCallback | BatchCommand | None) -> None:
+    def _call_on_complete(self, batch_id: UUID, on_complete: BatchCompletionCallback | BatchCommand | None) -> None:
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
             assert self._completions is not None
             self._completions.call(batch_id, on_complete)
 
 
-def _late(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
+def _timeout_error(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
     progress = "nothing was seen"
     if batch is not None:
         progress = f"{batch.finished_count:,} of {counted(batch.total_count, 'command has', 'commands have')} ended"

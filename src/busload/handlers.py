@@ -225,7 +225,7 @@ class Handlers:
         return sorted({domain for domain, _ in self._handlers})
 
 
-class Registers:
+class HandlerDecorators:
     """The decorators of a bus, which say what function runs which commands."""
 
     handlers: Handlers

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -60,19 +62,20 @@ class Completions:
                 self._calling = waiting.Activity(self._call_due, name="busload-callbacks")
         self._heard.set()
 
-    def watch(self, batch_id: UUID) -> waiting.Event:
-        """An event that is set whenever this batch may have changed."""
+    @contextmanager
+    def watch(self, id: UUID) -> Iterator[waiting.Event]:
+        """An event that is set whenever this batch or job may have changed, while the block lasts."""
         self._listen()
         event = waiting.Event()
         with self._lock:
-            self._watchers.setdefault(batch_id, []).append(event)
-        return event
-
-    def unwatch(self, batch_id: UUID, event: waiting.Event) -> None:
-        with self._lock:
-            self._watchers[batch_id].remove(event)
-            if not self._watchers[batch_id]:
-                del self._watchers[batch_id]
+            self._watchers.setdefault(id, []).append(event)
+        try:
+            yield event
+        finally:
+            with self._lock:
+                self._watchers[id].remove(event)
+                if not self._watchers[id]:
+                    del self._watchers[id]
 
     async def close(self) -> None:
         """Call what is due by now, for a few seconds at most; the rest is forgotten."""

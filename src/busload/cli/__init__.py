@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -129,13 +129,13 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-def stands_for(
+def sets_variable(
     variable: str, check: Callable[[str], str | None]
 ) -> Callable[[click.Context, click.Parameter, str | None], None]:
-    """The callback of an option that stands for a variable of the environment, where every bus looks for it.
+    """The callback of an option that sets a variable of the environment, where every bus looks for it.
 
-    So this process finds it and, out of sight of other users, its children do. `check` refuses a text that cannot be,
-    and returns what to use instead if the text holds a password. The context remembers that the option was given.
+    This process and its children find the text there, and other users cannot see it. `check` refuses a wrong text, and
+    returns what to use instead if the text holds a password. The context remembers that the option was given.
     """
 
     def pass_on(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
@@ -152,22 +152,17 @@ def stands_for(
             warning = f"{option} holds a password, which every user of this machine can see."
             click.echo(f"Warning: {warning} Use {rather} instead.", err=True)
         ctx.meta[variable] = text
-        ctx.with_resource(_environment(variable, text))
+        ctx.call_on_close(partial(_set_variable, variable, os.environ.get(variable)))
+        _set_variable(variable, text)
 
     return pass_on
 
 
-@contextmanager
-def _environment(variable: str, text: str) -> Iterator[None]:
-    before = os.environ.get(variable)
-    os.environ[variable] = text
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+def _set_variable(variable: str, text: str | None) -> None:
+    if text is None:
+        del os.environ[variable]
+    else:
+        os.environ[variable] = text
 
 
 def check_dsn(dsn: str) -> str | None:
@@ -185,13 +180,9 @@ def check_transport(url: str) -> str | None:
     return "BUSLOAD_TRANSPORT_URL" if urlsplit(url).password else None
 
 
-def _keep_wait(ctx: click.Context, param: click.Parameter, seconds: float | None) -> None:
-    if seconds is not None:
-        ctx.meta[WAIT] = seconds
-
-
-def _keep_debug(ctx: click.Context, param: click.Parameter, debug: bool) -> None:
-    ctx.meta[DEBUG] = debug or ctx.meta.get(DEBUG, False)
+def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    if value is not None and value is not False:
+        ctx.meta[f"busload.{param.name}"] = value
 
 
 def _give_common_options(command: click.Command) -> None:
@@ -200,7 +191,7 @@ def _give_common_options(command: click.Command) -> None:
         click.Option(
             ["--dsn"],
             metavar="URL",
-            callback=stands_for("BUSLOAD_DATABASE_URL", check_dsn),
+            callback=sets_variable("BUSLOAD_DATABASE_URL", check_dsn),
             expose_value=False,
             help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.",
         ),
@@ -208,12 +199,12 @@ def _give_common_options(command: click.Command) -> None:
             ["--wait"],
             type=Seconds(),
             metavar="SECONDS",
-            callback=_keep_wait,
+            callback=_keep,
             expose_value=False,
             help="How long to wait for a server that cannot be reached; default not at all.",
         ),
         click.Option(
-            ["--debug"], is_flag=True, callback=_keep_debug, expose_value=False, help="Show the traceback of an error."
+            ["--debug"], is_flag=True, callback=_keep, expose_value=False, help="Show the traceback of an error."
         ),
     )
     known = {name for param in command.params for name in param.opts}  # some verbs wait for something else

@@ -26,7 +26,7 @@ from busload.cli.command import TRAIL
 from busload.cli.output import echo_json, echo_styled, width, wrapped
 from busload.cli.progress import Show, counters, progress
 from busload.cli.table import table
-from busload.commands import search as report
+from busload.commands import search
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
 from busload.commands.counted import counted
 from busload.commands.ids import new_id
@@ -194,7 +194,7 @@ class _Workers:
 @contextmanager
 def _workers(bus: SyncCommandBus, release: str) -> Iterator[_Workers]:
     """Serve with a release of the application, from the moment its processes are ready until the block ends."""
-    others, began = set(bus.database.read(report.living_workers(DOMAIN))), time.monotonic()
+    others, began = set(bus.database.read(search.living_workers(DOMAIN))), time.monotonic()
     command = [sys.executable, "-m", "busload.cli", "worker", f"busload.cli.demo_app:{release}"]
     given = {"processes": PROCESSES, "concurrency": CONCURRENCY, "grace": 5, "parent": os.getpid()}
     command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -206,7 +206,7 @@ def _workers(bus: SyncCommandBus, release: str) -> Iterator[_Workers]:
         workers = _Workers(bus, process, log)
 
         def ready() -> bool:
-            return len(set(bus.database.read(report.living_workers(DOMAIN))) - others) == PROCESSES
+            return len(set(bus.database.read(search.living_workers(DOMAIN))) - others) == PROCESSES
 
         try:
             workers.wait_for(ready, "the workers")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import click
 
@@ -69,57 +68,53 @@ def address(ctx: click.Context, param: click.Parameter, text: str | None) -> Add
     return Address(host, int(port))
 
 
-class MetricsServer:
-    """Answers `GET /metrics` as long as the block lasts, a request per connection."""
+@asynccontextmanager
+async def serve_metrics(text: Callable[[], str], listening: socket.socket) -> AsyncIterator[None]:
+    """Answer `GET /metrics` with this text as long as the block lasts, a request per connection."""
+    connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
-    def __init__(self, text: Callable[[], str], listening: socket.socket) -> None:
-        self._text, self._listening = text, listening
-        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=LONGEST_REQUEST)
-        host, port, *_ = self._listening.getsockname()
-        log.info("Metrics are at http://%s%s", Address(host, port), PATH)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-        for writer in self._connections.values():
-            writer.transport.abort()
-        await asyncio.gather(*self._connections)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = writer
+        connections[task] = writer
         try:
             # The other side may be slow, gone or no web client at all: none of it is our trouble.
-            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(PATIENCE):
-                    writer.write(await self._answer(reader))
+                    writer.write(await _answer(reader, text, crowded=len(connections) > MOST_CONNECTIONS))
                     await writer.drain()
         finally:
-            del self._connections[task]
+            del connections[task]
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        if len(self._connections) > MOST_CONNECTIONS:
-            return _response("503 Service Unavailable", "Too many connections.\n")
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return _response("431 Request Header Fields Too Large", "The request is too long.\n")
-        match head.split(b"\r\n", 1)[0].split(b" "):
-            case [b"GET", target, b"HTTP/1.0" | b"HTTP/1.1"]:
-                if target.split(b"?", 1)[0] != PATH.encode():
-                    return _response("404 Not Found", f"There is only {PATH}.\n")
-                return _response("200 OK", self._text(), CONTENT_TYPE)
-            case [_, _, b"HTTP/1.0" | b"HTTP/1.1"]:
-                return _response("405 Method Not Allowed", "Only GET is answered.\n", allow="GET")
-            case _:
-                return _response("400 Bad Request", "This is not HTTP/1.1.\n")
+    server = await asyncio.start_server(serve, sock=listening, limit=LONGEST_REQUEST)
+    host, port, *_ = listening.getsockname()
+    log.info("Metrics are at http://%s%s", Address(host, port), PATH)
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*connections)
+
+
+async def _answer(reader: asyncio.StreamReader, text: Callable[[], str], *, crowded: bool) -> bytes:
+    if crowded:
+        return _response("503 Service Unavailable", "Too many connections.\n")
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        return _response("431 Request Header Fields Too Large", "The request is too long.\n")
+    match head.split(b"\r\n", 1)[0].split(b" "):
+        case [b"GET", target, b"HTTP/1.0" | b"HTTP/1.1"]:
+            if target.split(b"?", 1)[0] != PATH.encode():
+                return _response("404 Not Found", f"There is only {PATH}.\n")
+            return _response("200 OK", text(), CONTENT_TYPE)
+        case [_, _, b"HTTP/1.0" | b"HTTP/1.1"]:
+            return _response("405 Method Not Allowed", "Only GET is answered.\n", allow="GET")
+        case _:
+            return _response("400 Bad Request", "This is not HTTP/1.1.\n")
 
 
 def _response(status: str, text: str, kind: str = "text/plain; charset=utf-8", *, allow: str | None = None) -> bytes:

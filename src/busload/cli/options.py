@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from busload.cli import check_transport, stands_for
+from busload.cli import check_transport, sets_variable
 from busload.cli.find import id_or_beginning
 from busload.dispatch.envelope import check_settings
 from busload.settings import LONGEST, Settings
@@ -49,7 +49,7 @@ def _check_prefix(prefix: str) -> None:
 
 
 def _variable(option: str, variable: str, check: Callable[[str], str | None], metavar: str, help: str) -> Decorator:
-    passed_on = stands_for(variable, check)
+    passed_on = sets_variable(variable, check)
     return click.option(option, callback=passed_on, expose_value=False, is_eager=True, metavar=metavar, help=help)
 
 

@@ -12,7 +12,7 @@ from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.find import find_one
 from busload.cli.table import View
-from busload.commands import search as report
+from busload.commands import search
 from busload.commands.counted import counted
 from busload.commands.search import IdRange
 from busload.dispatch import OutboxEntry, Reconciliation
@@ -120,7 +120,7 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool) -> Answer:
     if bus.transport is None:
         raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
-    known = bus.database.read(report.domains())
+    known = bus.database.read(search.domains())
     compared = bus.outbox.reconcile(domain=domain, repair=repair)
     found = [each for each in compared if each.domain in known or each.depth or each.messages]
     closed = [each for each in found if not each.looked_into]

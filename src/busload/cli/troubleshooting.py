@@ -17,7 +17,7 @@ from busload.cli.batch import follow
 from busload.cli.find import find_one, id_or_beginning, newest
 from busload.cli.output import joined, paragraph, shown, tracebacks
 from busload.cli.table import View, table
-from busload.commands import search as report
+from busload.commands import search
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubleshootingItem
 from busload.commands.counted import counted
@@ -69,7 +69,7 @@ def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, li
     """
     found = [
         (each, group)
-        for each in ([domain] if domain is not None else bus.database.read(report.domains()))
+        for each in ([domain] if domain is not None else bus.database.read(search.domains()))
         for group in bus.troubleshooting.groups(each, command_type=command_type, limit=limit)
     ]
     largest = sorted(found, key=lambda one: -one[1].count)[:limit]

@@ -24,7 +24,7 @@ from click.core import ParameterSource
 
 from busload.bus import CommandBus
 from busload.cli import WAIT, Seconds, did_you_mean, options
-from busload.cli.metrics_server import Address, MetricsServer, address
+from busload.cli.metrics_server import Address, address, serve_metrics
 from busload.cli.options import Decorator
 from busload.errors import kind_of
 from busload.postgres.connection import connection_errors_explained
@@ -161,9 +161,9 @@ def worker(
         busload worker app:bus --metrics 127.0.0.1:9464
     """
     if parent is not None:
-        end_with(parent)
+        end_with_parent(parent)
     set_up_logging(log_level, as_json=log_json)
-    bus = load(application)
+    bus = load_bus(application)
     served = _domains(domains, bus, application)
     if given["archive"] and given["keep_for"] is None:
         raise click.UsageError("--archive needs --keep-for, which says how old what is moved must be, e.g. 30d.")
@@ -180,7 +180,7 @@ def worker(
         _serve(serving, listening)
         return
     own = {**given, "domains": ",".join(served), "log_level": log_level, "log_json": log_json}
-    words = [application, *_spelt(ctx, own)]
+    words = [application, *_command_line(ctx, own)]
 
     def arguments(number: int) -> list[str]:
         return words if metrics_at is None else [*words, "--metrics", str(metrics_at.after(number))]
@@ -192,11 +192,11 @@ def worker(
             connect_within(probe.dsn, given["wait_for_database"].total_seconds()) as conn,
         ):
             probe.database.check_schema(conn)
-        code = asyncio.run(Processes(processes, arguments, _longest(settings)).run())
+        code = asyncio.run(Processes(processes, arguments, _time_to_stop(settings)).run())
     raise click.exceptions.Exit(code)
 
 
-def _spelt(ctx: click.Context, values: dict[str, Any]) -> list[str]:
+def _command_line(ctx: click.Context, values: dict[str, Any]) -> list[str]:
     """The command line of a process that is to have these values."""
     words: list[str] = []
     for option in ctx.command.params:
@@ -211,12 +211,12 @@ def _spelt(ctx: click.Context, values: dict[str, Any]) -> list[str]:
     return words
 
 
-def _longest(settings: WorkerSettings) -> timedelta:
+def _time_to_stop(settings: WorkerSettings) -> timedelta:
     """How long a worker may take to stop: then something is wrong with it."""
     return settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
 
 
-def load(application: str) -> CommandBus | SyncCommandBus:
+def load_bus(application: str) -> CommandBus | SyncCommandBus:
     """The bus that `module:attribute` names, looked for in the current folder too, as `python -m` does."""
     found = _imported(application)
     if not isinstance(found, CommandBus | SyncCommandBus):
@@ -284,13 +284,13 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
     """Serve until told to stop, and end the process even if handlers do not."""
 
     async def serve() -> None:
-        async with nullcontext() if listening is None else MetricsServer(worker.metrics, listening):
+        async with nullcontext() if listening is None else serve_metrics(worker.metrics, listening):
             await worker.run()
 
     def hear(count: int) -> None:
         worker.stop(hurry=count > 1)
         if count == 1:
-            longest = _longest(worker.settings) - timedelta(seconds=LEAVE_WITHIN / 2)
+            longest = _time_to_stop(worker.settings) - timedelta(seconds=LEAVE_WITHIN / 2)
             watch = threading.Timer(longest.total_seconds(), _end_stuck, [worker])
             watch.daemon = True
             watch.start()
@@ -389,7 +389,7 @@ class Processes:
                 process.send_signal(number)
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel tell this process to stop when its parent ends, however that ends. Only Linux can."""
     if sys.platform == "linux":
         import ctypes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -23,7 +23,7 @@ from busload.batches.batch import (
 )
 from busload.batches.cancel import begin_to_cancel
 from busload.buffers.declaration import BufferOptions, declared
-from busload.bus import Bus, _late
+from busload.bus import Bus, _timeout_error
 from busload.commands import search, send
 from busload.commands.checks import check, check_all, check_one, choice, given, seconds_of
 from busload.commands.command import (
@@ -232,7 +232,7 @@ class SyncCommandBus(Bus):
                     strategy=strategy,
                     checkpoint_size=checkpoint_size,
                 )
-        self._register(batch.batch_id, on_complete)
+        self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 
     def open_batch(
@@ -260,7 +260,7 @@ class SyncCommandBus(Bus):
             checkpoint_size=checkpoint_size,
             dedup=options.get("dedup"),
             conn=conn,
-            opened=partial(self._register, on_complete=on_complete),
+            opened=partial(self._call_on_complete, on_complete=on_complete),
         )
 
     def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
@@ -353,7 +353,7 @@ class SyncCommandBus(Bus):
                 for seen in self._watch(domain, batch_id, limit):
                     batch = seen
         except TimeoutError:
-            raise _late(batch_id, batch, timeout) from None
+            raise _timeout_error(batch_id, batch, timeout) from None
         assert batch is not None
         return batch
 
@@ -482,19 +482,13 @@ class SyncCommandBus(Bus):
         settings = self._declare(declared(name, options))
         return SyncBuffer(self.database, self.handlers, settings, self._limits.payload)
 
-    @contextmanager
-    def _changes(self, id: UUID) -> Iterator[waiting.Event]:
+    def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
         self.database.refuse_closed()
         assert self._completions is not None
-        completions = self._completions
-        changed = completions.watch(id)
-        try:
-            yield changed
-        finally:
-            completions.unwatch(id, changed)
+        return self._completions.watch(id)
 
-    def _register(self, batch_id: UUID, on_complete: SyncBatchCompletionCallback | BatchCommand | None) -> None:
+    def _call_on_complete(self, batch_id: UUID, on_complete: SyncBatchCompletionCallback | BatchCommand | None) -> None:
         if on_complete is not None and not isinstance(on_complete, BatchCommand):
             assert self._completions is not None
             self._completions.call(batch_id, on_complete)
