@@ -36,14 +36,15 @@ SELECT c.command_id, c.domain, c.command_type, c.data::text, c.batch_id, c.task_
            t.error ->> 'traceback'
        )
 
--- fragment: status_of_attempt
-CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed' WHEN 'TROUBLESHOOTING' THEN 'dlq' ELSE lower(e.outcome) END
-
--- fragment: error_of_attempt
-CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END
-
--- fragment: traceback_of_attempt
-CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END
+-- fragment: recorded_attempt
+-- An attempt as its execution `e` was recorded.
+e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
+CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
+CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed'
+               WHEN 'TROUBLESHOOTING' THEN 'dlq'
+               ELSE lower(e.outcome)
+END AS status,
+CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback
 
 -- fragment: holds_command
 hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
@@ -114,21 +115,15 @@ SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, 
  WHERE a.domain = %(domain)s::text AND a.command_id = %(command_id)s::uuid
  ORDER BY a.at, a.attempt NULLS FIRST, a.step;
 
--- name: trace
--- Every attempt of every command of a task: those that ended, those that were lost with their worker or
+-- fragment: attempts_of_task
+-- Every attempt of the commands in `task`: those that ended, those that were lost with their worker or
 -- canceled while they waited, and the one that waits or runs now.
-WITH task AS MATERIALIZED (
-    SELECT * FROM busload.command
-     WHERE task_key = %(task_key)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
-), event AS MATERIALIZED (
+event AS MATERIALIZED (
     SELECT c.id, v.* FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.event AS v
                           WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi OFFSET 0) AS v
 ), attempt AS (
-    SELECT e.command AS id, e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
-           {error_of_attempt} AS error,
-           {status_of_attempt} AS status,
-           {traceback_of_attempt} AS traceback
+    SELECT c.id, {recorded_attempt}
       FROM task AS c CROSS JOIN LATERAL (SELECT * FROM busload.execution WHERE command = c.id OFFSET 0) AS e
     UNION ALL
     SELECT v.id, v.attempt, v.lease_id, v.worker, (v.details ->> 'since')::timestamptz, v.at,
@@ -161,19 +156,28 @@ WITH task AS MATERIALIZED (
                                             OFFSET 0)
                           OFFSET 0) AS l
 )
-SELECT busload.execution_id(a.lease_id, c.id), c.task_key, c.command_id, c.domain, a.attempt, a.status,
-       (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at,
-       a.finished_at, a.error,
-       c.data::text,
-       CASE WHEN a.status IN ('dlq', 'canceled') THEN (
-            SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event)
-              FROM event AS v
-             WHERE v.id = c.id AND v.attempt = a.attempt
-               AND v.type = ANY (
-                   CASE a.status WHEN 'canceled' THEN ARRAY['CANCELED']
-                        ELSE ARRAY['OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED'] END
-               )) END::text,
-       a.traceback
+
+-- fragment: execution
+-- What people see of an attempt `a` of the command `c`, beside its id and what operators did after it.
+c.task_key, c.command_id, c.domain, a.attempt, a.status,
+(SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at, a.finished_at,
+a.error, c.data::text
+
+-- fragment: actions
+-- What operators did after an attempt `a` had ended.
+(SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event)
+   FROM event AS v
+  WHERE v.id = c.id AND v.attempt = a.attempt
+    AND (a.status = 'dlq' AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
+         OR a.status = 'canceled' AND v.type = 'CANCELED'))::text
+
+-- name: trace
+-- Every attempt of every command of a task.
+WITH task AS MATERIALIZED (
+    SELECT * FROM busload.command
+     WHERE task_key = %(task_key)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+), {attempts_of_task}
+SELECT busload.execution_id(a.lease_id, c.id), {execution}, {actions}, a.traceback
   FROM attempt AS a JOIN task AS c USING (id)
  ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
 

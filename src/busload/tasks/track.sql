@@ -144,15 +144,11 @@ SELECT l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.fo
 
 -- name: ended
 -- An attempt as it was recorded.
-SELECT e.lease_id, c.task_key, c.command_id, c.domain, e.attempt,
-       {status_of_attempt},
-       (SELECT w.name FROM busload.worker AS w WHERE w.worker = e.worker), c.created_at, e.started_at,
-       e.finished_at,
-       {error_of_attempt}, c.data::text, NULL::text,
-       {traceback_of_attempt}
-  FROM busload.command AS c JOIN busload.execution AS e ON e.command = c.id
+SELECT a.lease_id, {execution}, NULL::text, a.traceback
+  FROM busload.command AS c
+  JOIN LATERAL (SELECT {recorded_attempt} FROM busload.execution AS e WHERE e.command = c.id) AS a ON true
  WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid
-   AND e.lease_id = %(execution_id)s::uuid;
+   AND a.lease_id = %(execution_id)s::uuid;
 
 -- name: retry
 -- The newest command of a task that waits in troubleshooting goes back into the queue, with all its attempts
@@ -204,43 +200,10 @@ SELECT c.command_id, a.lease_id, {announced_id_is_used}
 -- which it can be claimed. A command that is no task has no attempt here: only its type is returned.
 WITH task AS MATERIALIZED (
     SELECT * FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid
-), event AS MATERIALIZED (
-    SELECT v.* FROM task AS c JOIN busload.event AS v ON v.lo >> 10 = c.id >> 10 AND v.lo = c.id
-), attempt AS (
-    SELECT e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
-           {error_of_attempt} AS error,
-           {status_of_attempt} AS status,
-           {traceback_of_attempt} AS traceback
-      FROM task AS c JOIN busload.execution AS e ON e.command = c.id
-    UNION ALL
-    SELECT attempt, lease_id, worker, (details ->> 'since')::timestamptz, at,
-           'The worker died, or lost its lease.', 'dlq', NULL
-      FROM event WHERE type = 'LEASE_LOST' AND lease_id IN (SELECT lease_id FROM event WHERE type = 'PARKED')
-    UNION ALL
-    SELECT attempt,
-           (SELECT lease_id
-              FROM event
-             WHERE type = 'OPERATOR_RETRIED' AND lease_id IS NOT NULL
-             ORDER BY event DESC
-             LIMIT 1),
-           NULL, NULL, NULL, NULL, 'queued', NULL
-      FROM (SELECT q.attempt FROM task AS c JOIN busload.queue AS q ON q.hi = c.id
-            UNION ALL
-            SELECT s.attempt FROM task AS c JOIN busload.scheduled AS s ON s.hi = c.id) AS place
-    UNION ALL
-    SELECT l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL
-      FROM task AS c JOIN busload.lease AS l ON l.hi = c.id AND c.id <> ALL (l.returned)
-)
-SELECT c.command_type, coalesce(a.lease_id, c.command_id), c.task_key, c.command_id, c.domain, a.attempt,
-       a.status, (SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker),
-       c.created_at, a.started_at, a.finished_at, a.error, c.data::text,
-       CASE WHEN a.status = 'dlq' THEN (
-            SELECT json_agg(json_build_array(v.type, v.at, v.operator, v.details) ORDER BY v.event)
-              FROM event AS v
-             WHERE v.attempt = a.attempt
-               AND v.type IN ('OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')) END::text,
-       a.traceback
-  FROM task AS c LEFT JOIN attempt AS a ON c.command_type = 'TrackedTask'
+), {attempts_of_task}
+SELECT c.command_type, coalesce(a.lease_id, {announced_id}), {execution}, {actions}, a.traceback
+  FROM task AS c
+  LEFT JOIN attempt AS a ON c.command_type = 'TrackedTask' AND a.status NOT IN ('lost', 'canceled')
  ORDER BY a.attempt DESC, a.finished_at DESC NULLS FIRST
  LIMIT 1;
 
@@ -257,7 +220,7 @@ WITH place AS (
     SELECT hi, attempt FROM busload.scheduled
      WHERE (run_at <= now() OR reason = 'NO_HANDLER') AND domain = %(domain)s::text AND lo = hi
 )
-SELECT c.id, announced.lease_id, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text,
+SELECT c.id, {announced_id}, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text,
        c.created_at, NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text
   FROM place
  CROSS JOIN LATERAL (SELECT * FROM busload.command AS c
@@ -269,7 +232,6 @@ SELECT c.id, announced.lease_id, c.task_key, c.command_id, c.domain, place.attem
         (SELECT max(v.at) FROM busload.event AS v
           WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id
             AND v.type IN ('LEASE_LOST', 'RELEASED', 'OPERATOR_RETRIED'))) AS at) AS since
- CROSS JOIN LATERAL (SELECT {announced_id} AS lease_id) AS announced
  WHERE since.at <= now() - %(waiting_for)s::interval
    AND NOT EXISTS (SELECT
                      FROM busload.pause AS p
