@@ -12,11 +12,11 @@ from uuid import UUID
 
 import msgspec
 
-from busload.commands.checks import WIDEST, check_all, encoded, given, problems_of, refuse, wrong
+from busload.commands.checks import check_all, encoded, given, problems_of, refuse, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
 from busload.commands.ids import new_id
-from busload.commands.payload import readable
+from busload.commands.payload import WIDEST, readable
 from busload.commands.send import NewBatch
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 from busload.postgres.plan import Plan, many, one

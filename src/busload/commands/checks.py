@@ -29,8 +29,6 @@ RESERVED = ("busload.Group", "busload.Exhausted")
 """Types of commands that buffers make: one without its events would be none."""
 RATES = 0.001, 1_000_000.0
 """Items a second: from one in a quarter of an hour to more than any database moves."""
-WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
-"""For JSON that was checked already and is only wrapped once more."""
 
 
 def check(limits: InputLimits, *, writes: bool = True, **parameters: object) -> None:
@@ -321,10 +319,8 @@ def instance(kind: type, wanted: str) -> Kind:
 FLAG = instance(bool, "True or False")
 MAPPING = instance(dict, "a dict")
 POSITIVE = Kind("a number of more than 0", lambda value: type(value) in (int, float) and 0 < value < float("inf"))
-MORE_THAN_ZERO = Kind(
-    "a timedelta of more than zero", lambda value: isinstance(value, timedelta) and value > timedelta(0)
-)
 ZERO, TICK = timedelta(0), timedelta.resolution
+MORE_THAN_ZERO = between(TICK, timedelta.max, "a timedelta of more than zero")
 
 Rule = Callable[[object, str, InputLimits], list[Problem]]
 

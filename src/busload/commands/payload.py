@@ -18,11 +18,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
 from math import isfinite
+from types import UnionType
 from typing import Any
 from uuid import UUID
 
@@ -32,6 +33,8 @@ from busload.errors import Problem
 from busload.settings import PayloadLimits
 
 DEFAULT_LIMITS = PayloadLimits()
+WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
+"""For JSON that was checked already, and is read back or wrapped once more."""
 
 
 class PayloadRefusedError(ValueError):
@@ -70,10 +73,14 @@ def decode(text: str) -> Any:
     """
     try:
         return _from_json(text)
-    except msgspec.ValidationError:
-        return _decode_long_integers(text)
+    except msgspec.ValidationError:  # it counts the sign as a digit, so it stops one short of what `encode` writes
+        try:
+            return decode_strict(text, WIDEST)
+        except PayloadRefusedError as refused:
+            reason = refused.problem.message
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
-        raise _undecodable(str(error)) from None
+        reason = str(error)
+    raise UndecodableError(f"The stored text cannot be read as JSON: {reason}")
 
 
 def readable(text: str | None) -> Any:
@@ -295,30 +302,32 @@ def _builtin(item: Any, limits: PayloadLimits) -> Any:
 
 
 def _instead_of(kind: type) -> str:
-    if issubclass(kind, Enum):
-        return "pass its .value"
-    if issubclass(kind, date | time):
-        return "pass value.isoformat()"
-    if issubclass(kind, bytes | bytearray | memoryview):
-        return "pass base64.b64encode(value).decode()"
-    if issubclass(kind, set | frozenset):
-        return "pass sorted(value)"
-    if callable(getattr(kind, "model_dump", None)):  # pydantic
-        return 'pass value.model_dump(mode="json")'
-    if hasattr(kind, "__struct_fields__"):
-        return "pass msgspec.to_builtins(value)"
-    if hasattr(kind, "__attrs_attrs__"):
-        return "pass attrs.asdict(value)"
-    if issubclass(kind, UUID | Decimal):
-        return "pass str(value)"
-    if issubclass(kind, tuple):
-        return "pass list(value) or value._asdict()"
-    if is_dataclass(kind):
-        return "pass dataclasses.asdict(value)"
+    for kinds, advice in _ADVICE_BY_CLASS:
+        if issubclass(kind, kinds):
+            return advice
+    for attribute, advice in _ADVICE_BY_ATTRIBUTE.items():
+        if hasattr(kind, attribute):
+            return advice
     for base in _BUILTIN_OF:
         if issubclass(kind, base):
             return f"pass {base.__name__}(value)"
     return "pass str(value), or a dict of what the handler needs"
+
+
+_ADVICE_BY_CLASS: tuple[tuple[type | UnionType, str], ...] = (
+    (Enum, "pass its .value"),
+    (date | time, "pass value.isoformat()"),
+    (bytes | bytearray | memoryview, "pass base64.b64encode(value).decode()"),
+    (set | frozenset, "pass sorted(value)"),
+    (UUID | Decimal, "pass str(value)"),
+    (tuple, "pass list(value) or value._asdict()"),
+)
+_ADVICE_BY_ATTRIBUTE = {
+    "model_dump": 'pass value.model_dump(mode="json")',  # pydantic
+    "__struct_fields__": "pass msgspec.to_builtins(value)",
+    "__attrs_attrs__": "pass attrs.asdict(value)",
+    "__dataclass_fields__": "pass dataclasses.asdict(value)",
+}
 
 
 def _least_bytes(plain: Any) -> int:
@@ -443,16 +452,3 @@ def _parse_float(digits: str) -> Any:
 
 _LONGEST = 4301  # 4300 digits, as CPython reads them, and a sign
 _STRICT = json.JSONDecoder(object_pairs_hook=_parse_object, parse_int=_parse_integer, parse_float=_parse_float)
-_WIDEST = PayloadLimits(data_bytes=16 * 1024 * 1024, depth=500)
-
-
-def _decode_long_integers(text: str) -> Any:
-    """msgspec counts the sign as a digit, so it stops one digit short of what `encode` writes."""
-    try:
-        return decode_strict(text, _WIDEST)
-    except PayloadRefusedError as error:
-        raise _undecodable(error.problem.message) from None
-
-
-def _undecodable(reason: str) -> UndecodableError:
-    return UndecodableError(f"The stored text cannot be read as JSON: {reason}")

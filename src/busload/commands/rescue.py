@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from uuid import UUID
 
 from busload.commands.execution import Lease
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
-from busload.postgres.write import PATIENCE, Write
+from busload.postgres.write import Write, patient
 
 SQL = statements(__name__)
 
@@ -107,26 +106,18 @@ def hold(leases: Sequence[UUID]) -> Plan[bool]:
 
 def write() -> Write[Returned]:
     """Take back the leases of dead workers, as a call of its own."""
-    return Write(rescue(), again=partial(rescue, patience=PATIENCE))
+    return patient(rescue)
 
 
-def rescue(
-    *, worker: int | None = None, judge: bool = True, free_only: bool = False, patience: int | None = None
-) -> Plan[Returned]:
+def rescue(*, worker: int | None = None, judge: bool = True, free_only: bool = False) -> Plan[Returned]:
     """Take back what dead workers held; needs a transaction.
 
     Without `judge` no worker is declared dead: only leases of workers that are dead already are taken back. `worker` is
-    the one that asks. With `patience`, in milliseconds, it fails by `LockNotAvailable` if others hold a batch for
-    longer. With `free_only`, commands of such a batch are left for the next time.
+    the one that asks. With `free_only`, commands of a batch that others hold are left for the next time.
     """
-    if judge:
-        leases = yield from execute(SQL.declare_dead, worker=worker, free_only=free_only)
-    else:
-        leases = yield from execute(SQL.orphaned_leases, free_only=free_only)
+    leases = yield from execute(SQL.declare_dead, worker=worker, judge=judge, free_only=free_only)
     if not leases:
         return Returned()
-    if patience is not None:
-        yield from execute(SQL.be_patient, patience=patience)
     return (yield from return_leases([lease_id for (lease_id,) in leases], suspect=True))
 
 

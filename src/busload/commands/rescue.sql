@@ -29,31 +29,20 @@ SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}
 -- A worker has stopped by itself.
 UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint AND stopped_at IS NULL;
 
--- fragment: holder_is_gone
-NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
-
--- fragment: up_to_a_thousand
--- With `free_only`, leases of batches that somebody else holds right now are left for later.
-AND (
-    NOT %(free_only)s::boolean
-    OR batch_id IS NULL
-    OR EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = l.batch_id FOR NO KEY UPDATE SKIP LOCKED)
-)
-ORDER BY lease_id
-LIMIT 1000
-FOR UPDATE SKIP LOCKED
-
 -- name: declare_dead
--- Declare workers dead that were not seen for as long as their leases last. A heartbeat that arrives now
--- waits for this transaction, and then finds that it is refused. The worker that asks is alive, so it is left
--- out. Holds and returns the leases of these workers, and those that `orphaned_leases` finds.
+-- With `judge`, declare workers dead that were not seen for as long as their leases last. A heartbeat that
+-- arrives now waits for this transaction, and then finds that it is refused. The worker that asks is alive,
+-- so it is left out. Holds and returns leases of workers that are not alive: declared dead now or before,
+-- stopped, or without a row. With `free_only`, leases of batches that somebody else holds right now are left
+-- for later.
 WITH dead AS (
     UPDATE busload.worker
        SET stopped_at = now(), lost = true
      WHERE worker IN (
         SELECT worker
           FROM busload.worker
-         WHERE stopped_at IS NULL
+         WHERE %(judge)s::boolean
+           AND stopped_at IS NULL
            AND seen_at < now() - lease_for
            AND worker IS DISTINCT FROM %(worker)s::bigint
          ORDER BY worker
@@ -63,18 +52,18 @@ WITH dead AS (
 )
 SELECT lease_id
   FROM busload.lease AS l
- WHERE (worker IN (SELECT worker FROM dead) OR {holder_is_gone}) {up_to_a_thousand};
-
--- name: orphaned_leases
--- Hold and return the leases of workers that are known not to be alive: declared dead, stopped, or without a
--- row.
-SELECT lease_id
-  FROM busload.lease AS l
- WHERE {holder_is_gone} {up_to_a_thousand};
-
--- name: be_patient
--- From here on the transaction fails if it has to wait for a lock for longer than that, in milliseconds.
-SELECT set_config('lock_timeout', %(patience)s::integer::text, true);
+ WHERE (
+        worker IN (SELECT worker FROM dead)
+        OR NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = l.worker AND w.stopped_at IS NULL)
+   )
+   AND (
+        NOT %(free_only)s::boolean
+        OR batch_id IS NULL
+        OR EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = l.batch_id FOR NO KEY UPDATE SKIP LOCKED)
+   )
+ ORDER BY lease_id
+ LIMIT 1000
+   FOR UPDATE SKIP LOCKED;
 
 -- name: hold
 -- Wait for whoever settles commands of these leases right now: only the next statement sees what that

@@ -11,7 +11,7 @@ from uuid import UUID
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
 from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
 from busload.commands.payload import readable
-from busload.postgres.plan import Plan, execute, many, one
+from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -111,20 +111,17 @@ def find(noun: Noun, ids: IdRange, *, domain: str | None, limit: int) -> Plan[li
 
 def domains() -> Plan[list[str]]:
     """The domains that have a batch, or commands that have not ended."""
-    rows = yield from execute(SQL.domains)
-    return [domain for (domain,) in rows]
+    return many(str, SQL.domains)
 
 
 def known_domains() -> Plan[list[str]]:
     """Every domain that was sent a command or served by a worker, or that has a batch, a buffer or a pause."""
-    rows = yield from execute(SQL.known_domains)
-    return [domain for (domain,) in rows]
+    return many(str, SQL.known_domains)
 
 
 def living_workers(domain: str) -> Plan[list[str]]:
     """The names of the workers that serve a domain now."""
-    rows = yield from execute(SQL.living_workers, domain=domain)
-    return [name for (name,) in rows]
+    return many(str, SQL.living_workers, domain=domain)
 
 
 def _command(*row: Any) -> CommandMetadata:

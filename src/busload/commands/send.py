@@ -52,10 +52,7 @@ class NewBatch:
     stage: str | None = None
 
     def columns(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _COLUMNS_OF_BATCH}
-
-
-_COLUMNS_OF_BATCH = "batch_id", "domain", "name", "custom_data", "on_complete", "job_id", "stage"
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,38 +86,14 @@ def send(
     id: int | None = None,
     patience: int | None = None,
     notify: bool = True,
-    via: Via = NO_BROKER,
-) -> Plan[int]:
-    """Send one command without a batch, in one statement. Returns its id: the given one, or one that begins a load."""
-    [[taken, *_]] = yield from _send(domain, command, via, id=id, patience=patience, notify=notify)
-    return int(taken)
-
-
-def send_once(
-    domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER, *, patience: int | None = None
-) -> Plan[SendResult]:
-    """Send one command without a batch, unless another one holds its task key. One statement, if the key is free."""
-    assert command.task_key is not None
-    while True:
-        sent = yield from _send(domain, command, via, patience=patience, window=dedup.window)
-        if sent:
-            return SendResult(command.command_id, created=True)
-        holders = yield from _holders(domain, [command.task_key])
-        if holders:  # otherwise the holder was pruned meanwhile, and the key is free
-            [result] = _duplicates(domain, [command.task_key], holders, dedup)
-            return result
-
-
-def _send(
-    domain: str,
-    command: NewCommand,
-    via: Via,
-    *,
-    id: int | None = None,
-    patience: int | None = None,
-    notify: bool = True,
     window: timedelta | None = None,
-) -> Plan[list[Row]]:
+    via: Via = NO_BROKER,
+) -> Plan[int | None]:
+    """Send one command without a batch, in one statement. Returns its id: the given one, or one that begins a load.
+
+    With a `window`, the command is sent only if its task key is free, and holds it for so long. If it is not, the
+    result is None.
+    """
     values = {
         "id": id,
         "patience": patience,
@@ -136,30 +109,45 @@ def _send(
         "max_attempts": command.max_attempts,
     }
     try:
+        rows: list[Row]
         if command.run_at is None and window is None and via.transport is None:
-            ready: list[Row] = yield Statement(SQL.send_ready, values)
-            return ready
-        later = {"window": window, "run_at": command.run_at, "batch_id": None}
-        return (yield from execute(SQL.send, **values, **later, **via.columns()))
+            rows = yield Statement(SQL.send_ready, values)
+        else:
+            later = {"window": window, "run_at": command.run_at, "batch_id": None}
+            rows = yield from execute(SQL.send, **values, **later, **via.columns())
     except pg.UniqueViolation:
         raise DuplicateCommandError(domain, [command.command_id]) from None
+    return rows[0][0] if rows else None
+
+
+def send_once(
+    domain: str, command: NewCommand, dedup: Dedup, via: Via = NO_BROKER, *, patience: int | None = None
+) -> Plan[SendResult]:
+    """Send one command without a batch, unless another one holds its task key. One statement, if the key is free."""
+    assert command.task_key is not None
+    while True:
+        id = yield from send(domain, command, patience=patience, window=dedup.window, via=via)
+        if id is not None:
+            return SendResult(command.command_id, created=True)
+        holders = yield from _holders(domain, [command.task_key])
+        if holders:  # otherwise the holder was pruned meanwhile, and the key is free
+            [result] = _duplicates(domain, [command.task_key], holders, dedup)
+            return result
 
 
 def write(
     domain: str, command: NewCommand, dedup: Dedup | None = None, via: Via = NO_BROKER, *, chosen: bool = True
 ) -> Write[SendResult]:
     """Send one command. `chosen` says that the caller chose its command_id, so that another command may have it."""
-    if dedup is not None:
-        plan = partial(send_once, domain, command, dedup, via)
-    else:
-        plan = partial(_send_alone, domain, command, via)
-    again = partial(plan, patience=PATIENCE) if chosen or dedup is not None else None
+
+    def plan(patience: int | None = None) -> Plan[SendResult]:
+        if dedup is not None:
+            return send_once(domain, command, dedup, via, patience=patience)
+        result = SendResult(command.command_id, created=True)
+        return then(send(domain, command, patience=patience, via=via), result)
+
+    again = partial(plan, PATIENCE) if chosen or dedup is not None else None
     return Write(plan(), command_ids=[command.command_id], one_statement=True, again=again)
-
-
-def _send_alone(domain: str, command: NewCommand, via: Via, *, patience: int | None = None) -> Plan[SendResult]:
-    yield from _send(domain, command, via, patience=patience)
-    return SendResult(command.command_id, created=True)
 
 
 def write_many(
@@ -305,8 +293,7 @@ def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUI
 
 def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[Load]]:
     """Open a batch with all its commands and seal it. Returns the loads that are due now: a broker is told of them."""
-    if batch.callback_id is not None:
-        yield from _refuse_callback(batch.domain, batch.callback_id)
+    yield from _refuse_taken_callback(batch)
     loads = list(cut(batch.domain, commands))
     placed: list[Load]
     try:
@@ -339,8 +326,7 @@ def create_batch_once(
 
 
 def open_batch(batch: NewBatch) -> Plan[None]:
-    if batch.callback_id is not None:
-        yield from _refuse_callback(batch.domain, batch.callback_id)
+    yield from _refuse_taken_callback(batch)
     try:
         yield from execute(SQL.open_batch, **batch.columns(), total=0, sealed=False)
     except pg.UniqueViolation:
@@ -358,9 +344,9 @@ def seal(domain: str, batch_id: UUID) -> Plan[bool]:
     return False
 
 
-def _refuse_callback(domain: str, callback_id: UUID) -> Plan[None]:
-    if (yield from taken_ids(domain, [callback_id])):
-        raise DuplicateCommandError(domain, [callback_id])
+def _refuse_taken_callback(batch: NewBatch) -> Plan[None]:
+    if batch.callback_id is not None and (yield from taken_ids(batch.domain, [batch.callback_id])):
+        raise DuplicateCommandError(batch.domain, [batch.callback_id])
 
 
 def taken_ids(domain: str, command_ids: Sequence[UUID]) -> Plan[list[UUID]]:

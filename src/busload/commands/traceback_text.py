@@ -31,7 +31,7 @@ CAUSE = "\nThe above exception was the direct cause of the following exception:\
 CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 _PACKAGE = Path(__file__).parent.parent
-_ENGINE = (str(_PACKAGE / "worker") + "/", str(_PACKAGE / "job.py"), str(Path(asyncio.__file__).parent) + "/")
+_ENGINE = (str(_PACKAGE / "worker") + "/", str(_PACKAGE / "jobs") + "/", str(Path(asyncio.__file__).parent) + "/")
 
 
 def traceback_text(error: BaseException, max_bytes: int = MOST_BYTES) -> str:
@@ -40,42 +40,27 @@ def traceback_text(error: BaseException, max_bytes: int = MOST_BYTES) -> str:
     The engine's frames around the handler are left out. Whatever the exception is like, this returns.
     """
     try:
-        return _cut(_chain(error, _Budget(), 0), max_bytes)
+        return _cut(_chain(error, set(), 0), max_bytes)
     except BaseException as another:  # of the exception's own class: not even SystemExit may pass for ours
         return storable(f"{type(error).__name__}: its traceback could not be told: {type(another).__name__}", max_bytes)
 
 
-class _Budget:
-    """What was told already, so that a circle of causes ends, and how many exceptions more may be told."""
+def _chain(error: BaseException, seen: set[int], depth: int) -> list[str]:
+    """The texts of an exception and of what led to it, in the order in which they happened.
 
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-        self.left = MOST_EXCEPTIONS
-
-    def take(self, error: BaseException) -> bool:
-        if self.left == 0 or id(error) in self.seen:
-            return False
-        self.seen.add(id(error))
-        self.left -= 1
-        return True
-
-
-def _chain(error: BaseException, budget: _Budget, depth: int) -> list[str]:
-    """The texts of an exception and of what led to it, in the order in which they happened."""
-    budget.take(error)
-    told = [_one(error, budget, depth)]
-    while True:
-        before, link = _before(error)
-        if before is None:
+    `seen` are the ids of exceptions that were told already: causes may form a circle.
+    """
+    told = [_one(error, seen, depth)]
+    before, link = _before(error)
+    while before is not None:
+        if id(before) in seen:
+            told.append(f"[What comes before is told already]\n{link}")
             break
-        if not budget.take(before):
-            again = id(before) in budget.seen
-            told.append(
-                f"[{'What comes before is told already' if again else 'Earlier exceptions are left out'}]\n{link}"
-            )
+        if len(seen) >= MOST_EXCEPTIONS:
+            told.append(f"[Earlier exceptions are left out]\n{link}")
             break
-        told.append(_one(before, budget, depth) + link)
-        error = before
+        told.append(_one(before, seen, depth) + link)
+        before, link = _before(before)
     told.reverse()
     return told
 
@@ -86,12 +71,13 @@ def _before(error: BaseException) -> tuple[BaseException | None, str]:
     return (None, "") if error.__suppress_context__ else (error.__context__, CONTEXT)
 
 
-def _one(error: BaseException, budget: _Budget, depth: int) -> str:
+def _one(error: BaseException, seen: set[int], depth: int) -> str:
+    seen.add(id(error))
     frames = "".join(_frames(error.__traceback__))
     head = f"Traceback (most recent call last):\n{frames}" if frames else ""
     text = head + _words(error)
     if isinstance(error, BaseExceptionGroup):
-        text += "".join(_members(error, budget, depth))
+        text += "".join(_members(error, seen, depth))
     return text
 
 
@@ -111,13 +97,13 @@ def _words(error: BaseException) -> str:
     return text
 
 
-def _members(group: BaseExceptionGroup[BaseException], budget: _Budget, depth: int) -> Iterator[str]:
+def _members(group: BaseExceptionGroup[BaseException], seen: set[int], depth: int) -> Iterator[str]:
     for number, member in enumerate(group.exceptions, 1):
-        if depth == DEEPEST or id(member) in budget.seen or not budget.left:
+        if depth == DEEPEST or id(member) in seen or len(seen) >= MOST_EXCEPTIONS:
             yield f"  | [{counted(len(group.exceptions) - number + 1, 'more sub-exception')}]\n"
             return
         yield f"  +---------------- {number} ----------------\n"
-        lines = "".join(_chain(member, budget, depth + 1)).splitlines()
+        lines = "".join(_chain(member, seen, depth + 1)).splitlines()
         yield "".join(f"  | {line}\n" for line in lines)
 
 

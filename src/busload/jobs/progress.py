@@ -15,10 +15,9 @@ from busload.batches.batch import BatchMetadata, BatchStatus, existing_batches, 
 from busload.batches.cancel import Begun
 from busload.batches.cancel import begin_to_cancel as begin_to_cancel_batch
 from busload.commands import search, send
-from busload.commands.checks import WIDEST
 from busload.commands.command import NewCommand
 from busload.commands.ids import new_id, new_ids
-from busload.commands.payload import decode, encode
+from busload.commands.payload import WIDEST, decode, encode
 from busload.commands.send import NO_BROKER, Via
 from busload.dispatch import creation_state
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError

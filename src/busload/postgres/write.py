@@ -45,7 +45,7 @@ def patient(
     job_id: UUID | None = None,
 ) -> Write[T]:
     """Several statements, one of which may have to wait for the transaction of somebody else."""
-    return Write(plan(), batch_id, command_ids, job_id=job_id, again=lambda: _hurried(plan()))
+    return Write(plan(), batch_id, command_ids, job_id=job_id, again=lambda: hurried(plan()))
 
 
 def then(plan: Plan[Any], result: T) -> Plan[T]:
@@ -60,8 +60,9 @@ def only(plan: Plan[list[T]]) -> Plan[T]:
     return result
 
 
-def _hurried(plan: Plan[T]) -> Plan[T]:
-    yield from execute(SQL.hurry, patience=PATIENCE)
+def hurried(plan: Plan[T], patience: int = PATIENCE) -> Plan[T]:
+    """Carry out the plan in a transaction that waits for no lock for longer than `patience`, in milliseconds."""
+    yield from execute(SQL.hurry, patience=patience)
     return (yield from plan)
 
 

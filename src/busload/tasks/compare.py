@@ -9,7 +9,7 @@ from uuid import UUID
 
 from psycopg import sql
 
-from busload.postgres.plan import Plan, execute, many
+from busload.postgres.plan import Plan, many
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -43,8 +43,7 @@ class OldTask:
 
 
 def task_page(*, after: str, queue: str | None, limit: int) -> Plan[list[str]]:
-    rows = yield from execute(SQL.task_page, after=after, domain=queue, limit=limit)
-    return [task_id for (task_id,) in rows]
+    return many(str, SQL.task_page, after=after, domain=queue, limit=limit)
 
 
 def newest(task_ids: Sequence[str], *, queue: str | None) -> Plan[list[Newest]]:

@@ -13,11 +13,10 @@ import msgspec
 import psycopg
 
 from busload.commands import rescue
-from busload.commands.checks import WIDEST
 from busload.commands.command import Command, NewCommand
 from busload.commands.ids import ascending_ids, lease_id_of
 from busload.commands.parts import cut, find_failing
-from busload.commands.payload import PayloadRefusedError, encode
+from busload.commands.payload import WIDEST, PayloadRefusedError, encode
 from busload.commands.retry import RetryPolicy
 from busload.errors import PermanentCommandError, SupersededError
 from busload.postgres.connection import AsyncConnection, is_away

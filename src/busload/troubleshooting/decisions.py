@@ -11,10 +11,10 @@ from uuid import UUID
 import msgspec
 
 from busload.commands import search, send
-from busload.commands.checks import WIDEST, check, encoded
+from busload.commands.checks import check, encoded
 from busload.commands.command import CommandStatus, refuse_unknown
 from busload.commands.ids import new_id
-from busload.commands.payload import PayloadRefusedError, decode, encode, readable, storable
+from busload.commands.payload import WIDEST, PayloadRefusedError, decode, encode, readable, storable
 from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements

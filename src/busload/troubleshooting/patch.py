@@ -7,8 +7,7 @@ from typing import Any
 
 import jsonpatch
 
-from busload.commands.checks import WIDEST
-from busload.commands.payload import PayloadRefusedError, decode, encode
+from busload.commands.payload import WIDEST, PayloadRefusedError, decode, encode
 from busload.errors import Problem
 from busload.settings import PayloadLimits
 

@@ -12,6 +12,7 @@ from busload.commands.counted import counted
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
+from busload.postgres.write import hurried
 
 log = logging.getLogger("busload")
 
@@ -39,7 +40,7 @@ async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Ret
     """Take back what dead workers held; if somebody holds a batch, everything else."""
     try:
         async with conn.transaction():
-            return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, patience=PATIENCE))
+            return await perform_async(conn, hurried(rescue.rescue(worker=worker, judge=judge), PATIENCE))
     except LockNotAvailable:
         async with conn.transaction():
             return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
