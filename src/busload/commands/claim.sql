@@ -5,23 +5,21 @@
 -- a command.
 (left(%(lease)s::text, 29) || lpad(to_hex(row_number() OVER ()), 4, '0') || '000')::uuid
 
--- fragment: starting
--- The batches that begin with this claim. If somebody else holds the row of a batch, its first settlement
--- starts it.
-SELECT batch_id
-  FROM busload.batch
- WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased))
-   AND status = 'PENDING'
-   FOR NO KEY UPDATE SKIP LOCKED
-
 -- fragment: leases_and_commands
 -- The leases and their commands, one array for each column. Most commands have no task key, reply and so on:
 -- then that column is null. A claim does not wait for the disk: if a crash undoes it, the commands are ready
--- again, and a result of theirs cannot be durable without it. `remaining` is what has not ended of a batch
--- that takes no more commands.
+-- again, and a result of theirs cannot be durable without it. It starts the batches that begin with it. If
+-- somebody else holds the row of a batch, its first settlement starts it. `remaining` is what has not ended
+-- of a batch that takes no more commands.
 FROM (
     SELECT set_config('synchronous_commit', 'off', true),
-           (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint) FROM starting)
+           (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
+              FROM (
+                SELECT batch_id
+                  FROM busload.batch
+                 WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased)) AND status = 'PENDING'
+                   FOR NO KEY UPDATE SKIP LOCKED
+              ) AS starting)
 ) AS hasty
 CROSS JOIN (
     SELECT array_agg(lease_id),
@@ -147,8 +145,6 @@ WITH alive AS (
     INSERT INTO busload.lease (lease_id, {load}, worker, open)
     SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
     RETURNING *
-), starting AS (
-    {starting}
 )
 SELECT CASE WHEN EXISTS (SELECT FROM alive)
             THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer
@@ -217,8 +213,6 @@ WITH alive AS (
            %(worker)s::bigint, upto - lo + 1
       FROM taken
     RETURNING *
-), starting AS (
-    {starting}
 )
 SELECT EXISTS (SELECT FROM alive),
        ARRAY(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -211,63 +211,50 @@ def _ordinary(value: object, limits: PayloadLimits) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Opened:
-    """A container that the walk has entered and not left: what is still to see, and what was seen last."""
-
-    identity: int
-    rest: Iterator[tuple[Any, Any]]
-    copy: Any
-    key: Any = None
-
-
 def _plain_copy(value: object, limits: PayloadLimits, path: str) -> Any:
     """The same value made of builtins only; raises `PayloadRefusedError` for the first flaw in reading order."""
-    whole: list[Any] = []
-    inside = [_Opened(0, iter([(0, value)]), whole)]
-    open_now: set[int] = set()
     room = limits.data_bytes + 1
-    while inside:
-        here = inside[-1]
-        step = next(here.rest, None)
-        if step is None:
-            open_now.discard(here.identity)
-            inside.pop()
-            continue
-        here.key, item = step
+    around: set[int] = set()  # the containers around the item, to notice that a value contains itself
 
-        if type(here.copy) is dict:
-            flaw = _key_flaw(here.key, limits)
-            if flaw:
-                raise _refused(flaw, path, inside[:-1])
-            room -= len(here.key) + 3
-
+    def copy(item: Any, keys: tuple[Any, ...]) -> Any:
+        nonlocal room
+        flaw: _Flaw | None
         plain = _builtin(item, limits)
         room -= _least_bytes(plain) + 1
         if type(plain) is _Flaw:
             flaw = plain
         elif room < 0:
             flaw = _too_large(f"at least {limits.data_bytes - room:,}", limits)
-        elif id(item) in open_now:
+        elif id(item) in around:
             flaw = _Flaw("CIRCULAR", "The value contains itself; pass a value that ends.")
-        elif type(plain) in _CONTAINERS and len(inside) > limits.depth:
+        elif type(plain) in _CONTAINERS and len(keys) >= limits.depth:
             flaw = _too_deep(limits)
         else:
             flaw = _scalar_flaw(plain, limits)
         if flaw:
-            raise _refused(flaw, path, inside)
-
-        kept: Any = plain
-        if type(plain) in _CONTAINERS:
-            is_dict = type(plain) is dict
-            kept = {} if is_dict else []
-            inside.append(_Opened(id(item), iter(plain.items() if is_dict else enumerate(plain)), kept))
-            open_now.add(id(item))
-        if type(here.copy) is dict:
-            here.copy[here.key] = kept
+            raise _refused(flaw, path, keys)
+        if type(plain) not in _CONTAINERS:
+            return plain
+        around.add(id(item))
+        kept: Any
+        if type(plain) is dict:
+            kept = {}
+            for key, part in plain.items():
+                if flaw := _key_flaw(key, limits):
+                    raise _refused(flaw, path, keys)
+                room -= len(key) + 3
+                kept[key] = copy(part, (*keys, key))
         else:
-            here.copy.append(kept)
-    return whole[0]
+            kept = []
+            for index, part in enumerate(plain):  # in 3.11 a comprehension would double the depth of the stack
+                kept.append(copy(part, (*keys, index)))
+        around.discard(id(item))
+        return kept
+
+    try:
+        return copy(value, ())
+    except RecursionError:  # the caller itself is nested that deep
+        raise _refused(_too_deep(limits), path) from None
 
 
 _AS_THEY_ARE = frozenset((str, int, float, bool, type(None), dict, list, tuple, _Flaw))
@@ -388,11 +375,10 @@ def _too_deep(limits: PayloadLimits) -> _Flaw:
     return _Flaw("TOO_DEEP", f"Nested deeper than {limits.depth}; pass a flatter value.", limits.depth)
 
 
-def _refused(flaw: _Flaw, path: str, inside: Iterable[_Opened] = ()) -> PayloadRefusedError:
-    keys = [str(opened.key) for opened in inside][1:]
+def _refused(flaw: _Flaw, path: str, keys: Sequence[Any] = ()) -> PayloadRefusedError:
     if flaw.code == "TOO_LARGE":  # no single part is to blame
-        keys = []
-    pointer = "".join("/" + key.replace("~", "~0").replace("/", "~1") for key in keys)
+        keys = ()
+    pointer = "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
     if len(pointer) > 60:
         pointer = f"{pointer[:20]}…{pointer[-39:]}"
     return PayloadRefusedError(Problem(flaw.code, path + pointer, flaw.message, limit=flaw.limit))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
@@ -14,6 +14,7 @@ from busload.commands.payload import readable
 from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
 
+T = TypeVar("T")
 SQL = statements(__name__)
 
 Noun = Literal["batch", "command", "job", "job of batches"]
@@ -124,38 +125,27 @@ def living_workers(domain: str) -> Plan[list[str]]:
     return many(str, SQL.living_workers, domain=domain)
 
 
-def _command(*row: Any) -> CommandMetadata:
-    values = dict(zip(_COMMAND, row, strict=True))
-    values |= {
-        "data": readable(values["data"]),
-        "status": CommandStatus(values["status"]),
-        "result": readable(values["result"]),
-    }
-    return CommandMetadata(**values)
+def _reader(kind: type[T], **conversions: Callable[[Any], Any]) -> Callable[..., T]:
+    """Makes values of a dataclass from rows, whose columns stand in the order of its fields."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+    def read(*row: Any) -> T:
+        values = dict(zip(names, row, strict=True))
+        for name, converted in conversions.items():
+            values[name] = converted(values[name])
+        return kind(**values)
+
+    return read
 
 
-def _troubleshooting_item(*row: Any) -> TroubleshootingItem:
-    values = dict(zip(_ITEM, row, strict=True))
-    values |= {"data": readable(values["data"]), "details": readable(values["details"])}
-    return TroubleshootingItem(**values)
-
-
-def _audit_event(*row: Any) -> AuditEvent:
-    values = dict(zip(_EVENT, row, strict=True))
-    return AuditEvent(**values | {"details": readable(values["details"])})
-
-
-def as_execution(*row: Any) -> Execution:
-    values = dict(zip(_EXECUTION, row, strict=False))  # what cannot have failed yet comes without a traceback
-    actions = [
+def _actions(text: str | None) -> tuple[OperatorAction, ...]:
+    return tuple(
         OperatorAction(type, datetime.fromisoformat(at), operator, details)
-        for type, at, operator, details in readable(values["actions"]) or []
-    ]
-    values |= {"status": ExecutionStatus(values["status"]), "metadata": readable(values["metadata"])}
-    return Execution(**values | {"actions": tuple(actions)})
+        for type, at, operator, details in readable(text) or []
+    )
 
 
-# The statements select their columns in the order of these fields.
-_COMMAND, _ITEM, _EVENT, _EXECUTION = (
-    [field.name for field in fields(kind)] for kind in (CommandMetadata, TroubleshootingItem, AuditEvent, Execution)
-)
+_command = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable)
+_troubleshooting_item = _reader(TroubleshootingItem, data=readable, details=readable)
+_audit_event = _reader(AuditEvent, details=readable)
+as_execution = _reader(Execution, status=ExecutionStatus, metadata=readable, actions=_actions)

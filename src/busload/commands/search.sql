@@ -138,14 +138,13 @@ event AS MATERIALIZED (
     SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled', NULL
       FROM event AS v WHERE v.type = 'CANCELED'
     UNION ALL
-    SELECT c.id, q.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
-     CROSS JOIN LATERAL (SELECT * FROM busload.queue WHERE {holds_command} ORDER BY hi LIMIT 1) AS q
-    UNION ALL
-    SELECT c.id, s.attempt, NULL, NULL, NULL, NULL, NULL, 'queued', NULL FROM task AS c
-     CROSS JOIN LATERAL (SELECT * FROM busload.scheduled WHERE {holds_command} ORDER BY hi LIMIT 1) AS s
-    UNION ALL
-    SELECT c.id, o.attempt, NULL, NULL, NULL, NULL, o.error, 'queued', NULL FROM task AS c
-     CROSS JOIN LATERAL (SELECT * FROM busload.outbox WHERE {holds_command} ORDER BY hi LIMIT 1) AS o
+    SELECT c.id, place.attempt, NULL, NULL, NULL, NULL, place.error, 'queued', NULL
+      FROM task AS c
+     CROSS JOIN LATERAL (
+        (SELECT attempt, NULL AS error FROM busload.queue WHERE {holds_command} ORDER BY hi LIMIT 1)
+        UNION ALL (SELECT attempt, NULL FROM busload.scheduled WHERE {holds_command} ORDER BY hi LIMIT 1)
+        UNION ALL (SELECT attempt, error FROM busload.outbox WHERE {holds_command} ORDER BY hi LIMIT 1)
+     ) AS place
     UNION ALL
     SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l

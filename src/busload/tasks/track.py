@@ -20,7 +20,7 @@ from busload.commands.checks import (
     whole,
     wrong,
 )
-from busload.commands.command import BatchCommand, SendResult
+from busload.commands.command import BatchCommand
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution, ExecutionStatus, Failed, Lease, Leased, Outcome, Succeeded, decide
 from busload.commands.load import Load, number_of
@@ -78,9 +78,26 @@ def new_task(
     checked = check_one(limits, queue, command, dedup=dedup)
 
     def plan() -> Plan[Execution | None]:
-        sending = send.write(queue, checked, dedup=dedup)  # no broker of ours announces it: another queue does
-        existing = dedup is not None and dedup.on_conflict == "return_existing"
-        return enqueue(sending.plan, queue, task_id, data, existing=existing)
+        # No broker of ours announces the task: another queue does.
+        sent = yield from send.write(queue, checked, dedup=dedup).plan
+        if not sent.created:
+            wanted = dedup is not None and dedup.on_conflict == "return_existing"
+            return (yield from current(queue, sent.command_id)) if wanted else None
+        [(enqueued_at,)] = yield from execute(SQL.enqueued_at, domain=queue, command_id=sent.command_id)
+        return Execution(
+            execution_id=sent.command_id,  # announced now: its first claim takes it
+            task_key=task_id,
+            command_id=sent.command_id,
+            queue=queue,
+            attempt=1,
+            status=ExecutionStatus.QUEUED,
+            worker=None,
+            enqueued_at=enqueued_at,
+            started_at=None,
+            finished_at=None,
+            error=None,
+            metadata=data,
+        )
 
     return patient(plan, None, [execution_id])
 
@@ -130,37 +147,29 @@ def ending(limits: InputLimits, execution: object, outcome: Outcome, *, workers:
     return Write(ended(), command_ids=[execution.command_id], again=partial(ended, patience=PATIENCE))
 
 
-def recovering(
-    limits: InputLimits, queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False
+def recover(
+    limits: InputLimits, queue: str, *, waiting_for: timedelta, limit: int, dry_run: bool
 ) -> Write[list[Execution]]:
-    """Check which tasks are asked for that have waited too long, and plan to name them."""
+    """Name tasks that have waited for so long that their message may be lost. They are not named again as soon.
+
+    With `dry_run` nothing is written, and tasks that dead workers hold are named as well: nobody has rescued them.
+    """
     problems = problems_of(limits, queue=queue, waiting_for=waiting_for)
     refuse(problems + whole(1, 100_000)(limit, "limit"))
-    return Write(recover(queue, waiting_for=waiting_for, limit=limit, look_only=look_only))
 
+    def plan() -> Plan[list[Execution]]:
+        rows = yield from execute(SQL.waiting, domain=queue, waiting_for=waiting_for, limit=limit)
+        found = {id: search.as_execution(*columns) for id, *columns in rows}
+        if dry_run:
+            lost = yield from many(search.as_execution, SQL.lost, domain=queue, limit=limit)
+            return [*lost, *found.values()][:limit]
+        if not found:
+            return []
+        named = yield from execute(SQL.postpone, ids=list(found), waiting_for=waiting_for)
+        ours = {id for (id,) in named}
+        return [execution for id, execution in found.items() if id in ours]
 
-def enqueue(
-    send: Plan[SendResult], queue: str, task_id: str, metadata: Any, *, existing: bool
-) -> Plan[Execution | None]:
-    """Send the command of a task. For a duplicate, return the execution of the holder if `existing` asks for it."""
-    sent = yield from send
-    if not sent.created:
-        return (yield from current(queue, sent.command_id)) if existing else None
-    [(enqueued_at,)] = yield from execute(SQL.enqueued_at, domain=queue, command_id=sent.command_id)
-    return Execution(
-        execution_id=sent.command_id,  # announced now: its first claim takes it
-        task_key=task_id,
-        command_id=sent.command_id,
-        queue=queue,
-        attempt=1,
-        status=ExecutionStatus.QUEUED,
-        worker=None,
-        enqueued_at=enqueued_at,
-        started_at=None,
-        finished_at=None,
-        error=None,
-        metadata=metadata,
-    )
+    return Write(plan())
 
 
 def claim(task_id: str, execution_id: UUID, *, worker: int, patience: int | None = None) -> Plan[Claim]:
@@ -170,7 +179,10 @@ def claim(task_id: str, execution_id: UUID, *, worker: int, patience: int | None
     """
     found = yield from execute(SQL.find, task_key=task_id, execution_id=execution_id, patience=patience)
     if not found:
-        raise _stranger(task_id, execution_id)
+        raise InvalidOperationError(
+            f"Execution {execution_id} is none of task {task_id!r:.200}. Claim with the two keys that one enqueue or "
+            "retry returned, and publish them only after its transaction has committed. Nothing was written."
+        )
     [(command, _)] = found
     for _ in range(LOOKS):
         [row] = yield from execute(SQL.claim, command=command, worker=worker, fresh=new_execution_id())
@@ -273,23 +285,6 @@ def current(queue: str, command_id: UUID) -> Plan[Execution | None]:
     return search.as_execution(*columns) if attempt is not None else None
 
 
-def recover(queue: str, *, waiting_for: timedelta, limit: int, look_only: bool = False) -> Plan[list[Execution]]:
-    """Tasks that have waited for so long that their message may be lost. They are not named again as soon.
-
-    With `look_only` nothing is written, and tasks that dead workers hold are named as well: nobody has rescued them.
-    """
-    rows = yield from execute(SQL.waiting, domain=queue, waiting_for=waiting_for, limit=limit)
-    found = {id: search.as_execution(*columns) for id, *columns in rows}
-    if look_only:
-        lost = yield from many(search.as_execution, SQL.lost, domain=queue, limit=limit)
-        return [*lost, *found.values()][:limit]
-    if not found:
-        return []
-    named = yield from execute(SQL.postpone, ids=list(found), waiting_for=waiting_for)
-    ours = {id for (id,) in named}
-    return [execution for id, execution in found.items() if id in ours]
-
-
 def come_back(*, worker: int, dead: Sequence[int], held: Sequence[Execution]) -> Plan[frozenset[UUID]]:
     """Give a tracker that was declared dead the executions that nobody has taken over. No task becomes a suspect.
 
@@ -319,10 +314,3 @@ def _leased(*row: Any) -> Leased:
     leased = Leased(lease, lease.load.lo, command_id, command_type, None, task_key)
     leased.max_attempts, leased.started = max_attempts, -seconds
     return leased
-
-
-def _stranger(task_id: str, execution_id: UUID) -> InvalidOperationError:
-    return InvalidOperationError(
-        f"Execution {execution_id} is none of task {task_id!r:.200}. Claim with the two keys that one enqueue or retry "
-        "returned, and publish them only after its transaction has committed. Nothing was written."
-    )

@@ -126,7 +126,7 @@ SELECT alive.worker IS NULL,
        EXISTS (SELECT FROM held WHERE lapsed),
        EXISTS (SELECT FROM held WHERE passing) AND free.id IS NOT NULL,
        leased.lease_id, task.task_key, task.command_id, task.domain, leased.attempt, 'processing', alive.name,
-       task.created_at, leased.since, NULL::timestamptz, NULL::text, task.data::text, NULL::text
+       task.created_at, leased.since, NULL::timestamptz, NULL::text, task.data::text, NULL::text, NULL::text
   FROM (SELECT) AS asked
   LEFT JOIN alive ON true
   LEFT JOIN task ON true
@@ -184,7 +184,7 @@ WITH RECURSIVE leap AS (
       FROM taken
 )
 SELECT %(execution_id)s::uuid, task_key, command_id, domain, attempt + 1, 'queued', NULL::text, created_at,
-       NULL::timestamptz, NULL::timestamptz, NULL::text, data::text, NULL::text
+       NULL::timestamptz, NULL::timestamptz, NULL::text, data::text, NULL::text, NULL::text
   FROM taken;
 
 -- name: announced
@@ -221,7 +221,7 @@ WITH place AS (
      WHERE (run_at <= now() OR reason = 'NO_HANDLER') AND domain = %(domain)s::text AND lo = hi
 )
 SELECT c.id, {announced_id}, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text,
-       c.created_at, NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text
+       c.created_at, NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text, NULL::text
   FROM place
  CROSS JOIN LATERAL (SELECT * FROM busload.command AS c
                       WHERE c.id = place.hi AND c.command_type = 'TrackedTask' AND c.task_key IS NOT NULL
@@ -268,7 +268,7 @@ SELECT hi FROM moved UNION ALL SELECT hi FROM later;
 -- name: lost
 -- Tasks of a queue that are held by workers that are not alive any more. A rescue would let them wait again.
 SELECT l.lease_id, c.task_key, c.command_id, c.domain, l.attempt, 'lost', w.name, c.created_at, l.since,
-       NULL::timestamptz, 'The worker died, or lost its lease.', c.data::text, NULL::text
+       NULL::timestamptz, 'The worker died, or lost its lease.', c.data::text, NULL::text, NULL::text
   FROM busload.lease AS l
  CROSS JOIN LATERAL (SELECT *
                        FROM busload.command

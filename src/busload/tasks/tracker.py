@@ -233,8 +233,8 @@ class TaskTracker(Tracker):
         harmless. At most `limit` are returned, each to one caller, and not again before it has waited as long once
         more. With `dry_run` nothing is written, and what dead workers hold is named as well.
         """
-        write = track.recovering(
-            self._limits, self.queue_name(queue), waiting_for=waiting_for, limit=limit, look_only=dry_run
+        write = track.recover(
+            self._limits, self.queue_name(queue), waiting_for=waiting_for, limit=limit, dry_run=dry_run
         )
         if not dry_run:
             await self._database.write(rescue.write())
