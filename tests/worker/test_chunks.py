@@ -826,6 +826,34 @@ async def test_a_limit_never_makes_the_search_for_the_bad_one_begin_anew(
     database.check_invariants()
 
 
+async def test_a_search_that_misses_its_turn_goes_on_with_the_next(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """The event loop is blocked between the turn of the first part and the call, which begins in a task of its own."""
+    blocking: list[asyncio.Task[None]] = []
+
+    async def block_when_a_task_begins() -> None:
+        known = asyncio.all_tasks()
+        while not asyncio.all_tasks() - known:
+            await asyncio.sleep(0)
+        time.sleep(0.2)
+
+    def judge(chunk: Chunk, ctx: ChunkContext) -> None:
+        if ran.sizes == [4, 4]:
+            blocking.append(asyncio.create_task(block_when_a_task_begins()))
+        if any(item.data["n"] == 2 for item in chunk):
+            raise TransientCommandError("500")
+
+    two = RetryPolicy(max_attempts=2, backoff=(0,))
+    ran = bulk(bus, judge, size=4, isolate_poison=True, retry=two, rate_limit=RateLimit(20))
+    batch_id = await given.batch(4, "Push")
+    async with given.running():
+        await eventually(lambda: database.count("execution") == 4 + 4)
+    assert ran.sizes == [4, 4, 2, 1, 1] and blocking[0].done()
+    assert counts(await given.batch_now(batch_id)) == (4, 3, 0, 0, 1)
+    database.check_invariants()
+
+
 @pytest.mark.parametrize("limit", [None, RateLimit(1000)])
 async def test_a_refusal_in_the_middle_of_the_search_does_not_end_it(
     bus: CommandBus, given: Given, database: Database, limit: RateLimit | None
