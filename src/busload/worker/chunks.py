@@ -11,8 +11,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands import settle
-from busload.commands.bulk_items import Chunk, Judgement
-from busload.commands.bulk_items import Item as ChunkItem
+from busload.commands.bulk_items import Chunk, Item, Judgement
 from busload.commands.execution import (
     Failed,
     Leased,
@@ -34,7 +33,7 @@ from busload.settings import PayloadLimits
 from busload.worker.bulk_run import BulkCall, BulkRun, Stations
 from busload.worker.call_handler import command_of, outlast
 from busload.worker.failure_log import FailureLog
-from busload.worker.line import Gathered, Item, Key, Line, commands_of
+from busload.worker.line import Claimed, Gathered, Key, Line, commands_of
 
 log = logging.getLogger("busload")
 
@@ -62,10 +61,6 @@ class Gatherer:
         """Commands that wait until their chunk is full."""
         return (one for gathered in self._open.values() for one in gathered.leased)
 
-    def gathers(self, domain: str, command_type: str) -> bool:
-        handler = self._handlers.find(domain, command_type)
-        return handler is not None and handler.gathering is not None
-
     def only_gathers(self, domain: str) -> bool:
         """Whether every handler of a domain is a bulk handler: a claim there cannot bring too many of other kinds."""
         handlers = self._handlers.of_domain(domain)
@@ -86,14 +81,19 @@ class Gatherer:
             self._send_fullest(domain)
         return 0
 
-    def take(self, leased: Iterable[Leased]) -> list[Transition]:
-        """Gather these; return the results of commands that fail at once, because their chunk cannot be determined."""
+    def take(self, leased: Iterable[Leased]) -> tuple[list[Leased], list[Transition]]:
+        """Gather what bulk handlers run. Returns the other commands, and the results of those that fail at once.
+
+        A command fails at once if its chunk cannot be determined.
+        """
+        others: list[Leased] = []
         refused: list[Transition] = []
         suspects: list[Key] = []
         for one in leased:
             handler = self._handlers.find(one.lease.domain, one.command_type)
-            assert handler is not None
-            assert handler.gathering is not None
+            if handler is None or handler.gathering is None:
+                others.append(one)
+                continue
             try:
                 key = _key(one, handler.gathering)
                 self._gather(one, key, handler, handler.gathering)
@@ -107,7 +107,7 @@ class Gatherer:
         for key in suspects:
             if key in self._open:
                 self._leave(key)  # a suspect waits for nobody
-        return refused
+        return others, refused
 
     def flush(self) -> bool:
         """Send every chunk to the line, full or not; return whether there was any."""
@@ -128,7 +128,7 @@ class Gatherer:
             self._held[gathered.key[0]] -= len(gathered.leased)
         return [one for gathered in found for one in gathered.leased]
 
-    def unpack(self, items: Collection[Item]) -> list[Leased]:
+    def unpack(self, items: Collection[Claimed]) -> list[Leased]:
         """The commands of what stood in line; their chunks are dissolved."""
         for item in items:
             if isinstance(item, Gathered):
@@ -187,7 +187,7 @@ async def run_chunk(stations: Stations, gathered: Gathered) -> None:
     """Run a chunk: one call, or several with parts of it, to find the bad commands."""
     run = _ChunkRun(stations, gathered)
     try:
-        await run.all()
+        await run.run()
     except Exception as error:  # ours, not the handler's: no command of the chunk may hang
         log.exception("Could not record how a chunk of %s ended", gathered.key[1])
         await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
@@ -206,7 +206,7 @@ class _ChunkRun(BulkRun):
         self._described: dict[int, str] = {}
         """Errors as text, by identity: all commands of a chunk may share one error."""
 
-    async def all(self) -> None:
+    async def run(self) -> None:
         items = await self._items()
         if not items:
             return
@@ -230,23 +230,23 @@ class _ChunkRun(BulkRun):
     async def fail_rest(self, error: BaseException) -> None:
         await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
 
-    async def _items(self) -> list[ChunkItem]:
+    async def _items(self) -> list[Item]:
         """The commands that can be decoded. Each of the others waits for a person."""
-        items: list[ChunkItem] = []
+        items: list[Item] = []
         for one in list(self._leased.values()):
             try:
                 command = command_of(one)
             except UndecodableError as error:
                 await self._put([self._ended(one, Unreadable(error))])
             else:
-                items.append(ChunkItem(one.command_id, command.data, command.task_key, command.created_at, command))
+                items.append(Item(one.command_id, command.data, command.task_key, command.created_at, command))
         return items
 
-    async def _call_part(self, items: list[ChunkItem]) -> BulkCall | None:
+    async def _call_part(self, items: list[Item]) -> BulkCall | None:
         ours = self._ours(items)
         return await self._call(ours, patient=True) if ours else None
 
-    async def _call(self, items: list[ChunkItem], *, patient: bool) -> BulkCall:
+    async def _call(self, items: list[Item], *, patient: bool) -> BulkCall:
         """Make one call, and settle the commands that it has done."""
         chunk = Chunk(*self._kind, items, self._common)
         entered = await self._enter(chunk, patient=patient)
@@ -303,7 +303,7 @@ class _ChunkRun(BulkRun):
                 transitions.append(Transition(one, shared.outcome, shared.details, reason=shared.reason))
         return transitions
 
-    def _failed(self, item: ChunkItem, error: BaseException) -> Transition:
+    def _failed(self, item: Item, error: BaseException) -> Transition:
         one = self._leased[item.id]
         return self._ended(one, failure(one, error))
 
@@ -313,25 +313,25 @@ class _ChunkRun(BulkRun):
             self._described[id(error)] = describe(error)
         return end_failed(one, outcome, self._handler, None if error is None else self._described[id(error)])
 
-    async def _fail(self, failed: Sequence[tuple[ChunkItem, BaseException]]) -> None:
+    async def _fail(self, failed: Sequence[tuple[Item, BaseException]]) -> None:
         failed = [one for one in failed if one[0].id in self._leased]  # else a transaction has settled it
         late = [item for item, error in failed if self._waits(item, error)]
         await self._put([self._failed(item, error) for item, error in failed if not self._waits(item, error)])
         if self._postponed is not None:
             await self._postpone(late, self._postponed)
 
-    def _waits(self, item: ChunkItem, error: BaseException) -> bool:
+    def _waits(self, item: Item, error: BaseException) -> bool:
         """Whether the item is only put off. In a canceled batch it is not: there it has stopped, as it was asked to."""
         return isinstance(deciding(error), RateLimitedError) and not self._leased[item.id].lease.canceled
 
-    def _ours(self, items: Sequence[ChunkItem]) -> list[ChunkItem]:
+    def _ours(self, items: Sequence[Item]) -> list[Item]:
         """Without those that another worker has now."""
         for item in items:
             if item.id in self._leased and self._leased[item.id].lease.lost:
                 del self._leased[item.id]
         return [item for item in items if item.id in self._leased]
 
-    async def _postpone(self, items: Sequence[ChunkItem], postponed: PostponedError) -> None:
+    async def _postpone(self, items: Sequence[Item], postponed: PostponedError) -> None:
         leased = [self._leased.pop(item.id) for item in items if item.id in self._leased]
         if leased:
             await self._outcomes.postpone(leased, postponed)

@@ -18,7 +18,7 @@ from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
-from busload.worker.line import Gathered, Item, Line
+from busload.worker.line import Claimed, Gathered, Line
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
@@ -53,8 +53,6 @@ class Look:
     """Seconds until the next round; None if the next round waits until something has changed."""
     found_nothing: bool = False
     """Whether nothing is ready in any domain."""
-    emptied: bool = False
-    """Whether the last claim took everything that was ready."""
 
 
 class Pace:
@@ -112,7 +110,6 @@ class Claimer:
         self._quarter_lease = shared.settings.lease_for.total_seconds() / 4
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
-        self._emptied = False
         self._empty_at = 0.0
         self._bulk_empty_at: dict[str, float] = {}
         self._unknown: set[tuple[str, str]] = set()
@@ -122,6 +119,8 @@ class Claimer:
         self._polled_at = 0.0
         self.sent_at: float | None = None
         """When the claim under way was sent; None while there is none."""
+        self.emptied = False
+        """Whether the last claim took everything that was ready."""
         self.claims = self.empty_claims = self.claimed = 0
         self.ahead = 0
         """How many commands should stand in line, as of the last look."""
@@ -134,7 +133,7 @@ class Claimer:
         """Claim what is missing, in one statement. With `everywhere`, leave out no domain because of its limits."""
         too_soon = self._empty_at + SMALLEST_GAP - time.monotonic()
         if too_soon > 0:
-            return Look(too_soon, emptied=self._emptied)
+            return Look(too_soon)
         await self._hand_back.once()
         if self._line.for_threads:
             await self._watch_threads()
@@ -142,7 +141,7 @@ class Claimer:
         limit = self._limit(waiting)
         wanted, left_out = self._wanted(limit)
         if not wanted:
-            return Look(await self._watch_line(), emptied=self._emptied)
+            return Look(await self._watch_line())
         rest = math.inf
         if self._rests and (self._line.in_hand or not everywhere):
             wanted, rest = self._without_resting(wanted)
@@ -161,17 +160,17 @@ class Claimer:
         if found_nothing and self._line.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
         contended = any(taken.contended for taken in found)
-        self._emptied = not contended and all(taken_all)
+        self.emptied = not contended and all(taken_all)
         pause: float | None
         if contended:
             pause = random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
-        elif not self._emptied:
+        elif not self.emptied:
             pause = 0
         else:
             self._empty_at = time.monotonic()
             pause = min(self._settings.poll_every.total_seconds(), rest)
             if self._broker is not None and not any(taken.refused for taken in found):
-                pause = min(self._pause(self._broker, {domain for domains, _ in wanted for domain in domains}), rest)
+                pause = min(self._pause(self._broker, [domain for domains, _ in wanted for domain in domains]), rest)
             if limit:
                 self._line.low_water = 0
             else:
@@ -180,7 +179,7 @@ class Claimer:
                 pause = min(pause, self._quarter_lease / 4)
             if left_out:
                 pause = min(pause, LONGEST_EMPTY)
-        return Look(pause, found_nothing, self._emptied)
+        return Look(pause, found_nothing)
 
     def _limit(self, waiting: int) -> int:
         """How many single commands to claim. `waiting` is how many wait for a thread: those take no slot."""
@@ -250,11 +249,6 @@ class Claimer:
         self._take_out(self._line.items)
         self._hand_back.add(self._gatherer.abandon())
 
-    async def hand_back_line(self) -> None:
-        """Let others run what has not started."""
-        self.empty_line()
-        await self._hand_back.once()
-
     def heed_pauses(self) -> None:
         """Take what belongs to paused domains out of the line; the next round hands it back."""
         self._queue_wanted = True
@@ -262,20 +256,17 @@ class Claimer:
         self._take_out([one for one in self._line.items if one.lease.domain in paused])
         self._hand_back.add(self._gatherer.abandon(paused))
 
-    def _take_out(self, items: Collection[Item]) -> None:
+    def _take_out(self, items: Collection[Claimed]) -> None:
         """Take these out of the line; the next round hands them back."""
         self._line.drop(items)
         self._hand_back.add(self._gatherer.unpack(items))
 
     async def promote(self) -> float:
         """Make ready what is due; return the seconds until the next promotion, so that some come together."""
-        promotion = await self.promote_due()
+        promotion = await self._shared.perform(claim.promote())
         poll = self._settings.poll_every.total_seconds()
         pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
         return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
-
-    async def promote_due(self) -> claim.Promotion:
-        return await self._shared.perform(claim.promote())
 
     async def _claim(self, domains: list[str], limit: int) -> claim.Claim:
         """Claim so many commands of these domains, and put them into the line.
@@ -332,7 +323,10 @@ class Claimer:
             self._settlement.expect(taken.leases)
             if self._rests:
                 self._rests.claimed(taken.leased)
-            refused = self._start(known)
+            refused: list[Transition] = []
+            if self._handlers.gathers:
+                known, refused = self._gatherer.take(known)
+            self._line.add(known)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.
             self._held.drop(lease.lease_id for lease in taken.leases)
@@ -352,25 +346,13 @@ class Claimer:
         if self._polls:
             self._queue_wanted, self._queue_first, self._polled_at = False, not self._queue_first, now
 
-    def _pause(self, broker: Broker, asked: set[str]) -> float:
+    def _pause(self, broker: Broker, asked: list[str]) -> float:
         ours = {domain for domain in self._domains if domain not in self._pauses.paused}
-        look = broker.deliveries.next_look(asked & ours)
-        if self._polls and not asked >= ours:
+        look = broker.deliveries.next_look(ours.intersection(asked))
+        if self._polls and not ours.issubset(asked):
             self._queue_wanted = True  # a notification may be about a domain that was not asked now
         poll = self._polled_at + broker.poll_every - time.monotonic()
         return min(max(poll, 0.001), math.inf if look is None else look)
-
-    def _start(self, leased: list[Leased]) -> list[Transition]:
-        """Put commands into the line, or into chunks; return the results of those that cannot be gathered."""
-        if not self._handlers.gathers:
-            self._line.add(leased)
-            return []
-        single: list[Leased] = []
-        gathered: list[Leased] = []
-        for one in leased:
-            (gathered if self._gatherer.gathers(one.lease.domain, one.command_type) else single).append(one)
-        self._line.add(single)
-        return self._gatherer.take(gathered)
 
     def _without_resting(self, wanted: list[Want]) -> tuple[list[Want], float]:
         """Leave out domains that bring mostly what a limit holds up; return also the seconds until one is due again."""

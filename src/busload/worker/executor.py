@@ -31,7 +31,7 @@ from busload.worker.chunks import Gatherer, run_chunk
 from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, references_to
 from busload.worker.context import HandlerContext
 from busload.worker.groups import GroupRunner
-from busload.worker.line import Gathered, Item, Line, commands_of
+from busload.worker.line import Claimed, Gathered, Line, commands_of
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -63,7 +63,7 @@ class Slot:
     def __init__(self, name: str) -> None:
         self.name = name
         self.in_thread = False
-        self.taken: Item | None = None
+        self.taken: Claimed | None = None
 
 
 class Executor:
@@ -167,13 +167,13 @@ class Executor:
         """Give a slot a new task. The application's task factory does not make it: it must not begin at once."""
         slot.task = asyncio.Task(self._serve(slot, rest), name=slot.name)
 
-    def _needs_thread(self, item: Item) -> bool:
+    def _needs_thread(self, item: Claimed) -> bool:
         if isinstance(item, Gathered):
             return not item.handler.is_async
         handler = self._handlers.find(item.lease.domain, item.command_type)
         return handler is not None and not handler.is_async
 
-    def _begin(self, item: Item) -> Rest | Waiting | None:
+    def _begin(self, item: Claimed) -> Rest | Waiting | None:
         """Run a command as far as it comes without waiting for anything; returns what is left to do, if anything."""
         if isinstance(item, Gathered):
             self._gatherer.started(item)
@@ -281,7 +281,7 @@ class Executor:
         if call.overdue is not None:
             await outlast(call.overdue, handler, leased.command_type)
 
-    async def _give_up(self, item: Item | None, error: Exception) -> None:
+    async def _give_up(self, item: Claimed | None, error: Exception) -> None:
         """An error of our own must not end the slot. While the worker stops, the command is handed back."""
         if isinstance(item, Leased) and not self.calls.stopping:
             await self._outcomes.give_up(item, error)

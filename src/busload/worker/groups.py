@@ -80,7 +80,7 @@ class GroupRunner:
         assert handler.buffer is not None
         outcomes = self._stations.outcomes
         try:
-            await _GroupRun(self._stations, self, leased, handler, handler.buffer).all()
+            await _GroupRun(self._stations, self, leased, handler, handler.buffer).run()
         except (PostponedError, SupersededError) as why:  # not of the handler: its errors judge its items
             await outcomes.drop(leased, why)
         except UndecodableError as error:
@@ -140,14 +140,14 @@ class _GroupRun(BulkRun):
     ) -> None:
         super().__init__(stations, handler, buffer.name, leased.command_type)
         self._runner, self._leased, self._buffer = runner, leased, buffer
-        told = decode(leased.data) if leased.data is not None else None
-        self._told = told if isinstance(told, dict) else {}
+        data = decode(leased.data) if leased.data is not None else None
+        self._data = data if isinstance(data, dict) else {}
         self._events = Events()
         self._rows = self._done = self._vanished = 0
         self._kept = False
         """Whether the remaining items stay, because something else forbids to delete them."""
 
-    async def all(self) -> None:
+    async def run(self) -> None:
         await self._read()
         if self._leased.lease.crashes > 1:
             await self._halve()
@@ -166,8 +166,8 @@ class _GroupRun(BulkRun):
             await outlast(overdue, self._handler, f"buffer {self._buffer.name}")
 
     async def _read(self) -> None:
-        found, rows = await self._look()
-        partition, expected = self._told.get("partition"), self._told.get("items")
+        found, rows = await self._read_rows()
+        partition, expected = self._data.get("partition"), self._data.get("items")
         self._place = Place(
             found,
             self._leased,
@@ -180,10 +180,10 @@ class _GroupRun(BulkRun):
         self._events = Events.of(rows, self._buffer.merge, own=found.own)
         self._rows = len(rows)
         if self._place.told is not None:
-            self._miss(self._place.told - len(rows))
+            self._count_vanished(self._place.told - len(rows))
 
-    async def _look(self) -> tuple[Relation, list[Row]]:
-        """Read the group. If the table was altered, look it up again: each connection may remember its old shape."""
+    async def _read_rows(self) -> tuple[Relation, list[Row]]:
+        """If the table was altered, look it up again: each connection may remember its old shape."""
         refusals = 0
         while True:
             found = await self._runner.relation(self._leased, self._buffer)
@@ -196,7 +196,7 @@ class _GroupRun(BulkRun):
 
     def _refuse_other_table(self, found: Relation, rows: Sequence[Row]) -> None:
         """Refuse a buffer that was declared on another table meanwhile. A renamed table still has the group's rows."""
-        then = self._told.get("table", found.told)
+        then = self._data.get("table", found.told)
         if then != found.told and not rows and self._place.told:
             raise TransientCommandError(
                 f"The {self._place.told} events of this group are in {then or 'busload.buffered'}, but buffer "
@@ -393,9 +393,9 @@ class _GroupRun(BulkRun):
     def _count(self, ended: Ended) -> None:
         self._done += ended.done
         self._shared.tallies.add(self._buffer.name, done=ended.done)
-        self._miss(ended.missing)
+        self._count_vanished(ended.missing)
 
-    def _miss(self, rows: int) -> None:
+    def _count_vanished(self, rows: int) -> None:
         """Somebody else has deleted rows of this group: not fatal, but worth a warning."""
         if rows > 0:
             self._vanished += rows

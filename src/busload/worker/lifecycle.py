@@ -16,7 +16,7 @@ import psycopg
 
 from busload.buffers.distribute import LOCK_TIMEOUT, Distributor, warn_of_unserved, write_tallies
 from busload.bus import CommandBus
-from busload.commands import rescue
+from busload.commands import claim, rescue
 from busload.commands.counted import counted
 from busload.commands.execution import Leased
 from busload.commands.rescue import Renewal
@@ -35,7 +35,7 @@ from busload.sync.connection import connect
 from busload.sync.plan import perform
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
-from busload.worker.claimer import Claimer, Look
+from busload.worker.claimer import Claimer
 from busload.worker.executor import Executor
 from busload.worker.hand_back import HandBack
 from busload.worker.heartbeat import Heartbeat
@@ -82,7 +82,6 @@ class Run:
         self._loops: list[Loop] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds: list[asyncio.Task[None]] = []
-        self._look = Look(None)
         self.started = False
         self.left_behind: list[Leased] = []
         """Commands whose handlers have not ended, though the run has."""
@@ -143,7 +142,7 @@ class Run:
             self._moved.clear()
             if self._broker is not None:
                 await self._broker.relay.publish_due()
-            look = self._look = await self._claimer.once(everywhere=True)
+            look = await self._claimer.once(everywhere=True)
             if look.found_nothing and self._gatherer.flush():
                 continue  # nothing will join what was gathered for a bulk handler
             if look.pause == 0:
@@ -154,7 +153,7 @@ class Run:
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
             elif not look.found_nothing:
                 await asyncio.sleep(look.pause or 0)  # others had locked what is ready
-            elif (await self._claimer.promote_due()).loads == 0 and not sum(
+            elif (await self._shared.perform(claim.promote())).loads == 0 and not sum(
                 [await distributor.distribute() for distributor in self._distributors]
             ):
                 break
@@ -282,8 +281,7 @@ class Run:
     # -- rounds
 
     async def _claim(self) -> float | None:
-        self._look = await self._claimer.once()
-        return self._look.pause
+        return (await self._claimer.once()).pause
 
     async def _sweep_once(self) -> float:
         await sweep(self._pool, worker=self._shared.number, judge=self._heartbeat.in_touch)
@@ -354,7 +352,7 @@ class Run:
 
     def _on_low(self) -> None:
         self._moved.set()
-        if self._look.emptied and self._line.in_hand == 0:
+        if self._claimer.emptied and self._line.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
         else:
             self._claiming.wake()
@@ -394,7 +392,8 @@ class Run:
             await asyncio.wait(self._rounds, timeout=first.left)
         try:
             async with asyncio.timeout(first.left):
-                await self._claimer.hand_back_line()  # without waiting for what runs
+                self._claimer.empty_line()
+                await self._hand_back.once()  # without waiting for what runs
         except (psycopg.Error, TimeoutError) as error:
             log.debug("What has not started is handed back with the rest: %r", error)
         self._limiter.refuse_domains(self._domains)

@@ -47,10 +47,11 @@ class Gathered:
         return len(self.leased) >= self.gathering.size or (most is not None and self.bytes >= most)
 
 
-Item: TypeAlias = Leased | Gathered
+Claimed: TypeAlias = Leased | Gathered
+"""What stands in line: a single command, or a chunk."""
 
 
-def commands_of(item: Item) -> list[Leased]:
+def commands_of(item: Claimed) -> list[Leased]:
     return [item] if isinstance(item, Leased) else item.leased
 
 
@@ -62,9 +63,9 @@ class Line:
     """
 
     def __init__(self, slots: int, threads: int, on_low: Callable[[], None]) -> None:
-        self.ready: deque[Item] = deque()
+        self.ready: deque[Claimed] = deque()
         """What stands in line, for slots to take."""
-        self.for_threads: deque[Item] = deque()
+        self.for_threads: deque[Claimed] = deque()
         """What waits for a thread."""
         self.threads, self._in_threads = threads, 0
         self.on_low = on_low
@@ -88,7 +89,7 @@ class Line:
         return self._busy + (time.monotonic() - self._busy_since if self.in_hand else 0.0)
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> list[Claimed]:
         """What has no slot yet."""
         return [*self.for_threads, *self.ready]
 
@@ -100,7 +101,7 @@ class Line:
     def __len__(self) -> int:
         return len(self.ready) + len(self.for_threads)
 
-    def add(self, items: Sequence[Item]) -> None:
+    def add(self, items: Sequence[Claimed]) -> None:
         if items and self.in_hand == 0:
             self.idle.clear()
             self._busy_since = time.monotonic()
@@ -108,7 +109,7 @@ class Line:
         self.in_hand += len(items)
         self.wake_two()
 
-    def drop(self, items: Collection[Item]) -> None:
+    def drop(self, items: Collection[Claimed]) -> None:
         """Take these out: they have to be handed back."""
         if not items:
             return
@@ -120,7 +121,7 @@ class Line:
         self.in_hand -= len(items)
         self.became_fewer()
 
-    def take_thread(self, item: Item) -> bool:
+    def take_thread(self, item: Claimed) -> bool:
         """Whether there is a thread for what a slot has taken. If not, it waits beside the line."""
         if self._in_threads < self.threads:
             self._in_threads += 1

@@ -336,11 +336,6 @@ class Outcomes:
         """Nobody can decode its data."""
         await self._decide(leased, Unreadable(error), RetryPolicy())
 
-    async def fail_unknown(self, leased: Leased) -> None:
-        """Nobody here runs it: it was claimed by other means than a `Claimer`."""
-        unknown = TransientCommandError(f"No handler for {leased.command_type!r}.", code="NO_HANDLER")
-        await self._decide(leased, failure(leased, unknown), RetryPolicy())
-
     async def give_up(self, leased: Leased, error: Exception) -> None:
         """The error is the worker's own, not the handler's: the command must not hang."""
         log.error("Could not record how execution %s ended", leased.execution_id, exc_info=error)

@@ -22,8 +22,7 @@ class Threads:
         self._async_bus, self._patience = bus, patience
         self.most = most
         """How many calls may run at a time. The caller of `submit` sees to that."""
-        self._bus: SyncCommandBus | None = None
-        self._transactions: Pool | None = None
+        self._connections: tuple[SyncCommandBus, Pool] | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._running: dict[asyncio.Future[Any], Sequence[Leased]] = {}
@@ -31,19 +30,18 @@ class Threads:
     @property
     def connections(self) -> tuple[SyncCommandBus, Pool]:
         """The bus of handlers in threads, and the connections for their transactions."""
-        if self._bus is None or self._transactions is None:
+        if self._connections is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
-            self._bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(
-                wait=None
-            )
-            self._transactions = pool(
+            bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(wait=None)
+            transactions = pool(
                 dsn,
                 settings.pool_size,
                 timeout=self._patience,
                 connection_class=GuardedConnection,
                 response_timeout=settings.response_timeout.total_seconds(),
             )
-        return self._bus, self._transactions
+            self._connections = bus, transactions
+        return self._connections
 
     @property
     def running(self) -> list[Leased]:
@@ -86,9 +84,10 @@ class Threads:
         """End the threads. A handler that still runs cannot be stopped: it keeps its thread and its connections."""
         for _ in self._threads:
             self._calls.put(None)
-        if self._bus is not None and self._transactions is not None and not self._running:
-            self._transactions.close()
-            self._bus.close()
+        if self._connections is not None and not self._running:
+            bus, transactions = self._connections
+            transactions.close()
+            bus.close()
 
 
 def _end(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
