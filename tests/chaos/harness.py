@@ -119,7 +119,8 @@ class Workers:
 
     def notes(self) -> list[tuple[str, UUID, UUID, int]]:
         """What handlers wrote: fact, command, execution and process."""
-        lines = (line.split() for line in self.ledger.read_text().splitlines())
+        whole, _, _ = self.ledger.read_text().rpartition("\n")  # a line that is just being written does not count yet
+        lines = (line.split() for line in whole.splitlines())
         return [(fact, UUID(command), UUID(execution), int(pid)) for fact, command, execution, pid in lines]
 
     def noted(self, fact: str) -> Counter[UUID]:
