@@ -65,7 +65,7 @@ class Domains:
         check(self._limits, domain=domain, operator=operator, **given(reason=reason))
         write = Write(pause.pause(domain, reason=reason, operator=operator), one_statement=True)
         paused = await self._database.write(write, conn)
-        _tell("Paused", paused, domain, operator)
+        _log("Paused", paused, domain, operator)
         return paused
 
     async def resume(self, domain: str, *, operator: str | None = None, conn: AnyConnection | None = None) -> bool:
@@ -76,7 +76,7 @@ class Domains:
         check(self._limits, domain=domain, operator=operator)
         write = Write(pause.resume(domain, operator=operator), one_statement=True)
         resumed = await self._database.write(write, conn)
-        _tell("Resumed", resumed, domain, operator)
+        _log("Resumed", resumed, domain, operator)
         return resumed
 
     async def pauses(self) -> list[Pause]:
@@ -92,6 +92,6 @@ class Domains:
         return await self._database.read(pause.history(domain, limit=limit))
 
 
-def _tell(what: str, done: bool, domain: str, operator: str | None) -> None:
+def _log(what: str, done: bool, domain: str, operator: str | None) -> None:
     if done:
         log.info("%s domain %s%s", what, domain, f", by {operator}" if operator else "")

@@ -232,9 +232,9 @@ class Limiter:
                 answered = time.monotonic()
                 for key, line in due.items():
                     if (grant := grants.get(key)) is not None:
-                        line.let_go(grant, self._clock.here(grant.at, asked, answered))
+                        line.give_turns(grant, self._clock.here(grant.at, asked, answered))
                     else:
-                        line.lock_out()
+                        line.ask_later()
                 if now - self._forgot > FORGET_EVERY:
                     self._forgot = now
                     await perform_async(conn, rate.forget())
@@ -286,7 +286,7 @@ class _Line:
     def __init__(self, name: str, limit: RateLimit, rests: RestingDomains) -> None:
         self._name, self._limit, self._rests = name, limit, rests
         self.waiting: deque[_Caller] = deque()
-        self._let_go: deque[_Caller] = deque()
+        self._granted: deque[_Caller] = deque()
         self.ask_at = 0.0
         self._next_at, self._every = 0.0, 0.0
         self._round = -1
@@ -297,7 +297,7 @@ class _Line:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self._let_go
+        return not self.waiting and not self._granted
 
     @property
     def next_look(self) -> float:
@@ -308,7 +308,7 @@ class _Line:
         caller = _Caller(domain, now + patience, asyncio.get_running_loop().create_future())
         self.waiting.append(caller)
         if self.ask_at > now:  # then it is known how long the call will wait
-            self._tell(caller, len(self.waiting) - 1, now)
+            self._check_wait(caller, len(self.waiting) - 1, now)
             if caller.go.done():
                 self.waiting.pop()
         return caller
@@ -316,7 +316,7 @@ class _Line:
     def leave(self, caller: _Caller) -> None:
         if caller.timer is not None:
             caller.timer.cancel()
-        for line in (self.waiting, self._let_go):
+        for line in (self.waiting, self._granted):
             if caller in line:
                 line.remove(caller)
 
@@ -326,7 +326,7 @@ class _Line:
         self._pressed = 0
         return Ask(self._limit, min(len(self.waiting), MOST_ASKED), self._round, self._adapted, grown)
 
-    def let_go(self, grant: Grant, since: float) -> None:
+    def give_turns(self, grant: Grant, since: float) -> None:
         """Give the first calls their turns; postpone calls whose turn would come too late.
 
         `since` is when the turns were granted. Turns that have passed by now are lost; their calls ask again.
@@ -347,25 +347,25 @@ class _Line:
             if turn > now:
                 self._pressed += 1
                 caller.timer = loop.call_later(turn - now, self._go, caller)
-                self._let_go.append(caller)
+                self._granted.append(caller)
             else:
-                _let(caller)
+                _begin(caller)
         # Half of the granted turns may be used up before more are asked for, so that asking is worth its round trip.
         self.ask_at = self._next_at - AHEAD / 2 if self.waiting or grant.next > AHEAD else 0.0
         for position, caller in enumerate(self.waiting):
-            self._tell(caller, position, now)
+            self._check_wait(caller, position, now)
         self.waiting = deque(caller for caller in self.waiting if not caller.go.done())
 
-    def lock_out(self) -> None:
+    def ask_later(self) -> None:
         """Somebody has locked the row of this limit: ask again later."""
         self.locked, self.ask_at = True, time.monotonic() + LOCKED_AGAIN
 
     def ask_again(self) -> None:
-        for caller in self._let_go:
+        for caller in self._granted:
             if caller.timer is not None:
                 caller.timer.cancel()
-        self.waiting.extendleft(reversed(self._let_go))
-        self._let_go.clear()
+        self.waiting.extendleft(reversed(self._granted))
+        self._granted.clear()
         self._asked_before_refusal = True
         self.ask_at = 0.0
 
@@ -376,12 +376,13 @@ class _Line:
         self.waiting = deque(caller for caller in self.waiting if not caller.go.done())
 
     def refuse_domains(self, domains: Collection[str]) -> None:
-        for caller in [*self.waiting, *self._let_go]:
+        for caller in [*self.waiting, *self._granted]:
             if caller.domain in domains:
                 self.leave(caller)
                 self._postpone(caller, 0.0)
 
-    def _tell(self, caller: _Caller, position: int, now: float) -> None:
+    def _check_wait(self, caller: _Caller, position: int, now: float) -> None:
+        """Postpone a call that would wait for too long. Otherwise, note if it will be held up."""
         wait = self._next_at + position * self._every - now
         if now + wait > caller.patient_until:
             self._postpone(caller, wait)
@@ -390,9 +391,9 @@ class _Line:
             self._rests.waits(caller.domain, wait - HELD_UP)
 
     def _go(self, caller: _Caller) -> None:
-        if caller in self._let_go:
-            self._let_go.remove(caller)
-        _let(caller)
+        if caller in self._granted:
+            self._granted.remove(caller)
+        _begin(caller)
 
     def _postpone(self, caller: _Caller, seconds: float) -> None:
         if not caller.go.done():
@@ -414,7 +415,7 @@ async def _ask(conn: AsyncConnection, due: Mapping[Key, _Line]) -> dict[Key, Gra
     return await perform_async(conn, rate.ask(asks, skip_locked=True))
 
 
-def _let(caller: _Caller) -> None:
+def _begin(caller: _Caller) -> None:
     if not caller.go.done():
         caller.go.set_result(None)
 

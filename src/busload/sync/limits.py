@@ -6,7 +6,7 @@ import builtins
 
 from busload.commands.checks import check, given
 from busload.limits import pause, rate
-from busload.limits.api import _tell
+from busload.limits.api import _log
 from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import Connection
@@ -63,7 +63,7 @@ class Domains:
         check(self._limits, domain=domain, operator=operator, **given(reason=reason))
         write = Write(pause.pause(domain, reason=reason, operator=operator), one_statement=True)
         paused = self._database.write(write, conn)
-        _tell("Paused", paused, domain, operator)
+        _log("Paused", paused, domain, operator)
         return paused
 
     def resume(self, domain: str, *, operator: str | None = None, conn: Connection | None = None) -> bool:
@@ -74,7 +74,7 @@ class Domains:
         check(self._limits, domain=domain, operator=operator)
         write = Write(pause.resume(domain, operator=operator), one_statement=True)
         resumed = self._database.write(write, conn)
-        _tell("Resumed", resumed, domain, operator)
+        _log("Resumed", resumed, domain, operator)
         return resumed
 
     def pauses(self) -> list[Pause]:

@@ -59,18 +59,18 @@ class FailureLog:
         level = LEVELS.get(transition.outcome, logging.INFO) if level is None else level
         try:
             if log.isEnabledFor(level):
-                self._report(level, transition, _cause(transition, error), "failed", then, error)
+                self._report(level, transition, _cause(transition, error), "failed", then, error or "")
         except Exception:  # of somebody's filter or handler: what becomes of the command must not depend on it
             log.debug("A failure could not be logged", exc_info=True)
 
     def report_result(self, transition: Transition) -> None:
         """Log that the result of a handler could not be kept."""
         try:
-            told = decode(transition.details or "{}")
-            what = " " + str(told.get(RESULT_NOT_KEPT) or told.get("message"))
+            details = decode(transition.details or "{}")
+            what = " " + str(details.get(RESULT_NOT_KEPT) or details.get("message"))
             then = "completed without a result" if transition.outcome == COMPLETED else None
             cause = (*_who(transition), _DIFFERS.sub("?", what))
-            self._report(logging.ERROR, transition, cause, "returned what cannot be kept", then, what=what)
+            self._report(logging.ERROR, transition, cause, "returned what cannot be kept", then, what)
         except Exception:  # as above
             log.debug("A result that cannot be kept could not be logged", exc_info=True)
 
@@ -80,21 +80,13 @@ class FailureLog:
             self._forget(cause)
 
     def _report(
-        self,
-        level: int,
-        transition: Transition,
-        cause: Cause,
-        did: str,
-        then: str | None,
-        error: BaseException | None = None,
-        what: str = "",
+        self, level: int, transition: Transition, cause: Cause, did: str, then: str | None, why: BaseException | str
     ) -> None:
         """Log it, unless one like this was logged a moment ago: then it is only counted."""
         if (reported := self._reported.get(cause)) is not None:
             reported.more += 1
             return
-        if error is not None:
-            what = _headline(error)
+        what = _headline(why) if isinstance(why, BaseException) else why
         while len(self._reported) >= MOST_CAUSES:
             self._forget(next(iter(self._reported)))
         self._reported[cause] = _Reported(level, what)
@@ -105,25 +97,25 @@ class FailureLog:
             log.name, level, file, line, "%s %s: %s.%s", words, None, function, extra=fields(transition)
         )
         # An answer that the business gives needs no traceback; the execution has it all the same.
-        if error is not None and level > logging.INFO:
-            record.exc_info = (type(error), error, error.__traceback__)
-            record.exc_text = traceback_text(error).rstrip("\n")  # bounded, and without what no stream can write
+        if isinstance(why, BaseException) and level > logging.INFO:
+            record.exc_info = (type(why), why, why.__traceback__)
+            record.exc_text = traceback_text(why).rstrip("\n")  # bounded, and without what no stream can write
         log.handle(record)
 
     def _forget(self, cause: Cause) -> None:
-        told = self._reported.pop(cause, None)
-        if told is None or not told.more:
+        reported = self._reported.pop(cause, None)
+        if reported is None or not reported.more:
             return
         domain, command_type, *_ = cause
         log.log(
-            told.level,
+            reported.level,
             "... and %d more like this within %s: %s in %s.%s",
-            told.more,
-            counted(math.ceil(time.monotonic() - told.since), "second"),
+            reported.more,
+            counted(math.ceil(time.monotonic() - reported.since), "second"),
             command_type,
             domain,
-            told.what,
-            extra={"domain": domain, "command_type": command_type, "more": told.more},
+            reported.what,
+            extra={"domain": domain, "command_type": command_type, "more": reported.more},
         )
 
 
@@ -174,19 +166,19 @@ def fields(transition: Transition) -> dict[str, object]:
 
 
 def _headline(error: BaseException) -> str:
-    told = summarise(error, 1024)
-    return f" {told['type']}: {told['message']}" if told["message"] else f" {told['type']}"
+    said = summarise(error, 1024)
+    return f" {said['type']}: {said['message']}" if said["message"] else f" {said['type']}"
 
 
 def _cause(transition: Transition, error: BaseException | None) -> Cause:
     """What failures have in common: who failed, what comes next, and the error without what differs in its message."""
-    told = None if error is None else deciding(error)
-    code = getattr(told, "code", None)
+    decisive = None if error is None else deciding(error)
+    code = getattr(decisive, "code", None)
     return (
         *_who(transition),
-        type(told).__qualname__,
+        type(decisive).__qualname__,
         code if isinstance(code, str) else "",
-        "" if told is None else _DIFFERS.sub("?", safe_str(told, 300)),
+        "" if decisive is None else _DIFFERS.sub("?", safe_str(decisive, 300)),
     )
 
 

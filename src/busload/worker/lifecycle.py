@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Set
 from contextlib import AsyncExitStack
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 from uuid import UUID
 
@@ -106,13 +105,11 @@ class Run:
         self._executor.start()
         self.started = True
         self._report = Report(self.stats)
-        self._start(Loop("Reporting", self._report.once), self._heeding, self._limiting, self._looking)
+        self._start(Loop("Reporting", self._report.once), self._watching_pauses, self._limiting, self._finding_deserted)
         log.info("Worker %s serves %s, %d at a time", self._name, ", ".join(self._domains), self._settings.concurrency)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self._stop()
         finally:
@@ -225,8 +222,8 @@ class Run:
         self._claiming = Loop("Claiming", self._claim, self._outage)
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
-        self._looking = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
-        self._heeding = Loop("Heeding pauses", self._heed_pauses, self._outage)
+        self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
+        self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
         self._pruning = []
         if settings.keep_for is not None:
@@ -320,7 +317,7 @@ class Run:
             except ValueError:
                 log.debug("Ignored a notification of a cancel without an id")
         elif channel == PAUSE:
-            self._heeding.wake()
+            self._watching_pauses.wake()
         elif channel == LIMIT:
             self._limiter.hear(payload)
         elif channel == OUTBOX:
@@ -334,7 +331,7 @@ class Run:
         """What the database said meanwhile was not heard."""
         self._claimer.look_at_queue()
         self._claiming.wake()
-        self._heeding.wake()
+        self._watching_pauses.wake()
         if self._broker is not None:
             self._broker.hear(None)
         self._heartbeat.renew_soon()  # it tells of cancels
@@ -379,7 +376,7 @@ class Run:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, retire: each as far as the database allows."""
-        self._say_stopping()
+        self._log_stopping()
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
         for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
             loop.stop()
@@ -430,7 +427,7 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await self._executor.stop(within=1)
-        self._say_what_is_left()
+        self._log_left_behind()
         if self._broker is not None:
             await self._broker.end()
         await self._outcomes.close(timedelta(0))
@@ -441,7 +438,7 @@ class Run:
         self._report.finish()
         await self._resources.aclose()
 
-    def _say_stopping(self) -> None:
+    def _log_stopping(self) -> None:
         in_hand, waiting = self._line.in_hand, self._settlement.waiting
         if self._rounds and not (in_hand or waiting):
             log.info("Stopping: nothing more is claimed, and nothing is in hand")
@@ -454,7 +451,7 @@ class Run:
                 counted(waiting, "result is", "results are"),
             )
 
-    def _say_what_is_left(self) -> None:
+    def _log_left_behind(self) -> None:
         """Log which handlers have not ended: they go on, but their commands were handed back."""
         left = {one.command_id: one for one in (*self._executor.running, *self._threads.running)}
         self.left_behind = list(left.values())

@@ -263,11 +263,11 @@ class Report:
 
     async def once(self) -> float:
         earlier, self._last = self._last, self._stats()
-        _say("In the last minute", earlier, self._last)
+        _log_period("In the last minute", earlier, self._last)
         return REPORT_EVERY
 
     def finish(self) -> None:
-        _say("In this run", self._first, self._stats())
+        _log_period("In this run", self._first, self._stats())
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -275,7 +275,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
 
 
-def _say(when: str, earlier: WorkerStats, now: WorkerStats) -> None:
+def _log_period(when: str, earlier: WorkerStats, now: WorkerStats) -> None:
     flushed = now.settlement.since(earlier.settlement)
     alone = now.in_transactions - earlier.in_transactions
     if not flushed.items and not alone:

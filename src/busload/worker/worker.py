@@ -9,7 +9,6 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 from uuid import UUID
 
@@ -133,9 +132,7 @@ class Worker:
             beside.result()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop, with all the grace time; raises what the worker ended with."""
         beside, self._beside = self._beside, None
         if beside is not None:
