@@ -84,17 +84,8 @@ class Settlement:
         self._pool, self._held, self._on_settled, self._outage = pool, held, on_settled, outage
         self._deadline = settings.deadline
         self._capacity, self._flush_size = capacity(settings), settings.flush_size
-        self._results: Coalescer[Transition] = Coalescer(
-            self._flush,
-            max_size=settings.flush_size,
-            max_interval=timedelta(0) if settings.settle == "immediate" else settings.flush_every,
-            capacity=self._capacity,
-            merge=fold,
-            weigh=_weigh,
-            on_refused=partial(self._park, self._flush),
-            name="settlement",
-            outage=outage,
-        )
+        every = timedelta(0) if settings.settle == "immediate" else settings.flush_every
+        self._results = self._coalescer("settlement", self._flush, self._capacity, every)
         self._held_up: dict[UUID, Coalescer[Transition]] = {}
         self._turn = asyncio.Lock()
         self._last_batches: set[UUID] = set()
@@ -119,12 +110,7 @@ class Settlement:
     @property
     def waiting(self) -> int:
         """Results that are not in the database yet."""
-        return self.stats.waiting + self.held_up
-
-    @property
-    def held_up(self) -> int:
-        """How many of these wait for batches that others hold."""
-        return sum(line.stats.waiting for line in self._held_up.values()) if self._held_up else 0
+        return self.stats.waiting + sum(line.stats.waiting for line in self._held_up.values())
 
     def offer(self, transition: Transition) -> bool:
         """Hand over a result if there is room. If not, return False and change nothing."""
@@ -190,6 +176,19 @@ class Settlement:
         self._held_up.clear()
         return left + sum(map(len, await asyncio.gather(*(line.close(rest) for line in lines))))
 
+    def _coalescer(self, name: str, flush: Flush, capacity: int, every: timedelta) -> Coalescer[Transition]:
+        return Coalescer(
+            flush,
+            max_size=self._flush_size,
+            max_interval=every,
+            capacity=capacity,
+            merge=fold,
+            weigh=_weigh,
+            on_refused=partial(self._park, flush),
+            name=name,
+            outage=self._outage,
+        )
+
     def _tell_settled(self) -> None:
         wanted, self._room_wanted = self._room_wanted, False
         self._on_settled(wanted)
@@ -248,16 +247,8 @@ class Settlement:
                 key,
             )
             flush = partial(self._flush_in_turn, key)
-            line = self._held_up[key] = Coalescer(
-                flush,
-                max_size=self._flush_size,
-                max_interval=timedelta(0),
-                capacity=MOST_HELD_UP * self._capacity,
-                weigh=_weigh,
-                on_refused=partial(self._park, flush),
-                name=f"settlement of {key}",
-                outage=self._outage,
-            )
+            line = self._coalescer(f"settlement of {key}", flush, MOST_HELD_UP * self._capacity, timedelta(0))
+            self._held_up[key] = line
         return line
 
     async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> None:
