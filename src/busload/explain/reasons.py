@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -47,9 +47,6 @@ class Blocker(StrEnum):
     CALLBACK_WAITING = "CALLBACK_WAITING", "callback waiting"
 
 
-_URGENCY = {code: place for place, code in enumerate(Blocker)}
-
-
 @dataclass(frozen=True, slots=True)
 class Reason:
     """One thing that is in the way: of how many commands, since when, and what to do about it."""
@@ -68,7 +65,7 @@ def reasons_of(facts: Facts) -> tuple[Reason, ...]:
         return ()
     if facts.completed_at is not None and facts.callback is not None:
         return (_callback(facts, facts.callback),)
-    return tuple(sorted(_reasons(facts), key=lambda reason: _URGENCY[reason.code]))
+    return tuple(sorted(_reasons(facts), key=lambda reason: list(Blocker).index(reason.code)))
 
 
 def _reasons(facts: Facts) -> Iterator[Reason]:
@@ -84,7 +81,7 @@ def _reasons(facts: Facts) -> Iterator[Reason]:
             yield from _in_the_outbox(facts, held)
         yield from _not_taken(facts)
         for waiting in facts.places.waiting:
-            yield _WAITING[waiting.reason](facts, waiting)
+            yield _not_due(facts, waiting)
         yield from _running_long(facts)
     yield from _worker_lost(facts)
     yield from _in_troubleshooting(facts)
@@ -262,65 +259,43 @@ def _behind_priority(facts: Facts, behind: Sequence[Ready]) -> Reason:
 # -- not due -----------------------------------------------------------------------------------------------------------
 
 
-def _run_at(facts: Facts, waiting: Waiting) -> Reason:
-    return Reason(
-        Blocker.RUN_AT,
-        waiting.count,
-        waiting.since or facts.created_at,
-        f"{_have(waiting.count)} a run_at that has not come: {_when(facts, waiting)}.",
-        "Nothing to do: what is due becomes ready by itself.",
-        {"next_at": waiting.next_at, "last_at": waiting.last_at},
-    )
-
-
-def _backoff(facts: Facts, waiting: Waiting) -> Reason:
-    causes = "; ".join(_said(failure) for failure in waiting.failures[:3])
-    last = f" The last error was {causes}." if causes else ""
-    shown = facts.command_id or (waiting.failures[0].command_id if waiting.failures else None)
-    look = f" `busload command show {shown}` tells of every attempt." if shown else ""
-    return Reason(
-        Blocker.BACKOFF,
-        waiting.count,
-        waiting.since or facts.created_at,
-        f"{counted(waiting.count, 'command')} failed and will be tried again: {_when(facts, waiting)}.{last}",
-        f"Nothing to do if the cause passes by itself.{look}",
-        {"next_at": waiting.next_at, "last_at": waiting.last_at, "failures": waiting.failures},
-    )
-
-
-def _no_handler(facts: Facts, waiting: Waiting) -> Reason:
-    types = waiting.command_types or ("TYPE",)
-    return Reason(
-        Blocker.NO_HANDLER,
-        waiting.count,
-        waiting.since or facts.created_at,
-        f"{_are(waiting.count)} of a type that no worker had a handler for: {', '.join(waiting.command_types)}. "
-        f"The next try is {_until(facts, waiting.next_at)}.",
-        f'Start a worker that has a handler: @bus.handler("{facts.domain}", "{types[0]}").',
-        {"command_types": list(waiting.command_types), "next_at": waiting.next_at},
-    )
-
-
-def _rate_limited(facts: Facts, waiting: Waiting) -> Reason:
-    limits = ", ".join(waiting.limits) or "unknown"
-    shown = waiting.limits[0] if waiting.limits else "NAME"
-    return Reason(
-        Blocker.RATE_LIMITED,
-        waiting.count,
-        waiting.since or facts.created_at,
-        f"{_are(waiting.count)} held up by a rate limit, {limits}: {_when(facts, waiting)}.",
-        f"Nothing to do: what is held up comes back by itself. `busload limit show {shown}` tells how many calls a "
-        "second it allows, and until when the receiver refuses them.",
-        {"limits": list(waiting.limits), "next_at": waiting.next_at, "last_at": waiting.last_at},
-    )
-
-
-_WAITING: dict[str, Callable[[Facts, Waiting], Reason]] = {
-    "RUN_AT": _run_at,
-    "RETRY": _backoff,
-    "NO_HANDLER": _no_handler,
-    "RATE_LIMITED": _rate_limited,
-}
+def _not_due(facts: Facts, waiting: Waiting) -> Reason:
+    """Say why commands are scheduled for later."""
+    count, when = waiting.count, _when(facts, waiting)
+    details: dict[str, Any] = {"next_at": waiting.next_at, "last_at": waiting.last_at}
+    match waiting.reason:
+        case "RETRY":
+            code = Blocker.BACKOFF
+            causes = "; ".join(_said(failure) for failure in waiting.failures[:3])
+            last = f" The last error was {causes}." if causes else ""
+            message = f"{counted(count, 'command')} failed and will be tried again: {when}.{last}"
+            shown = facts.command_id or (waiting.failures[0].command_id if waiting.failures else None)
+            look = f" `busload command show {shown}` tells of every attempt." if shown else ""
+            advice = f"Nothing to do if the cause passes by itself.{look}"
+            details["failures"] = waiting.failures
+        case "NO_HANDLER":
+            code = Blocker.NO_HANDLER
+            message = (
+                f"{_are(count)} of a type that no worker had a handler for: {', '.join(waiting.command_types)}. "
+                f"The next try is {_until(facts, waiting.next_at)}."
+            )
+            types = waiting.command_types or ("TYPE",)
+            advice = f'Start a worker that has a handler: @bus.handler("{facts.domain}", "{types[0]}").'
+            details = {"command_types": list(waiting.command_types), "next_at": waiting.next_at}
+        case "RATE_LIMITED":
+            code = Blocker.RATE_LIMITED
+            message = f"{_are(count)} held up by a rate limit, {', '.join(waiting.limits) or 'unknown'}: {when}."
+            advice = (
+                "Nothing to do: what is held up comes back by itself. "
+                f"`busload limit show {waiting.limits[0] if waiting.limits else 'NAME'}` tells how many calls a "
+                "second it allows, and until when the receiver refuses them."
+            )
+            details["limits"] = list(waiting.limits)
+        case _:
+            code = Blocker.RUN_AT
+            message = f"{_have(count)} a run_at that has not come: {when}."
+            advice = "Nothing to do: what is due becomes ready by itself."
+    return Reason(code, count, waiting.since or facts.created_at, message, advice, details)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

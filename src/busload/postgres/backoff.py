@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from datetime import timedelta
 
 LONGEST_PAUSE = 2.0
 """Seconds between two tries, at most: a database that was away is used again within that time of its return."""
@@ -29,20 +27,3 @@ class Backoff:
     def reset(self) -> None:
         """It worked."""
         self.tries = 0
-
-
-class LockWait:
-    """When a call tries again to write what somebody's open transaction holds: a task key, a command id, a batch."""
-
-    def __init__(self, limit: timedelta) -> None:
-        self.limit = limit
-        self._end = time.monotonic() + limit.total_seconds()
-        self._backoff = Backoff(first=0.06, longest=1.25)
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._end
-
-    def pause(self) -> float:
-        """Seconds until the next try, which is not after the limit."""
-        return max(0.0, min(self._backoff.pause(), self._end - time.monotonic()))

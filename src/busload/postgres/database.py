@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import psycopg
@@ -18,7 +18,7 @@ from busload.errors import (
     nothing_written,
 )
 from busload.postgres import waiting
-from busload.postgres.backoff import LockWait
+from busload.postgres.backoff import Backoff
 from busload.postgres.callers_connection import JOINABLE, about_to_begin, perform_any, refuse_unusable
 from busload.postgres.connection import AnyConnection, AsyncConnection, refuse_server
 from busload.postgres.embedded.server import EmbeddedPostgres
@@ -48,7 +48,6 @@ class Database:
         self._process = os.getpid()
         self._pool: AsyncPool | None = None
         self.schema_checked = False
-        self._first_tries, self._waiting_room = _parts(settings)
 
     @property
     def dsn(self) -> str:
@@ -89,12 +88,12 @@ class Database:
 
         A server that cannot be reached is waited for so many seconds; with None nobody looks for it now.
         """
-        await waiting.in_thread(self._find)
+        await waiting.in_thread(self._start_embedded)
         try:
             if wait is not None:
                 await check_server_async(self.dsn, wait)
         except BaseException:
-            self._leave()
+            self._close_embedded()
             raise
         self.start()
 
@@ -107,7 +106,9 @@ class Database:
             timeout=settings.pool_timeout.total_seconds(),
             response_timeout=settings.response_timeout.total_seconds(),
         )
-        self._first_tries, self._waiting_room = _parts(settings)
+        # How many connections first tries may use at a time, and how many those that know that they wait for a lock.
+        self._first_tries = waiting.Semaphore(max(1, settings.pool_size // 2))
+        self._waiting_room = waiting.Semaphore(max(1, settings.pool_size // 4))
 
     def for_this_process(self) -> Database:
         """The same database for a process that was forked off, with connections of its own."""
@@ -119,7 +120,7 @@ class Database:
         if self._pool is not None:
             await self._pool.close()
         self._pool, self.schema_checked = None, False
-        self._leave()
+        self._close_embedded()
 
     async def migrate(self, conn: AnyConnection | None = None) -> list[Migration]:
         """Bring the schema up to this release, in the caller's transaction if there is one."""
@@ -171,8 +172,9 @@ class Database:
 
         First tries, and those that know that they wait, use a part of the pool each: the rest is for all other calls.
         """
-        pool, waits = self.pool, LockWait(self._settings.lock_timeout)
-        room = self._first_tries
+        limit, backoff = self._settings.lock_timeout, Backoff(first=0.06, longest=1.25)
+        end = time.monotonic() + limit.total_seconds()
+        pool, room = self.pool, self._first_tries
         while True:
             async with room:
                 own = await _connection(pool, write)
@@ -180,12 +182,13 @@ class Database:
                     await self.check_schema(own)
                     return await _commit(own, replace(write, plan=again()))
                 except psycopg.errors.LockNotAvailable as error:
-                    if waits.over:
-                        raise await _waited_too_long(own, waits.limit) from error
+                    if time.monotonic() >= end:
+                        holders = await perform_async(own, lock_holders(limit))
+                        raise LockWaitTimeoutError(limit, holders) from error
                 finally:
                     await pool.putconn(own)
             room = self._waiting_room
-            await waiting.sleep(waits.pause())
+            await waiting.sleep(max(0.0, min(backoff.pause(), end - time.monotonic())))  # the last try is at the end
 
     async def _join(self, conn: AnyConnection, plan: Plan[T]) -> T:
         """In the caller's transaction, which a failure does not spoil."""
@@ -206,21 +209,16 @@ class Database:
     def _patience(self, within: float | None) -> float | None:
         return None if within is None else min(self.pool.timeout, within)
 
-    def _find(self) -> None:
+    def _start_embedded(self) -> None:
         self._process = os.getpid()
         if self._dsn is None:
             self._embedded = EmbeddedPostgres(self._settings.home, pg_bin=self._settings.pg_bin).start()
             self._dsn = self._embedded.dsn()
 
-    def _leave(self) -> None:
+    def _close_embedded(self) -> None:
         if self._embedded is not None:
             self._embedded.close()
             self._embedded, self._dsn = None, None
-
-
-def _parts(settings: Settings) -> tuple[waiting.Semaphore, waiting.Semaphore]:
-    """How many connections first tries may use at a time, and how many those that know that they wait for a lock."""
-    return waiting.Semaphore(max(1, settings.pool_size // 2)), waiting.Semaphore(max(1, settings.pool_size // 4))
 
 
 async def _connection(pool: AsyncPool, write: Write[Any]) -> OwnAsyncConnection:
@@ -245,10 +243,6 @@ async def _commit(conn: AsyncConnection, write: Write[T]) -> T:
         if write.goes_on:
             raise
         raise _failure(write, error, committing=committing) from error
-
-
-async def _waited_too_long(conn: AsyncConnection, limit: timedelta) -> LockWaitTimeoutError:
-    return LockWaitTimeoutError(limit, await perform_async(conn, lock_holders(limit)))
 
 
 def _failure(write: Write[Any], error: psycopg.Error, *, committing: bool) -> Exception:

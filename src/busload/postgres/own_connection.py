@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -158,12 +159,23 @@ async def connect_within_async(dsn: str, seconds: float | None) -> OwnAsyncConne
 
     An error that waiting does not change is raised at once: a wrong password, a database that does not exist.
     """
-    wait = _Waiting(seconds)
+    began, backoff = time.monotonic(), Backoff()
     while True:
         try:
             return await connect_async(dsn, response_timeout=RESPONSE_TIMEOUT)
         except psycopg.OperationalError as error:
-            await waiting.sleep(wait.pause(error))
+            if is_refused(error) or seconds == 0:
+                raise
+            said = " ".join(str(error).split())
+            left = math.inf if seconds is None else began + seconds - time.monotonic()
+            if left <= 0:
+                raise DatabaseUnavailableError(
+                    f"The database could not be reached for {seconds:g} s: {said}"
+                ) from error
+            if not backoff.tries:
+                limit = "" if seconds is None else f" for up to {seconds:g} s"
+                log.warning("The database cannot be reached, waiting for it%s: %s", limit, said)
+            await waiting.sleep(min(backoff.pause(), left))
 
 
 async def check_server_async(dsn: str, seconds: float, how_to_wait: str = HOW_TO_WAIT) -> None:
@@ -175,30 +187,25 @@ async def check_server_async(dsn: str, seconds: float, how_to_wait: str = HOW_TO
 
 async def configure(conn: OwnAsyncConnection) -> None:
     """Adapt a new connection to its server, a pooler, and the defaults of the role."""
-    if _adapt(conn, await (await conn.execute(ABOUT, prepare=False)).fetchone()):
-        await conn.execute(ISOLATE, prepare=False)
-
-
-def _adapt(conn: OwnAsyncConnection, row: Any) -> bool:
-    """Return whether the isolation level has to be set on the connection. A pooler would not keep it."""
-    backend, synchronous_commit, isolation = row
+    cursor = await conn.execute(ABOUT, prepare=False)
+    [(backend, synchronous_commit, isolation)] = await cursor.fetchall()
+    if synchronous_commit == "off":
+        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
     if backend != conn.info.backend_pid:
         # A pooler stands in between: the next transaction may run on another server connection, which would not know
         # the statements prepared on this one.
         conn.prepare_threshold = None
         conn.pooled = True
-    if synchronous_commit == "off":
-        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
     if isolation == "read committed":
-        return False
-    if backend != conn.info.backend_pid:
+        return
+    if conn.pooled:
         log.warning(
             "default_transaction_isolation is %s, and behind a pooler only PostgreSQL can change that: calls that meet "
             "others will fail. Set it to read committed for this role, by ALTER ROLE ... SET.",
             isolation,
         )
-        return False
-    return True
+    else:
+        await conn.execute(ISOLATE, prepare=False)
 
 
 def _give_up(conn: OwnAsyncConnection) -> DatabaseUnavailableError:
@@ -209,26 +216,3 @@ def _give_up(conn: OwnAsyncConnection) -> DatabaseUnavailableError:
         f"PostgreSQL has not answered for {conn.response_timeout or CANCEL_WITHIN:g} s, and does not say that it works "
         "on the statement. The connection was given up; the next call opens another one."
     )
-
-
-class _Waiting:
-    """The wait for a server that cannot be reached: it is logged once, and raised when the time is up."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds, self._began, self._backoff = seconds, time.monotonic(), Backoff()
-
-    def pause(self, error: psycopg.OperationalError) -> float:
-        waited, said = time.monotonic() - self._began, " ".join(str(error).split())
-        if is_refused(error):
-            raise error
-        if self._seconds is not None and waited >= self._seconds:
-            if not self._seconds:
-                raise error
-            raise DatabaseUnavailableError(
-                f"The database could not be reached for {self._seconds:g} s: {said}"
-            ) from error
-        if not self._backoff.tries:
-            limit = "" if self._seconds is None else f" for up to {self._seconds:g} s"
-            log.warning("The database cannot be reached, waiting for it%s: %s", limit, said)
-        pause = self._backoff.pause()
-        return pause if self._seconds is None else max(0.0, min(pause, self._seconds - waited))

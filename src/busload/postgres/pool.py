@@ -64,7 +64,12 @@ def engine_pool(
     must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
     Those that touch `users_tables` find them, and their triggers what they need, by the search_path of the role.
     """
-    new = partial(_new_of_engine, complete(dsn), response_timeout, lock_timeout, users_tables)
+    session = [PLAN_ONCE]
+    if not users_tables:
+        session.append(SAFE_SEARCH_PATH)
+    if lock_timeout is not None:
+        session.append(f"SET lock_timeout = '{lock_timeout}'")
+    new = partial(_new, OwnAsyncConnection, complete(dsn), response_timeout, "; ".join(session).encode())
     return AsyncPool(new, max_size, max_lifetime=300)
 
 
@@ -87,7 +92,7 @@ class AsyncPool:
         self._idle: deque[tuple[float, OwnAsyncConnection]] = deque()
         self._waiters: deque[waiting.Future[OwnAsyncConnection]] = deque()
         self._making: waiting.Activity | None = None
-        self._why: Exception | None = None
+        self._last_error: Exception | None = None
         self._closed = False
 
     @property
@@ -118,7 +123,7 @@ class AsyncPool:
                 if not self._idle:  # another thread was faster
                     break
                 conn = self._idle.pop()[1]
-            if not has_unread_input(conn) or await self._answers(conn):
+            if not has_unread_input(conn) or await self._still_works(conn):
                 return conn
         return await self._wait(self.timeout if timeout is None else timeout)
 
@@ -149,7 +154,8 @@ class AsyncPool:
                 return self._idle.pop()[1]
             waiter: waiting.Future[OwnAsyncConnection] = waiting.Future()
             self._waiters.append(waiter)
-            self._grow()
+            if self.size < self.max_size:
+                self._grow()
         try:
             return await waiting.result_within(seconds, waiter)
         except BaseException as error:
@@ -164,10 +170,10 @@ class AsyncPool:
             raise
 
     def _too_late(self, seconds: float) -> DatabaseUnavailableError:
-        if self._why is not None:
-            why = " ".join(str(self._why).split())
+        if self._last_error is not None:
+            said = " ".join(str(self._last_error).split())
             return DatabaseUnavailableError(
-                f"There was no connection to PostgreSQL for {seconds:g} s: {why.removesuffix('.')}."
+                f"There was no connection to PostgreSQL for {seconds:g} s: {said.removesuffix('.')}."
             )
         all_of_them = "The only connection was" if self.max_size == 1 else f"All {self.max_size} connections were"
         return DatabaseUnavailableError(
@@ -213,7 +219,7 @@ class AsyncPool:
     async def _make(self) -> None:
         conn: OwnAsyncConnection | None = None
         try:
-            conn = await self._try()
+            conn = await self._connect_when_possible()
         finally:
             with self._lock:
                 self._making = None
@@ -224,20 +230,20 @@ class AsyncPool:
                 self._keep(conn)
             self._grow()
 
-    async def _try(self) -> OwnAsyncConnection | None:
+    async def _connect_when_possible(self) -> OwnAsyncConnection | None:
         """A connection; None if nobody waits for one any more."""
         backoff = Backoff()
         while self._waiters:
             try:
                 conn = await self._connect()
             except Exception as error:
-                if _may_pass(error):
-                    self._why = error
+                if _is_temporary(error):
+                    self._last_error = error
                     await waiting.sleep(backoff.pause())
                 else:
                     self._fail(error)
             else:
-                self._why = None
+                self._last_error = None
                 return conn
         return None
 
@@ -249,7 +255,7 @@ class AsyncPool:
                 if not waiter.done():
                     waiter.set_exception(error)
 
-    async def _answers(self, conn: OwnAsyncConnection) -> bool:
+    async def _still_works(self, conn: OwnAsyncConnection) -> bool:
         """An idle connection has unread input: that is its end, or a notice."""
         try:
             await conn.execute("SELECT", prepare=False)
@@ -267,33 +273,22 @@ def _is_piping(conn: OwnAsyncConnection) -> bool:
     return conn.pgconn.pipeline_status != PIPELINE_OFF
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     """Whether the same try may succeed later, with nobody changing anything."""
     return isinstance(error, psycopg.Error) and is_away(error) and not is_refused(error)
 
 
-async def _new(kind: type[OwnAsyncConnection], conninfo: str, response_timeout: float) -> OwnAsyncConnection:
+async def _new(
+    kind: type[OwnAsyncConnection], conninfo: str, response_timeout: float, session: bytes = b""
+) -> OwnAsyncConnection:
+    """A connection that prepares every statement at once if there is a script for its session."""
     conn = await kind.connect(conninfo, autocommit=True)
     conn.conninfo, conn.response_timeout = conninfo, response_timeout
     try:
         await configure(conn)
-    except BaseException:
-        await conn.close()
-        raise
-    return conn
-
-
-async def _new_of_engine(
-    conninfo: str, response_timeout: float, lock_timeout: str | None, users_tables: bool
-) -> OwnAsyncConnection:
-    conn = await _new(OwnAsyncConnection, conninfo, response_timeout)
-    try:
-        if not conn.pooled:
+        if session and not conn.pooled:
             conn.prepare_threshold = 0
-            await conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {SAFE_SEARCH_PATH}", prepare=False)
-            if lock_timeout is not None:
-                set_timeout = "SELECT pg_catalog.set_config('lock_timeout', %s, false)"
-                await conn.execute(set_timeout, [lock_timeout], prepare=False)
+            await conn.execute(session, prepare=False)
     except BaseException:
         await conn.close()
         raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from asyncio import Future, Lock, Semaphore, sleep
 from collections.abc import Callable, Coroutine
 from inspect import isawaitable
@@ -15,6 +14,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from psycopg.waiting import wait_async as for_socket
+
+from busload.postgres import waiting_in_threads
 
 __all__ = [
     "AWAITS",
@@ -61,7 +62,8 @@ async def result_of(called: Any) -> Any:
 
 async def result_within(seconds: float, future: Future[T]) -> T:
     """Wait for what somebody gives to the future; `TimeoutError` if it takes longer."""
-    timer = asyncio.get_running_loop().call_later(seconds, _end, future)
+    loop = asyncio.get_running_loop()
+    timer = loop.call_at(loop.time() + seconds, _end, future)
     try:
         return await future
     finally:
@@ -112,28 +114,20 @@ class Activity:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-class TimeLimit:
+class TimeLimit(waiting_in_threads.TimeLimit):
     """`async with TimeLimit(seconds)`: the block ends with a `TimeoutError` when the time is up.
 
     With no seconds at all there is time for one look: then the block has to see by itself that the time is up.
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        super().__init__(seconds)
         self._timeout = asyncio.timeout(seconds if seconds is not None and seconds > 0 else None)
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
 
     @property
     def patience(self) -> float | None:
         """How many seconds a step of the block may wait; None, since the limit interrupts the step."""
         return None
-
-    def check(self) -> None:
-        if not self.left:
-            raise TimeoutError
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()

@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from concurrent.futures import Future as Future
+from typing import Any, Self, TypeVar
 
 from psycopg import waiting
 
@@ -42,39 +42,9 @@ def result_of(called: Any) -> Any:
     return called
 
 
-class Future(Generic[T]):
-    """A result that one waits for and another sets."""
-
-    def __init__(self) -> None:
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self.unset = threading.Lock()
-        """Held until there is a result."""
-        self.unset.acquire()
-
-    def done(self) -> bool:
-        return not self.unset.locked()
-
-    def set_result(self, result: T) -> None:
-        self._result = result
-        self.unset.release()
-
-    def set_exception(self, error: BaseException) -> None:
-        self._error = error
-        self.unset.release()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
-
-
 def result_within(seconds: float, future: Future[T]) -> T:
     """Wait for what somebody gives to the future; `TimeoutError` if it takes longer."""
-    if not future.unset.acquire(timeout=max(0.0, seconds)):
-        raise TimeoutError
-    future.unset.release()
-    return future.result()
+    return future.result(seconds)
 
 
 class Activity:
@@ -117,7 +87,5 @@ class TimeLimit:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass

@@ -62,7 +62,7 @@ def only(plan: Plan[list[T]]) -> Plan[T]:
 
 def hurried(plan: Plan[T], patience: int = PATIENCE) -> Plan[T]:
     """Carry out the plan in a transaction that waits for no lock for longer than `patience`, in milliseconds."""
-    yield from execute(SQL.hurry, patience=patience)
+    yield from execute(SQL.limit_lock_waits, patience=patience)
     return (yield from plan)
 
 

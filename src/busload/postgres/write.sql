@@ -1,4 +1,4 @@
--- name: hurry
+-- name: limit_lock_waits
 -- No lock is waited for any longer than that, until the end of the transaction.
 SELECT set_config('lock_timeout', %(patience)s::integer::text, true);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator
 from typing import Any
@@ -12,6 +13,7 @@ from psycopg.pq.abc import PGconn
 
 from busload.errors import DatabaseUnavailableError
 from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.backoff import Backoff
 from busload.postgres.connection import (
     HOW_TO_WAIT,
     LOCAL_SAFE_SEARCH_PATH,
@@ -19,6 +21,7 @@ from busload.postgres.connection import (
     connection_errors_explained,
     has_unread_input,
     is_full,
+    is_refused,
     refuse_server,
 )
 from busload.postgres.own_connection import (
@@ -32,7 +35,6 @@ from busload.postgres.own_connection import (
     SERVED,
     T,
     _SilenceError,
-    _Waiting,
     _watch,
     log,
 )
@@ -117,12 +119,23 @@ def connect_within(dsn: str, seconds: float | None) -> OwnConnection:
 
     An error that waiting does not change is raised at once: a wrong password, a database that does not exist.
     """
-    wait = _Waiting(seconds)
+    began, backoff = time.monotonic(), Backoff()
     while True:
         try:
             return connect(dsn, response_timeout=RESPONSE_TIMEOUT)
         except psycopg.OperationalError as error:
-            waiting.sleep(wait.pause(error))
+            if is_refused(error) or seconds == 0:
+                raise
+            said = " ".join(str(error).split())
+            left = math.inf if seconds is None else began + seconds - time.monotonic()
+            if left <= 0:
+                raise DatabaseUnavailableError(
+                    f"The database could not be reached for {seconds:g} s: {said}"
+                ) from error
+            if not backoff.tries:
+                limit = "" if seconds is None else f" for up to {seconds:g} s"
+                log.warning("The database cannot be reached, waiting for it%s: %s", limit, said)
+            waiting.sleep(min(backoff.pause(), left))
 
 
 def check_server(dsn: str, seconds: float, how_to_wait: str = HOW_TO_WAIT) -> None:
@@ -133,30 +146,25 @@ def check_server(dsn: str, seconds: float, how_to_wait: str = HOW_TO_WAIT) -> No
 
 def configure(conn: OwnConnection) -> None:
     """Adapt a new connection to its server, a pooler, and the defaults of the role."""
-    if _adapt(conn, (conn.execute(ABOUT, prepare=False)).fetchone()):
-        conn.execute(ISOLATE, prepare=False)
-
-
-def _adapt(conn: OwnConnection, row: Any) -> bool:
-    """Return whether the isolation level has to be set on the connection. A pooler would not keep it."""
-    backend, synchronous_commit, isolation = row
+    cursor = conn.execute(ABOUT, prepare=False)
+    [(backend, synchronous_commit, isolation)] = cursor.fetchall()
+    if synchronous_commit == "off":
+        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
     if backend != conn.info.backend_pid:
         # A pooler stands in between: the next transaction may run on another server connection, which would not know
         # the statements prepared on this one.
         conn.prepare_threshold = None
         conn.pooled = True
-    if synchronous_commit == "off":
-        log.warning("synchronous_commit is off: a crash of PostgreSQL can lose commands that were accepted.")
     if isolation == "read committed":
-        return False
-    if backend != conn.info.backend_pid:
+        return
+    if conn.pooled:
         log.warning(
             "default_transaction_isolation is %s, and behind a pooler only PostgreSQL can change that: calls that meet "
             "others will fail. Set it to read committed for this role, by ALTER ROLE ... SET.",
             isolation,
         )
-        return False
-    return True
+    else:
+        conn.execute(ISOLATE, prepare=False)
 
 
 def _give_up(conn: OwnConnection) -> DatabaseUnavailableError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -16,7 +16,7 @@ from busload.errors import (
     LockWaitTimeoutError,
 )
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.backoff import LockWait
+from busload.postgres.backoff import Backoff
 from busload.postgres.callers_connection import JOINABLE_IN_THREADS, about_to_begin, refuse_unusable
 from busload.postgres.connection import Connection, refuse_server
 from busload.postgres.database import T, _failure, _joined
@@ -43,7 +43,6 @@ class Database:
         self._process = os.getpid()
         self._pool: Pool | None = None
         self.schema_checked = False
-        self._first_tries, self._waiting_room = _parts(settings)
 
     @property
     def dsn(self) -> str:
@@ -84,12 +83,12 @@ class Database:
 
         A server that cannot be reached is waited for so many seconds; with None nobody looks for it now.
         """
-        waiting.in_thread(self._find)
+        waiting.in_thread(self._start_embedded)
         try:
             if wait is not None:
                 check_server(self.dsn, wait)
         except BaseException:
-            self._leave()
+            self._close_embedded()
             raise
         self.start()
 
@@ -102,7 +101,9 @@ class Database:
             timeout=settings.pool_timeout.total_seconds(),
             response_timeout=settings.response_timeout.total_seconds(),
         )
-        self._first_tries, self._waiting_room = _parts(settings)
+        # How many connections first tries may use at a time, and how many those that know that they wait for a lock.
+        self._first_tries = waiting.Semaphore(max(1, settings.pool_size // 2))
+        self._waiting_room = waiting.Semaphore(max(1, settings.pool_size // 4))
 
     def for_this_process(self) -> Database:
         """The same database for a process that was forked off, with connections of its own."""
@@ -114,7 +115,7 @@ class Database:
         if self._pool is not None:
             self._pool.close()
         self._pool, self.schema_checked = None, False
-        self._leave()
+        self._close_embedded()
 
     def migrate(self, conn: Connection | None = None) -> list[Migration]:
         """Bring the schema up to this release, in the caller's transaction if there is one."""
@@ -166,8 +167,9 @@ class Database:
 
         First tries, and those that know that they wait, use a part of the pool each: the rest is for all other calls.
         """
-        pool, waits = self.pool, LockWait(self._settings.lock_timeout)
-        room = self._first_tries
+        limit, backoff = self._settings.lock_timeout, Backoff(first=0.06, longest=1.25)
+        end = time.monotonic() + limit.total_seconds()
+        pool, room = self.pool, self._first_tries
         while True:
             with room:
                 own = _connection(pool, write)
@@ -175,12 +177,13 @@ class Database:
                     self.check_schema(own)
                     return _commit(own, replace(write, plan=again()))
                 except psycopg.errors.LockNotAvailable as error:
-                    if waits.over:
-                        raise _waited_too_long(own, waits.limit) from error
+                    if time.monotonic() >= end:
+                        holders = perform(own, lock_holders(limit))
+                        raise LockWaitTimeoutError(limit, holders) from error
                 finally:
                     pool.putconn(own)
             room = self._waiting_room
-            waiting.sleep(waits.pause())
+            waiting.sleep(max(0.0, min(backoff.pause(), end - time.monotonic())))  # the last try is at the end
 
     def _join(self, conn: Connection, plan: Plan[T]) -> T:
         """In the caller's transaction, which a failure does not spoil."""
@@ -201,21 +204,16 @@ class Database:
     def _patience(self, within: float | None) -> float | None:
         return None if within is None else min(self.pool.timeout, within)
 
-    def _find(self) -> None:
+    def _start_embedded(self) -> None:
         self._process = os.getpid()
         if self._dsn is None:
             self._embedded = EmbeddedPostgres(self._settings.home, pg_bin=self._settings.pg_bin).start()
             self._dsn = self._embedded.dsn()
 
-    def _leave(self) -> None:
+    def _close_embedded(self) -> None:
         if self._embedded is not None:
             self._embedded.close()
             self._embedded, self._dsn = None, None
-
-
-def _parts(settings: Settings) -> tuple[waiting.Semaphore, waiting.Semaphore]:
-    """How many connections first tries may use at a time, and how many those that know that they wait for a lock."""
-    return waiting.Semaphore(max(1, settings.pool_size // 2)), waiting.Semaphore(max(1, settings.pool_size // 4))
 
 
 def _connection(pool: Pool, write: Write[Any]) -> OwnConnection:
@@ -240,7 +238,3 @@ def _commit(conn: Connection, write: Write[T]) -> T:
         if write.goes_on:
             raise
         raise _failure(write, error, committing=committing) from error
-
-
-def _waited_too_long(conn: Connection, limit: timedelta) -> LockWaitTimeoutError:
-    return LockWaitTimeoutError(limit, perform(conn, lock_holders(limit)))

@@ -17,7 +17,7 @@ from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import SAFE_SEARCH_PATH, complete, has_unread_input
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
-from busload.postgres.pool import IDLE, LEFT_OPEN, PIPELINE_OFF, PLAN_ONCE, UNUSED_FOR, _may_pass
+from busload.postgres.pool import IDLE, LEFT_OPEN, PIPELINE_OFF, PLAN_ONCE, UNUSED_FOR, _is_temporary
 from busload.sync.connection import OwnConnection, configure
 
 
@@ -47,7 +47,12 @@ def engine_pool(
     must do when they are large: nothing is read from end to end, and now and then a connection starts afresh.
     Those that touch `users_tables` find them, and their triggers what they need, by the search_path of the role.
     """
-    new = partial(_new_of_engine, complete(dsn), response_timeout, lock_timeout, users_tables)
+    session = [PLAN_ONCE]
+    if not users_tables:
+        session.append(SAFE_SEARCH_PATH)
+    if lock_timeout is not None:
+        session.append(f"SET lock_timeout = '{lock_timeout}'")
+    new = partial(_new, OwnConnection, complete(dsn), response_timeout, "; ".join(session).encode())
     return Pool(new, max_size, max_lifetime=300)
 
 
@@ -70,7 +75,7 @@ class Pool:
         self._idle: deque[tuple[float, OwnConnection]] = deque()
         self._waiters: deque[waiting.Future[OwnConnection]] = deque()
         self._making: waiting.Activity | None = None
-        self._why: Exception | None = None
+        self._last_error: Exception | None = None
         self._closed = False
 
     @property
@@ -101,7 +106,7 @@ class Pool:
                 if not self._idle:  # another thread was faster
                     break
                 conn = self._idle.pop()[1]
-            if not has_unread_input(conn) or self._answers(conn):
+            if not has_unread_input(conn) or self._still_works(conn):
                 return conn
         return self._wait(self.timeout if timeout is None else timeout)
 
@@ -132,7 +137,8 @@ class Pool:
                 return self._idle.pop()[1]
             waiter: waiting.Future[OwnConnection] = waiting.Future()
             self._waiters.append(waiter)
-            self._grow()
+            if self.size < self.max_size:
+                self._grow()
         try:
             return waiting.result_within(seconds, waiter)
         except BaseException as error:
@@ -147,10 +153,10 @@ class Pool:
             raise
 
     def _too_late(self, seconds: float) -> DatabaseUnavailableError:
-        if self._why is not None:
-            why = " ".join(str(self._why).split())
+        if self._last_error is not None:
+            said = " ".join(str(self._last_error).split())
             return DatabaseUnavailableError(
-                f"There was no connection to PostgreSQL for {seconds:g} s: {why.removesuffix('.')}."
+                f"There was no connection to PostgreSQL for {seconds:g} s: {said.removesuffix('.')}."
             )
         all_of_them = "The only connection was" if self.max_size == 1 else f"All {self.max_size} connections were"
         return DatabaseUnavailableError(
@@ -196,7 +202,7 @@ class Pool:
     def _make(self) -> None:
         conn: OwnConnection | None = None
         try:
-            conn = self._try()
+            conn = self._connect_when_possible()
         finally:
             with self._lock:
                 self._making = None
@@ -207,20 +213,20 @@ class Pool:
                 self._keep(conn)
             self._grow()
 
-    def _try(self) -> OwnConnection | None:
+    def _connect_when_possible(self) -> OwnConnection | None:
         """A connection; None if nobody waits for one any more."""
         backoff = Backoff()
         while self._waiters:
             try:
                 conn = self._connect()
             except Exception as error:
-                if _may_pass(error):
-                    self._why = error
+                if _is_temporary(error):
+                    self._last_error = error
                     waiting.sleep(backoff.pause())
                 else:
                     self._fail(error)
             else:
-                self._why = None
+                self._last_error = None
                 return conn
         return None
 
@@ -232,7 +238,7 @@ class Pool:
                 if not waiter.done():
                     waiter.set_exception(error)
 
-    def _answers(self, conn: OwnConnection) -> bool:
+    def _still_works(self, conn: OwnConnection) -> bool:
         """An idle connection has unread input: that is its end, or a notice."""
         try:
             conn.execute("SELECT", prepare=False)
@@ -250,28 +256,15 @@ def _is_piping(conn: OwnConnection) -> bool:
     return conn.pgconn.pipeline_status != PIPELINE_OFF
 
 
-def _new(kind: type[OwnConnection], conninfo: str, response_timeout: float) -> OwnConnection:
+def _new(kind: type[OwnConnection], conninfo: str, response_timeout: float, session: bytes = b"") -> OwnConnection:
+    """A connection that prepares every statement at once if there is a script for its session."""
     conn = kind.connect(conninfo, autocommit=True)
     conn.conninfo, conn.response_timeout = conninfo, response_timeout
     try:
         configure(conn)
-    except BaseException:
-        conn.close()
-        raise
-    return conn
-
-
-def _new_of_engine(
-    conninfo: str, response_timeout: float, lock_timeout: str | None, users_tables: bool
-) -> OwnConnection:
-    conn = _new(OwnConnection, conninfo, response_timeout)
-    try:
-        if not conn.pooled:
+        if session and not conn.pooled:
             conn.prepare_threshold = 0
-            conn.execute(PLAN_ONCE if users_tables else f"{PLAN_ONCE}; {SAFE_SEARCH_PATH}", prepare=False)
-            if lock_timeout is not None:
-                set_timeout = "SELECT pg_catalog.set_config('lock_timeout', %s, false)"
-                conn.execute(set_timeout, [lock_timeout], prepare=False)
+            conn.execute(session, prepare=False)
     except BaseException:
         conn.close()
         raise

@@ -110,7 +110,7 @@ class EmbeddedPostgres:
         with self._lock:
             try:
                 with self._explained():
-                    version = self._start_within(START_WITHIN)
+                    version = self._start()
             except BaseException:
                 self.close()
                 raise
@@ -142,7 +142,19 @@ class EmbeddedPostgres:
         Their connections break, and it stays stopped until somebody calls `start()`.
         """
         with self._explained():
-            return self._stop_within(timeout)
+            if not self._folder.supervisor.exists():
+                return False
+            deadline = time.monotonic() + timeout.total_seconds()
+            late = f"The embedded PostgreSQL did not stop within {timeout}; {self._folder.log} may tell why."
+            with self._mutex(deadline):
+                running = supervisor.postmaster(self._folder.data) is not None
+                if (lock := _try_lock(self._folder.supervisor, fcntl.LOCK_EX)) is None:
+                    running = True
+                    self._folder.stopped.touch()  # the supervisor looks for it, and so does every guard
+                    lock = _lock_by(deadline, self._folder.supervisor, fcntl.LOCK_EX, late)
+                supervisor.end_orphan(self._folder.data)
+                _let_go(lock)
+            return running
 
     @property
     def info(self) -> Info:
@@ -202,8 +214,9 @@ class EmbeddedPostgres:
 
     # -- the steps of a start, in order ---------------------------------------------------------------------
 
-    def _start_within(self, limit: timedelta) -> str:
-        deadline = time.monotonic() + limit.total_seconds()
+    def _start(self) -> str:
+        """Return the server's version once it answers."""
+        deadline = time.monotonic() + START_WITHIN.total_seconds()
         self._refuse_another_major()
         if self._user is None:
             self._folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -268,21 +281,6 @@ class EmbeddedPostgres:
             supervisor.launch(supervisor.Server(folder, binaries, sockets, config, uid, gid), lock)
         finally:
             _close(lock)
-
-    def _stop_within(self, limit: timedelta) -> bool:
-        if not self._folder.supervisor.exists():
-            return False
-        deadline = time.monotonic() + limit.total_seconds()
-        late = f"The embedded PostgreSQL did not stop within {limit}; {self._folder.log} may tell why."
-        with self._mutex(deadline):
-            running = supervisor.postmaster(self._folder.data) is not None
-            if (lock := _try_lock(self._folder.supervisor, fcntl.LOCK_EX)) is None:
-                running = True
-                self._folder.stopped.touch()  # the supervisor looks for it, and so does every guard
-                lock = _lock_by(deadline, self._folder.supervisor, fcntl.LOCK_EX, late)
-            supervisor.end_orphan(self._folder.data)
-            _let_go(lock)
-        return running
 
     def _greet(self) -> str:
         """Return the version of the server that answers, which has our database afterwards."""

@@ -79,15 +79,14 @@ DECLARE
     g       record;
 BEGIN
     FOR g IN
-        SELECT c.domain, c.told, pg_catalog.array_agg(c.command_id) AS ids, b.buffer IS NOT NULL AS known,
+        SELECT c.domain, pg_catalog.array_agg(c.command_id) AS ids, b.buffer IS NOT NULL AS known,
+               CASE WHEN c.data OPERATOR(pg_catalog.->) 'table' IS NULL THEN b.relation
+                    ELSE c.data OPERATOR(pg_catalog.->>) 'table' END AS told,
                b.relation, b.id_column, b.group_column, b.created_column, b.key_column,
                coalesce(b.archive, false) AS archive
-          FROM (SELECT c.domain, c.command_id,
-                       CASE WHEN c.data OPERATOR(pg_catalog.->) 'table' IS NULL THEN b.relation
-                            ELSE c.data OPERATOR(pg_catalog.->>) 'table' END AS told
-                  FROM busload.command AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
-                 WHERE c.id = ANY (commands)) AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
-         GROUP BY c.domain, c.told, b.buffer
+          FROM busload.command AS c LEFT JOIN busload.buffer AS b ON b.buffer = c.domain
+         WHERE c.id = ANY (commands)
+         GROUP BY c.domain, told, b.buffer
     LOOP
         removed := 0;
         IF g.told IS NULL THEN
