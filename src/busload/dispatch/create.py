@@ -432,9 +432,9 @@ def _resume(batch: NewBatch, given: Input, cursor: Cursor) -> bool:
     if before < cursor.commands and last is not None and last.command_id not in (None, cursor.last_command):
         position = f"command {cursor.last_command} at position {cursor.commands - 1:,}"
         raise _other_input(batch_id, position, f"{last.command_id}")
-    if not cursor.sealed and given.ended:
-        raise _other_input(batch_id, f"more than {counted(cursor.commands, 'command')}", "no more")
     if not cursor.sealed:
+        if given.ended:
+            raise _other_input(batch_id, f"more than {counted(cursor.commands, 'command')}", "no more")
         return False
     if cursor.total != cursor.commands:
         raise BatchSealedError(batch.domain, batch_id, canceled=cursor.canceled)

@@ -77,7 +77,7 @@ def write_checkpoint(
     If the batch does not have exactly so many commands, another caller has written some: then nothing is written, and
     the cursor is returned. A batch that was begun and is gone is not begun again: its first commands would be missing.
     """
-    cursor = yield from stand(batch.domain, batch.batch_id)
+    cursor = yield from _locked_cursor(batch.domain, batch.batch_id)
     if cursor is None:
         if after:
             raise BatchNotFoundError(batch.domain, batch.batch_id)
@@ -100,7 +100,7 @@ def write_checkpoint(
     return Checkpoint(cursor.checkpoints + 1, loads)
 
 
-def stand(domain: str, batch_id: UUID) -> Plan[Cursor | None]:
+def _locked_cursor(domain: str, batch_id: UUID) -> Plan[Cursor | None]:
     """Where a creation stands. Nobody else moves it before the end of the transaction."""
     yield from execute(SQL.hold, domain=domain, batch_id=batch_id)
     return (yield from one(Cursor, SQL.resume, domain=domain, batch_id=batch_id))
@@ -116,7 +116,7 @@ def _open(batch: NewBatch, via: Via, total: int | None) -> Plan[Cursor]:
     try:
         yield Savepoint(opening())
     except InvalidOperationError:
-        cursor = yield from stand(batch.domain, batch.batch_id)
+        cursor = yield from _locked_cursor(batch.domain, batch.batch_id)
         if cursor is None:
             raise
         return cursor

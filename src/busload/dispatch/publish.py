@@ -121,7 +121,7 @@ class Publisher:
         page = Page(loads, again=again)
         queues = {self.queue(one.domain) for one in loads}
         page.unusable |= {queue: why for queue, why in self._unresponsive.left_alone().items() if queue in queues}
-        return page.told(page.away(queues) or await self._publish_page(page, queues))
+        return page.pieces(page.away(queues) or await self._publish_page(page, queues))
 
     async def close(self) -> None:
         await self.transport.aclose()
@@ -178,7 +178,7 @@ class Publisher:
         self.confirmed += len(envelopes) - len(refused)
         self.refused.update(str(refusal.reason) for refusal in refused.values())
         for index, envelope in enumerate(envelopes):
-            page.tell(envelope.loads, refused.get(index))
+            page.record(envelope.loads, refused.get(index))
 
     def _message(self, envelope: Envelope, rounds: dict[int, int]) -> Message:
         """The id must differ from that of any other message, or a broker would drop the message as a repetition. So it
@@ -287,7 +287,7 @@ class Page:
         why = [self.unusable.get(queue) for queue in queues]
         return why[0] if all(one is not None and one.reason is RefusalReason.UNREACHABLE for one in why) else None
 
-    def tell(self, loads: Iterable[Load], refusal: Refusal | None) -> None:
+    def record(self, loads: Iterable[Load], refusal: Refusal | None) -> None:
         for load in loads:
             if refusal is None:
                 self._pieces.append(Piece(load))
@@ -297,20 +297,20 @@ class Page:
                     Piece(load, str(refusal.reason), storable(refusal.message, 1000), wait, refusal.after)
                 )
 
-    def told(self, left: Refusal) -> list[Piece]:
-        """What became of every command; those that nobody has told about fared like `left`.
+    def pieces(self, left: Refusal) -> list[Piece]:
+        """What became of every command; those that nothing was recorded about fared like `left`.
 
-        Nothing may be left out: the outbox moves a load only if all of its commands are told about.
+        Nothing may be left out: the outbox moves a load only if it is told about all of its commands.
         """
-        self.tell(list(self._untold()), left)
+        self.record(list(self._unrecorded()), left)
         return _joined(self._pieces)
 
-    def _untold(self) -> Iterator[Load]:
-        told: dict[int, list[Load]] = defaultdict(list)
+    def _unrecorded(self) -> Iterator[Load]:
+        recorded: dict[int, list[Load]] = defaultdict(list)
         for piece in self._pieces:
-            told[piece.load.number].append(piece.load)
+            recorded[piece.load.number].append(piece.load)
         for one in self.loads:
-            yield from one.load.subtract(told[one.load.number])
+            yield from one.load.subtract(recorded[one.load.number])
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from busload.dispatch.outbox import Seen
 from busload.dispatch.publish import Perform, Publisher
 from busload.postgres.write import Write
 from busload.transports import Delivery
-from busload.transports.base import give_back
+from busload.transports.base import DeliveryReader
 
 SETTLED = timedelta(seconds=5)
 """Commands that were published so shortly before the look, or during it, do not count as missing."""
@@ -111,11 +111,15 @@ class Reconciler:
         what is about nothing here, which may be early: it is looked up once more.
         """
         most = MOST_LOOKED_AT if told.depth is None else min(told.depth, MOST_LOOKED_AT)
-        removed, bodies = 0, []
+        removed = 0
+        bodies: list[bytes] = []
         unknown: list[_Message] = []
-        on_loan = OnLoan(self._publisher.transport.deliveries(told.queue, prefetch=most), most)
+        messages = DeliveryReader(self._publisher.transport.deliveries(told.queue, prefetch=most))
+        end, page_is_full = time.monotonic() + LONGEST_LOAN, True
         try:
-            while page := await on_loan.next_page():
+            while page_is_full:
+                page = await _next_page(messages, most - len(bodies), end)
+                page_is_full = len(page) == PAGE
                 bodies += [delivery.body for delivery in page]
                 readable: list[_Message] = []
                 for delivery in page:
@@ -134,7 +138,7 @@ class Reconciler:
             late = answered + [delivery for delivery, _ in doubtful]
             await _acknowledge(late)
         finally:
-            await on_loan.give_back()
+            await messages.close()
         return removed + len(late), bodies
 
     async def _nothing_waits_for(self, messages: Sequence[_Message]) -> tuple[list[Delivery], list[_Message]]:
@@ -158,33 +162,15 @@ class Reconciler:
         return dict(zip(numbers, found, strict=True))
 
 
-class OnLoan:
-    """Messages that are kept from workers until they are given back; so many at most."""
-
-    def __init__(self, deliveries: AsyncIterator[Delivery], most: int) -> None:
-        self._deliveries, self._left = deliveries, most
-        self._next: asyncio.Future[Delivery] | None = None
-        self._end = time.monotonic() + LONGEST_LOAN
-
-    async def next_page(self) -> list[Delivery]:
-        """Some messages; none after the most, when no message has come for a while, or when it takes too long."""
-        page: list[Delivery] = []
-        while self._left and len(page) < PAGE:
-            self._next = asyncio.ensure_future(anext(self._deliveries))
-            # To cancel it would end the deliveries, and give back what is on loan.
-            await asyncio.wait([self._next], timeout=max(0.0, min(QUIET, self._end - time.monotonic())))
-            if not self._next.done():
-                self._left = 0
-                break
-            page.append(self._next.result())
-            self._left -= 1
-        return page
-
-    async def give_back(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.gather(self._next, return_exceptions=True)
-        await give_back(self._deliveries)
+async def _next_page(messages: DeliveryReader, most: int, end: float) -> list[Delivery]:
+    """So many messages, or a page of them; fewer if none has come for a while, or when it takes too long."""
+    page: list[Delivery] = []
+    while len(page) < min(most, PAGE):
+        delivery = await messages.next(max(0.0, min(QUIET, end - time.monotonic())))
+        if delivery is None:
+            break
+        page.append(delivery)
+    return page
 
 
 async def _acknowledge(deliveries: Sequence[Delivery]) -> None:

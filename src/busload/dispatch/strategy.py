@@ -1,4 +1,4 @@
-"""How the commands of a batch are published to a broker, and what is told about it."""
+"""The ways to publish a batch to a broker, and the report on how that went."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ import asyncio
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from uuid import uuid4
 
-from busload.errors import PublishError, RefusalReason, TransportUnavailableError
+from busload.errors import PublishError, RefusalReason
 from busload.transports import Delivery, Message, Transport, find_transport
+from busload.transports.base import DeliveryReader
 
 SECRET = "kept-to-ourselves"  # noqa: S105
 """The password in `unreachable_url` and `wrong_credentials_url`: nothing that is shown may hold it."""
@@ -19,22 +20,7 @@ WITHIN = 30.0
 """Seconds after which something that must come has not come."""
 
 
-class Receiver:
-    """Takes deliveries one by one. Unlike `wait_for` it can wait for one that does not come, and go on."""
-
-    def __init__(self, deliveries: AsyncIterator[Delivery]) -> None:
-        self._deliveries = deliveries
-        self._coming: asyncio.Task[Delivery] | None = None
-
-    async def next(self, within: float) -> Delivery | None:
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(anext(self._deliveries))
-        await asyncio.wait({self._coming}, timeout=within)
-        if not self._coming.done():
-            return None
-        came, self._coming = self._coming, None
-        return came.result()
-
+class Receiver(DeliveryReader):
     async def take(self, count: int) -> list[Delivery]:
         taken: list[Delivery] = []
         while len(taken) < count:
@@ -45,15 +31,6 @@ class Receiver:
 
     async def nothing_for(self, seconds: float) -> bool:
         return await self.next(seconds) is None
-
-    async def close(self) -> None:
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            coming.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration, TransportUnavailableError):
-                await coming
-        aclose: Callable[[], Awaitable[None]] = self._deliveries.aclose  # type: ignore[attr-defined]
-        await aclose()
 
 
 @asynccontextmanager

@@ -11,9 +11,12 @@ import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import urlsplit, urlunsplit
+
+from busload.errors import TransportError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,6 @@ class Turn:
         return self._lock
 
 
-HASH_DIGITS = 16
-
-
 def short_name(queue: str, limit: int, mark: str) -> str:
     """For a broker whose names are shorter than ours: a domain has up to 255 bytes, and there is the prefix.
 
@@ -130,7 +130,7 @@ def short_name(queue: str, limit: int, mark: str) -> str:
     return queue if len(queue) <= limit else hashed_name(queue, limit, mark)
 
 
-def hashed_name(queue: str, limit: int, mark: str, *, digits: int = HASH_DIGITS) -> str:
+def hashed_name(queue: str, limit: int, mark: str, *, digits: int = 16) -> str:
     """The beginning of the name, for people, and a hash of the whole name."""
     digest = hashlib.sha256(queue.encode()).hexdigest()[:digits]
     return f"{queue[: limit - digits - len(mark)]}{mark}{digest}"
@@ -146,6 +146,36 @@ def without_password(url: str) -> str:
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # a password with a character that should be escaped
         return f"{parts.scheme}://(hidden)"
     return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+class DeliveryReader:
+    """Takes deliveries one by one. Unlike `wait_for` it can wait for one that does not come, and go on."""
+
+    def __init__(self, deliveries: AsyncIterator[Delivery]) -> None:
+        self._deliveries = deliveries
+        self._coming: asyncio.Future[Delivery] | None = None
+
+    async def next(self, within: float) -> Delivery | None:
+        """The next delivery, or None if it does not come within so many seconds."""
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(anext(self._deliveries))
+        # To cancel it would end the deliveries, and give back what is on loan.
+        await asyncio.wait([self._coming], timeout=within)
+        if not self._coming.done():
+            return None
+        came, self._coming = self._coming, None
+        return came.result()
+
+    async def close(self) -> None:
+        """Give back all that is on loan."""
+        if self._coming is None:
+            await give_back(self._deliveries)
+            return
+        self._coming.cancel()
+        await asyncio.wait([self._coming])
+        await give_back(self._deliveries)
+        with suppress(asyncio.CancelledError, StopAsyncIteration, TransportError):
+            self._coming.result()
 
 
 async def give_back(deliveries: AsyncIterator[Delivery]) -> None:

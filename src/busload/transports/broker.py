@@ -74,7 +74,8 @@ class Broker(Transport):
         fitting = dict(enumerate(messages))
         try:
             await self.connect()
-            refused = {index: too_large(each, self.max_bytes) for index, each in fitting.items() if self._exceeds(each)}
+            most = self.max_bytes
+            refused = {index: too_large(each, most) for index, each in fitting.items() if len(each.body) > most}
             fitting = {index: each for index, each in fitting.items() if index not in refused}
             if fitting:
                 refused |= await self.publish_fitting(fitting)
@@ -122,9 +123,6 @@ class Broker(Transport):
 
     def in_time(self) -> asyncio.Timeout:
         return asyncio.timeout(self.timeout)
-
-    def _exceeds(self, message: Message) -> bool:
-        return len(message.body) > self.max_bytes
 
 
 class HeldMessage(Delivery, Generic[K]):
@@ -260,7 +258,8 @@ class Consumer(ABC, Generic[K]):
         while not self._closed:  # a library may forget the cancellation; see `heed_cancellation`
             await asyncio.sleep(self.renewal_pause)
             try:
-                await self.renew(list(self.held))
+                if self.held:
+                    await self.renew(list(self.held))
             except self.lost as error:
                 log.debug("Could not renew the messages on loan of %s: %r", self.queue, error)
 

@@ -44,9 +44,8 @@ LOOK_WITHIN = 2.0
 
 STREAM_MISSING, CONSUMER_MISSING = 10059, 10014
 JETSTREAM_OFF = {10039, 10076}
-TOO_LARGE_CODES = {10054}
-FULL_CODES = {10023, 10028, 10047, 10077, 10167}
-"""Resources, memory or storage used up, a limit of the stream reached, too many requests under way."""
+REASONS = {10054: RefusalReason.TOO_LARGE} | dict.fromkeys([10023, 10028, 10047, 10077, 10167], RefusalReason.THROTTLED)
+"""The latter: resources, memory or storage used up, a limit of the stream reached, too many requests under way."""
 
 
 class NatsTransport(Broker):
@@ -69,10 +68,9 @@ class NatsTransport(Broker):
         self.max_bytes = 1024 * 1024 - ROOM_FOR_HEADERS
 
     async def declare(self, queues: Sequence[str]) -> None:
-        connection = await self._connected()
         for queue in dict.fromkeys(queues):
-            await self._make_stream(connection, queue)
-            await self._make_consumer(connection, queue)
+            await self._make_stream(queue)
+            await self._make_consumer(queue)
 
     async def connect(self) -> None:
         await self._connected()
@@ -84,9 +82,7 @@ class NatsTransport(Broker):
             await connection.drop_if_dead()
         # No stream answers: either the stream does not exist, or its leader is being elected.
         silent = list({messages[index].queue for index, refusal in refused.items() if refusal is NO_STREAM})
-        exists = dict(
-            zip(silent, await asyncio.gather(*(self._exists(connection, queue) for queue in silent)), strict=True)
-        )
+        exists = dict(zip(silent, await asyncio.gather(*map(self._exists, silent)), strict=True))
         return {
             index: NO_LEADER if refusal is NO_STREAM and exists[messages[index].queue] else refusal
             for index, refusal in refused.items()
@@ -104,13 +100,11 @@ class NatsTransport(Broker):
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
         state = await self._state(queue)
-        connection = await self._connected()
         bodies: list[bytes] = []
         sequence = int(state["first_seq"]) if state else 0
         while state and len(bodies) < limit and sequence <= int(state["last_seq"]):
-            answer = await self._request(
-                connection, f"STREAM.MSG.GET.{_stream(queue)}", {"seq": sequence, "next_by_subj": _subject(queue)}
-            )
+            wanted = {"seq": sequence, "next_by_subj": _subject(queue)}
+            answer = await self._request(f"STREAM.MSG.GET.{_stream(queue)}", wanted)
             if "error" in answer:  # the last one was taken meanwhile
                 break
             bodies.append(base64.b64decode(answer["message"].get("data", "")))
@@ -153,43 +147,33 @@ class NatsTransport(Broker):
         answers += [lost] * (len(messages) - len(waiting))
         return {index: answer for index, answer in zip(messages, answers, strict=True) if answer is not None}
 
-    async def _exists(self, connection: Connection, queue: str) -> bool:
+    async def _exists(self, queue: str) -> bool:
         try:
-            answer = await self._request(connection, f"STREAM.INFO.{_stream(queue)}", within=LOOK_WITHIN)
+            answer = await self._request(f"STREAM.INFO.{_stream(queue)}", within=LOOK_WITHIN)
         except (TransportUnavailableError, TransportMisconfiguredError):
             return True
         return _code(answer) != STREAM_MISSING
 
     # -- streams and consumers --------------------------------------------------------------------------------------
 
-    async def _make_stream(self, connection: Connection, queue: str) -> None:
+    async def _make_stream(self, queue: str) -> None:
         stream = _stream(queue)
-        answer = await self._request(connection, f"STREAM.INFO.{stream}")
+        wanted = {"subjects": [_subject(queue)], "retention": "workqueue", "storage": "file", "no_ack": False}
+        answer = await self._request(f"STREAM.INFO.{stream}")
         if _code(answer) == STREAM_MISSING:
-            answer = await self._request(
-                connection,
-                f"STREAM.CREATE.{stream}",
-                {
-                    "name": stream,
-                    "subjects": [_subject(queue)],
-                    "retention": "workqueue",
-                    "storage": "file",
-                    "discard": "new",
-                    "num_replicas": self._address.replicas or 1,
-                },
-            )
+            config = wanted | {"name": stream, "discard": "new", "num_replicas": self._address.replicas or 1}
+            answer = await self._request(f"STREAM.CREATE.{stream}", config)
         _must_succeed(answer, f"the stream {stream!r} cannot be made")
         config = {"no_ack": False, "num_replicas": 1} | answer["config"]
-        wanted = {"subjects": [_subject(queue)], "retention": "workqueue", "storage": "file", "no_ack": False}
         if config["num_replicas"] < (self._address.replicas or 1):
             wanted["num_replicas"] = self._address.replicas
         fix = "Change it with `nats stream edit`, or empty and remove it."
         _must_fit(f"The stream {stream!r}", config, wanted, fix)
 
-    async def _make_consumer(self, connection: Connection, queue: str) -> None:
+    async def _make_consumer(self, queue: str) -> None:
         stream = _stream(queue)
         wait = int(self._address.ack_wait * 1e9)
-        answer = await self._request(connection, f"CONSUMER.INFO.{stream}.{CONSUMER}")
+        answer = await self._request(f"CONSUMER.INFO.{stream}.{CONSUMER}")
         if _code(answer) == CONSUMER_MISSING or ("config" in answer and answer["config"].get("ack_wait") != wait):
             config = {
                 "durable_name": CONSUMER,
@@ -200,18 +184,15 @@ class NatsTransport(Broker):
                 "max_ack_pending": -1,
                 "replay_policy": "instant",
             }
-            answer = await self._request(
-                connection,
-                f"CONSUMER.CREATE.{stream}.{CONSUMER}",
-                {"stream_name": stream, "config": config},
-            )
+            request = {"stream_name": stream, "config": config}
+            answer = await self._request(f"CONSUMER.CREATE.{stream}.{CONSUMER}", request)
         _must_succeed(answer, f"the consumer {CONSUMER!r} of the stream {stream!r} cannot be made")
         wanted = {"ack_policy": "explicit", "max_deliver": -1, "deliver_subject": "", "filter_subject": ""}
         fix = "Remove it with `nats consumer rm`: it is made anew."
         _must_fit(f"The consumer {CONSUMER!r} of the stream {stream!r}", answer["config"], wanted, fix)
 
     async def _state(self, queue: str) -> dict[str, Any] | None:
-        answer = await self._request(await self._connected(), f"STREAM.INFO.{_stream(queue)}")
+        answer = await self._request(f"STREAM.INFO.{_stream(queue)}")
         if _code(answer) == STREAM_MISSING:
             return None
         _must_succeed(answer, f"the queue {queue!r} cannot be looked into")
@@ -219,15 +200,11 @@ class NatsTransport(Broker):
         return state
 
     async def _request(
-        self,
-        connection: Connection,
-        subject: str,
-        payload: dict[str, Any] | None = None,
-        *,
-        within: float | None = None,
+        self, subject: str, payload: dict[str, Any] | None = None, *, within: float | None = None
     ) -> dict[str, Any]:
         """Ask JetStream. Errors in its answer are for the caller, unless nobody answers or we may not ask."""
         body = json.dumps(payload).encode() if payload else b""
+        connection = await self._connected()
         with self.translated():
             try:
                 async with asyncio.timeout(min(within or self.timeout, self.timeout)):
@@ -367,13 +344,8 @@ def _refusal(future: asyncio.Future[Msg], lost: Refusal) -> Refusal | None:
     if "error" not in answer:
         return None
     told = str(answer["error"].get("description", "no reason given"))
-    if _code(answer) in TOO_LARGE_CODES:
-        return Refusal(RefusalReason.TOO_LARGE, told)
-    if _code(answer) in FULL_CODES:
-        return Refusal(RefusalReason.THROTTLED, told)
-    if answer["error"].get("code") in (408, 503):
-        return unreachable(told)
-    return Refusal(RefusalReason.REFUSED, told)
+    away = answer["error"].get("code") in (408, 503)
+    return Refusal(REASONS.get(_code(answer), RefusalReason.UNREACHABLE if away else RefusalReason.REFUSED), told)
 
 
 NOT_CONFIRMED = unreachable("NATS did not confirm it in time")

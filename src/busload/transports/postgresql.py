@@ -144,8 +144,7 @@ class PostgresqlConsumer(Consumer[tuple[str, int]]):
         await self._transport.rows(SQL.forget, queue=self.queue, id=id, deliveries=number)
 
     async def renew(self, keys: Sequence[tuple[str, int]]) -> None:
-        if keys:
-            await self._transport.rows(SQL.renew, **self._these(keys), seconds=self.loan_for)
+        await self._transport.rows(SQL.renew, **self._these(keys), seconds=self.loan_for)
 
     async def give_back(self, keys: Sequence[tuple[str, int]]) -> None:
         if keys:

@@ -217,9 +217,8 @@ class RedisConsumer(Consumer[bytes]):
         self._to_tell.set()
 
     async def renew(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            ids: list[Any] = list(keys)
-            await self._redis.xclaim(self.queue, GROUP, self._consumer, 0, ids, justid=True)
+        ids: list[Any] = list(keys)
+        await self._redis.xclaim(self.queue, GROUP, self._consumer, 0, ids, justid=True)
 
     async def give_back(self, keys: Sequence[bytes]) -> None:
         """What Redis says that we hold: an answer that we did not wait for may have brought some."""
