@@ -339,7 +339,7 @@ async def test_a_paused_domain_keeps_its_messages_on_loan(
         await eventually(lambda: broker(worker).received == 5)
         claims = worker.stats.claims
         assert (worker.stats.claims, len(seen), database.count("message")) == (claims, 0, 5)
-        assert inside(worker)._claimer._pause(inside(worker)._broker, [DOMAIN]) > 1  # it does not spin
+        assert inside(worker)._claimer._pause(inside(worker)._broker, {DOMAIN}) > 1  # it does not spin
         await bus.domains.resume(DOMAIN)
         await eventually(lambda: worker.stats.completed == 50)
         await eventually(lambda: all_acked(database))
