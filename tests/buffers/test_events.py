@@ -425,6 +425,15 @@ async def test_no_more_groups_are_made_than_may_wait_in_the_queue(bus: CommandBu
     assert await events.distribute() == 1
 
 
+async def test_a_look_that_finds_no_room_says_so(bus: CommandBus, database: Database) -> None:
+    """Otherwise `distribute` would look at the same partitions again and again, and a worker would come back late"""
+    events = bus.buffer("events", size=1, max_groups=1, max_age=timedelta(0), partition_by="p")
+    await events.add_many([{"p": "a"}, {"p": "b"}])
+    assert await events.distribute() == 1
+    round = round_of(events.settings, database, after="a")
+    assert (round.groups, round.cursor, round.short_of_room) == (0, "a", True)
+
+
 async def test_no_partition_is_forgotten_for_the_others(bus: CommandBus, database: Database) -> None:
     """Room for few groups, many partitions that are always full: each has its turn"""
     events = bus.buffer("events", size=2, max_groups=5, max_age=NEVER, partition_by="p")

@@ -58,7 +58,6 @@ class Round:
         self._settings, self._at, self._around = settings, at, around
         self._after, self._room, self._due, self._flushed_at = after, 0, list[Waiting](), "-infinity"
         self.groups = 0
-        self.items = 0
         self.next_due: float | None = None
         """Seconds until the next event is due by its age, as far as this round has seen."""
         self.cursor: str | None = None
@@ -75,7 +74,7 @@ class Round:
                     yield self._claim(waiting)
                 else:
                     self._due.append(waiting)
-        self.short_of_room = bool(self._due)
+        self.short_of_room = self.short_of_room or bool(self._due)
 
     def partitions(self) -> Plan[list[Waiting]]:
         """Those with waiting events, from where the last round ended, and round to there if there are not many.
@@ -152,7 +151,6 @@ class Round:
         taken = yield from _claim(self._settings, self._at, waiting, new_id(), self._settings.size, anyway=False)
         if taken.count:
             self.groups += 1
-            self.items += taken.count
             self._room -= 1
             if taken.was_full or waiting.due:
                 self._due.append(Waiting(waiting.partition, taken.last, waiting.due_in, waiting.flushed))
