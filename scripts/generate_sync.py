@@ -20,6 +20,7 @@ SOURCES = {
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
     "busload.jobs.api": "jobs",
+    "busload.jobs.steps": "steps",
     "busload.batches.open_batch": "open_batch",
     "busload.buffers.buffer": "buffer",
     "busload.bus": "bus",

@@ -15,15 +15,13 @@ from busload.commands.command import Command, refuse_unknown
 from busload.commands.result import refuse_result_type
 from busload.commands.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
-from busload.jobs import progress
-from busload.jobs.api import FINAL, for_a_person, plan_stage
-from busload.jobs.job import PLAN, STAGE, read_step, wrong_stage
+from busload.jobs.job import PLAN, STAGE, wrong_stage
+from busload.jobs.steps import advance, plan_stage
 from busload.limits.call_options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
 from busload.limits.rate import RateLimit, is_async
-from busload.postgres.plan import perform_async
 from busload.settings import InputLimits
-from busload.sync.jobs import plan_stage as plan_stage_in_thread
-from busload.troubleshooting.carry_out import DECISION, RETRY, carry_out
+from busload.sync.steps import plan_stage as plan_stage_in_thread
+from busload.troubleshooting.decisions import DECISION, RETRY, carry_out
 
 
 class BulkOptions(GroupHandlerOptions, total=False):
@@ -72,19 +70,9 @@ class Handler:
         object.__setattr__(self, "plain", self.is_async and all(one is None for one in special))
 
 
-async def _advance(command: Command, ctx: Any) -> dict[str, Any]:
-    """Begin the next stage of a job, or end it, in the transaction that completes this step."""
-    step = read_step(command.data)
-    try:
-        async with ctx.transaction() as conn:
-            return {"job": await perform_async(conn, progress.advance(command.domain, step, ctx.bus.via))}
-    except FINAL as error:
-        raise for_a_person(error) from error
-
-
 BUILT_IN = {
     DECISION: Handler(carry_out, RETRY, timeout=None, is_async=True),
-    STAGE: Handler(_advance, RETRY, timeout=None, is_async=True),
+    STAGE: Handler(advance, RETRY, timeout=None, is_async=True),
 }
 """What every worker runs, in every domain."""
 

@@ -31,7 +31,7 @@ from busload.retention import Pruned, prune
 from busload.sync.plan import perform
 from busload.testing import TestServer
 from busload.troubleshooting import decisions
-from busload.troubleshooting.carry_out import Decision
+from busload.troubleshooting.decisions import Decision
 from tests.given import DOMAIN, WITHIN, Database
 
 PLACES = ["queue", "scheduled", "lease", "troubleshooting", "execution", "event", "command", "batch", "worker"]

@@ -17,7 +17,7 @@ from busload.commands.execution import CANCELED, COMPLETED, FAILED, FAILED_ATTEM
 from busload.errors import BatchSealedError, InvalidOperationError
 from busload.testing import TestServer
 from busload.troubleshooting import decisions
-from busload.troubleshooting.carry_out import Decision
+from busload.troubleshooting.decisions import Decision
 from tests.commands.test_interleavings import PLACES, new_commands
 from tests.given import DOMAIN, Database
 

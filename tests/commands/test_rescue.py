@@ -16,7 +16,7 @@ from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, Leased
 from busload.commands.rescue import Returned
 from busload.sync.plan import perform
 from busload.troubleshooting import decisions
-from busload.troubleshooting.carry_out import Decision
+from busload.troubleshooting.decisions import Decision
 from tests.given import DOMAIN, WITHIN, Database, Given, beside, counts
 
 SETTLED = timedelta(seconds=20)

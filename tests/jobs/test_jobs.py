@@ -133,7 +133,7 @@ async def test_a_planner_fans_out_and_in_by_what_the_stage_before_returned(bus: 
 async def test_a_planner_reads_more_results_than_fit_a_page(
     bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("busload.jobs.api", "busload.sync.jobs"):
+    for module in ("busload.jobs.steps", "busload.sync.steps"):
         monkeypatch.setattr(f"{module}.PAGE", 2)
     given.handler()
     seen: list[list[int]] = []

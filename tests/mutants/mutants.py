@@ -413,7 +413,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-decision-moves-what-failed-after-it",
-        "troubleshooting/carry_out.sql",
+        "troubleshooting/decisions.sql",
         " AND t.since <= %(until)s::timestamptz",
         "",
         "tests/troubleshooting/test_causes.py::test_what_fails_again_is_not_moved_by_a_decision_from_before",
@@ -421,7 +421,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-patch-forgets-what-was-before",
-        "troubleshooting/carry_out.sql",
+        "troubleshooting/decisions.sql",
         "'before', t.data, 'after', i.data::json",
         "'before', i.data::json, 'after', i.data::json",
         "tests/troubleshooting/test_causes.py::test_a_patched_retry_changes_the_data_and_keeps_every_change",

@@ -30,8 +30,8 @@ from busload.commands import InputLimits, PayloadLimits
 from busload.errors import InvalidOperationError, SupersededError
 from busload.postgres.plan import execute, perform_async
 from busload.troubleshooting import GroupAction, GroupItem
-from busload.troubleshooting.carry_out import DECISION, PART, PRIORITY, move_part, read_part
-from busload.troubleshooting.decisions import SQL
+from busload.troubleshooting.causes import SQL
+from busload.troubleshooting.decisions import DECISION, PART, PRIORITY, move_part, read_part
 from tests.given import DOMAIN, Database, Given, counts
 
 UNKNOWN = "0123456789ab"

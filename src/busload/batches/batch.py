@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from inspect import iscoroutinefunction
@@ -74,9 +74,6 @@ SyncBatchCompletionCallback: TypeAlias = Callable[[BatchMetadata], None]
 
 SQL = statements(__name__)
 
-COLUMNS = [field.name for field in fields(BatchMetadata)]
-"""The statements select their columns in this order."""
-
 
 def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
     return one(_batch, SQL.batch, domain=domain, batch_id=batch_id)
@@ -96,9 +93,8 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 
 def _batch(*row: Any) -> BatchMetadata:
-    values = dict(zip(COLUMNS, row, strict=True))
-    values |= {"custom_data": readable(values["custom_data"]), "status": BatchStatus(values["status"])}
-    return BatchMetadata(**values)
+    batch_id, domain, name, custom_data, status, *others = row
+    return BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
 
 
 class BatchOptions(TypedDict, total=False):

@@ -1,6 +1,7 @@
 -- fragments of: busload.commands.load
 
 -- fragment: batch
+-- The columns are in the order of `BatchMetadata`.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
        canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
   FROM busload.batch

@@ -1,10 +1,7 @@
 """Single events in, bulk calls out."""
 
 from busload.buffers.buffer import Buffer
-from busload.buffers.declaration import BufferStatus, BufferTable
+from busload.buffers.declaration import BufferTable
+from busload.buffers.status import BufferStatus
 
-__all__ = [
-    "Buffer",
-    "BufferStatus",
-    "BufferTable",
-]
+__all__ = ["Buffer", "BufferStatus", "BufferTable"]

@@ -10,7 +10,8 @@ from inspect import iscoroutinefunction
 from typing import Any, Protocol, Unpack
 
 from busload.buffers import add, claim, status, table
-from busload.buffers.declaration import SIZES, BufferSettings, BufferStatus
+from busload.buffers.declaration import SIZES, BufferSettings
+from busload.buffers.status import BufferStatus
 from busload.buffers.table import Relation
 from busload.commands.checks import refuse
 from busload.commands.command import refuse_unknown

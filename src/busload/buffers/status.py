@@ -10,7 +10,7 @@ from uuid import UUID
 import psycopg
 
 from busload.buffers import table
-from busload.buffers.declaration import BufferSettings, BufferStatus
+from busload.buffers.declaration import BufferSettings
 from busload.buffers.table import Relation, plain
 from busload.errors import InvalidOperationError
 from busload.postgres.plan import Plan, Savepoint, execute, one
@@ -28,6 +28,45 @@ COUNTED = 10_000
 
 PLACES = ("ready", "running", "retrying", "in_troubleshooting")
 """Where groups may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStatus:
+    """How a buffer is doing: what people and `busload buffer ls` see."""
+
+    name: str
+    table: str | None
+    """The application's table; None for one of busload's own."""
+    waiting: int
+    """Events in no group yet; counted up to `waiting_capped`."""
+    waiting_capped: bool
+    oldest: datetime | None
+    """When the oldest waiting event was added."""
+    grouped: int
+    """Events in groups that have not ended."""
+    groups_ready: int
+    groups_running: int
+    groups_retrying: int
+    groups_in_troubleshooting: int
+    calls: int
+    """Calls of its handler so far."""
+    done: int
+    """Events that left it as done so far."""
+    vanished: int
+    """Events that others deleted while they were in a group."""
+    size: int | None
+    max_age: timedelta | None
+    problem: str | None = None
+    """What keeps it from making groups, if something does; if its table cannot be read, nothing was counted."""
+
+    @property
+    def items_per_call(self) -> float | None:
+        return self.done / self.calls if self.calls else None
+
+    @property
+    def calls_saved(self) -> int:
+        """How many more calls there would have been with one per event."""
+        return max(0, self.done - self.calls)
 
 
 @dataclass(frozen=True, slots=True)

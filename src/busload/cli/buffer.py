@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from busload.buffers import table as relation
-from busload.buffers.declaration import EXHAUSTED, GROUP, BufferStatus, BufferTable
-from busload.buffers.status import COUNTED
+from busload.buffers.declaration import EXHAUSTED, GROUP, BufferTable
+from busload.buffers.status import COUNTED, BufferStatus
 from busload.cli import did_you_mean, noun, options
 from busload.cli.answer import Answer, answers, open_bus
 from busload.cli.output import echo_json, joined, paragraph, shown

@@ -25,8 +25,8 @@ from busload.commands.payload import decode_strict
 from busload.commands.search import IdRange
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
-from busload.troubleshooting import decisions
-from busload.troubleshooting.decisions import CauseGroup, GroupAction
+from busload.troubleshooting import causes
+from busload.troubleshooting.causes import CauseGroup, GroupAction
 
 Verb = Literal["retry", "complete", "cancel"]
 DONE: dict[Verb, str] = {"retry": "retried", "complete": "completed", "cancel": "canceled"}
@@ -217,7 +217,7 @@ def _resolve(bus: SyncCommandBus, verb: Verb, ids: Sequence[IdRange], domain: st
 
 
 def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
-    domains = bus.database.read(decisions.domains_of_group(fingerprint)) if FINGERPRINT.match(fingerprint) else []
+    domains = bus.database.read(causes.domains_of_group(fingerprint)) if FINGERPRINT.match(fingerprint) else []
     if not domains:
         raise InvalidOperationError(
             f"Nothing waits for the cause {shown(fingerprint):.80} in any domain. "

@@ -1,42 +1,25 @@
-"""`bus.jobs`: create jobs, follow them, and resume or cancel them. And how a planner plans the next stage of a job."""
+"""`bus.jobs`: create jobs, follow them, and resume or cancel them."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
 
-from busload.batches.batch import BatchMetadata
 from busload.batches.cancel import cancel
-from busload.commands.checks import check, check_all, choice, seconds_of
-from busload.commands.command import BatchCommand, Command, CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.checks import check, choice, seconds_of
+from busload.commands.command import BatchCommand
 from busload.commands.send import Via
-from busload.errors import (
-    BusinessRuleError,
-    DuplicateCommandError,
-    InvalidCommandError,
-    JobNotFoundError,
-    PermanentCommandError,
-)
+from busload.errors import JobNotFoundError
 from busload.jobs import progress
-from busload.jobs.job import (
-    JobMetadata,
-    JobStatus,
-    JobStatusName,
-    Stage,
-    StageMetadata,
-    StageStatus,
-    new_job,
-    read_step,
-)
+from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.postgres.plan import perform_async
 from busload.postgres.write import Write, patient, then
 from busload.settings import Settings
 
@@ -161,70 +144,3 @@ def _late(job_id: UUID, job: JobMetadata | None) -> TimeoutError:
         return TimeoutError(f"Job {job_id} has not ended in time: nothing was seen.")
     at = next((stage for stage in job.stages if not stage.status.final), job.stages[-1])
     return TimeoutError(f"Job {job_id} has not ended in time: it is {job.status}, at stage {at.name!r} ({at.status}).")
-
-
-PAGE = 1000
-"""Commands of a finished stage that are read at once."""
-
-FINAL = BusinessRuleError, DuplicateCommandError, InvalidCommandError, JobNotFoundError
-"""What is the same at the next attempt: a person must look."""
-
-
-class FinishedStage:
-    """What a planner gets: the job, and the stage that has just ended. A stage that was skipped has no batch."""
-
-    def __init__(self, bus: Any, job: JobMetadata, ended: StageMetadata) -> None:
-        self._bus, self.job = bus, job
-        self.name: str = ended.name
-        self.status: StageStatus = ended.status
-        self.batch: BatchMetadata | None = ended.batch
-
-    async def results(self, status: CommandStatus | CommandStatusName | None = None) -> AsyncIterator[CommandMetadata]:
-        """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
-        after: UUID | None = None
-        while self.batch is not None:
-            page = await self._bus.list_batch_commands(
-                self.job.domain, self.batch.batch_id, status=status, limit=PAGE, after=after
-            )
-            for command in page:
-                yield command
-            if len(page) < PAGE:
-                return
-            after = page[-1].command_id
-
-
-async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any] | None:
-    """Begin a stage with what the function returns, in the transaction that completes the step."""
-    step, bus = read_step(command.data), ctx.bus
-    try:
-        job = await bus.database.in_transaction(progress.job_to_plan(command.domain, step))
-        if job is None:
-            return None
-        planned = await function(FinishedStage(bus, job, job.stages[step.position - 1]), ctx)
-        commands = _commands(job.stages[step.position].name, planned)
-        checked = check_all(command.domain, commands, bus.settings.limits)
-        begin = progress.begin_planned(command.domain, step, checked, bus.via)
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the stage are one
-            return {"job": await perform_async(used, begin)}
-        async with ctx.transaction() as conn:
-            return {"job": await perform_async(conn, begin)}
-    except FINAL as error:
-        raise for_a_person(error) from error
-
-
-def _commands(stage: str, planned: object) -> list[BatchCommand]:
-    if isinstance(planned, str | bytes | dict | BatchCommand) or not isinstance(planned, Iterable):
-        raise PermanentCommandError(
-            f"The planner of stage {stage!r} returned {planned!r:.80}, wanted a list of BatchCommand; "
-            "an empty one skips the stage.",
-            code="INVALID_PLAN",
-        )
-    return list(planned)
-
-
-def for_a_person(error: Exception) -> PermanentCommandError:
-    """No retry would help. A planner's BusinessRuleError too: ended as FAILED, it would leave its job nowhere."""
-    return PermanentCommandError(
-        str(error), code=getattr(error, "code", None) or type(error).__name__, details=getattr(error, "details", None)
-    )

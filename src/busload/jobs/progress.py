@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -36,7 +36,7 @@ from busload.jobs.job import (
     read_part,
     summary,
 )
-from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, many
+from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, many, one
 from busload.postgres.statements import statements
 
 log = logging.getLogger("busload")
@@ -98,8 +98,7 @@ def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
     for position, stage in enumerate(job.stages[1:], 1):
         for part, commands in enumerate(parts(stage.commands or ())):
             yield from execute(SQL.keep_part, job_id=job.job_id, position=position, part=part, commands=commands)
-    held = yield from _hold(job.domain, job.job_id, via)
-    [first, *_] = yield from _stages(job.job_id)
+    held, [first, *_] = yield from _hold(job.domain, job.job_id, via)
     yield from _start(held, first, job.stages[0].commands or ())
     return job.job_id
 
@@ -109,8 +108,7 @@ def advance(domain: str, step: Step, via: Via = NO_BROKER) -> Plan[str]:
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """
-    job = yield from _hold(domain, step.job_id, via)
-    stages = yield from _stages(job.job_id)
+    job, stages = yield from _hold(domain, step.job_id, via)
     if step.position not in range(len(stages)) or stages[step.position].status != StageStatus.IN_PROGRESS:
         return job.status
     ended = stages[step.position]
@@ -143,8 +141,7 @@ def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: 
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """
-    job = yield from _hold(domain, step.job_id, via)
-    stages = yield from _stages(job.job_id)
+    job, stages = yield from _hold(domain, step.job_id, via)
     stage = stages[step.position]
     if job.status != JobStatus.IN_PROGRESS or stage.status != StageStatus.PLANNING:
         return job.status
@@ -156,15 +153,13 @@ def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: 
 
 def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BROKER) -> Plan[str]:
     """Let a job go on that has stopped after failures, or whose step was ended by other hands; needs a transaction."""
-    job = yield from _hold(domain, job_id, via)
-    stages = yield from _stages(job_id)
+    job, stages = yield from _hold(domain, job_id, via)
     here = stages[job.position]
-    planning = here.status == StageStatus.PLANNING
     if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, here)):
         wanted = "Only a job that has FAILED can be resumed, or one whose step was completed or canceled by hand"
         raise InvalidOperationError(f"Job {job_id} is {job.status}. {wanted}; look at it with `busload job show`.")
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=None)
-    if planning:
+    if here.status == StageStatus.PLANNING:
         again = replace(here, plan_id=new_id())
         yield from execute(SQL.replan, job_id=job_id, position=here.position, plan_id=again.plan_id)
         return (yield from _send_planner(job, again))
@@ -177,13 +172,13 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
 
 def begin_to_cancel(domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool) -> Plan[Begun]:
     """Stop a job and mark the batch of its stage as canceled; needs a transaction."""
-    job = yield from _hold(domain, job_id)
+    job, stages = yield from _hold(domain, job_id)
     if job.status not in (JobStatus.IN_PROGRESS, JobStatus.FAILED):
         return 0, None
     yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
     yield from execute(SQL.drop_parts, job_id=job_id)
-    here = (yield from _stages(job_id))[job.position]
+    here = stages[job.position]
     if here.status == StageStatus.PLANNING:
         about = {"domain": domain, "plan_id": here.plan_id}
         [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
@@ -219,11 +214,13 @@ def _refuse_taken(job: NewJob) -> Plan[None]:
             raise DuplicateCommandError(job.domain, taken)
 
 
-def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[_Job]:
-    rows = yield from execute(SQL.hold, domain=domain, job_id=job_id)
-    if not rows:
+def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[_Job, list[_Stage]]]:
+    """Lock the row of a job, and read its stages after that."""
+    job = yield from one(_Job, SQL.hold, domain=domain, job_id=job_id)
+    if job is None:
         raise JobNotFoundError(domain, job_id)
-    return replace(_Job(*rows[0]), via=via)
+    stages = yield from _stages(job_id)
+    return replace(job, via=via), stages
 
 
 def _stages(*job_ids: UUID) -> Plan[list[_Stage]]:
@@ -327,14 +324,11 @@ def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
 
 
 def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:
-    values = dict(zip(_JOB, row[:-1], strict=True))
-    status = JobStatus(values["status"])
-    values |= {
-        "custom_data": values["custom_data"] and decode(values["custom_data"]),
-        "status": status,
-        "stages": tuple(_stage(status, stage, batches.get(stage.batch_id)) for stage in stages),
-    }
-    return JobMetadata(**values)
+    job_id, domain, name, custom_data, status_name, *others, _ = row
+    status = JobStatus(status_name)
+    shown = tuple(_stage(status, stage, batches.get(stage.batch_id)) for stage in stages)
+    job = JobMetadata(job_id, domain, name, custom_data and decode(custom_data), status, *others)
+    return replace(job, stages=shown)
 
 
 def _stage(job: JobStatus, stage: _Stage, batch: BatchMetadata | None) -> StageMetadata:
@@ -342,7 +336,3 @@ def _stage(job: JobStatus, stage: _Stage, batch: BatchMetadata | None) -> StageM
     if status is StageStatus.PLANNING and job is JobStatus.CANCELED:
         status = StageStatus.CANCELED
     return StageMetadata(stage.name, status, stage.planned, batch)
-
-
-# The statements select their columns in the order of these fields.
-_JOB = [field.name for field in fields(JobMetadata) if field.name not in ("stages", "step")]

@@ -1,7 +1,7 @@
 -- fragments of: busload.commands.load
 
 -- fragment: job
--- A job is pending until the batch of its first stage has started.
+-- In the order of `JobMetadata`. A job is pending until the batch of its first stage has started.
 SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
        j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
   FROM busload.job AS j

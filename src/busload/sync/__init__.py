@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from busload.batches.batch import SyncBatchCompletionCallback
     from busload.sync.buffer import SyncBuffer
-    from busload.sync.jobs import SyncFinishedStage
     from busload.sync.open_batch import SyncOpenBatch
     from busload.sync.outbox import SyncOutbox
+    from busload.sync.steps import SyncFinishedStage
 
 __all__ = [
     "SyncBatchCompletionCallback",
@@ -21,7 +21,7 @@ __all__ = [
 _MODULES = {
     "SyncBatchCompletionCallback": "busload.batches.batch",
     "SyncBuffer": "busload.sync.buffer",
-    "SyncFinishedStage": "busload.sync.jobs",
+    "SyncFinishedStage": "busload.sync.steps",
     "SyncOpenBatch": "busload.sync.open_batch",
     "SyncOutbox": "busload.sync.outbox",
 }

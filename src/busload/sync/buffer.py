@@ -9,7 +9,8 @@ from typing import Any
 
 from busload.buffers import add, claim, status
 from busload.buffers.buffer import AnyBuffer, Handlers, _check_claim, _serve, _takes_connection
-from busload.buffers.declaration import BufferSettings, BufferStatus
+from busload.buffers.declaration import BufferSettings
+from busload.buffers.status import BufferStatus
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.write import patient

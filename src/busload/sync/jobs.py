@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
 
-from busload.batches.batch import BatchMetadata
-from busload.commands.checks import check, check_all, choice, seconds_of
-from busload.commands.command import BatchCommand, Command, CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.checks import check, choice, seconds_of
+from busload.commands.command import BatchCommand
 from busload.commands.send import Via
-from busload.errors import (
-    JobNotFoundError,
-)
+from busload.errors import JobNotFoundError
 from busload.jobs import progress
-from busload.jobs.api import FINAL, PAGE, _commands, _late, for_a_person
-from busload.jobs.job import (
-    JobMetadata,
-    JobStatus,
-    JobStatusName,
-    Stage,
-    StageMetadata,
-    StageStatus,
-    new_job,
-    read_step,
-)
+from busload.jobs.api import _late
+from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.write import Write, patient, then
 from busload.settings import Settings
 from busload.sync.cancel import cancel
 from busload.sync.database import Database
-from busload.sync.plan import perform
 
 
 class Jobs:
@@ -149,45 +136,3 @@ class Jobs:
                         changed.wait(min(limit.left, self._poll_every))
             except TimeoutError:
                 raise _late(job_id, job) from None
-
-
-class SyncFinishedStage:
-    """What a planner gets: the job, and the stage that has just ended. A stage that was skipped has no batch."""
-
-    def __init__(self, bus: Any, job: JobMetadata, ended: StageMetadata) -> None:
-        self._bus, self.job = bus, job
-        self.name: str = ended.name
-        self.status: StageStatus = ended.status
-        self.batch: BatchMetadata | None = ended.batch
-
-    def results(self, status: CommandStatus | CommandStatusName | None = None) -> Iterator[CommandMetadata]:
-        """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
-        after: UUID | None = None
-        while self.batch is not None:
-            page = self._bus.list_batch_commands(
-                self.job.domain, self.batch.batch_id, status=status, limit=PAGE, after=after
-            )
-            yield from page
-            if len(page) < PAGE:
-                return
-            after = page[-1].command_id
-
-
-def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any] | None:
-    """Begin a stage with what the function returns, in the transaction that completes the step."""
-    step, bus = read_step(command.data), ctx.bus
-    try:
-        job = bus.database.in_transaction(progress.job_to_plan(command.domain, step))
-        if job is None:
-            return None
-        planned = function(SyncFinishedStage(bus, job, job.stages[step.position - 1]), ctx)
-        commands = _commands(job.stages[step.position].name, planned)
-        checked = check_all(command.domain, commands, bus.settings.limits)
-        begin = progress.begin_planned(command.domain, step, checked, bus.via)
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the stage are one
-            return {"job": perform(used, begin)}
-        with ctx.transaction() as conn:
-            return {"job": perform(conn, begin)}
-    except FINAL as error:
-        raise for_a_person(error) from error

@@ -1,9 +1,5 @@
 """Commands that wait for a person, and what a person decides about them."""
 
-from busload.troubleshooting.decisions import CauseGroup, GroupAction, GroupItem
+from busload.troubleshooting.causes import CauseGroup, GroupAction, GroupItem
 
-__all__ = [
-    "CauseGroup",
-    "GroupAction",
-    "GroupItem",
-]
+__all__ = ["CauseGroup", "GroupAction", "GroupItem"]

@@ -15,9 +15,9 @@ from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits
-from busload.troubleshooting import decisions
-from busload.troubleshooting.carry_out import Decision
-from busload.troubleshooting.decisions import CauseGroup, GroupAction, GroupOptions
+from busload.troubleshooting import causes, decisions
+from busload.troubleshooting.causes import CauseGroup, GroupAction, GroupOptions
+from busload.troubleshooting.decisions import Decision
 
 
 class Troubleshooting:
@@ -36,7 +36,7 @@ class Troubleshooting:
         With `command_type` only commands of that type count.
         """
         check(self._limits, writes=False, domain=domain, command_type=command_type, limit=limit)
-        return await self._database.read(decisions.groups(domain, command_type=command_type, limit=limit))
+        return await self._database.read(causes.groups(domain, command_type=command_type, limit=limit))
 
     async def list(
         self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
@@ -109,7 +109,7 @@ class Troubleshooting:
         audit trail keeps it with the data before and after. `GroupOptions` says what the other options mean. To repeat
         this is harmless: a command that has moved is not moved again.
         """
-        write = decisions.decision_about(self._limits, domain, "retry", fingerprint, options, patch=patch)
+        write = causes.decide_group(self._limits, domain, "retry", fingerprint, options, patch=patch)
         return await self._database.write(write, conn)
 
     async def complete_group(
@@ -122,7 +122,7 @@ class Troubleshooting:
         **options: Unpack[GroupOptions],
     ) -> GroupAction:
         """Declare all done that waits for a cause now, each with this `result`; see `retry_group`."""
-        write = decisions.decision_about(self._limits, domain, "complete", fingerprint, options, result=result)
+        write = causes.decide_group(self._limits, domain, "complete", fingerprint, options, result=result)
         return await self._database.write(write, conn)
 
     async def cancel_group(
@@ -135,7 +135,7 @@ class Troubleshooting:
         **options: Unpack[GroupOptions],
     ) -> GroupAction:
         """Give all up that waits for a cause now, with a `reason`; see `retry_group`."""
-        write = decisions.decision_about(self._limits, domain, "cancel", fingerprint, options, reason=reason)
+        write = causes.decide_group(self._limits, domain, "cancel", fingerprint, options, reason=reason)
         return await self._database.write(write, conn)
 
     async def _decide(self, domain: str, command_id: UUID, decision: Decision, conn: AnyConnection | None) -> None:

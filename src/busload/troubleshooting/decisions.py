@@ -1,95 +1,100 @@
-"""What a person decides about commands in troubleshooting: retry, complete or cancel, one of them or all of a cause."""
+"""What a person decides about commands in troubleshooting, and how a decision is carried out.
+
+A decision about one command is carried out at once. A decision about all commands with a cause makes a batch; each of
+its commands carries out a part, and every worker has the handler for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import Any, TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime, timedelta
+from itertools import islice
+from typing import Any, Literal, Protocol
 from uuid import UUID
 
 import msgspec
+import psycopg
 
-from busload.commands import search, send
-from busload.commands.checks import check, encoded
-from busload.commands.command import CommandStatus, refuse_unknown
-from busload.commands.ids import new_id
-from busload.commands.payload import WIDEST, PayloadRefusedError, decode, encode, readable, storable
-from busload.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError, Problem
-from busload.postgres.plan import Plan, execute, many
+from busload.commands import rescue, search
+from busload.commands.command import Command, CommandStatus, NewCommand
+from busload.commands.ids import ascending_ids, lease_id_of
+from busload.commands.parts import cut, find_failing
+from busload.commands.payload import WIDEST, PayloadRefusedError, encode
+from busload.commands.retry import RetryPolicy
+from busload.errors import CommandNotFoundError, InvalidOperationError, PermanentCommandError, SupersededError
+from busload.postgres.connection import AsyncConnection, is_away
+from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, perform_async
 from busload.postgres.statements import statements
-from busload.postgres.write import Write
 from busload.settings import InputLimits, PayloadLimits
-from busload.troubleshooting.carry_out import PART_BYTES, Action, Decision, end, parts, pick, retry, why_kept
 from busload.troubleshooting.patch import Patch
 
 SQL = statements(__name__)
 
-PAGE = 500
-SAMPLE = 3
-"""Items that a dry run shows."""
-MOST_PROBLEMS = 100
-"""Commands to which a patch does not apply that the error names."""
+Action = Literal["retry", "complete", "cancel"]
+
+DECISION = "busload.Decision"
+"""The type of the commands that carry out a decision."""
+
+RETRY = RetryPolicy(max_attempts=5, backoff=(1, 5, 30, 60))
+
+PART = 500
+"""Commands that one part moves, in one transaction: it locks their rows and batches for a few dozen milliseconds."""
+
+PART_BYTES = 4 * 1024 * 1024
+"""What one part may write, so that large data do not make that seconds, or fill the memory of a worker."""
+
+MOST_TOLD, REASON_LENGTH = 100, 100
+"""Of how many commands the result of a part says why they have not moved, and in how many characters."""
+
+PRIORITY = 100
+"""A decision does not wait behind a backlog, which is often the reason for the decision."""
+
+REFUSED_HERE = "BUS01"
 
 
-@dataclass(frozen=True, slots=True)
-class CauseGroup:
-    """Commands that wait for a person for the same cause: one decision for all of them.
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a person decided, about a cause or, without a fingerprint, about a single command."""
 
-    `message` is that of the oldest command, of which `command_ids` names a few; `messages` are up to three different
-    ones, to see in what they differ.
-    """
-
-    fingerprint: str
-    reasons: tuple[str, ...]
-    error_type: str | None
-    error_code: str | None
-    message: str | None
-    command_types: tuple[str, ...]
-    count: int
-    oldest: datetime
-    newest: datetime
-    command_ids: tuple[UUID, ...]
-    messages: tuple[str, ...]
-
-
-class GroupOptions(TypedDict, total=False):
-    """What may be said about a decision, whatever is decided."""
-
-    command_type: str | None
-    """Decide only about commands of this type."""
-    rate: float | None
-    """How many commands to move a second; as fast as it goes if it is left out."""
-    operator: str | None
-    """Who has decided; the audit trail of every command keeps it."""
-    dry_run: bool
-    """Write nothing, and show what would be done."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupItem:
-    """One command of a group, as it is and, if a patch was given, as it would be."""
-
-    command_id: UUID
-    before: Any
-    after: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAction:
-    """What was decided about a group: `count` commands are moved by the batch `batch_id`.
-
-    There is no batch after a dry run, nor if nothing waits any more. A dry run shows the first items in `sample`.
-    """
-
-    batch_id: UUID | None
     action: Action
-    fingerprint: str
-    count: int
-    sample: tuple[GroupItem, ...] = ()
+    fingerprint: str = ""
+    operator: str | None = None
+    patch: list[dict[str, Any]] | None = None
+    result: Any = None
+    reason: str | None = None
 
 
-# -- one command -------------------------------------------------------------------------------------------------------
+class Part(msgspec.Struct, frozen=True):
+    """The part of a decision that one command carries out. What failed after `until` was not decided on."""
+
+    decision: Decision
+    until: datetime
+    command_ids: list[UUID]
+
+
+class Context(Protocol):
+    """What carrying out a part needs of the context of a handler."""
+
+    @property
+    def execution_id(self) -> UUID: ...
+
+    @property
+    def limits(self) -> InputLimits: ...
+
+    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]: ...
+
+
+async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
+    """Move the commands of a part. They move only if this command completes, so nothing is moved twice.
+
+    Returns how many have moved, and which have not and why.
+    """
+    part, limits = read_part(command.data), ctx.limits.payload
+    async with ctx.transaction() as conn:
+        lease_id = lease_id_of(ctx.execution_id)
+        plan = move_part(command.domain, part, action=command.batch_id, lease_id=lease_id, limits=limits)
+        moved, left = await perform_async(conn, plan)
+    return summary(moved, left, limits)
 
 
 def decide_one(domain: str, command_id: UUID, decision: Decision) -> Plan[None]:
@@ -120,147 +125,162 @@ def _refuse(domain: str, command_id: UUID, action: Action) -> Plan[None]:
     )
 
 
-# -- all of a cause ----------------------------------------------------------------------------------------------------
-
-
-def groups(domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
-    return many(_group, SQL.groups, domain=domain, command_type=command_type, limit=limit)
-
-
-def _group(*row: Any) -> CauseGroup:
-    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
-    return CauseGroup(*values)
-
-
-def domains_of_group(fingerprint: str, command_type: str | None = None) -> Plan[list[str]]:
-    rows = yield from execute(SQL.group_domains, fingerprint=fingerprint, command_type=command_type)
-    return [domain for (domain,) in rows]
-
-
-def decision_about(
-    limits: InputLimits,
-    domain: str,
-    action: Action,
-    fingerprint: str,
-    options: GroupOptions,
+def parts(
+    decision: Decision,
+    command_ids: Sequence[UUID],
+    sizes: Sequence[int],
     *,
-    patch: Sequence[dict[str, Any]] | None = None,
-    result: Any = None,
-    reason: str | None = None,
-) -> Write[GroupAction]:
-    """Check what a person has decided about all that waits for a cause, and plan to carry it out."""
-    refuse_unknown(f"{action}_group", options, GroupOptions)
-    because: dict[str, Any] = {"reason": reason} if action == "cancel" else {}
-    options = {"command_type": None, "rate": None, "operator": None, "dry_run": False, **options}
-    check(limits, domain=domain, fingerprint=fingerprint, **options, **because)
-    if result is not None:
-        result = decode(encoded(result, "/result", limits.payload))
-    checked = None if patch is None else _checked_patch(patch, limits.payload)
-    decision = Decision(
-        action=action,
-        fingerprint=fingerprint.lower(),
-        operator=options["operator"],
-        patch=None if checked is None else checked.operations,
-        result=result,
-        reason=reason,
-    )
-    batch_id = new_id()
-    return Write(_decide(domain, decision, options, checked, batch_id), batch_id)
+    until: datetime,
+    rate: float | None,
+    now: datetime,
+) -> Iterator[NewCommand]:
+    """Yield the commands that carry out a decision; with a rate, each moves what is due within a second.
+
+    `sizes` are the bytes of each command's data. The decision itself is kept with each of them, so it counts as well.
+    """
+    most = PART if rate is None else min(PART, max(1, int(rate)))
+    own = len(encode(msgspec.to_builtins(decision), WIDEST))
+    fresh, before = ascending_ids(), 0
+    for some in cut(command_ids, (own + size for size in sizes), most, PART_BYTES):
+        data = encode(msgspec.to_builtins(Part(decision, until, list(some))), WIDEST)
+        run_at = now + timedelta(seconds=before / rate) if rate is not None and before else None
+        yield NewCommand(next(fresh), DECISION, data, None, None, None, PRIORITY, run_at, None)
+        before += len(some)
 
 
-def _checked_patch(operations: Sequence[dict[str, Any]], limits: PayloadLimits) -> Patch:
-    encoded(operations, "/patch", limits)
+def read_part(data: Any) -> Part:
     try:
-        return Patch(operations, limits)
-    except PayloadRefusedError as refused:
-        raise InvalidCommandError([refused.problem]) from None
+        return msgspec.convert(data, Part)
+    except msgspec.ValidationError as error:
+        raise PermanentCommandError(f"{DECISION} is sent by busload itself; this one was not: {error}") from None
 
 
-def _decide(
-    domain: str, decision: Decision, options: GroupOptions, patch: Patch | None, batch_id: UUID
-) -> Plan[GroupAction]:
-    """Create the batch that carries out a decision about all that waits for a cause now; needs a transaction."""
-    command_type, rate = options["command_type"], options["rate"]
-    found = _Selection(patch, dry_run=options["dry_run"])
-    yield from found.read(domain, decision, command_type)
-    if not found.command_ids and domain not in (yield from domains_of_group(decision.fingerprint, command_type)):
-        of_type = "" if command_type is None else f" of type {command_type!r}"
-        raise InvalidOperationError(
-            f"Nothing{of_type} in domain {domain!r} waits for the cause {decision.fingerprint}, and nobody has decided "
-            "about it before. List the causes with `busload troubleshooting groups`."
-        )
-    action = GroupAction(None, decision.action, decision.fingerprint, len(found.command_ids), tuple(found.sample))
-    if found.dry_run or found.until is None:
-        return action
-    [(now,)] = yield from execute(SQL.clock)
-    about = {"command_type": command_type, "rate": rate}
-    custom_data = msgspec.to_builtins(decision) | {name: value for name, value in about.items() if value is not None}
-    name = f"{decision.action} {storable(found.cause or 'failures', 200)} ({decision.fingerprint})"
-    batch = send.NewBatch(batch_id, domain, name, encode(custom_data, WIDEST), None)
-    commands = parts(decision, found.command_ids, found.sizes, until=found.until, rate=rate, now=now)
-    yield from send.create_batch(batch, list(commands))
-    return replace(action, batch_id=batch_id)
+def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict[str, Any] | None:
+    """Return the result of a part: how many it moved, why some did not move, and how many others there are.
 
-
-@dataclass(slots=True)
-class _Selection:
-    """What waits for a cause now. `sizes` are the bytes of data that a patch reads and writes for each command."""
-
-    patch: Patch | None
-    dry_run: bool
-    command_ids: list[UUID] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    sample: list[GroupItem] = field(default_factory=list)
-    until: datetime | None = None
-    cause: str | None = None
-    refused: int = 0
-    problems: list[Problem] = field(default_factory=list)
-
-    def read(self, domain: str, decision: Decision, command_type: str | None) -> Plan[None]:
-        """Find every command that a decision would move; refuse if the patch does not apply to each of them."""
-        after = -1
-        while True:
-            rows = yield from execute(
-                SQL.group_items,
-                domain=domain,
-                fingerprint=decision.fingerprint,
-                command_type=command_type,
-                again=decision.action == "retry",
-                after=after,
-                limit=PAGE,
-            )
-            for command, command_id, since, cause in rows:
-                after, self.cause = command, cause
-                self.until = since if self.until is None else max(self.until, since)
-                self.command_ids.append(command_id)
-            yield from self._look([(command, command_id) for command, command_id, *_ in rows])
-            if len(rows) < PAGE:
-                break
-        if self.refused:
-            raise InvalidCommandError(self.problems, self.refused)
-
-    def _look(self, items: Sequence[tuple[int, UUID]]) -> Plan[None]:
-        """Read the data of a page, if that is needed: all of it for a patch, a few for a dry run."""
-        if self.patch is None:
-            self.sizes += [0] * len(items)
-            items = items[: SAMPLE - len(self.sample)] if self.dry_run else ()
-        while items:
-            texts = yield from execute(SQL.data_of, commands=[command for command, _ in items], bytes=PART_BYTES)
-            for (_, command_id), (text,) in zip(items, texts, strict=False):
-                patched = None if self.patch is None else self._apply(self.patch, command_id, text)
-                if self.dry_run and len(self.sample) < SAMPLE:
-                    self.sample.append(GroupItem(command_id, readable(text), readable(patched)))
-            items = items[len(texts) :]
-
-    def _apply(self, patch: Patch, command_id: UUID, text: str | None) -> str | None:
-        """Measure what a patch reads and makes of the data of one command."""
-        patched = None
+    The result must be stored, or nothing of the part is. If even the numbers are too much for the limits, it is None.
+    """
+    told = min(len(left), MOST_TOLD)
+    while True:
+        some = {str(command_id): why[:REASON_LENGTH] for command_id, why in islice(left.items(), told)}
+        found = {"moved": moved, "left": some} | ({"others": len(left) - told} if told < len(left) else {})
         try:
-            patched = None if text is None else patch.apply(text)
-        except ValueError as error:
-            self.refused += 1
-            if self.refused <= MOST_PROBLEMS:
-                message = f"does not apply to command {command_id}: {error}"
-                self.problems.append(Problem("INVALID_PATCH", "/patch", message))
-        self.sizes.append(len((text or "").encode()) + len((patched or "").encode()))
-        return patched
+            encode(found, limits)
+            return found
+        except PayloadRefusedError:
+            if told == 0:
+                return None
+            told //= 2
+
+
+def move_part(
+    domain: str, part: Part, *, action: UUID | None, lease_id: UUID, limits: PayloadLimits
+) -> Plan[tuple[int, dict[UUID, str]]]:
+    """Carry out a decision for some commands, in the transaction that completes the command of this part.
+
+    Returns how many have moved, and why the others have not. The lease is locked first, as in every settlement.
+    """
+    if not (yield from rescue.hold([lease_id])):
+        raise SupersededError("Another worker has this part of the decision now.")
+    decision = part.decision
+    picked = yield from pick(domain, part.command_ids, decision, until=part.until, action=action)
+    commands: dict[int, UUID] = {command: command_id for command, command_id, _, _ in picked}
+    data: dict[int, str] = {}
+    left: dict[UUID, str] = {}
+    if decision.patch is not None:
+        patch = Patch(decision.patch, limits)
+        for command, command_id, text, _ in picked:
+            try:
+                data[command] = patch.apply(text)
+            except ValueError as error:
+                left[command_id] = f"the patch does not apply: {error}"
+        commands = {command: commands[command] for command in data}
+    if commands and decision.action == "retry":
+        yield from retry(decision, list(commands), list(data.values()), action)
+    elif commands:
+        yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
+        kept = yield from find_failing(list(commands), lambda some: end(decision, some, action))
+        left |= {commands.pop(command): why_kept(error) for command, error in kept.items()}
+    gone = set(part.command_ids).difference(commands.values(), left)
+    if gone:
+        left |= yield from _left_behind(domain, part, gone)
+    return len(commands), left
+
+
+def pick(
+    domain: str,
+    command_ids: Sequence[UUID],
+    decision: Decision,
+    *,
+    until: datetime | None = None,
+    action: UUID | None = None,
+) -> Plan[Sequence[Row]]:
+    """Lock the commands that a decision may move, and return id, command_id and, for a patch, data of each."""
+    return execute(
+        SQL.pick,
+        domain=domain,
+        command_ids=list(command_ids),
+        fingerprint=decision.fingerprint or None,
+        until=until,
+        again=decision.action == "retry",
+        with_data=decision.patch is not None,
+        action=action,
+    )
+
+
+def retry(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
+    """Put commands back into the queue, with their patched `data` if the decision has a patch."""
+    patch = None if decision.patch is None else encode(decision.patch, WIDEST)
+    about = {"commands": list(commands), "operator": decision.operator}
+    yield from execute(SQL.retry, **about, data=list(data), patch=patch, action=action)
+
+
+def end(decision: Decision, commands: Sequence[int], action: UUID | None = None) -> Plan[psycopg.Error | None]:
+    """Complete or cancel commands. If one of them is a group whose events cannot be deleted, return that error."""
+    details: dict[str, Any]
+    if decision.action == "complete":
+        type, details = "OPERATOR_COMPLETED", {"result": decision.result}
+        outcome, reply = "SUCCESS", decision.result
+    else:
+        type, details = "OPERATOR_CANCELED", {"reason": decision.reason}
+        outcome, reply = "CANCELED", {"message": decision.reason}
+    details |= {} if action is None else {"batch_id": str(action)}
+    ending = execute(
+        SQL.end,
+        commands=list(commands),
+        operator=decision.operator,
+        type=type,
+        details=encode(details, WIDEST),
+        outcome=outcome,
+        reply=None if reply is None else encode(reply, WIDEST),
+    )
+    try:
+        yield Savepoint(ending)
+    except psycopg.Error as error:
+        if is_away(error) or "busload.end_groups" not in (error.diag.context or ""):
+            raise
+        return error
+    return None
+
+
+def why_kept(error: psycopg.Error) -> str:
+    """Why the events of a group cannot be deleted."""
+    said = error.diag
+    if error.sqlstate == REFUSED_HERE:
+        return str(said.message_primary)
+    details = f" ({said.message_detail})" if said.message_detail else ""
+    return f"Its events cannot be deleted: {said.message_primary}{details}."
+
+
+def _left_behind(domain: str, part: Part, command_ids: set[UUID]) -> Plan[dict[UUID, str]]:
+    """Say why commands of a part were not picked."""
+    rows = yield from execute(SQL.left_behind, domain=domain, command_ids=list(command_ids), until=part.until)
+    why = dict.fromkeys(command_ids, "it is not there any more")
+    for command_id, status, fingerprint, later in rows:
+        if fingerprint is None:
+            why[command_id] = f"it is {status}"
+        elif fingerprint != part.decision.fingerprint:
+            why[command_id] = f"it waits for another cause now: {fingerprint}"
+        else:
+            why[command_id] = "it failed again after the decision" if later else "its batch was canceled"
+    return why

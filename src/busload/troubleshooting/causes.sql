@@ -1,0 +1,87 @@
+-- fragments of: busload.troubleshooting.decisions
+
+-- fragment: of_type
+(%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
+
+-- name: groups
+-- What waits in troubleshooting, by cause, the largest group first. The oldest few commands of each group are
+-- samples of the others, with the messages that differ among its first hundred.
+WITH kind AS (
+    SELECT t.fingerprint, t.reason, c.command_type, count(*) AS count, min(t.since) AS oldest,
+           max(t.since) AS newest
+      FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
+     WHERE t.domain = %(domain)s::text AND {of_type}
+     GROUP BY t.fingerprint, t.reason, c.command_type
+), cause AS MATERIALIZED (
+    SELECT fingerprint, array_agg(DISTINCT reason) AS reasons,
+           array_agg(DISTINCT command_type) AS command_types,
+           sum(count)::bigint AS count, min(oldest) AS oldest, max(newest) AS newest
+      FROM kind GROUP BY fingerprint
+     ORDER BY sum(count) DESC, fingerprint LIMIT %(limit)s::integer
+)
+SELECT cause.fingerprint, reasons, error ->> 'type', error ->> 'code', error ->> 'message', command_types,
+       count, oldest, newest, command_ids, messages
+  FROM cause CROSS JOIN LATERAL (
+        WITH few AS MATERIALIZED (
+            SELECT t.command, t.error, c.command_id
+              FROM busload.troubleshooting AS t CROSS JOIN LATERAL (
+                    SELECT command_id, command_type
+                      FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+             WHERE t.domain = %(domain)s::text AND t.fingerprint = cause.fingerprint
+               AND {of_type}
+             ORDER BY t.command LIMIT 100)
+        SELECT (array_agg(error ORDER BY command))[1] AS error,
+               (array_agg(command_id ORDER BY command))[1:3] AS command_ids,
+               (SELECT coalesce(array_agg(message ORDER BY first), '{}')
+                  FROM (SELECT few.error ->> 'message' AS message, min(few.command) AS first FROM few
+                         WHERE few.error ->> 'message' IS NOT NULL
+                         GROUP BY 1 ORDER BY 2 LIMIT 3) AS said) AS messages
+          FROM few) AS sample
+ ORDER BY count DESC, cause.fingerprint;
+
+-- name: group_items
+-- The next page of a group, in the order of its commands. Commands that a retry would not move are left out.
+-- OFFSET keeps the planner from merging all commands up to this page.
+SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type')
+  FROM busload.troubleshooting AS t
+ CROSS JOIN LATERAL (SELECT command_id, command_type
+                       FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ WHERE t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND t.command > %(after)s::bigint
+   AND {of_type}
+   AND {may_be_tried_again}
+ ORDER BY t.command LIMIT %(limit)s::integer;
+
+-- name: data_of
+-- The data of the first of these commands, for as long as they fit into so many bytes, but at least of one.
+-- The data is read one by one, so that what does not fit is not read at all. A command that is gone has none.
+WITH RECURSIVE item AS (
+    SELECT 0 AS n, 0::bigint AS bytes, NULL::text AS data
+    UNION ALL
+    SELECT n + 1, bytes + coalesce(octet_length(c.data), 0), c.data
+      FROM item LEFT JOIN LATERAL (
+            SELECT coalesce(data::text, 'null') AS data
+              FROM busload.command WHERE id = (%(commands)b::bigint[])[n + 1] OFFSET 0) AS c
+        ON true
+     WHERE n < cardinality(%(commands)b::bigint[]) AND bytes < %(bytes)s::bigint
+)
+SELECT data FROM item WHERE n > 0 ORDER BY n;
+
+-- name: group_domains
+-- The domains in which a command of this type, or of any type, waits with this cause, or did when somebody
+-- decided about it.
+SELECT domain FROM busload.troubleshooting AS t
+ WHERE fingerprint = %(fingerprint)s::text
+   AND (%(command_type)s::text IS NULL OR EXISTS (
+        SELECT
+          FROM busload.command AS c
+         WHERE c.id = t.command AND c.command_type = %(command_type)s::text
+        OFFSET 0))
+ UNION
+SELECT domain FROM busload.batch
+ WHERE custom_data ->> 'fingerprint' = %(fingerprint)s::text AND custom_data ? 'action'
+   AND (%(command_type)s::text IS NULL OR custom_data ->> 'command_type' = %(command_type)s::text)
+ ORDER BY domain;
+
+-- name: clock
+-- The time by the clock of the database.
+SELECT now();
