@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Coroutine, Iterable, Set
 from contextlib import AsyncExitStack
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
 import psycopg
@@ -92,7 +92,8 @@ class Run:
             if not bus.database.is_open:
                 self._resources.push_async_callback(bus.close)
             await bus.open(wait=None)
-            await _find_database(bus, self._settings.wait_for_database, self._stopping)
+            if not await _ends_first(_find_database(bus, self._settings.wait_for_database), self._stopping):
+                raise StoppedEarlyError
             self._assemble()
             undo.push_async_callback(self._unregister)
             await asyncio.to_thread(self._heartbeat.start)
@@ -320,9 +321,8 @@ class Run:
             self._watching_pauses.wake()
         elif channel == LIMIT:
             self._limiter.hear(payload)
-        elif channel == OUTBOX:
-            if self._broker is not None:
-                self._broker.hear(payload)
+        elif channel == OUTBOX and self._broker is not None:
+            self._broker.hear(payload)
         elif payload in self._domains:
             self._claimer.look_at_queue()
             self._claiming.wake()
@@ -394,7 +394,7 @@ class Run:
         except (psycopg.Error, TimeoutError) as error:
             log.debug("What has not started is handed back with the rest: %r", error)
         self._limiter.refuse_domains(self._domains)
-        await self._finish_handlers(graceful.left)
+        await _ends_first(self._line.idle.wait(), self._hurry, graceful.left)
         await self._executor.stop(deadline)
         in_vain = self._outage.is_away and not self._settlement.waiting
         last = TimeLimit(BRIEFLY if in_vain else deadline)  # results are worth waiting for
@@ -465,32 +465,25 @@ class Run:
                 more,
             )
 
-    async def _finish_handlers(self, seconds: float) -> None:
-        waits = [asyncio.create_task(self._line.idle.wait()), asyncio.create_task(self._hurry.wait())]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
 
-
-async def _find_database(bus: CommandBus, wait_for: timedelta | None, stopping: asyncio.Event) -> None:
-    """Wait for a database that is away, unless told to stop; one that cannot be used is refused at once."""
+async def _find_database(bus: CommandBus, wait_for: timedelta | None) -> None:
+    """Wait for a database that is away; one that cannot be used is refused at once."""
     seconds = None if wait_for is None else wait_for.total_seconds()
-    finding = asyncio.create_task(connect_within_async(bus.dsn, seconds))
-    stopped = asyncio.create_task(stopping.wait())
+    with connection_errors_explained(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
+        conn = await connect_within_async(bus.dsn, seconds)
+    async with conn:
+        await bus.database.check_schema(conn)
+
+
+async def _ends_first(work: Coroutine[Any, Any, object], event: asyncio.Event, seconds: float | None = None) -> bool:
+    """Work until it is done, the event is set or the time is up. Returns whether it is done."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(event.wait())]
     try:
-        await asyncio.wait({finding, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not finding.done():
-            raise StoppedEarlyError
-        with connection_errors_explained(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
-            conn = await finding
-        async with conn:
-            await bus.database.check_schema(conn)
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if done := tasks[0].done():
+            tasks[0].result()
+        return done
     finally:
-        for task in (finding, stopped):
+        for task in tasks:
             task.cancel()
-        found, _ = await asyncio.gather(finding, stopped, return_exceptions=True)
-        if not isinstance(found, BaseException):  # the start may have been cancelled before it was used
-            await found.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
