@@ -123,8 +123,8 @@ class RestingDomains:
 class Limiter:
     """Lets calls go at the rate of their limit.
 
-    All calls that wait here are asked for in one statement, one at a time; none holds a lock or a connection meanwhile.
-    A call may hold its slot for so many seconds of `patience` while it waits for its turn.
+    One statement asks for the turns of all calls that wait here. While a call waits it holds no lock and no connection,
+    but its slot, for `patience` seconds at most.
     """
 
     def __init__(self, pool: AsyncPool, patience: float) -> None:

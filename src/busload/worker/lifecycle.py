@@ -328,7 +328,7 @@ class Run:
             self._claiming.wake()
 
     def _look_everywhere(self) -> None:
-        """What the database said meanwhile was not heard."""
+        """Look at everything that a notification could be about: some may have been lost."""
         self._claimer.look_at_queue()
         self._claiming.wake()
         self._watching_pauses.wake()

@@ -14,7 +14,7 @@ class Loop:
     """Calls `once`, which returns the seconds to wait before the next round; `wake` cuts the wait short.
 
     A round that fails is repeated after a pause that grows to two seconds, so that an outage neither stops the loop nor
-    makes it spin. What a station sets to ask for a round may be given as `wake`.
+    makes it spin. A station that asks for rounds by an event of its own gives that event as `wake`.
     """
 
     def __init__(

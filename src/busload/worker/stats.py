@@ -193,7 +193,7 @@ class BrokerStats:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What a worker does at this moment, and has done since it started. Of a stopped one: what its last run came to."""
+    """What a worker does now, and has done since it started; once it has stopped, what its last run has done."""
 
     concurrency: int = gauge("Commands that may run at a time.", "worker_concurrency", default=MISSING)
     settlement: CoalescerStats = figure("How results were written, as `CoalescerStats`.", default=MISSING)
