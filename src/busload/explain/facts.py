@@ -253,14 +253,9 @@ def _with_places(facts: Facts, first: int | None, last: int | None, lease_id: UU
     parked = yield from execute(SQL.parked, **here)
     together = parked[0][-1] if parked else 0
     unconfirmed = yield from many(Unconfirmed, SQL.unconfirmed, **here)
-    places = Places(
-        tuple(ready),
-        tuple(waiting),
-        tuple(running),
-        tuple(Parked(*row[:-1]) for row in parked),
-        together - sum(row[0] for row in parked),
-        tuple(unconfirmed),
-    )
+    causes = tuple(Parked(*row[:-1]) for row in parked)
+    others = together - sum(cause.count for cause in causes)
+    places = Places(tuple(ready), tuple(waiting), tuple(running), causes, others, tuple(unconfirmed))
     return replace(facts, places=places, around=(yield from _surroundings(facts, ready, usual)))
 
 

@@ -141,33 +141,30 @@ def _canceling(facts: Facts, canceled_at: datetime) -> Iterator[Reason]:
 
 def _in_the_outbox(facts: Facts, held: Unconfirmed) -> Iterator[Reason]:
     nobody = _nobody_relays(facts, held)
-    start = f"Start a worker whose bus has that transport: `{_worker(facts)} --transport URL`. Or go"
-    where = f"--domain {facts.domain}" if facts.command_id is not None else f"--batch {facts.batch_id}"
-    reroute = f"without the broker: `busload outbox reroute {where} --all`."
-    details = {"transport": held.transport, "rounds": held.rounds, "reason": held.reason, "error": held.error}
+    if held.reason is None and nobody is None:
+        return
+    code = Blocker.NOT_PUBLISHED
+    message = f"{_are(held.count)} in the outbox since {span(facts.now - held.since)}, but {nobody}."
+    details: dict[str, Any] = {
+        "transport": held.transport,
+        "rounds": held.rounds,
+        "reason": held.reason,
+        "error": held.error,
+    }
     if held.reason is not None:
-        said = _line(held.error)
+        code, details["next_try"] = Blocker.NOT_CONFIRMED, held.next_try
         when = "is due now" if held.next_try <= facts.now else f"is {_until(facts, held.next_try)}"
         next_try = f"The next try {when}." if nobody is None else f"Nobody tries again: {nobody}."
-        wait = "Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"
-        yield Reason(
-            Blocker.NOT_CONFIRMED,
-            held.count,
-            held.since,
+        message = (
             f"{_are(held.count)} in the outbox: {counted(held.rounds, 'round')} of publishing to the broker "
-            f"({held.transport}) failed. The last time it was {held.reason}: {said}. {next_try}",
-            f"{wait if nobody is None else start} {reroute}",
-            details | {"next_try": held.next_try},
+            f"({held.transport}) failed. The last time it was {held.reason}: {_line(held.error)}. {next_try}"
         )
-    elif nobody is not None:
-        yield Reason(
-            Blocker.NOT_PUBLISHED,
-            held.count,
-            held.since,
-            f"{_are(held.count)} in the outbox since {span(facts.now - held.since)}, but {nobody}.",
-            f"{start} {reroute}",
-            details,
-        )
+    advice = f"Start a worker whose bus has that transport: `{_worker(facts)} --transport URL`. Or go"
+    if nobody is None:
+        advice = "Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"
+    where = f"--domain {facts.domain}" if facts.command_id is not None else f"--batch {facts.batch_id}"
+    advice += f" without the broker: `busload outbox reroute {where} --all`."
+    yield Reason(code, held.count, held.since, message, advice, details)
 
 
 def _nobody_relays(facts: Facts, held: Unconfirmed) -> str | None:

@@ -44,15 +44,16 @@ def refuse_unusable(conn: Connection | AsyncConnection, *kinds: type[Connection]
 def _underneath(conn: object) -> str:
     """Say how to get the psycopg connection from what was given."""
     module = f"{type(conn).__module__}."
-    if module.startswith("sqlalchemy.ext.asyncio."):
-        return "(await (await session.connection()).get_raw_connection()).driver_connection"
-    if module.startswith("sqlalchemy."):
-        return "session.connection().connection.driver_connection"
-    if module.startswith("django."):
-        return "django.db.connection.connection, inside atomic()"
-    if module.startswith("asyncpg."):
-        return "one of psycopg: no other driver can take part. For SQLAlchemy the URL then begins with postgresql+psycopg://"
-    return "the psycopg connection that your session or ORM uses"
+    found = (way for package, way in _UNDERNEATH.items() if module.startswith(package))
+    return next(found, "the psycopg connection that your session or ORM uses")
+
+
+_UNDERNEATH = {
+    "sqlalchemy.ext.asyncio.": "(await (await session.connection()).get_raw_connection()).driver_connection",
+    "sqlalchemy.": "session.connection().connection.driver_connection",
+    "django.": "django.db.connection.connection, inside atomic()",
+    "asyncpg.": "one of psycopg: no other driver can take part. For SQLAlchemy the URL then begins with postgresql+psycopg://",
+}
 
 
 def about_to_begin(conn: Connection | AsyncConnection) -> bool:

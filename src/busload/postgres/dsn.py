@@ -55,12 +55,13 @@ def _nonsense(found: dict[str, Any]) -> str | None:
         int(float(found.get("connect_timeout", 0)))  # as psycopg does, with an error of its own
     except (ValueError, OverflowError):
         return "a connect_timeout that is no number"
-    if re.search(r"[@\s]|://", str(found.get("host") or "")):
-        return "a host with a sign that no host has"
-    if re.search(r"@|://", str(found.get("dbname") or "")):
-        return "a URL, or a part of one, for the name of the database"
-    if re.search(r"[:;/]", str(found.get("user") or "")):
-        return "a user with a sign that stands between user and password"
+    for name, sign, wrong in (
+        ("host", r"[@\s]|://", "a host with a sign that no host has"),
+        ("dbname", r"@|://", "a URL, or a part of one, for the name of the database"),
+        ("user", r"[:;/]", "a user with a sign that stands between user and password"),
+    ):
+        if re.search(sign, str(found.get(name) or "")):
+            return wrong
     return None
 
 

@@ -54,10 +54,9 @@ def beat(
     while pulse.wait(pause):
         before()
         try:
-            if conn is not None and (conn.closed or has_unread_input(conn)):  # the server may be back
+            if conn is not None and not conn.closed and has_unread_input(conn):  # by its end: the server may be back
                 conn.close()
-                conn = None
-            if conn is None:
+            if conn is None or conn.closed:
                 conn = connect(dsn, response_timeout=silence)
             if pulse.stopped:  # while it waited for the server
                 break
@@ -70,6 +69,5 @@ def beat(
                 outage.failed(RENEWING, error)
             if conn is not None:
                 conn.close()
-                conn = None
     if conn is not None:
         conn.close()

@@ -80,7 +80,7 @@ class Outage:
             away = self._troubles.get(_AWAY)
             if reached and away is not None and away.over is None:
                 away.over = time.monotonic()
-                self._wait()
+                self._look_later()
 
     def close(self) -> None:
         """Log what is over, and stop."""
@@ -88,9 +88,9 @@ class Outage:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            self._end()
+            self._end(after=0.0)
 
-    def _wait(self) -> None:
+    def _look_later(self) -> None:
         """Look again after a while whether the database is still there."""
         if self._timer is None:
             self._timer = threading.Timer(QUIET, self._look)
@@ -101,17 +101,16 @@ class Outage:
     def _look(self) -> None:
         with self._lock:
             self._timer = None
-            away = self._troubles.get(_AWAY)
-            if away is None or away.over is None:
-                return
-            if time.monotonic() - away.over < QUIET:  # it failed and worked meanwhile
-                self._wait()
-            else:
-                self._end()
+            self._end(after=QUIET)
 
-    def _end(self) -> None:
+    def _end(self, *, after: float) -> None:
+        """Say that the database is back, if it has worked for so many seconds."""
         away = self._troubles.get(_AWAY)
-        if away is not None and away.over is not None:
+        if away is None or away.over is None:
+            return
+        if time.monotonic() - away.over < after:  # it failed and worked meanwhile
+            self._look_later()
+        else:
             del self._troubles[_AWAY]
             log.warning("The database is back after %.1f s", away.over - away.since)
 

@@ -200,9 +200,20 @@ class Pool:
             self._making = waiting.Activity(self._make, "busload-pool")
 
     def _make(self) -> None:
+        """Try to connect for as long as somebody waits for a connection."""
         conn: OwnConnection | None = None
+        backoff = Backoff()
         try:
-            conn = self._connect_when_possible()
+            while conn is None and self._waiters:
+                try:
+                    conn = self._connect()
+                    self._last_error = None
+                except Exception as error:
+                    if _is_temporary(error):
+                        self._last_error = error
+                        waiting.sleep(backoff.pause())
+                    else:
+                        self._fail(error)
         finally:
             with self._lock:
                 self._making = None
@@ -212,23 +223,6 @@ class Pool:
                 conn.belong_to(self)
                 self._keep(conn)
             self._grow()
-
-    def _connect_when_possible(self) -> OwnConnection | None:
-        """A connection; None if nobody waits for one any more."""
-        backoff = Backoff()
-        while self._waiters:
-            try:
-                conn = self._connect()
-            except Exception as error:
-                if _is_temporary(error):
-                    self._last_error = error
-                    waiting.sleep(backoff.pause())
-                else:
-                    self._fail(error)
-            else:
-                self._last_error = None
-                return conn
-        return None
 
     def _fail(self, error: Exception) -> None:
         """Waiting would not help: all who do are told why."""
