@@ -17,7 +17,8 @@ WITH taken AS (
     SELECT queue, id FROM busload.message WHERE queue = %(queue)s::text AND visible_at <= now()
      ORDER BY visible_at LIMIT %(limit)s::bigint FOR UPDATE SKIP LOCKED
 )
-UPDATE busload.message AS m SET visible_at = now() + %(seconds)s::float8 * interval '1 second', deliveries = m.deliveries + 1
+UPDATE busload.message AS m
+   SET visible_at = now() + %(seconds)s::float8 * interval '1 second', deliveries = m.deliveries + 1
   FROM taken AS t WHERE m.queue = t.queue AND m.id = t.id
 RETURNING m.id, m.deliveries, m.body;
 
