@@ -108,36 +108,9 @@ class Handlers:
         if command_type in RESERVED or command_type.startswith(PLAN):
             message = f"found {command_type!r}, which busload uses itself; choose another name"
             refuse([Problem("INVALID_NAME", "/command_type", message)], writes=False)
-        return self._register(domain, command_type, gathering=gathering, **options)
+        return self.add(domain, command_type, gathering=gathering, **options)
 
-    def register_buffer(
-        self, buffer: BufferSettings, **options: Unpack[GroupHandlerOptions]
-    ) -> Callable[[Function], Function]:
-        """A decorator for the function that runs a buffer's groups."""
-        return self._register(buffer.name, GROUP, buffer=buffer, **options)
-
-    def register_exhausted(
-        self, buffer: BufferSettings, **options: Unpack[PolicyOptions]
-    ) -> Callable[[Function], Function]:
-        """A decorator for the function that is told of a buffer's groups whose attempts are used up."""
-        return self._register(buffer.name, EXHAUSTED, **options)
-
-    def register_planner(
-        self, domain: str, stage: str, **options: Unpack[PolicyOptions]
-    ) -> Callable[[Function], Function]:
-        """A decorator for the function that plans a stage; it returns the function unchanged."""
-        limits = InputLimits()
-        refuse(wrong_name(domain, "domain", limits) + wrong_stage(stage, "stage", limits), writes=False)
-        add = self._register(domain, PLAN + stage, **options)
-
-        def register(function: Function) -> Function:
-            _refuse_function(function, "stage")
-            add(_planner(function))
-            return function
-
-        return register
-
-    def _register(
+    def add(
         self,
         domain: str,
         command_type: str,
@@ -146,6 +119,7 @@ class Handlers:
         buffer: BufferSettings | None = None,
         **options: Unpack[GroupHandlerOptions],
     ) -> Callable[[Function], Function]:
+        """As `register`, also for types that busload uses itself; `buffer` is the one whose groups are run."""
         retry, rate_limit = options.get("retry"), options.get("rate_limit")
         timeout, isolate_poison = options.get("timeout"), options.get("isolate_poison", False)
         require(instance(RateLimit, "a RateLimit"), **given(rate_limit=rate_limit))
@@ -252,7 +226,16 @@ class HandlerDecorators:
         The function is returned unchanged.
         """
         refuse_unknown("planner", options, PolicyOptions)
-        return self.handlers.register_planner(domain, stage, **options)
+        limits = InputLimits()
+        refuse(wrong_name(domain, "domain", limits) + wrong_stage(stage, "stage", limits), writes=False)
+        add = self.handlers.add(domain, PLAN + stage, **options)
+
+        def register(function: Function) -> Function:
+            _refuse_function(function, "stage")
+            add(_planner(function))
+            return function
+
+        return register
 
 
 def gather(options: BulkOptions) -> tuple[Gathering, GroupHandlerOptions]:

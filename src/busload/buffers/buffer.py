@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from typing import Any, Protocol, Unpack
 
 from busload.buffers import add, claim, status, table
-from busload.buffers.declaration import SIZES, BufferSettings
+from busload.buffers.declaration import EXHAUSTED, GROUP, SIZES, BufferSettings
 from busload.buffers.status import BufferStatus
 from busload.buffers.table import Relation
 from busload.commands.checks import refuse
@@ -27,12 +27,13 @@ from busload.settings import PayloadLimits
 class Handlers(Protocol):
     """Where the functions are registered that run the groups of a buffer."""
 
-    def register_buffer(
-        self, buffer: BufferSettings, **options: Unpack[GroupHandlerOptions]
-    ) -> Callable[[Function], Function]: ...
-
-    def register_exhausted(
-        self, buffer: BufferSettings, **options: Unpack[PolicyOptions]
+    def add(
+        self,
+        domain: str,
+        command_type: str,
+        *,
+        buffer: BufferSettings | None = None,
+        **options: Unpack[GroupHandlerOptions],
     ) -> Callable[[Function], Function]: ...
 
 
@@ -59,7 +60,7 @@ class AnyBuffer:
         whole more than once is split until the bad events stand alone.
         """
         refuse_unknown("handler", options, GroupHandlerOptions)
-        return self._handlers.register_buffer(self.settings, **options)
+        return self._handlers.add(self.name, GROUP, buffer=self.settings, **options)
 
     def exhausted(self, **options: Unpack[PolicyOptions]) -> Callable[[Function], Function]:
         """Register the function below to be called, with the `Group`, when attempts are used up.
@@ -67,7 +68,7 @@ class AnyBuffer:
         It runs as a command of its own, with its own retries: what it does about the events is done at least once.
         """
         refuse_unknown("exhausted", options, PolicyOptions)
-        return self._handlers.register_exhausted(self.settings, **options)
+        return self._handlers.add(self.name, EXHAUSTED, **options)
 
 
 class Buffer(AnyBuffer):

@@ -24,7 +24,7 @@ from busload.cli import options
 from busload.cli.answer import answers
 from busload.cli.command import TRAIL
 from busload.cli.output import echo_json, echo_styled, width, wrapped
-from busload.cli.progress import Show, counters, progress
+from busload.cli.progress import counters, progress
 from busload.cli.table import table
 from busload.commands import search
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
@@ -92,8 +92,7 @@ def _run(bus: SyncCommandBus, commands: int) -> dict[str, Any]:
         _tell("Create", f"one batch of {commands:,} commands in one transaction")
         _tell_result(f"{create['seconds']:.2f} s, {create['per_second']:,} per second")
         _tell("Run", "until only a person can go on")
-        with progress(INDENT) as show:
-            workers.follow(batch_id, show, until=_only_a_person_can_go_on)
+        workers.follow(batch_id, until=_only_a_person_can_go_on)
         # From the first claim to the last result, by the database's own clock.
         at = {event.type: event.at for event in reversed(bus.get_batch_audit_trail(DOMAIN, batch_id))}
         ended = at.get("BATCH_STALLED") or at["BATCH_COMPLETED"]
@@ -106,8 +105,7 @@ def _run(bus: SyncCommandBus, commands: int) -> dict[str, Any]:
     with _workers(bus, "second_release") as workers:
         resolved = Counter(_resolve(bus, item) for item in waiting)
         _tell("Resolve", ", ".join(f"{action} {resolved[action]}" for action in sorted(resolved, reverse=True)))
-        with progress(INDENT) as show:
-            batch = workers.follow(batch_id, show, until=lambda batch: batch.status.final)
+        batch = workers.follow(batch_id, until=lambda batch: batch.status.final)
         callback = workers.wait_for(lambda: _completed(bus, callback_id), "the callback")
     tried_again = [item for item in waiting if item.last_error_code not in BY_HAND]
     retried = max(tried_again, key=lambda item: item.attempts).command_id
@@ -156,7 +154,7 @@ class _Workers:
     def __init__(self, bus: SyncCommandBus, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
         self._bus, self._process, self._log = bus, process, log
 
-    def follow(self, batch_id: UUID, show: Show, *, until: Callable[[BatchMetadata], bool]) -> BatchMetadata:
+    def follow(self, batch_id: UUID, *, until: Callable[[BatchMetadata], bool]) -> BatchMetadata:
         """Show the batch until it is where we want it; fail if it stands still."""
         last: BatchMetadata | None = None
 
@@ -164,9 +162,10 @@ class _Workers:
             batch = self._bus.get_batch(DOMAIN, batch_id)
             return batch if batch != last else None
 
-        while last is None or not until(last):
-            last = self.wait_for(changed, "a change of the batch")
-            show(last)
+        with progress(INDENT) as show:
+            while last is None or not until(last):
+                last = self.wait_for(changed, "a change of the batch")
+                show(last)
         return last
 
     def wait_for(self, look: Callable[[], T | None], what: str) -> T:

@@ -295,11 +295,9 @@ class SyncCommandBus(Bus):
 
         `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
         """
-        check(
-            self._limits, writes=False, domain=domain, **given(job_id=job_id), limit=limit, offset=offset, after=after
-        )
-        wanted = choice(BatchStatus, status)
-        plan = list_batches(domain, status=wanted, limit=limit, offset=offset, after=after, job_id=job_id)
+        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
+        check(self._limits, writes=False, domain=domain, **given(job_id=job_id), **page)
+        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
         return self.database.read(plan)
 
     def list_batch_commands(
@@ -316,9 +314,9 @@ class SyncCommandBus(Bus):
 
         `after` is the last command of the page before.
         """
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id, limit=limit, offset=offset, after=after)
-        wanted = choice(CommandStatus, status)
-        plan = search.batch_commands(domain, batch_id, status=wanted, limit=limit, offset=offset, after=after)
+        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
+        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page)
+        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page)
         return self.database.read(plan)
 
     def cancel_batch(
