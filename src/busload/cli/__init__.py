@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
+from inspect import cleandoc
+from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -46,7 +48,7 @@ class _Nouns(click.Group):
         if name not in NOUNS:
             return None
         command: click.Command = getattr(import_module(f"busload.cli.{name}"), name)
-        _give_common_options(command)
+        _prepare(command)
         return command
 
     def resolve_command(
@@ -86,12 +88,14 @@ class WrongInputError(click.ClickException):
     exit_code = 2
 
 
-@click.group(cls=_Nouns, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Nouns,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
+)
 @click.version_option(package_name="busload", prog_name="busload")
 def main() -> None:
     """A batch-native command bus for PostgreSQL.
 
-    \b
         busload demo
         busload batch ls
         busload worker app:bus --domains payments --processes 2
@@ -105,7 +109,7 @@ def noun(name: str, *examples: str, more: str = "") -> click.Group:
     """The group of a noun's verbs. Its help says what the overview says of it, and `more`, and has lines to copy."""
     summary = NOUNS[name].removesuffix(".") + (more or ".")
     lines = "\n".join(f"    busload {name} {example}" for example in examples)
-    return click.Group(name, help=f"{summary}\n\n\b\n{lines}")
+    return click.Group(name, help=f"{summary}\n\n{lines}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -185,7 +189,7 @@ def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
         ctx.meta[f"busload.{param.name}"] = value
 
 
-def _give_common_options(command: click.Command) -> None:
+def _prepare(command: click.Command) -> None:
     """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
     common = (
         click.Option(
@@ -207,11 +211,20 @@ def _give_common_options(command: click.Command) -> None:
             ["--debug"], is_flag=True, callback=_keep, expose_value=False, help="Show the traceback of an error."
         ),
     )
+    command.help = _with_lines_to_copy(command.help or "")
     known = {name for param in command.params for name in param.opts}  # some verbs wait for something else
     command.params += [option for option in common if option.opts[0] not in known]
     if isinstance(command, click.Group):
         for verb in command.commands.values():
-            _give_common_options(verb)
+            _prepare(verb)
+
+
+def _with_lines_to_copy(help: str) -> str:
+    """Help whose paragraphs of `busload` lines are not wrapped: click leaves a paragraph after a backspace as it is."""
+    paragraphs = cleandoc(help).split("\n\n")
+    return "\n\n".join(
+        "\b\n" + indent(dedent(each), "    ") if each.lstrip().startswith("busload ") else each for each in paragraphs
+    )
 
 
 def _wrong_environment(ctx: click.Context, error: Exception) -> click.ClickException | None:
@@ -247,4 +260,4 @@ def _explained(error: Exception) -> click.ClickException:
     return click.ClickException(f"{type(error).__name__}: {line} (--debug shows where)")
 
 
-_give_common_options(main)
+_prepare(main)

@@ -62,11 +62,10 @@ batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
 def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: IdRange | None, **page: Any) -> Answer:
     """List batches, newest first.
 
-    \b
-        busload batch ls
-        busload batch ls --domain payments --status IN_PROGRESS --limit 5
-        busload batch ls --job 0198c5d2-7f3a
-        busload batch ls --json | jq -r '.[].batch_id'
+    busload batch ls
+    busload batch ls --domain payments --status IN_PROGRESS --limit 5
+    busload batch ls --job 0198c5d2-7f3a
+    busload batch ls --json | jq -r '.[].batch_id'
     """
     # A whole id need not be that of a job which has batches.
     job_id = None if job is None else (job.whole or find_one(bus, "job of batches", job, page["domain"])[1])
@@ -79,9 +78,8 @@ def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: IdRange | None,
 def show(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     """Show how far a batch has come, and what happened to it.
 
-    \b
-        busload batch show 0198c5d2-7f3a
-        busload batch show 0198c5d2-7f3a --json | jq .completed_count
+    busload batch show 0198c5d2-7f3a
+    busload batch show 0198c5d2-7f3a --json | jq .completed_count
     """
     found, trail = bus.get_batch(domain, batch_id), bus.get_batch_audit_trail(domain, batch_id)
     if found is None:
@@ -97,7 +95,6 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
     Ends with exit code 0 if every command completed, and with 1 if some failed or were canceled. With --json it prints
     one JSON object per change, each on a line of its own.
 
-    \b
         busload batch watch 0198c5d2-7f3a && echo all completed
         busload batch watch 0198c5d2-7f3a --json | jq .completed_count
     """
@@ -111,8 +108,7 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
 def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
     """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
 
-    \b
-        busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
+    busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
     """
     canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
     value = {"batch_id": batch_id, "domain": domain, "canceled": canceled}
@@ -126,7 +122,6 @@ def explain(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
 
     If nothing is in its way, it says when the batch will be done.
 
-    \b
         busload batch explain 0198c5d2-7f3a
         busload batch explain 0198c5d2-7f3a --json | jq -r '.reasons[].code'
     """
@@ -138,9 +133,8 @@ def explain(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
 def dispatch(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     """Show how a batch was published to the broker, and what of it still waits for that.
 
-    \b
-        busload batch dispatch 0198c5d2-7f3a
-        busload batch dispatch 0198c5d2-7f3a --json | jq .retry_needed
+    busload batch dispatch 0198c5d2-7f3a
+    busload batch dispatch 0198c5d2-7f3a --json | jq .retry_needed
     """
     found = bus.get_dispatch(domain, batch_id)
     if found is not None:

@@ -81,9 +81,8 @@ buffer = noun(
 def ls(bus: SyncCommandBus) -> Answer:
     """List buffers: what waits and for how long, groups in flight, events per call and calls saved.
 
-    \b
-        busload buffer ls
-        busload buffer ls --json | jq -r '.[] | select(.oldest_age > 600) | .name'
+    busload buffer ls
+    busload buffer ls --json | jq -r '.[] | select(.oldest_age > 600) | .name'
     """
     found = bus.buffers.list()
     problems = [f"{status.name}: {shown(status.problem)}" for status in found if status.problem is not None]
@@ -96,9 +95,8 @@ def ls(bus: SyncCommandBus) -> Answer:
 def show(bus: SyncCommandBus, name: str) -> Answer:
     """Show how a buffer is doing, and which of its groups wait for a person and why.
 
-    \b
-        busload buffer show contact_activity_events
-        busload buffer show contact_activity_events --json | jq .troubleshooting
+    busload buffer show contact_activity_events
+    busload buffer show contact_activity_events --json | jq .troubleshooting
     """
     status, paused = _find(bus, name), _is_paused(bus, name)
     parked = bus.troubleshooting.list(name, command_type=GROUP, limit=MOST_GROUPS)
@@ -124,9 +122,8 @@ def show(bus: SyncCommandBus, name: str) -> Answer:
 def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
     """Let all events that wait now leave at once, and say how many there are.
 
-    \b
-        busload buffer flush contact_activity_events
-        busload buffer flush contact_activity_events --dry-run
+    busload buffer flush contact_activity_events
+    busload buffer flush contact_activity_events --dry-run
     """
     status, paused = _find(bus, name), _is_paused(bus, name)
     leaving = status.waiting if dry_run else bus.buffer(name).flush()
@@ -144,9 +141,9 @@ def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
 
 @buffer.command()
 @click.argument("table_name", metavar="TABLE")
-@click.option("--id", "id", default="id", show_default=True, help="The column that names an event.")
-@click.option("--group-id", default="group_id", show_default=True, help="The column for the group it is in.")
-@click.option("--created-at", default="created_at", show_default=True, help="The column that says when it was added.")
+@click.option("--id", "id", default="id", help="The column that names an event.")
+@click.option("--group-id", default="group_id", help="The column for the group it is in.")
+@click.option("--created-at", default="created_at", help="The column that says when it was added.")
 @click.option("--key", help="The column that says what it is about, for buffers that merge.")
 @click.option("--partition-by", help="The column whose values never share a group.")
 @click.option("--all", "everything", is_flag=True, help="Print all of it, also what is there; needs no database.")
@@ -154,10 +151,9 @@ def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
 def ddl(table_name: str, partition_by: str | None, everything: bool, as_json: bool, **columns: Any) -> None:
     """Print the columns and indexes that a table of yours lacks to be a buffer, as SQL for a migration.
 
-    \b
-        busload buffer ddl contact_activity_event
-        busload buffer ddl crm.outbox --id event_id --partition-by tenant
-        busload buffer ddl contact_activity_event --all
+    busload buffer ddl contact_activity_event
+    busload buffer ddl crm.outbox --id event_id --partition-by tenant
+    busload buffer ddl contact_activity_event --all
     """
     wanted = BufferTable(table_name, **columns)
     if everything:

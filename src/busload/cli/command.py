@@ -47,9 +47,8 @@ command = noun("command", "show 0198c5d2-8000")
 def show(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
     """Show a command and its audit trail: every attempt, every operator, oldest first; then where attempts failed.
 
-    \b
-        busload command show 0198c5d2-8000
-        busload command show 0198c5d2-8000 --json | jq -r '.audit_trail[].type'
+    busload command show 0198c5d2-8000
+    busload command show 0198c5d2-8000 --json | jq -r '.audit_trail[].type'
     """
     found, trail = bus.get_command(domain, command_id), bus.get_audit_trail(domain, command_id)
     if found is None:
@@ -63,9 +62,8 @@ def show(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
 def explain(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
     """Say why a command is not finished, and what to do about it.
 
-    \b
-        busload command explain 0198c5d2-8000
-        busload command explain 0198c5d2-8000 --json | jq -r '.reasons[].advice'
+    busload command explain 0198c5d2-8000
+    busload command explain 0198c5d2-8000 --json | jq -r '.reasons[].advice'
     """
     return explained(bus.explain_command(domain, command_id))
 

@@ -26,9 +26,8 @@ db = noun("db", "info", "psql -c 'SELECT version()'")
 def info(as_json: bool) -> None:
     """Show where the embedded PostgreSQL is, whether it runs, and who uses it.
 
-    \b
-        busload db info
-        busload db info --json | jq -r .dsn
+    busload db info
+    busload db info --json | jq -r .dsn
     """
     found, in_use = asdict(_embedded().info), Settings().database_url is None
 
@@ -49,7 +48,6 @@ def stop(as_json: bool) -> None:
     Connections break, and it stays stopped until some process starts to use it anew. You need this rarely:
     it stops by itself when the last process that uses it has ended.
 
-    \b
         busload db stop
         busload db stop --json | jq .stopped
     """
@@ -63,9 +61,8 @@ def stop(as_json: bool) -> None:
 def psql(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Open psql on the database that busload uses; ARGUMENTS are psql's own.
 
-    \b
-        busload db psql
-        busload db psql -c 'SELECT count(*) FROM busload.command'
+    busload db psql
+    busload db psql -c 'SELECT count(*) FROM busload.command'
     """
     url = Settings().database_url
     if url is not None:

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 @click.command()
-@click.option("--commands", type=click.IntRange(100, 1_000_000), default=10_000, show_default=True)
+@click.option("--commands", type=click.IntRange(100, 1_000_000), default=10_000)
 @options.transport
 @answers(transport=True, prints=True)
 def demo(bus: SyncCommandBus, commands: int, *, as_json: bool) -> None:
@@ -66,7 +66,6 @@ def demo(bus: SyncCommandBus, commands: int, *, as_json: bool) -> None:
     Two worker processes pay invoices: most are paid at once, some at the second attempt, and a few wait for a person
     until a new release and an operator have resolved them. It all stays in the domain `demo` for you to look at.
 
-    \b
         busload demo
         busload demo --commands 100000
         busload demo --transport amqp://localhost

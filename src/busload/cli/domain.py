@@ -39,7 +39,6 @@ def ls(bus: SyncCommandBus) -> Answer:
 
     If something waits there for a broker, a column OUTBOX tells how much.
 
-    \b
         busload domain ls
         busload domain ls --json | jq -r '.[] | select(.workers == 0) | .domain'
     """
@@ -60,7 +59,6 @@ def pause(bus: SyncCommandBus, domain: str, reason: str | None, force: bool, ope
     A domain that nobody has heard of is refused with exit code 1: the name is most likely mistyped. --force pauses it
     ahead of its first command.
 
-    \b
         busload domain pause payments --reason 'the bank is down'
         busload domain pause reports --force --reason 'not before Monday'
     """
@@ -78,8 +76,7 @@ def pause(bus: SyncCommandBus, domain: str, reason: str | None, force: bool, ope
 def resume(bus: SyncCommandBus, domain: str, operator: str) -> Answer:
     """Let a paused domain go on. Ends with exit code 1 if nobody has heard of the domain.
 
-    \b
-        busload domain resume payments
+    busload domain resume payments
     """
     resumed = bus.domains.resume(domain, operator=operator)
     if not resumed and (unknown := unknown_domain(bus, domain)):
@@ -95,9 +92,8 @@ def resume(bus: SyncCommandBus, domain: str, operator: str) -> Answer:
 def pauses(bus: SyncCommandBus, domain: str | None, limit: int) -> Answer:
     """List the pauses of a domain, or of all domains, newest first, also those that have ended: who paused and resumed.
 
-    \b
-        busload domain pauses
-        busload domain pauses payments --json | jq -r '.[0].resumed_by'
+    busload domain pauses
+    busload domain pauses payments --json | jq -r '.[0].resumed_by'
     """
     nothing = "Nothing was ever paused." if domain is None else f"{domain} was never paused."
     return PAUSES.list(bus.domains.history(domain, limit=limit), nothing=nothing)

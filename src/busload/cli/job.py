@@ -59,10 +59,9 @@ job = noun("job", "ls --status FAILED", "show 0198c5d2-7f3a")
 def ls(bus: SyncCommandBus, status: JobStatusName | None, **page: Any) -> Answer:
     """List jobs, newest first.
 
-    \b
-        busload job ls
-        busload job ls --domain reports --status FAILED --limit 5
-        busload job ls --json | jq -r '.[].job_id'
+    busload job ls
+    busload job ls --domain reports --status FAILED --limit 5
+    busload job ls --json | jq -r '.[].job_id'
     """
     return JOBS.list(newest(bus, partial(bus.jobs.list, status=status), "created_at", "job_id", **page))
 
@@ -72,9 +71,8 @@ def ls(bus: SyncCommandBus, status: JobStatusName | None, **page: Any) -> Answer
 def show(bus: SyncCommandBus, domain: str, job_id: UUID) -> Answer:
     """Show how far a job has come, stage by stage, and what it waits for.
 
-    \b
-        busload job show 0198c5d2-7f3a
-        busload job show 0198c5d2-7f3a --json | jq -r '.stages[].status'
+    busload job show 0198c5d2-7f3a
+    busload job show 0198c5d2-7f3a --json | jq -r '.stages[].status'
     """
     found = _get(bus, domain, job_id)
     return JOB.one(found, below=STAGES.list(found.stages))
@@ -86,8 +84,7 @@ def show(bus: SyncCommandBus, domain: str, job_id: UUID) -> Answer:
 def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str) -> Answer:
     """Let a job that has FAILED go on with its next stage; after the last one it is COMPLETED.
 
-    \b
-        busload job resume 0198c5d2-7f3a
+    busload job resume 0198c5d2-7f3a
     """
     bus.jobs.resume(domain, job_id, operator=operator)
     found = _get(bus, domain, job_id)
@@ -101,8 +98,7 @@ def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str) -> 
 def cancel(bus: SyncCommandBus, domain: str, job_id: UUID, *, reason: str, operator: str) -> Answer:
     """Stop a job: what has not started of its stage is canceled, what runs finishes, and no further stage begins.
 
-    \b
-        busload job cancel 0198c5d2-7f3a --reason 'wrong list'
+    busload job cancel 0198c5d2-7f3a --reason 'wrong list'
     """
     canceled = bus.jobs.cancel(domain, job_id, reason=reason, operator=operator)
     found = _get(bus, domain, job_id)

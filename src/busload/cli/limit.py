@@ -37,7 +37,6 @@ def ls(bus: SyncCommandBus, limit: int) -> Answer:
 
     A limit without a name is called DOMAIN/COMMAND_TYPE, that of a buffer BUFFER/busload.Group.
 
-    \b
         busload limit ls
         busload limit ls --json | jq -r '.[] | select(.blocked_until) | .name'
     """
@@ -51,9 +50,8 @@ def ls(bus: SyncCommandBus, limit: int) -> Answer:
 def show(bus: SyncCommandBus, name: str, limit: int) -> Answer:
     """Show one limit; where it has a `by`, each value that it was used with.
 
-    \b
-        busload limit show crm
-        busload limit show payments/Debit --json
+    busload limit show crm
+    busload limit show payments/Debit --json
     """
     found = bus.limits.list(name, limit=limit)
     if not found:
@@ -68,9 +66,8 @@ def show(bus: SyncCommandBus, name: str, limit: int) -> Answer:
 def reset(bus: SyncCommandBus, name: str, by: str | None) -> Answer:
     """Allow calls again though the receiver has refused some. Commands that wait for the limit try again at once.
 
-    \b
-        busload limit reset crm
-        busload limit reset crm --by 'tenant 1'
+    busload limit reset crm
+    busload limit reset crm --by 'tenant 1'
     """
     count = bus.limits.reset(name, by)
     if not count:

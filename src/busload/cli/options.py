@@ -23,7 +23,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 """In seconds."""
 
 
-def age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
+def _age(ctx: click.Context, param: click.Parameter, text: str | None) -> timedelta | None:
     """`30d`, `12h`, `90m`, `1w`, `45s`."""
     if text is None:
         return None
@@ -78,13 +78,17 @@ queue_prefix = _variable(
 
 
 def limit(default: int) -> Decorator:
-    return click.option("--limit", type=click.IntRange(1, 10_000), default=default, show_default=True)
+    return click.option("--limit", type=click.IntRange(1, 10_000), default=default)
 
 
 def page(default: int) -> Decorator:
     """Which part of a long list to show, as `find.newest` wants to know it."""
-    offset = click.option("--offset", type=click.IntRange(0, 1_000_000), default=0, show_default=True)
+    offset = click.option("--offset", type=click.IntRange(0, 1_000_000), default=0)
     return lambda function: domain(limit(default)(offset(function)))
+
+
+def age(option: str, help: str, **more: Any) -> Decorator:
+    return click.option(option, callback=_age, metavar="AGE", help=help, **more)
 
 
 def status(statuses: type[StrEnum]) -> Decorator:

@@ -52,9 +52,8 @@ outbox = noun("outbox", "ls", "retry", "reroute --batch 0198c5d2-7f3a --dry-run"
 def ls(bus: SyncCommandBus, domain: str | None, batch: IdRange | None) -> Answer:
     """List what the broker has not confirmed: not tried yet, or after failed rounds, and what it said.
 
-    \b
-        busload outbox ls
-        busload outbox ls --domain payments --json | jq 'map(.commands) | add'
+    busload outbox ls
+    busload outbox ls --domain payments --json | jq 'map(.commands) | add'
     """
     return OUTBOX.list(bus.outbox.list(domain=domain, batch_id=_batch_id(bus, batch, domain)))
 
@@ -67,9 +66,8 @@ def ls(bus: SyncCommandBus, domain: str | None, batch: IdRange | None) -> Answer
 def retry(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, dry_run: bool) -> Answer:
     """Let the relays of workers publish now what waits for another round.
 
-    \b
-        busload outbox retry
-        busload outbox retry --domain payments --dry-run
+    busload outbox retry
+    busload outbox retry --domain payments --dry-run
     """
     count = bus.outbox.retry(domain=domain, batch_id=_batch_id(bus, batch, domain), dry_run=dry_run)
     due = counted(count, "command is", "commands are")
@@ -89,7 +87,6 @@ def reroute(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, ever
     Only commands for which a round of publishing has failed, unless --all is given. If the broker has a message about
     them all the same, the message does no harm.
 
-    \b
         busload outbox reroute --dry-run
         busload outbox reroute --domain payments
     """
@@ -112,7 +109,6 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool) -> Answer:
     messages on loan for some seconds, so it can look at them at every broker. Ends with exit code 1 if messages are
     missing and were not sent again.
 
-    \b
         busload outbox reconcile
         busload outbox reconcile --domain payments --repair
         busload outbox reconcile --json | jq 'map(.missing) | add'

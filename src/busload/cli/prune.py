@@ -22,13 +22,7 @@ SINGULAR = {"commands": "command", "executions": "execution", "events": "event",
 
 
 @click.command()
-@click.option(
-    "--older-than",
-    required=True,
-    callback=options.age,
-    metavar="AGE",
-    help="How long ago it must have ended: 30d, 12h, 90m, 1w.",
-)
+@options.age("--older-than", "How long ago it must have ended: 30d, 12h, 90m, 1w.", required=True)
 @click.option("--archive", is_flag=True, help="Move it to busload.archive and busload.archived_batch.")
 @options.dry_run
 @answers(prints=True)
@@ -38,7 +32,6 @@ def prune(bus: SyncCommandBus, older_than: timedelta, archive: bool, dry_run: bo
     The commands of a batch go with their batch, once it is complete and its callback has ended. What is open stays,
     whatever its age. It runs in small transactions beside the workers, and may be interrupted: the next one goes on.
 
-    \b
         busload prune --older-than 30d --dry-run
         busload prune --older-than 12w --archive
     """

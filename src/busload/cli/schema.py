@@ -28,9 +28,8 @@ schema = noun("schema", "migrate", "print > busload.sql")
 def migrate(bus: SyncCommandBus) -> Answer:
     """Apply what is missing; safe to repeat, and to run from several machines at once.
 
-    \b
-        busload schema migrate
-        busload --dsn postgresql://app@db.example/shop schema migrate
+    busload schema migrate
+    busload --dsn postgresql://app@db.example/shop schema migrate
     """
     applied = bus.migrate()
     said = [f"Applied {m.version:04}_{m.name}." for m in applied] or ["Nothing to do: the database is up to date."]
@@ -43,9 +42,8 @@ def migrate(bus: SyncCommandBus) -> Answer:
 def status(bus: SyncCommandBus) -> Answer:
     """Show what a database has. Ends with exit code 1 if it is older than this release.
 
-    \b
-        busload schema status || busload schema migrate
-        busload schema status --json | jq '.[] | select(.applied_at == null)'
+    busload schema status || busload schema migrate
+    busload schema status --json | jq '.[] | select(.applied_at == null)'
     """
     with bus.pool.connection() as conn:
         found = perform(conn, migrations.status())
@@ -61,7 +59,6 @@ def print_(since: int, as_json: bool) -> None:
 
     It applies what is missing, all or nothing, and may be repeated. From Python: busload.schema.sql().
 
-    \b
         busload schema print | psql postgresql://app@db.example/shop
         busload schema print --json | jq -r '.[].name'
     """

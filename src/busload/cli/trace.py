@@ -44,7 +44,6 @@ def trace(bus: SyncCommandBus, task_key: str, domain: str | None) -> Answer:
     You can also give the id of one of its commands, or the beginning of that id. In a bar, dots mean waiting and lines
     mean running.
 
-    \b
         busload trace invoices:2026:7
         busload trace invoices:2026:7 --json | jq -r '.[].error'
     """

@@ -62,15 +62,8 @@ tracker = noun("tracker", "recover --queue partner_tasks", "compare --table lega
 
 @tracker.command()
 @click.option("--queue", required=True, help="The queue.")
-@click.option(
-    "--waiting-for",
-    default="5m",
-    callback=options.age,
-    metavar="AGE",
-    show_default=True,
-    help="How long they must have waited: 30s, 5m, 2h, 1d.",
-)
-@click.option("--limit", default=PAGE, show_default=True, help="How many tasks to list at most.")
+@options.age("--waiting-for", "How long they must have waited: 30s, 5m, 2h, 1d.", default="5m")
+@click.option("--limit", default=PAGE, help="How many tasks to list at most.")
 @options.dry_run
 @answers
 def recover(bus: SyncCommandBus, queue: str, waiting_for: timedelta, limit: int, dry_run: bool) -> Answer:
@@ -79,7 +72,6 @@ def recover(bus: SyncCommandBus, queue: str, waiting_for: timedelta, limit: int,
     Each task is listed once, and again when it has waited that long once more. With --dry-run, tasks that dead workers
     hold are listed as lost, and are not taken back from them.
 
-    \b
         busload tracker recover --queue partner_tasks
         busload tracker recover --queue partner_tasks --json | publish
     """
@@ -97,9 +89,7 @@ def recover(bus: SyncCommandBus, queue: str, waiting_for: timedelta, limit: int,
 @click.option("--old-dsn", metavar="URL", help="The database it is in; default this one.")
 @click.option("--queue", help="Compare the tasks of one queue only, in any environment.")
 @click.option("--map", "names", multiple=True, metavar="NEW=OLD", help=f"Columns with other names than {COLUMNS}.")
-@click.option(
-    "--limit", default=100, type=click.IntRange(min=1), show_default=True, help="Stop after this many disagreements."
-)
+@click.option("--limit", default=100, type=click.IntRange(min=1), help="Stop after this many disagreements.")
 @answers
 def compare(
     bus: SyncCommandBus, old_table: str, old_dsn: str | None, queue: str | None, names: Sequence[str], limit: int
@@ -110,7 +100,6 @@ def compare(
     is not listed. The old table needs one row per execution, with a task id, an execution id, a status (queued,
     processing, completed, failed, dlq) and a time of creation; the queue is needed for --queue.
 
-    \b
         busload tracker compare --table legacy.task_tracker
         busload tracker compare --table tracker --map task_id=taskId --json
     """

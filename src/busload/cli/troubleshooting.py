@@ -63,9 +63,8 @@ troubleshooting = noun(
 def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, limit: int) -> Answer:
     """List what waits for a person by cause, the largest group first.
 
-    \b
-        busload troubleshooting groups
-        busload troubleshooting groups --json | jq -r '.[0].fingerprint'
+    busload troubleshooting groups
+    busload troubleshooting groups --json | jq -r '.[0].fingerprint'
     """
     found = [
         (each, group)
@@ -84,7 +83,6 @@ def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, li
 def ls(bus: SyncCommandBus, command_type: str | None, **page: Any) -> Answer:
     """List what waits for a person, newest first.
 
-    \b
         busload troubleshooting ls
         busload troubleshooting ls --json | jq -r '.[].command_id' \\
             | xargs busload troubleshooting retry
@@ -98,9 +96,8 @@ def ls(bus: SyncCommandBus, command_type: str | None, **page: Any) -> Answer:
 def show(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
     """Show one command that waits for a person: its data, why it waits, and where its last attempt failed.
 
-    \b
-        busload troubleshooting show 0198c5d2-8000
-        busload troubleshooting show 0198c5d2-8000 --json | jq -r .last_traceback
+    busload troubleshooting show 0198c5d2-8000
+    busload troubleshooting show 0198c5d2-8000 --json | jq -r .last_traceback
     """
     item = bus.troubleshooting.get(domain, command_id)
     if item is None:
@@ -136,7 +133,6 @@ def retry(bus: SyncCommandBus, patch: str | None, **given: Any) -> None:
 
     With --group, a new batch retries all commands that wait for this cause. Workers run that batch.
 
-    \b
         busload troubleshooting retry 0198c5d2-8000
         busload troubleshooting retry --group 4f0c2b7a91de --rate 50 --wait
         busload troubleshooting retry --group 4f0c2b7a91de --dry-run \\
@@ -152,9 +148,8 @@ def retry(bus: SyncCommandBus, patch: str | None, **given: Any) -> None:
 def complete(bus: SyncCommandBus, result: str | None, **given: Any) -> None:
     """Declare commands done, with a result if there is one.
 
-    \b
-        busload troubleshooting complete 0198c5d2-8000 --result '{"paid": true}'
-        busload troubleshooting complete --group 4f0c2b7a91de --dry-run
+    busload troubleshooting complete 0198c5d2-8000 --result '{"paid": true}'
+    busload troubleshooting complete --group 4f0c2b7a91de --dry-run
     """
     value = None if result is None else decode_strict(result, path="/result")
     _decide(bus, "complete", {"result": value}, **given)
@@ -166,9 +161,8 @@ def complete(bus: SyncCommandBus, result: str | None, **given: Any) -> None:
 def cancel(bus: SyncCommandBus, reason: str, **given: Any) -> None:
     """Give commands up, with a reason.
 
-    \b
-        busload troubleshooting cancel 0198c5d2-8000 --reason 'paid twice'
-        busload troubleshooting cancel --group 4f0c2b7a91de --reason 'paid twice'
+    busload troubleshooting cancel 0198c5d2-8000 --reason 'paid twice'
+    busload troubleshooting cancel --group 4f0c2b7a91de --reason 'paid twice'
     """
     _decide(bus, "cancel", {"reason": reason}, **given)
 

@@ -38,6 +38,7 @@ from busload.worker.signals import Signals
 log = logging.getLogger("busload")
 
 DEFAULTS = WorkerSettings()
+LOG_LEVELS = ("debug", "info", "warning", "error")
 LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
 
@@ -56,18 +57,16 @@ def _duration(ctx: click.Context, param: click.Parameter, text: str) -> timedelt
     return timedelta(seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
 
 
-def _count(option: str, most: int, default: int, help: str | None = None, show_default: bool | str = True) -> Decorator:
-    kind = click.IntRange(1, most)
-    return click.option(option, type=kind, default=default, show_default=show_default, help=help)
+def _count(option: str, most: int, default: int, help: str | None = None, **more: Any) -> Decorator:
+    return click.option(option, type=click.IntRange(1, most), default=default, help=help, **more)
 
 
-def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Decorator:
+def _time(option: str, setting: str, help: str, least: float = 0) -> Decorator:
     return click.option(
-        *option,
+        *(option, setting),
         type=Seconds(least),
         callback=lambda ctx, param, seconds: timedelta(seconds=seconds),
-        default=default.total_seconds(),
-        show_default=True,
+        default=getattr(DEFAULTS, setting).total_seconds(),
         metavar="SECONDS",
         help=help,
     )
@@ -86,23 +85,13 @@ def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Deco
     show_default="cores + 4, at most 32",
 )
 @_count("--processes", 256, 1)
-@_time("--grace", default=DEFAULTS.grace, help="How long running commands may go on once the worker is told to stop.")
-@_time(
-    *("--wait", "wait_for_database"),
-    default=timedelta(minutes=5),
-    help="How long to wait, at the start, for a database that cannot be reached.",
-)
-@_time(
-    *("--lease", "lease_for"),
-    default=DEFAULTS.lease_for,
-    least=1,
-    help="How long a process may be silent before others take over its commands.",
-)
+@_time("--grace", "grace", "How long running commands may go on once the worker is told to stop.")
+@_time("--wait", "wait_for_database", "How long to wait, at the start, for a database that cannot be reached.")
+@_time("--lease", "lease_for", "How long a process may be silent before others take over its commands.", least=1)
 @click.option(
     "--prefetch",
     callback=_duration,
     default=f"{DEFAULTS.prefetch.total_seconds() * 1000:g}ms",
-    show_default=True,
     metavar="SECONDS|ms",
     help="How much work to claim before slots are free; 0 claims only what can start at once.",
 )
@@ -110,15 +99,9 @@ def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Deco
     "--settle",
     type=click.Choice(["coalesced", "immediate"]),
     default=DEFAULTS.settle,
-    show_default=True,
     help="Whether results wait a moment to be written together, or go at once.",
 )
-@click.option(
-    "--keep-for",
-    callback=options.age,
-    metavar="AGE",
-    help="Remove what ended longer ago: 30d, 12h, 90m, 1w; default never. See `busload prune`.",
-)
+@options.age("--keep-for", "Remove what ended longer ago: 30d, 12h, 90m, 1w; default never. See `busload prune`.")
 @click.option("--archive", is_flag=True, help="Move what --keep-for removes to busload.archive.")
 @click.option(
     *("--metrics", "metrics_at"),
@@ -126,12 +109,7 @@ def _time(*option: str, default: timedelta, help: str, least: float = 0) -> Deco
     metavar="ADDRESS:PORT",
     help="Serve /metrics for Prometheus there, e.g. 127.0.0.1:9464; with several processes, each takes the next port.",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
-    default="info",
-    show_default=True,
-)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="info")
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--parent", type=int, hidden=True, help="End when this process has ended.")
 @click.pass_context
@@ -155,7 +133,6 @@ def worker(
     Exit code 0: all went well. 1: there was an error, for example results that could not be settled. 2: the options
     were wrong. 3: handlers did not end in time; the log names their commands, which were handed back.
 
-    \b
         busload worker app:bus
         busload worker app:bus --domains payments,crm --processes 2
         busload worker app:bus --metrics 127.0.0.1:9464
