@@ -229,14 +229,16 @@ def _with_lines_to_copy(help: str) -> str:
 
 def _wrong_environment(ctx: click.Context, error: Exception) -> click.ClickException | None:
     """A variable whose text cannot be is refused as the same text given for its option is."""
-    from busload.errors import BusloadError
+    from busload.errors import DatabaseUnusableError, TransportMisconfiguredError
 
-    for variable, check in (("BUSLOAD_DATABASE_URL", check_dsn), ("BUSLOAD_TRANSPORT_URL", check_transport)):
-        try:
-            if variable in os.environ:
+    for kind, variable, check in (
+        (DatabaseUnusableError, "BUSLOAD_DATABASE_URL", check_dsn),
+        (TransportMisconfiguredError, "BUSLOAD_TRANSPORT_URL", check_transport),
+    ):
+        if isinstance(error, kind) and variable in os.environ:
+            try:
                 check(os.environ[variable])
-        except BusloadError as wrong:  # which does not repeat the text: it may hold a password
-            if type(wrong) is type(error):
+            except kind as wrong:  # which does not repeat the text: it may hold a password
                 return click.BadParameter(str(wrong), ctx, param_hint=variable)
     return None
 

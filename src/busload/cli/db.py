@@ -66,7 +66,7 @@ def psql(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """
     url = Settings().database_url
     if url is not None:
-        ctx.exit(_run_psql(url, arguments, shutil.which("psql")))
+        ctx.exit(_run_psql(url, arguments, None))
     with _embedded() as server:
         found = server.info
         click.echo(found.notice, err=True)

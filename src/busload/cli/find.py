@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from uuid import UUID
 
 import click
@@ -52,11 +53,9 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
     return found[0].domain, found[0].id
 
 
-class ListsDomain(Protocol[T]):
-    def __call__(self, domain: str, *, limit: int, offset: int) -> list[T]: ...
-
-
-def newest(bus: SyncCommandBus, ask: ListsDomain[T], *by: str, domain: str | None, limit: int, offset: int) -> list[T]:
+def newest(
+    bus: SyncCommandBus, ask: Callable[..., list[T]], *by: str, domain: str | None, limit: int, offset: int
+) -> list[T]:
     """A page of one domain or, without one, of all domains together, those with the highest attributes `by` first."""
     if domain is not None:
         return ask(domain, limit=limit, offset=offset)
