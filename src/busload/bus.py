@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 from uuid import UUID
 
@@ -186,9 +185,7 @@ class CommandBus(Bus):
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def migrate(self, *, conn: AnyConnection | None = None) -> list[Migration]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 from uuid import UUID
 
@@ -124,9 +123,7 @@ class SyncCommandBus(Bus):
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def migrate(self, *, conn: Connection | None = None) -> list[Migration]:
