@@ -14,8 +14,7 @@ from busload import BatchCommand, CommandBus
 from busload.commands.load import Load
 from busload.dispatch import envelope as message
 from busload.dispatch.outbox import Piece, Unpublished
-from busload.dispatch.publish import Publisher
-from busload.dispatch.unresponsive import UnresponsiveQueues, pause
+from busload.dispatch.publish import Publisher, UnresponsiveQueues, pause
 from busload.errors import Refusal, RefusalReason, TransportMisconfiguredError, TransportUnavailableError
 from busload.postgres.plan import Plan
 from busload.settings import PayloadLimits

@@ -81,40 +81,40 @@ class Reconciler:
         """Say what both sides know of a domain; with `repair`, publish what is missing and remove what nobody needs."""
         transport, queue, began = self._publisher.transport, self._publisher.queue(domain), time.monotonic()
         depth, bodies = await transport.depth(queue), await transport.peek(queue, limit=MOST_LOOKED_AT)
-        told = Reconciliation(transport.name, domain, queue, published=0, depth=depth, looked_into=False)
+        report = Reconciliation(transport.name, domain, queue, published=0, depth=depth, looked_into=False)
         removed = 0
         if repair and (depth or bodies or (depth is None and bodies is None)):
-            removed, seen = await self._remove(told)
+            removed, seen = await self._remove(report)
             bodies = seen if bodies is None else bodies
         elif repair:
             bodies = []
         before = SETTLED + timedelta(seconds=time.monotonic() - began)
         published = await self._read(store.published(transport.name, domain, older_than=before, limit=MOST_LOOKED_AT))
-        told = replace(told, published=count_commands(published), removed=removed)
+        report = replace(report, published=count_commands(published), removed=removed)
         if bodies is None:
-            return told
+            return report
         messages = list(_readable(bodies, domain, self._publisher.key))
         all_seen = len(bodies) < MOST_LOOKED_AT
-        told, missing = compared(
-            told, len(bodies), messages, await self._look_up(messages), published if all_seen else []
+        report, missing = compared(
+            report, len(bodies), messages, await self._look_up(messages), published if all_seen else []
         )
         if repair and missing:
             loads = await self._write(Write(store.publish_again(transport.name, missing), one_statement=True))
             again = await self._publisher.publish(loads, again=True)
-            told = replace(told, published_again=count_commands(p.load for p in again if p.reason is None))
-        return told
+            report = replace(report, published_again=count_commands(p.load for p in again if p.reason is None))
+        return report
 
-    async def _remove(self, told: Reconciliation) -> tuple[int, list[bytes]]:
+    async def _remove(self, report: Reconciliation) -> tuple[int, list[bytes]]:
         """Remove messages that nothing waits for; returns how many, and the bodies of all messages that came.
 
         What is waited for stays on loan until the end: whatever goes back earlier would come again at once. So does
         what is about nothing here, which may be early: it is looked up once more.
         """
-        most = MOST_LOOKED_AT if told.depth is None else min(told.depth, MOST_LOOKED_AT)
+        most = MOST_LOOKED_AT if report.depth is None else min(report.depth, MOST_LOOKED_AT)
         removed = 0
         bodies: list[bytes] = []
         unknown: list[_Message] = []
-        messages = DeliveryReader(self._publisher.transport.deliveries(told.queue, prefetch=most))
+        messages = DeliveryReader(self._publisher.transport.deliveries(report.queue, prefetch=most))
         end, page_is_full = time.monotonic() + LONGEST_LOAN, True
         try:
             while page_is_full:
@@ -124,7 +124,7 @@ class Reconciler:
                 readable: list[_Message] = []
                 for delivery in page:
                     try:
-                        loads = message.read(delivery.body, self._publisher.key, told.domain).loads
+                        loads = message.read(delivery.body, self._publisher.key, report.domain).loads
                         readable.append((delivery, loads))
                     except UnreadableMessageError as error:
                         await delivery.reject(f"Refused a message: {error}")
@@ -178,7 +178,7 @@ async def _acknowledge(deliveries: Sequence[Delivery]) -> None:
 
 
 def compared(
-    told: Reconciliation,
+    report: Reconciliation,
     bodies: int,
     messages: Sequence[Sequence[Load]],
     seen: Mapping[int, Seen],
@@ -192,7 +192,7 @@ def compared(
     known = [any(seen[load].exists for load in _numbers(loads)) for loads in messages]
     missing = list(_unmentioned(published, messages))
     found = replace(
-        told,
+        report,
         looked_into=True,
         messages=bodies,
         answered=sum(exists and not waits for exists, waits in zip(known, awaited, strict=True)),

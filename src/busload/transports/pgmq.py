@@ -157,7 +157,7 @@ class PgmqTransport(PostgresBroker):
 
 
 class PgmqConsumer(Consumer[int]):
-    """On a connection of their own. PGMQ hides what is on loan for a while."""
+    """On a connection of its own. PGMQ hides what is on loan for a while."""
 
     lost = LOST
 

@@ -145,12 +145,12 @@ class ServicebusTransport(Broker):
 
     async def _publish_to(self, queue: str, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         """Publish to one queue; return what it did not confirm."""
-        told: dict[int, Refusal | None] = {}
+        results: dict[int, Refusal | None] = {}
         sender: _Sender | None = None  # until it is our turn
         try:
             async with self.in_time(), self._turns[queue]():
                 sender = self._sender(queue)
-                await self._send_all(queue, sender, messages, told)
+                await self._send_all(queue, sender, messages, results)
                 sender.rested = True
         except BaseException as error:
             self._drop_sender(queue, sender)  # we may have stopped in the midst of a frame
@@ -159,20 +159,20 @@ class ServicebusTransport(Broker):
             late = isinstance(error, TimeoutError)
             why = unreachable(f"not confirmed within {self.timeout:g} s") if late else await self._refusal(queue, error)
             for index in messages:
-                told.setdefault(index, why)
-        return {index: refusal for index, refusal in told.items() if refusal is not None}
+                results.setdefault(index, why)
+        return {index: refusal for index, refusal in results.items() if refusal is not None}
 
     async def _send_all(
-        self, queue: str, sender: _Sender, messages: Mapping[int, Message], told: dict[int, Refusal | None]
+        self, queue: str, sender: _Sender, messages: Mapping[int, Message], results: dict[int, Refusal | None]
     ) -> None:
-        """Note in `told` what became of each message, as soon as it is known: None if it was confirmed."""
-        for batch, indexes in await _batches(sender.link, messages, told):
+        """Note in `results` what became of each message, as soon as it is known: None if it was confirmed."""
+        for batch, indexes in await _batches(sender.link, messages, results):
             refusal = None if queue in self._singly else await self._send(queue, sender, batch)
             if queue not in self._singly:
-                told |= dict.fromkeys(indexes, refusal)
+                results |= dict.fromkeys(indexes, refusal)
                 continue
             for index in indexes:
-                told[index] = await self._send(queue, sender, _outgoing(messages[index]))
+                results[index] = await self._send(queue, sender, _outgoing(messages[index]))
 
     async def _send(
         self, queue: str, sender: _Sender, content: ServiceBusMessage | ServiceBusMessageBatch
@@ -277,7 +277,7 @@ class _Sender:
 
 
 async def _batches(
-    sender: ServiceBusSender, messages: Mapping[int, Message], told: dict[int, Refusal | None]
+    sender: ServiceBusSender, messages: Mapping[int, Message], results: dict[int, Refusal | None]
 ) -> list[tuple[ServiceBusMessageBatch, list[int]]]:
     """Batches as large as the broker takes, by number and by bytes. A message that fits into none is refused."""
     batch, indexes = await sender.create_message_batch(), list[int]()
@@ -287,7 +287,7 @@ async def _batches(
             batch, indexes = await sender.create_message_batch(), []
             batches.append((batch, indexes))
             if not _added(batch, message):
-                told[index] = too_large(message, batch.max_size_in_bytes)
+                results[index] = too_large(message, batch.max_size_in_bytes)
                 continue
         indexes.append(index)
     return [(batch, indexes) for batch, indexes in batches if indexes]
