@@ -155,11 +155,10 @@ class Calls:
         return work.failed(error)
 
     async def _run_in_thread(self, work: Work) -> Call:
-        running = self._threads.submit(partial(_call, work), self.context.copy(), work.leased)
+        running = self._threads.submit(partial(self.context.copy().run, _call, work), work.leased)
         done, _ = await asyncio.wait({running}, timeout=work.handler.timeout)
         if done:
-            call: Call = running.result()
-            return call
+            return running.result()
         work.context.timed_out = True
         undone = work.context.own_transaction is not None
         return Call(error=timed_out(work.handler.timeout), undone=undone, overdue=running)

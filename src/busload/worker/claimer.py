@@ -346,7 +346,7 @@ class Claimer:
         if self._polls:
             self._queue_wanted, self._queue_first, self._polled_at = False, not self._queue_first, now
 
-    def _pause(self, broker: Broker, asked: list[str]) -> float:
+    def _pause(self, broker: Broker, asked: Collection[str]) -> float:
         ours = {domain for domain in self._domains if domain not in self._pauses.paused}
         look = broker.deliveries.next_look(ours.intersection(asked))
         if self._polls and not ours.issubset(asked):

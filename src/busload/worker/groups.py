@@ -114,12 +114,7 @@ class GroupRunner:
         backoff = Backoff()
         while True:
             try:
-                if self._pool is None:
-                    silence = self._bus.settings.response_timeout.total_seconds()
-                    self._pool = engine_pool(
-                        self._bus.dsn, self._connections, users_tables=True, response_timeout=silence
-                    )
-                async with self._turns[buffer], self._pool.connection() as conn:
+                async with self._turns[buffer], self._opened_pool().connection() as conn:
                     done = await _alone(conn, plan())
                 self._outage.worked(f"Reading and ending groups of {buffer}", reached=True)
                 return done
@@ -132,6 +127,12 @@ class GroupRunner:
                 pause = backoff.pause()
                 self._outage.failed(f"Reading and ending groups of {buffer}", error)
                 await asyncio.sleep(pause)
+
+    def _opened_pool(self) -> AsyncPool:
+        if self._pool is None:
+            silence = self._bus.settings.response_timeout.total_seconds()
+            self._pool = engine_pool(self._bus.dsn, self._connections, users_tables=True, response_timeout=silence)
+        return self._pool
 
 
 class _GroupRun(BulkRun):
@@ -258,13 +259,9 @@ class _GroupRun(BulkRun):
 
         What has failed otherwise burns one, but not the last: who was merely refused is not given up for that.
         """
-        told = [deciding(error) for _, error in judgement.failed]
-        passing = [error for error in told if not isinstance(error, FINAL_ERRORS)]
-        refused = [error for error in passing if isinstance(error, RateLimitedError)]
-        if not refused:
-            return False
-        exhausted = self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
-        return exhausted or len(refused) == len(passing)
+        _, passing = self._split(judgement)
+        refused = [item for item, error in passing if isinstance(deciding(error), RateLimitedError)]
+        return bool(refused) and (self._exhausted or len(refused) == len(passing))
 
     def _end_part(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
         """End what is done of a part; `fenced` in the handler's own transaction."""
@@ -344,6 +341,10 @@ class _GroupRun(BulkRun):
                 failed.append((item, why))
         return Judgement(done, failed, judgement.results, answered=True)
 
+    @property
+    def _exhausted(self) -> bool:
+        return self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
+
     def _split(self, judgement: Judgement) -> tuple[Failures, Failures]:
         """The items that have failed for good, and those that may pass when they are tried again."""
         final: Failures = []
@@ -364,8 +365,7 @@ class _GroupRun(BulkRun):
         if final:
             ending.parted = self._events.rows_of([item for item, _ in final])
             ending.parted_error = describe_items(final, self._rows, answered=True, listed=True)
-        lease, retry = self._leased.lease, self._handler.retry
-        if retry.exhausted(lease.round_attempt, self._leased.max_attempts):
+        if self._exhausted:
             ending.exhausted = True
             ending.hook = self._shared.bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
             ending.delete = self._buffer.on_exhausted == "delete" and not self._kept

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import Context
-from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from busload.bus import CommandBus
 from busload.commands.execution import Leased
 from busload.sync.bus import SyncCommandBus
 from busload.sync.guard import GuardedConnection
 from busload.sync.pool import Pool, pool
+
+T = TypeVar("T")
 
 
 class Threads:
@@ -48,9 +48,9 @@ class Threads:
         """The commands whose handlers run in threads now."""
         return [one for leased in self._running.values() for one in leased]
 
-    def submit(self, call: Callable[[], Any], context: Context, leased: Sequence[Leased]) -> asyncio.Future[Any]:
-        """Run a call in a thread and a context. No call waits, as there are never more calls than threads."""
-        future = asyncio.get_running_loop().create_future()
+    def submit(self, call: Callable[[], T], leased: Sequence[Leased]) -> asyncio.Future[T]:
+        """Run a call in a thread. No call waits, as there are never more calls than threads."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._running[future] = leased
         future.add_done_callback(self._forget)
         if len(self._threads) < min(len(self._running), self.most):
@@ -59,7 +59,7 @@ class Threads:
             thread = threading.Thread(target=self._serve, name=f"busload-handler-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._calls.put((partial(context.run, call), future))
+        self._calls.put((call, future))
         return future
 
     def _serve(self) -> None:
