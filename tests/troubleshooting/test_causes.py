@@ -581,7 +581,7 @@ async def test_an_action_moves_its_items_with_its_completion_or_not_at_all(bus: 
     plan = move_part(
         DOMAIN,
         read_part(json.loads(leased.data)),
-        action=action.batch_id,
+        decision_batch=action.batch_id,
         lease_id=leased.lease.lease_id,
         limits=PayloadLimits(),
     )

@@ -43,8 +43,9 @@ async def cancel(
     batch_id: UUID | None = None,
     job_id: UUID | None = None,
 ) -> int:
-    """Carry out a cancel, each page in a transaction of its own, or all of it in the caller's; returns how many.
+    """Carry out a cancel, and return how many commands were canceled.
 
+    Each page has a transaction of its own; with `conn`, all pages are in the caller's.
     If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
     nobody sends into the batch, so the others need not wait for a lock.
     """
@@ -111,9 +112,10 @@ def at_once(begin: Callable[..., Plan[Begun]], *, reason: str, operator: str | N
 def page(
     batch_id: UUID, after: int, *, reason: str | None, operator: str | None, hold: timedelta | None
 ) -> Plan[tuple[int, int | None]]:
-    """Cancel the next page of what waits; returns how many that were, and where the next one begins, if there is one.
+    """Cancel the next page of waiting commands; needs a transaction.
 
-    Needs a transaction. With the last page the batch may be claimed from again: what comes back to it is swept.
+    Returns how many were canceled, and where the next page begins, if there is one. After the last page workers may
+    claim from the batch again: a sweep cancels what comes back to it.
     """
     yield from execute(SQL.hold_batch, batch_id=batch_id, hold=hold)
     [(canceled, next_one, _)] = yield from execute(

@@ -35,7 +35,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A slice that became a group of `count` events, the `last` of which was added then; no group if there are none."""
+    """A slice that became a group of `count` events; `last` is when the newest was added. If 0, there is no group."""
 
     count: int
     last: str
@@ -77,9 +77,9 @@ class Round:
         self.short_of_room = self.short_of_room or bool(self._due)
 
     def partitions(self) -> Plan[list[Waiting]]:
-        """Those with waiting events, from where the last round ended, and round to there if there are not many.
+        """The partitions in which events wait, beginning after the last one that the round before has seen.
 
-        Who wants to see each once does not look `around`, and comes to an end.
+        With `around`, the search goes on at the first partition after the last. Without it, each is seen once.
         """
         at = self._at
         if at.partition_column is None:
@@ -121,7 +121,7 @@ class Round:
         return many(Waiting, self._at.spell(SQL.oldest, partition), **self._about())
 
     def _full(self, young: Sequence[Waiting]) -> Plan[list[Waiting]]:
-        """Those that hold a whole group, though nothing in them is due yet."""
+        """The partitions that hold a whole group, though nothing in them is due yet."""
         settings, at = self._settings, self._at
         named = [one for one in young if one.partition is not None]
         weighed: list[tuple[int, int]] = []
@@ -146,7 +146,7 @@ class Round:
         return count >= settings.size or (settings.max_bytes is not None and bytes > settings.max_bytes)
 
     def _claim(self, waiting: Waiting) -> Plan[None]:
-        """Only if something is due there when it is claimed: others may have been faster."""
+        """Claim a slice of a partition, if something is still due there: another worker may have been faster."""
         yield from take_turns(self._settings)
         taken = yield from _claim(self._settings, self._at, waiting, new_id(), self._settings.size, anyway=False)
         if taken.count:
@@ -167,15 +167,15 @@ class Round:
 
 
 def takes_turns(settings: BufferSettings) -> bool:
-    """Whether claims must come one after the other, each in a transaction: else one statement is all there is to it.
+    """Whether claims must come one after the other, each in a transaction. Otherwise a claim is one statement.
 
-    Where at most one event of a key can wait, the next one comes after that has left: whoever sees it, sees both.
+    If at most one event of a key can wait, claims need no turns: the next event is added after the last one has left.
     """
     return settings.merge is not None and (callable(settings.merge) or settings.table is not None)
 
 
 def take_turns(settings: BufferSettings) -> Plan[None]:
-    """Before a claim, in its transaction: where events of a key leave in order, what has left must be seen."""
+    """Wait for other claims, if events of a key leave in order. Call this first in the transaction of a claim."""
     if takes_turns(settings):
         yield from execute(SQL.take_turns, buffer=settings.name)
 

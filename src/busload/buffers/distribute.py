@@ -76,8 +76,9 @@ class Distributor:
         self._pool, self._settings, self._pauses, self._tallies = pool, settings, pauses, tallies
         self._every, self._recheck_after = every.total_seconds(), recheck_after.total_seconds()
         self._at: Relation | None = None
-        self._unfit: str | None = None
-        self._fit = self._locked = False
+        self._problem: str | None = ""
+        """What is wrong with the table, as it was noted; None if nothing is, and empty before the first round."""
+        self._locked = False
         self._look_at = self._declared_at = 0.0
         self._cursor: str | None = None
         self.groups = 0
@@ -149,11 +150,11 @@ class Distributor:
                 raise  # the database is away, not the table unfit
             await self._found_unfit(error)
             return None
-        if self._unfit is not None:
+        if self._problem:
             log.info("The table of buffer %s is fit again: its events leave", self._settings.name)
-        if not self._fit:
+        if self._problem is not None:
             await self._perform(status.note_problem(self.name, None))
-        self._at, self._unfit, self._fit, self._cursor = at, None, True, round.cursor
+        self._at, self._problem, self._cursor = at, None, round.cursor
         self.groups += round.groups
         return round
 
@@ -169,24 +170,24 @@ class Distributor:
         log.log(level, "Buffer %s waits for others who have locked it: %s", self.name, error)
 
     async def _found_unfit(self, error: Exception) -> None:
-        self._at, self._fit, self._look_at = None, False, time.monotonic() + self._recheck_after
+        self._at, self._look_at = None, time.monotonic() + self._recheck_after
         if isinstance(error, psycopg.Error):
             try:
                 await self._perform(table.find(self._settings))
             except InvalidOperationError as clear:
                 error = clear
-        said, self._unfit = self._unfit, str(error)
-        if said != self._unfit:
+        said, self._problem = self._problem, str(error)
+        if said != self._problem:
             log.error(
                 "Buffer %s makes no groups, its events wait; looking again every %.0f s: %s",
                 self._settings.name,
                 self._recheck_after,
                 error,
             )
-        await self._perform(status.note_problem(self.name, self._unfit))
+        await self._perform(status.note_problem(self.name, self._problem))
 
     async def _perform(self, plan: Plan[T]) -> T:
-        """Without a transaction if one statement does it: an open transaction that waits holds up others."""
+        """Perform a plan, in a transaction only if it needs one: an open transaction that waits holds up others."""
         async with self._pool.connection() as conn:
             if not claim.takes_turns(self._settings):
                 return await perform_async(conn, plan)

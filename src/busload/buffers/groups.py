@@ -101,30 +101,19 @@ class Ended:
 
 
 def read(relation: Relation, group_id: UUID) -> Plan[list[Row]]:
-    """The events of a group. Rows of an application's table come as text: values of its own types would be bytes."""
+    """The events of a group. If Python cannot hold a row, it comes with its flaw, and the others as they are."""
     params = {"buffer": relation.buffer, "group_id": group_id}
-    try:
-        rows = yield Statement(relation.spell(SQL.read), params, binary=relation.own)
-    except UNREADABLE as error:
-        if getattr(error, "sqlstate", None) is not None:
-            raise
-        return (yield from _read_apart(relation, params))
-    return _rows(relation, rows)
-
-
-def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
-    """Read a group in ever smaller parts, until each row that cannot be read is alone."""
+    rows = yield from _read(relation, SQL.read, params)
+    if not isinstance(rows, Exception):
+        return rows
     keys = dict((yield Statement(relation.spell(SQL.read_keys), params, binary=relation.own)))
     found: dict[Any, Row] = {}
 
     def read_some(ids: list[Any]) -> Plan[Exception | None]:
-        try:
-            rows = yield Statement(relation.spell(SQL.read_some), params | {"ids": ids}, binary=relation.own)
-        except UNREADABLE as error:
-            if getattr(error, "sqlstate", None) is not None:
-                raise
-            return error
-        found.update({row.id: row for row in _rows(relation, rows)})
+        rows = yield from _read(relation, SQL.read_some, params | {"ids": ids})
+        if isinstance(rows, Exception):
+            return rows
+        found.update({row.id: row for row in rows})
         return None
 
     flaws = yield from find_failing(list(keys), read_some)
@@ -132,7 +121,17 @@ def _read_apart(relation: Relation, params: dict[str, Any]) -> Plan[list[Row]]:
     return [found[id] for id in keys if id in found]
 
 
-def _rows(relation: Relation, rows: Sequence[Any]) -> list[Row]:
+def _read(relation: Relation, sql: bytes, params: dict[str, Any]) -> Plan[list[Row] | Exception]:
+    """Rows, or the error if Python cannot hold one of them.
+
+    Those of an application's table come as text: values of its own types would be bytes.
+    """
+    try:
+        rows = yield Statement(relation.spell(sql), params, binary=relation.own)
+    except UNREADABLE as error:
+        if getattr(error, "sqlstate", None) is not None:
+            raise
+        return error
     if relation.own:
         return [Row(*row) for row in rows]
     names = [column.name for column in relation.columns]
@@ -150,7 +149,7 @@ def refusal(buffer: str, error: psycopg.Error) -> TransientCommandError:
 
 
 def find_refused(place: Place, ids: Sequence[Any]) -> Plan[dict[Any, TransientCommandError]]:
-    """Which of these rows cannot be deleted, and why. Needs a transaction, and changes nothing."""
+    """Find the rows that cannot be deleted, and why. This needs a transaction, and changes nothing."""
     yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
     return (yield from find_failing(ids, partial(_probe, place), most_tries=MOST_PROBES))
 
@@ -214,10 +213,10 @@ def leave(place: Place, ending: Ending, *, fenced: bool) -> Plan[Ended]:
 def finish(
     place: Place, ending: Ending, conclude: Callable[[int], Transition], now: float, *, fenced: bool
 ) -> Plan[Ended]:
-    """End a group's events and settle its command with what `conclude` says, given how many were done; a transaction.
+    """End the events of a group and settle its command; needs a transaction.
 
-    If the lease was lost, only the delivered events leave. If this very result has closed the lease, and its answer was
-    lost, nothing is left to do.
+    `conclude` is given how many events were done, and says where the command goes. If the lease was lost, only the
+    delivered events leave. If this very result has closed the lease, and its answer was lost, nothing is left to do.
     """
     held = yield from _hold(place)
     if not held:
@@ -251,7 +250,7 @@ def _hold(place: Place) -> Plan[bool]:
 def _end(
     place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE", late: bool = False
 ) -> Plan[int]:
-    """Delete rows. If fewer than expected are deleted, the others are gone, or somebody keeps them: that is an error.
+    """Delete rows. It is an error if a trigger or a rule keeps some; those that others have deleted are no error.
 
     Rows that were updated since they were read become a group of their own, to be delivered as they are now. If another
     worker has the group by now (`late`), it has read those rows later, and they stay in its group.

@@ -104,7 +104,7 @@ def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
 
 
 def advance(domain: str, step: Step, via: Via = NO_BROKER) -> Plan[str]:
-    """Take a job on after a stage that has ended, in the transaction that completes the step; says what became of it.
+    """Take a job on after a stage that has ended, and return its status. Needs the transaction that completes the step.
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """
@@ -137,7 +137,7 @@ def job_to_plan(domain: str, step: Step) -> Plan[JobMetadata | None]:
 
 
 def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[str]:
-    """Begin a stage with what its planner returned, or skip it; says what became of the job.
+    """Begin a stage with the commands that its planner returned, or skip it; returns the status of the job.
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """

@@ -33,8 +33,9 @@ def cancel(
     batch_id: UUID | None = None,
     job_id: UUID | None = None,
 ) -> int:
-    """Carry out a cancel, each page in a transaction of its own, or all of it in the caller's; returns how many.
+    """Carry out a cancel, and return how many commands were canceled.
 
+    Each page has a transaction of its own; with `conn`, all pages are in the caller's.
     If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
     nobody sends into the batch, so the others need not wait for a lock.
     """

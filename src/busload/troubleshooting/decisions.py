@@ -92,7 +92,7 @@ async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
     part, limits = read_part(command.data), ctx.limits.payload
     async with ctx.transaction() as conn:
         lease_id = lease_id_of(ctx.execution_id)
-        plan = move_part(command.domain, part, action=command.batch_id, lease_id=lease_id, limits=limits)
+        plan = move_part(command.domain, part, decision_batch=command.batch_id, lease_id=lease_id, limits=limits)
         moved, left = await perform_async(conn, plan)
     return summary(moved, left, limits)
 
@@ -174,7 +174,7 @@ def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict
 
 
 def move_part(
-    domain: str, part: Part, *, action: UUID | None, lease_id: UUID, limits: PayloadLimits
+    domain: str, part: Part, *, decision_batch: UUID | None, lease_id: UUID, limits: PayloadLimits
 ) -> Plan[tuple[int, dict[UUID, str]]]:
     """Carry out a decision for some commands, in the transaction that completes the command of this part.
 
@@ -183,7 +183,7 @@ def move_part(
     if not (yield from rescue.hold([lease_id])):
         raise SupersededError("Another worker has this part of the decision now.")
     decision = part.decision
-    picked = yield from pick(domain, part.command_ids, decision, until=part.until, action=action)
+    picked = yield from pick(domain, part.command_ids, decision, until=part.until, decision_batch=decision_batch)
     commands: dict[int, UUID] = {command: command_id for command, command_id, _, _ in picked}
     data: dict[int, str] = {}
     left: dict[UUID, str] = {}
@@ -196,10 +196,10 @@ def move_part(
                 left[command_id] = f"the patch does not apply: {error}"
         commands = {command: commands[command] for command in data}
     if commands and decision.action == "retry":
-        yield from retry(decision, list(commands), list(data.values()), action)
+        yield from retry(decision, list(commands), list(data.values()), decision_batch)
     elif commands:
         yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
-        kept = yield from find_failing(list(commands), lambda some: end(decision, some, action))
+        kept = yield from find_failing(list(commands), lambda some: end(decision, some, decision_batch))
         left |= {commands.pop(command): why_kept(error) for command, error in kept.items()}
     gone = set(part.command_ids).difference(commands.values(), left)
     if gone:
@@ -213,7 +213,7 @@ def pick(
     decision: Decision,
     *,
     until: datetime | None = None,
-    action: UUID | None = None,
+    decision_batch: UUID | None = None,
 ) -> Plan[Sequence[Row]]:
     """Lock the commands that a decision may move, and return id, command_id and, for a patch, data of each."""
     return execute(
@@ -224,18 +224,18 @@ def pick(
         until=until,
         again=decision.action == "retry",
         with_data=decision.patch is not None,
-        action=action,
+        decision_batch=decision_batch,
     )
 
 
-def retry(decision: Decision, commands: Sequence[int], data: Sequence[str], action: UUID | None) -> Plan[None]:
+def retry(decision: Decision, commands: Sequence[int], data: Sequence[str], decision_batch: UUID | None) -> Plan[None]:
     """Put commands back into the queue, with their patched `data` if the decision has a patch."""
     patch = None if decision.patch is None else encode(decision.patch, WIDEST)
     about = {"commands": list(commands), "operator": decision.operator}
-    yield from execute(SQL.retry, **about, data=list(data), patch=patch, action=action)
+    yield from execute(SQL.retry, **about, data=list(data), patch=patch, decision_batch=decision_batch)
 
 
-def end(decision: Decision, commands: Sequence[int], action: UUID | None = None) -> Plan[psycopg.Error | None]:
+def end(decision: Decision, commands: Sequence[int], decision_batch: UUID | None = None) -> Plan[psycopg.Error | None]:
     """Complete or cancel commands. If one of them is a group whose events cannot be deleted, return that error."""
     details: dict[str, Any]
     if decision.action == "complete":
@@ -244,7 +244,7 @@ def end(decision: Decision, commands: Sequence[int], action: UUID | None = None)
     else:
         type, details = "OPERATOR_CANCELED", {"reason": decision.reason}
         outcome, reply = "CANCELED", {"message": decision.reason}
-    details |= {} if action is None else {"batch_id": str(action)}
+    details |= {} if decision_batch is None else {"batch_id": str(decision_batch)}
     ending = execute(
         SQL.end,
         commands=list(commands),

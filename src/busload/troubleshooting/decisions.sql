@@ -25,7 +25,7 @@ WITH item AS MATERIALIZED (
      ORDER BY t.command FOR UPDATE OF t
 ), batch AS MATERIALIZED (
     SELECT batch_id FROM busload.batch
-     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM item UNION SELECT %(action)s::uuid))
+     WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM item UNION SELECT %(decision_batch)s::uuid))
      ORDER BY batch_id FOR NO KEY UPDATE
 )
 SELECT command, command_id, data, (SELECT count(*) FROM batch) FROM item;
@@ -48,9 +48,10 @@ WITH item AS MATERIALIZED (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
     SELECT 'OPERATOR_RETRIED', command, command, t.batch_id, t.attempt, %(operator)s::text,
            CASE WHEN i.data IS NOT NULL
-                THEN json_build_object('batch_id', %(action)s::uuid, 'patch', %(patch)s::text::json,
+                THEN json_build_object('batch_id', %(decision_batch)s::uuid, 'patch', %(patch)s::text::json,
                                                                'before', t.data, 'after', i.data::json)
-                WHEN %(action)s::uuid IS NOT NULL THEN json_build_object('batch_id', %(action)s::uuid) END
+                WHEN %(decision_batch)s::uuid IS NOT NULL
+                THEN json_build_object('batch_id', %(decision_batch)s::uuid) END
       FROM taken AS t JOIN item AS i USING (command)
 )
 SELECT count(*)::integer,
