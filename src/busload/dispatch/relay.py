@@ -261,8 +261,8 @@ class Round:
         if any(piece.reason is None for piece in self.pieces):
             return None
         stuck = {one.load.number for one in self.loads if one.domain in self.stuck}
-        unclaimed = (piece for piece in self.pieces if piece.reason == RefusalReason.UNREACHABLE)
-        return next((piece.error or "" for piece in unclaimed if piece.load.number not in stuck), None)
+        unanswered = (piece for piece in self.pieces if piece.reason == RefusalReason.UNREACHABLE)
+        return next((piece.error or "" for piece in unanswered if piece.load.number not in stuck), None)
 
     @property
     def throttled(self) -> float:
