@@ -190,7 +190,7 @@ def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
 
 
 def _prepare(command: click.Command) -> None:
-    """Let a noun and all its verbs take the options of `busload` itself: people add --dsn at the end of a line."""
+    """Give a noun and its verbs lines to copy and the options of `busload`: people add --dsn at the end of a line."""
     common = (
         click.Option(
             ["--dsn"],
