@@ -229,8 +229,8 @@ class Coalescer(Generic[T]):
 
     def _warn_of_standstill(self, began: float) -> None:
         now = time.monotonic()
-        is_said = self._closing or self._outage.is_away
-        if self.stats.fullness >= NEARLY_FULL and not is_said:
+        is_known = self._closing or self._outage.is_away  # the log says so already
+        if self.stats.fullness >= NEARLY_FULL and not is_known:
             self._no_warning_until = now + SAY_EVERY
             log.warning(
                 "The %s is %.0f %% full, and no flush has ended for %.0f s: look what its statements wait for",
