@@ -28,7 +28,7 @@ SOURCES = {
     "busload.dispatch.api": "outbox",
     "busload.limits.api": "limits",
     "busload.postgres.database": "database",
-    "busload.postgres.guarded_connection": "guard",
+    "busload.postgres.guarded_connection": "guarded_connection",
     "busload.postgres.listen": "listen",
     "busload.postgres.own_connection": "connection",
     "busload.postgres.plan": "plan",

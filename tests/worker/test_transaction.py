@@ -26,7 +26,7 @@ from busload.commands import settle
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, Transition
 from busload.errors import InvalidOperationError, SupersededError
 from busload.sync.context import SyncHandlerTransaction
-from busload.sync.guard import GuardedConnection
+from busload.sync.guarded_connection import GuardedConnection
 from busload.sync.pool import pool
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 

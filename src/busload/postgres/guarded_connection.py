@@ -42,9 +42,13 @@ class GuardedAsyncConnection(OwnAsyncConnection):
     """Whether nothing is left of the last handler."""
 
     async def begin_guarded(self) -> None:
+        """Begin a transaction, and forget how the last handler wanted its rows, values and notices."""
         self.clean = False
         self.cursor_factory, self.server_cursor_factory = psycopg.AsyncCursor, psycopg.AsyncServerCursor
-        self._forget()
+        self.row_factory = tuple_row
+        self._adapters = None
+        self._notice_handlers.clear()
+        self._notify_handlers.clear()
         await self.execute(BEGIN, prepare=False)
         self.guarded = True
 
@@ -78,13 +82,6 @@ class GuardedAsyncConnection(OwnAsyncConnection):
             and self._pipeline is None
             and not self._num_transactions
         )
-
-    def _forget(self) -> None:
-        """Forget how the last handler wanted its rows and values, and what it wanted to be told."""
-        self.row_factory = tuple_row
-        self._adapters = None
-        self._notice_handlers.clear()
-        self._notify_handlers.clear()
 
     async def commit(self) -> None:
         _refuse(self.guarded, "commit")

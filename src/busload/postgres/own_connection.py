@@ -121,8 +121,8 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                 async with other.transaction():
                     await other.execute(LOCAL_SAFE_SEARCH_PATH)
                     cursor = await other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
-                    row = await cursor.fetchone()
-                return row is not None and bool(row[0])
+                    [(served,)] = await cursor.fetchall()
+                return bool(served)
         except psycopg.Error as error:
             return is_full(error) or (busy and isinstance(error, DatabaseUnavailableError))
 

@@ -100,8 +100,8 @@ class OwnConnection(psycopg.Connection[Any]):
                 with other.transaction():
                     other.execute(LOCAL_SAFE_SEARCH_PATH)
                     cursor = other.execute(SERVED, {"pid": self.info.backend_pid, "pooled": self.pooled})
-                    row = cursor.fetchone()
-                return row is not None and bool(row[0])
+                    [(served,)] = cursor.fetchall()
+                return bool(served)
         except psycopg.Error as error:
             return is_full(error) or (busy and isinstance(error, DatabaseUnavailableError))
 

@@ -22,7 +22,7 @@ from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
 from busload.postgres.write import only
 from busload.settings import InputLimits
-from busload.sync.guard import GuardedConnection, refuse_unfinished
+from busload.sync.guarded_connection import GuardedConnection, refuse_unfinished
 from busload.sync.plan import perform
 from busload.sync.pool import Pool
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from busload.bus import CommandBus
 from busload.commands.execution import Leased
 from busload.sync.bus import SyncCommandBus
-from busload.sync.guard import GuardedConnection
+from busload.sync.guarded_connection import GuardedConnection
 from busload.sync.pool import Pool, pool
 
 T = TypeVar("T")

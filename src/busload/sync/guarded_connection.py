@@ -30,9 +30,13 @@ class GuardedConnection(OwnConnection):
     """Whether nothing is left of the last handler."""
 
     def begin_guarded(self) -> None:
+        """Begin a transaction, and forget how the last handler wanted its rows, values and notices."""
         self.clean = False
         self.cursor_factory, self.server_cursor_factory = psycopg.Cursor, psycopg.ServerCursor
-        self._forget()
+        self.row_factory = tuple_row
+        self._adapters = None
+        self._notice_handlers.clear()
+        self._notify_handlers.clear()
         self.execute(BEGIN, prepare=False)
         self.guarded = True
 
@@ -66,13 +70,6 @@ class GuardedConnection(OwnConnection):
             and self._pipeline is None
             and not self._num_transactions
         )
-
-    def _forget(self) -> None:
-        """Forget how the last handler wanted its rows and values, and what it wanted to be told."""
-        self.row_factory = tuple_row
-        self._adapters = None
-        self._notice_handlers.clear()
-        self._notify_handlers.clear()
 
     def commit(self) -> None:
         _refuse(self.guarded, "commit")
