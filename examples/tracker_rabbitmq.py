@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import aio_pika
@@ -61,11 +62,10 @@ async def main() -> None:
         channel = await connection.channel()
         dead = await channel.declare_queue(DEAD, durable=True)
         queue = await channel.declare_queue(QUEUE, durable=True, arguments=TO_DEAD)
-        await queue.consume(lambda message: consume(tracker, message))
-        for log in ("02220710", "broken", "forgotten"):
+        await queue.consume(partial(consume, tracker))
+        for log in ("02220710", "broken", "forgotten"):  # the last: as if we had died before publishing it
             task_id = tracker.task_id(QUEUE, FLIGHT, log)
-            queued = await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})
-            if queued and log != "forgotten":  # as if this process had died before it could publish
+            if (queued := await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})) and log != "forgotten":
                 await publish(channel, queued)
         while (await tracker.history(task_id))[-1].status is not ExecutionStatus.COMPLETED:
             await asyncio.sleep(0.2)  # an application looks every minute, for what has waited for five
