@@ -16,8 +16,8 @@ from busload.errors import InvalidOperationError, TransientCommandError
 T = TypeVar("T")
 
 FRUITLESS, MOST_FRUITLESS = 3, 10
-"""Bad items in a row that were found without a single part that passed, from the start and later: then it is rather the
-receiver that is ill."""
+"""After so many bad items in a row, without a part that passed, the receiver seems to be ill. The second number counts
+once a part has passed."""
 
 
 class Item(msgspec.Struct, frozen=True, eq=False):  # a struct is made in a fifth of a dataclass's time

@@ -26,7 +26,7 @@ from busload.settings import LONGEST, InputLimits, PayloadLimits
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
 RESERVED = ("busload.Group", "busload.Exhausted")
-"""Types of commands that buffers make: one without its events would be none."""
+"""Types of commands that only buffers make."""
 RATES = 0.001, 1_000_000.0
 """Items a second: from one in a quarter of an hour to more than any database moves."""
 
@@ -279,7 +279,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value may be: `fits` decides, and `wanted` says it in words. It is a rule for parameters as it stands."""
+    """What a value may be: `fits` decides, and `wanted` says it in words. A kind can be called as a rule."""
 
     wanted: str
     fits: Callable[[Any], bool]

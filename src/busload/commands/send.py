@@ -244,8 +244,8 @@ def hold(
 ) -> Plan[list[SendResult]]:
     """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
 
-    The first of several for the same key is the one. What has no task key may always be sent. `promised` are keys that
-    this transaction holds for commands it has not sent yet, which the database cannot know of.
+    If several commands have the same key, the first one gets it. A command without a key may always be sent. `promised`
+    are keys that this transaction holds for commands it has not sent yet, which the database cannot know of.
     """
     promised = promised or {}
     first = dict(promised)
@@ -281,7 +281,7 @@ def _holders(domain: str, task_keys: Sequence[str]) -> Plan[dict[str, UUID]]:
 
 
 def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup) -> list[SendResult]:
-    """What the senders of commands are told whose task keys others hold."""
+    """The results for commands whose task keys others hold."""
     if task_keys and dedup.on_conflict == "raise":
         raise DuplicateTaskError(domain, {task_key: holders[task_key] for task_key in task_keys})
     if task_keys and dedup.on_conflict == "skip":

@@ -71,9 +71,8 @@ class Sending:
         lines: int = 5,
     ) -> None:
         self._write, self._via, self._most_lines = write, via, lines
-        self._busy = False
-        self._line = 0
-        """Which of the statements under way is the last one, and is waited for."""
+        self._line: object = None
+        """The line of statements that callers wait for, if one is under way. It may have overtaken others."""
         self._lines = 0
         self._since = 0.0
         self._overtaking: asyncio.TimerHandle | None = None
@@ -95,7 +94,7 @@ class Sending:
         self._callers += 1
         self._all_gone.clear()
         try:
-            sent = await (self._wait(domain, command) if self._busy else self._lead(domain, command, chosen))
+            sent = await (self._wait(domain, command) if self._line else self._lead(domain, command, chosen))
             if not sent:  # and if it has to wait for another transaction, nobody waits with it
                 await self._write(send.write(domain, command, via=self._via))
         finally:
@@ -127,23 +126,21 @@ class Sending:
             return
         left = self._since + STUCK_AFTER - time.monotonic()
         if left <= 0 and self._lines < self._most_lines:
-            self._begin()
-            self._start(self._send_waiting(self._line))
+            self._start(self._send_waiting(self._begin()))
             left = STUCK_AFTER
         self._overtaking = asyncio.get_running_loop().call_later(max(left, 0.1), self._overtake)
 
-    def _begin(self) -> int:
-        """A line of statements of which one is under way at a time; returns its number."""
-        self._busy = True
+    def _begin(self) -> object:
+        """Begin a line of statements, of which one is under way at a time."""
         self._since = time.monotonic()
-        self._line += 1
         self._lines += 1
+        self._line = object()
         return self._line
 
-    def _end(self, line: int) -> None:
+    def _end(self, line: object) -> None:
         self._lines -= 1
-        if line == self._line:  # else it was overtaken, and is waited for no more
-            self._busy = False
+        if line is self._line:  # else it was overtaken, and is waited for no more
+            self._line = None
 
     async def _lead(self, domain: str, command: NewCommand, chosen: bool) -> bool:
         line = self._begin()
@@ -153,7 +150,7 @@ class Sending:
         except psycopg.errors.LockNotAvailable:
             return False
         finally:
-            if self._waiting and line == self._line:
+            if self._waiting and line is self._line:
                 self._start(self._send_waiting(line))
             else:
                 self._end(line)
@@ -163,9 +160,9 @@ class Sending:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_waiting(self, line: int) -> None:
+    async def _send_waiting(self, line: object) -> None:
         try:
-            while line == self._line and (group := list(self._next_group())):
+            while line is self._line and (group := list(self._next_group())):
                 self._since = time.monotonic()
                 await self._send_group(group)
         except BaseException:  # only if the event loop is ending
