@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from math import inf
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -288,17 +289,12 @@ class Kind:
         return [] if self.fits(value) else [wrong(value, path, self.wanted)]
 
 
-def whole(first: int, last: int | None = None) -> Kind:
+def whole(first: int, last: float = inf) -> Kind:
     """Whole numbers from `first` to `last`; without `last`, they have no end."""
-    to = "on" if last is None else f"to {last}"
+    to = "on" if last == inf else f"to {last}"
     return Kind(
         f"a whole number from {first} {to}",
-        lambda value: (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and first <= value
-            and (last is None or value <= last)
-        ),
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and first <= value <= last,
     )
 
 
@@ -318,7 +314,7 @@ def instance(kind: type, wanted: str) -> Kind:
 
 FLAG = instance(bool, "True or False")
 MAPPING = instance(dict, "a dict")
-POSITIVE = Kind("a number of more than 0", lambda value: type(value) in (int, float) and 0 < value < float("inf"))
+POSITIVE = Kind("a number of more than 0", lambda value: type(value) in (int, float) and 0 < value < inf)
 ZERO, TICK = timedelta(0), timedelta.resolution
 MORE_THAN_ZERO = between(TICK, timedelta.max, "a timedelta of more than zero")
 

@@ -1,9 +1,6 @@
--- fragment: lock_timeout
--- From here on the statement fails if it has to wait for a lock for longer than `patience`, in milliseconds.
-SELECT set_config('lock_timeout', %(patience)s::integer::text, true) AS set
-
 -- fragment: lock_timeout_is_set
-(%(patience)s::integer IS NULL OR (SELECT set FROM hasty) IS NOT NULL)
+-- From here on the statement fails if it has to wait for a lock for longer than `patience`, in milliseconds.
+(%(patience)s::integer IS NULL OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL)
 
 -- fragment: key_is_free
 -- Nobody holds this task key any more: its time is over, and its command has ended.
@@ -108,8 +105,7 @@ ARRAY(SELECT hi FROM load WHERE {is_due} ORDER BY lo),
 WITH sent AS (
     INSERT INTO busload.command ({columns_of_one})
     SELECT {values_of_one}
-     WHERE %(patience)s::integer IS NULL
-        OR set_config('lock_timeout', %(patience)s::integer::text, true) IS NOT NULL
+     WHERE {lock_timeout_is_set}
     RETURNING id, domain, priority, reply_to
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
@@ -122,9 +118,7 @@ SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify
 -- Send one command, as `send_ready` does, with everything that a command can have. A time that has passed
 -- means now. With a `window` the command is sent only if its task key is free, and holds the key from then
 -- on.
-WITH hasty AS MATERIALIZED (
-    {lock_timeout}
-), held AS (
+WITH held AS (
     INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
     SELECT %(domain)s::text,
            %(task_key)s::text,
@@ -153,9 +147,7 @@ SELECT id,
 -- Some loads with their commands, of any domains. With a batch, all of them are of its domain, and its total
 -- rises by as many. If there is no such batch, or it is sealed, nothing is written, and the first column is
 -- false. Returns the loads that are due now.
-WITH hasty AS MATERIALIZED (
-    {lock_timeout}
-), raised AS (
+WITH raised AS (
     UPDATE busload.batch
        SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
      WHERE batch_id = %(batch_id)s::uuid

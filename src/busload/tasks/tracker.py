@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from uuid import UUID
 
 from busload.commands import rescue
-from busload.commands.checks import Kind, check, require
+from busload.commands.checks import between, check, require
 from busload.commands.dedup import Dedup, task_key
 from busload.commands.execution import Execution, Failed, Succeeded
 from busload.errors import SupersededError, kind_of
@@ -38,9 +38,7 @@ PREFIXES = ("dev_", "test_", "staging_", "prod_")
 ONE_AT_A_TIME = Dedup()
 LEASE_FOR = timedelta(seconds=60)
 SHORTEST = timedelta(milliseconds=100)
-LONG_ENOUGH = Kind(
-    f"a timedelta of at least {SHORTEST}", lambda value: isinstance(value, timedelta) and value >= SHORTEST
-)
+LONG_ENOUGH = between(SHORTEST, timedelta.max, f"a timedelta of at least {SHORTEST}")
 WAITING_FOR = timedelta(minutes=5)
 GLANCE, PATIENCE = 0.02, 5.0
 """How often, and for how many seconds, a claim looks again at what a worker without a handler is about to give back."""
