@@ -129,7 +129,7 @@ def running(home: Path, name: str = "") -> list[int]:
             place = str((process / "cwd").readlink())
         except OSError:
             continue
-        ours = "supervisor.py" in command or re.match(r"(?:[^\0]*/)?(?:postgres|initdb)\b", command)
+        ours = "supervisor.py" in command or re.match(r"(?:[^\0]*/)?(?:postgres|initdb)\b(?!/)", command)
         if ours and name in command and (str(home) in command or place.startswith(str(home))):
             found.append(int(process.name))
     return found
