@@ -64,7 +64,7 @@ class Broker(Transport):
         """Learn from the broker what it must tell before messages are published."""
 
     async def consumer(self, queue: str, prefetch: int) -> Consumer[Any]:
-        """A new consumer of a queue."""
+        """A new consumer of a queue. A broker that pushes messages has none: it overrides `deliveries`."""
         raise NotImplementedError
 
     async def publish(self, messages: Sequence[Message]) -> None:

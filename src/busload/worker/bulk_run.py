@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Stations:
     settlement: Settlement
 
 
-class BulkRun:
+class BulkRun(ABC):
     """What runs of chunks and of groups have in common."""
 
     def __init__(self, stations: Stations, handler: Handler, domain: str, command_type: str) -> None:
@@ -59,9 +60,9 @@ class BulkRun:
         self._cut_short: PostponedError | None = None
         """Why the search for bad items has ended early: the domain was paused, or the worker stops."""
 
+    @abstractmethod
     async def _call_part(self, items: list[Item]) -> BulkCall | None:
         """Call the handler with some items, and end those that pass; None if they are not ours any more."""
-        raise NotImplementedError
 
     async def _enter(self, bulk: Group | Chunk, *, patient: bool) -> Entered | None:
         """Wait for the turn of a call, if the handler has a limit; see `Limiter.enter`."""
