@@ -24,7 +24,7 @@ SOURCES = {
     "busload.batches.open_batch": "open_batch",
     "busload.buffers.buffer": "buffer",
     "busload.bus": "bus",
-    "busload.dispatch.create": "create",
+    "busload.dispatch.create_batch": "create_batch",
     "busload.dispatch.api": "outbox",
     "busload.limits.api": "limits",
     "busload.postgres.database": "database",

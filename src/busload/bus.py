@@ -41,15 +41,15 @@ from busload.commands.command import (
     SendResult,
     new_command,
 )
-from busload.commands.counted import counted
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.send import NO_BROKER, Via
 from busload.commands.send_together import Sending
+from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
 from busload.dispatch import envelope as message
 from busload.dispatch.api import Outbox
-from busload.dispatch.create import create_and_publish, default_strategy, published_by, write_for_relay
+from busload.dispatch.create_batch import create_and_publish, default_strategy, published_by, write_for_relay
 from busload.dispatch.publish import Publisher
 from busload.dispatch.relay import Recovered, recover
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy

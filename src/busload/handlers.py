@@ -17,7 +17,7 @@ from busload.commands.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
 from busload.jobs.job import PLAN, STAGE, wrong_stage
 from busload.jobs.steps import advance, plan_stage
-from busload.limits.call_options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
+from busload.limits.handler_options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
 from busload.limits.rate import RateLimit, is_async
 from busload.settings import InputLimits
 from busload.sync.steps import plan_stage as plan_stage_in_thread

@@ -15,7 +15,7 @@ import pytest
 from busload import BatchCommand, CommandBus, Group, InvalidCommandError, PermanentCommandError, SyncCommandBus, Worker
 from busload.buffers import Buffer, BufferTable
 from busload.buffers.distribute import Distributor, Tallies
-from busload.buffers.table import all_ddl
+from busload.buffers.event_table import all_ddl
 from busload.errors import InvalidOperationError
 from busload.limits.pause import Pauses
 from busload.postgres.pool import engine_pool

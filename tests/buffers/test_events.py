@@ -14,12 +14,11 @@ import psycopg
 import pytest
 
 from busload import CommandBus, Group, InvalidCommandError, SyncCommandBus
-from busload.buffers import Buffer, BufferTable
+from busload.buffers import Buffer, BufferTable, event_table
 from busload.buffers import claim as buffer
 from busload.buffers import status as buffer_status
-from busload.buffers import table as relation
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import OWN, all_ddl, ddl, find
+from busload.buffers.event_table import OWN, all_ddl, ddl, find
 from busload.errors import InvalidOperationError
 from busload.postgres.plan import Plan, Statement
 from busload.sync.plan import perform
@@ -1068,13 +1067,13 @@ def test_ddl_prints_what_a_table_lacks_and_no_more(database: Database, caplog: p
     for statement in statements[:3]:
         database.rows(statement)
     with caplog.at_level(logging.WARNING, "busload"):
-        database.perform(relation.check(settings))
+        database.perform(event_table.check(settings))
     assert "CREATE INDEX ON public.t (created_at, id) WHERE group_id IS NULL;" in caplog.text
     for statement in statements[3:]:
         database.rows(statement)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "busload"):
-        database.perform(relation.check(settings))
+        database.perform(event_table.check(settings))
     assert caplog.text == ""
     assert database.perform(ddl(table)) == []
     everything = all_ddl(table)

@@ -11,12 +11,11 @@ import psycopg
 import pytest
 
 from busload import CommandBus
-from busload.buffers import Buffer, BufferTable
+from busload.buffers import Buffer, BufferTable, event_table
 from busload.buffers import groups as group
-from busload.buffers import table as relation
 from busload.buffers.declaration import BufferSettings
+from busload.buffers.event_table import OWN
 from busload.buffers.groups import Ending, Place
-from busload.buffers.table import OWN
 from busload.commands import claim
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
 from busload.errors import SupersededError
@@ -140,7 +139,7 @@ async def test_ids_of_any_type_come_back_to_their_rows(
     await events.flush()
     assert await events.distribute() == 1
     [leased] = database.perform(claim.claim(worker=given.registered_worker(), domains=[EVENTS], limit=1)).leased
-    at = database.perform(relation.find(BufferSettings(EVENTS, table=table)))
+    at = database.perform(event_table.find(BufferSettings(EVENTS, table=table)))
     place = Place(at, leased, archive=True)
     rows = database.perform(group.read(at, leased.command_id))
     assert len(rows) == 3

@@ -21,7 +21,7 @@ import pytest
 from busload import BatchCommand, Settings, SyncCommandBus
 from busload.buffers import BufferTable
 from busload.buffers.declaration import EXHAUSTED, GROUP
-from busload.buffers.table import all_ddl
+from busload.buffers.event_table import all_ddl
 from busload.sync import SyncBuffer
 from busload.testing import TestServer
 from tests.chaos.harness import Auditor, Call, Received, Server, Watcher, Workers, folder, retry_crashed, seeded

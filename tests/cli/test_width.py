@@ -32,7 +32,7 @@ from busload import (
 )
 from busload.cli import main
 from busload.cli.output import wrapped
-from busload.cli.progress import counters_that_fit
+from busload.cli.progress_bar import counters_that_fit
 from busload.limits import rate
 from busload.limits.rate import Ask
 from tests.brokers.faulty import FaultyTransport

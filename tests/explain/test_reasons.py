@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pytest
 
-from busload.commands.counted import span
+from busload.commands.wording import span
 from busload.explain.explanation import Explanation, explain
 from busload.explain.facts import (
     Facts,

@@ -31,7 +31,7 @@ class Mutant:
 
 
 COALESCING = "tests/chaos/test_coalescing.py::"
-SIGNALS = "tests/worker/test_signals.py::"
+SIGNALS = "tests/worker/test_os_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"

@@ -16,11 +16,11 @@ import pytest
 from psycopg import sql
 from psycopg._queries import MAX_CACHED_STATEMENT_LENGTH
 
-from busload.buffers.table import OWN
+from busload.buffers.event_table import OWN
 from busload.commands import claim, rescue, settle
-from busload.commands.counted import counted
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.commands.load import Load
+from busload.commands.wording import counted
 from busload.postgres.arrays import Packed, Texts
 from busload.postgres.plan import Plan, Statement, perform_async
 from busload.postgres.pool import engine_pool

@@ -18,7 +18,7 @@ import pytest
 
 from busload import CommandBus, Group, HandlerContext, RetryPolicy, Settings, SyncCommandBus
 from busload.buffers import BufferTable
-from busload.buffers.table import all_ddl
+from busload.buffers.event_table import all_ddl
 from tests.given import LOCKED_OUT, Database, Given, eventually, short_and_long
 
 NOW = timedelta(0)

@@ -11,7 +11,7 @@ from uuid import UUID
 import psycopg
 
 from busload.commands import send
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.errors import BatchNotFoundError, BusloadError, PartlyDoneError
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database

@@ -12,8 +12,8 @@ from uuid import UUID
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
 from busload.commands.command import CommandOptions, NewCommand, new_command
-from busload.commands.counted import counted
 from busload.commands.dedup import Dedup
+from busload.commands.wording import counted
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection

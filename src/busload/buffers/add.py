@@ -11,9 +11,9 @@ import psycopg
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.types.json import Json, Jsonb
 
-from busload.buffers import table
+from busload.buffers import event_table
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import Column
+from busload.buffers.event_table import Column
 from busload.commands.checks import refuse, wrong, wrong_list, wrong_text
 from busload.commands.parts import cut
 from busload.commands.payload import PayloadRefusedError, encode
@@ -197,7 +197,7 @@ def _rule(settings: BufferSettings) -> dict[str, Any]:
 
 def _insert(settings: BufferSettings, rows: Sequence[dict[str, Any]]) -> Plan[list[Any]]:
     """Rows of an application's table; the keys of each are columns of it."""
-    at = yield from table.find(settings)
+    at = yield from event_table.find(settings)
     assert settings.table is not None
     types = {settings.table.id: Column(settings.table.id, at.id, at.id_type)}
     types |= {column.name: column for column in at.columns}

@@ -9,13 +9,13 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, Protocol, Unpack
 
-from busload.buffers import add, claim, status, table
+from busload.buffers import add, claim, event_table, status
 from busload.buffers.declaration import EXHAUSTED, GROUP, SIZES, BufferSettings
+from busload.buffers.event_table import Relation
 from busload.buffers.status import BufferStatus
-from busload.buffers.table import Relation
 from busload.commands.checks import refuse
 from busload.commands.command import refuse_unknown
-from busload.limits.call_options import Function, GroupHandlerOptions, PolicyOptions
+from busload.limits.handler_options import Function, GroupHandlerOptions, PolicyOptions
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
@@ -154,7 +154,7 @@ class Buffers:
 
 
 def _serve(settings: BufferSettings) -> Plan[Relation]:
-    at = yield from table.find(settings)
+    at = yield from event_table.find(settings)
     yield from status.declare(settings, at)
     return at
 

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import Relation
+from busload.buffers.event_table import Relation
 from busload.commands.ids import new_id
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import psycopg
 
-from busload.buffers import claim, status, table
+from busload.buffers import claim, event_table, status
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import Relation
+from busload.buffers.event_table import Relation
 from busload.errors import InvalidOperationError
 from busload.limits.pause import Pauses
 from busload.postgres.connection import is_away
@@ -90,7 +90,7 @@ class Distributor:
     async def start(self) -> None:
         """Refuse a table that cannot be a buffer, before anything is claimed. A locked table is checked later."""
         try:
-            at = await self._perform(table.check(self._settings))
+            at = await self._perform(event_table.check(self._settings))
             await self._perform(status.refuse_rivals(self._settings, at))
             await self._declare(at)
         except psycopg.errors.LockNotAvailable as error:
@@ -137,7 +137,7 @@ class Distributor:
         try:
             at = self._at
             if at is None:
-                at = await self._perform(table.check(self._settings))
+                at = await self._perform(event_table.check(self._settings))
             await self._declare(at)
             round = claim.Round(self._settings, at, self._cursor, around=around)
             for plan in round.plans():
@@ -173,7 +173,7 @@ class Distributor:
         self._at, self._look_at = None, time.monotonic() + self._recheck_after
         if isinstance(error, psycopg.Error):
             try:
-                await self._perform(table.find(self._settings))
+                await self._perform(event_table.find(self._settings))
             except InvalidOperationError as clear:
                 error = clear
         said, self._problem = self._problem, str(error)

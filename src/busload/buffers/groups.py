@@ -13,7 +13,7 @@ import msgspec
 import psycopg
 
 from busload.buffers.declaration import EXHAUSTED, Merge
-from busload.buffers.table import Relation
+from busload.buffers.event_table import Relation
 from busload.commands import rescue, settle
 from busload.commands.bulk_items import Group, Item
 from busload.commands.command import Command

@@ -9,9 +9,9 @@ from uuid import UUID
 
 import psycopg
 
-from busload.buffers import table
+from busload.buffers import event_table
 from busload.buffers.declaration import BufferSettings
-from busload.buffers.table import Relation, plain
+from busload.buffers.event_table import Relation, plain
 from busload.errors import InvalidOperationError
 from busload.postgres.plan import Plan, Savepoint, execute, one
 from busload.postgres.statements import statements
@@ -211,13 +211,13 @@ def _counts(
 
 def _whereabouts(settings: BufferSettings) -> Plan[Relation]:
     """The table of a buffer as this process declares it or, if it knows of none, as a worker has."""
-    return table.find(settings) if settings.table is not None else _recalled(settings.name)
+    return event_table.find(settings) if settings.table is not None else _recalled(settings.name)
 
 
 def _recalled(name: str) -> Plan[Relation]:
     known = (yield from one(Declared, SQL.declared, buffer=name)) or Declared()
     columns = (known.id, known.group_id, known.created_at, known.key, known.partition)
-    return (yield from table.recall(name, (known.table, *columns)))
+    return (yield from event_table.recall(name, (known.table, *columns)))
 
 
 def _count_waiting(name: str, at: Relation, most: int) -> Plan[int]:

@@ -16,11 +16,11 @@ from busload.cli.answer import Answer, about, answers
 from busload.cli.command import explained
 from busload.cli.find import find_one, id_or_beginning, newest
 from busload.cli.output import echo_json
-from busload.cli.progress import progress
-from busload.cli.table import View
+from busload.cli.progress_bar import progress
+from busload.cli.text_table import View
 from busload.commands.command import AuditEvent
-from busload.commands.counted import counted
 from busload.commands.search import IdRange
+from busload.commands.wording import counted
 from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.sync.bus import SyncCommandBus

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from busload.buffers import table as relation
+from busload.buffers import event_table
 from busload.buffers.declaration import EXHAUSTED, GROUP, BufferTable
 from busload.buffers.status import COUNTED, BufferStatus
 from busload.cli import did_you_mean, noun, options
 from busload.cli.answer import Answer, answers, open_bus
 from busload.cli.output import echo_json, joined, paragraph, shown
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.commands.command import TroubleshootingItem
-from busload.commands.counted import counted, span
+from busload.commands.wording import counted, span
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 
@@ -157,10 +157,10 @@ def ddl(table_name: str, partition_by: str | None, everything: bool, as_json: bo
     """
     wanted = BufferTable(table_name, **columns)
     if everything:
-        lines = relation.all_ddl(wanted, partition_by=partition_by)
+        lines = event_table.all_ddl(wanted, partition_by=partition_by)
     else:
         with open_bus() as bus:
-            lines = bus.database.read(relation.ddl(wanted, partition_by=partition_by))
+            lines = bus.database.read(event_table.ddl(wanted, partition_by=partition_by))
     if as_json:
         echo_json(lines)
         return

@@ -10,7 +10,7 @@ import click
 from busload.cli import noun
 from busload.cli.answer import Answer, about
 from busload.cli.output import joined, paragraph, shown, tracebacks
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.commands.command import AuditEvent, CommandMetadata
 from busload.errors import CommandNotFoundError
 from busload.explain.explanation import Explanation

@@ -24,12 +24,12 @@ from busload.cli import options
 from busload.cli.answer import answers
 from busload.cli.command import TRAIL
 from busload.cli.output import echo_json, echo_styled, width, wrapped
-from busload.cli.progress import counters, progress
-from busload.cli.table import table
+from busload.cli.progress_bar import counters, progress
+from busload.cli.text_table import table
 from busload.commands import search
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, TroubleshootingItem
-from busload.commands.counted import counted
 from busload.commands.ids import new_id
+from busload.commands.wording import counted
 from busload.sync.bus import SyncCommandBus
 
 DOMAIN, OPERATOR = "demo", "ada"

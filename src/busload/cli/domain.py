@@ -7,7 +7,7 @@ import click
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.find import unknown_domain
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.errors import InvalidOperationError
 from busload.limits.pause import DomainOverview, Pause, domains
 from busload.sync.bus import SyncCommandBus

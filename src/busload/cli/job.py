@@ -9,8 +9,8 @@ from uuid import UUID
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
 from busload.cli.find import newest
-from busload.cli.table import View
-from busload.commands.counted import counted
+from busload.cli.text_table import View
+from busload.commands.wording import counted
 from busload.errors import JobNotFoundError
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
 from busload.sync.bus import SyncCommandBus

@@ -6,7 +6,7 @@ import click
 
 from busload.cli import did_you_mean, noun, options
 from busload.cli.answer import Answer, answers
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.errors import InvalidOperationError
 from busload.limits.rate import LimitStatus
 from busload.sync.bus import SyncCommandBus

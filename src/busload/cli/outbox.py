@@ -11,10 +11,10 @@ import click
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.find import find_one
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.commands import search
-from busload.commands.counted import counted
 from busload.commands.search import IdRange
+from busload.commands.wording import counted
 from busload.dispatch import OutboxEntry, Reconciliation
 from busload.sync.bus import SyncCommandBus
 

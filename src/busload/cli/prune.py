@@ -13,8 +13,8 @@ import click
 from busload.cli import options
 from busload.cli.answer import answers
 from busload.cli.output import at_terminal, console, echo_json
-from busload.cli.progress import PLAIN_EVERY
-from busload.commands.counted import counted
+from busload.cli.progress_bar import PLAIN_EVERY
+from busload.commands.wording import counted
 from busload.retention.prune import Pruned
 from busload.sync.bus import SyncCommandBus
 

@@ -7,7 +7,7 @@ import click
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.output import echo_json
-from busload.cli.table import View
+from busload.cli.text_table import View
 from busload.postgres.schema import migrate as migrations
 from busload.postgres.schema import sql
 from busload.sync.bus import SyncCommandBus

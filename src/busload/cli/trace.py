@@ -15,8 +15,8 @@ from busload.cli.answer import Answer, answers
 from busload.cli.find import find_one, id_or_beginning
 from busload.cli.output import NOTHING, aligned, joined, shown, tracebacks, width, wrapped
 from busload.commands import search
-from busload.commands.counted import counted
 from busload.commands.execution import Execution, ExecutionStatus
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 

@@ -14,9 +14,9 @@ import psycopg
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.find import note_unknown_domain
-from busload.cli.table import View
-from busload.commands.counted import counted
+from busload.cli.text_table import View
 from busload.commands.execution import Execution
+from busload.commands.wording import counted
 from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
 from busload.sync.bus import SyncCommandBus

@@ -16,13 +16,13 @@ from busload.cli.answer import Answer, about, answers
 from busload.cli.batch import follow
 from busload.cli.find import find_one, id_or_beginning, newest
 from busload.cli.output import joined, paragraph, shown, tracebacks
-from busload.cli.table import View, table
+from busload.cli.text_table import View, table
 from busload.commands import search
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubleshootingItem
-from busload.commands.counted import counted
 from busload.commands.payload import decode_strict
 from busload.commands.search import IdRange
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 from busload.troubleshooting import causes

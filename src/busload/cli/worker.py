@@ -33,7 +33,7 @@ from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import connect_within
 from busload.worker import Worker
-from busload.worker.signals import Signals
+from busload.worker.os_signals import Signals
 
 log = logging.getLogger("busload")
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
-from busload.commands.counted import counted
 from busload.commands.payload import safe_str, storable
+from busload.commands.wording import counted
 
 MOST_BYTES = 8 * 1024
 MOST_EXCEPTIONS = 12

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from uuid import UUID
 
 from busload.commands.claim import DeliveredClaim
-from busload.commands.counted import counted
 from busload.commands.execution import Lease
 from busload.commands.load import POSITIONS
+from busload.commands.wording import counted
 from busload.dispatch import envelope as message
 from busload.dispatch.envelope import Envelope, UnreadableMessageError
 from busload.dispatch.publish import Publisher

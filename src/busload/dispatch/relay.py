@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.outbox import Lag, Piece, Unpublished
 from busload.dispatch.publish import Perform, Publisher

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from busload.commands.counted import counted, span
+from busload.commands.wording import counted, span
 from busload.explain.facts import Facts, read_batch, read_command
 from busload.explain.reasons import Blocker, Reason, reasons_of
 from busload.postgres.plan import Plan

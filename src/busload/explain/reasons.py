@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Self
 
-from busload.commands.counted import counted, span
+from busload.commands.wording import counted, span
 from busload.explain.facts import Facts, Failure, Parked, Ready, Running, Unconfirmed, Waiting
 from busload.limits.pause import Pause
 from busload.tasks.track import TRACKED

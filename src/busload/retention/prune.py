@@ -10,8 +10,8 @@ from operator import add
 from typing import Any
 from uuid import UUID
 
-from busload.commands.counted import counted
 from busload.commands.load import first_id, number_of
+from busload.commands.wording import counted
 from busload.postgres.arrays import Bigints
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements

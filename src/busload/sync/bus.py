@@ -39,7 +39,7 @@ from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
-from busload.dispatch.create import published_by, write_for_relay
+from busload.dispatch.create_batch import published_by, write_for_relay
 from busload.dispatch.publish_in_threads import ThreadPublisher, recover
 from busload.dispatch.relay import Recovered
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
@@ -54,7 +54,7 @@ from busload.retention.prune import Pruned, Pruning
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
 from busload.sync.cancel import cancel
-from busload.sync.create import create_and_publish
+from busload.sync.create_batch import create_and_publish
 from busload.sync.database import Database
 from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits

@@ -9,7 +9,7 @@ import psycopg
 
 from busload.commands import search
 from busload.commands.checks import check, given
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.dispatch import creation_state
 from busload.dispatch import outbox as store
 from busload.dispatch.api import log

@@ -21,7 +21,6 @@ from busload.postgres.write import patient
 from busload.settings import Settings
 from busload.sync.database import Database
 from busload.tasks import track
-from busload.tasks.heartbeat import after_fork
 from busload.tasks.tracker import (
     GLANCE,
     LEASE_FOR,
@@ -31,6 +30,7 @@ from busload.tasks.tracker import (
     WAITING_FOR,
     Tracker,
 )
+from busload.tasks.tracker_heartbeat import after_fork
 
 
 class TrackedBus(Protocol):

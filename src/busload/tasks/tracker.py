@@ -28,7 +28,7 @@ from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits, Settings
 from busload.tasks import track
-from busload.tasks.heartbeat import Presence, after_fork
+from busload.tasks.tracker_heartbeat import Presence, after_fork
 
 log = logging.getLogger("busload")
 

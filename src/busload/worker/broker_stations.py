@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.dispatch.deliveries import Deliveries, Receiver, prefetch_of
 from busload.dispatch.relay import Recovery, Relay
 from busload.worker.loop import Loop

@@ -22,7 +22,7 @@ from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
 from busload.worker.containment import Ended, in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, HandlerTransaction
-from busload.worker.threads import Threads
+from busload.worker.handler_threads import Threads
 
 log = logging.getLogger("busload")
 

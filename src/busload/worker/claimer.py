@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from busload.commands import claim
-from busload.commands.counted import counted
 from busload.commands.execution import Leased, Transition
 from busload.commands.load import LOAD_SIZE
+from busload.commands.wording import counted
 from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import psycopg
 
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.postgres.backoff import Backoff
 from busload.postgres.outage import Outage

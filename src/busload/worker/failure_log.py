@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from busload.commands.counted import counted
 from busload.commands.execution import (
     COMPLETED,
     FAILED_ATTEMPT,
@@ -23,6 +22,7 @@ from busload.commands.execution import (
 )
 from busload.commands.payload import decode, safe_str
 from busload.commands.traceback_text import traceback_text
+from busload.commands.wording import counted
 
 log = logging.getLogger("busload")
 

@@ -13,12 +13,11 @@ from typing import TypeAlias, TypeVar
 
 import psycopg
 
-from busload.buffers import groups, table
+from busload.buffers import event_table, groups
 from busload.buffers.declaration import EXHAUSTED, BufferSettings
+from busload.buffers.event_table import Relation
 from busload.buffers.groups import ROOMY, Ended, Ending, Events, Place, Row, describe_items
-from busload.buffers.table import Relation
 from busload.commands.bulk_items import Group, Item, Judgement
-from busload.commands.counted import counted
 from busload.commands.execution import (
     COMPLETED,
     FAILED,
@@ -31,6 +30,7 @@ from busload.commands.execution import (
     deciding,
 )
 from busload.commands.payload import UndecodableError, decode, encode
+from busload.commands.wording import counted
 from busload.errors import (
     BusinessRuleError,
     InvalidOperationError,
@@ -102,7 +102,7 @@ class GroupRunner:
         """Where the buffer's events are. It is looked up again after a statement was refused."""
         found = self._relations.get(buffer.name)
         if found is None:
-            found = await self.insist(leased, buffer.name, lambda: table.find(buffer))
+            found = await self.insist(leased, buffer.name, lambda: event_table.find(buffer))
             self._relations[buffer.name] = found
         return found
 

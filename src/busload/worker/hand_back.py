@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from uuid import UUID
 
 from busload.commands import claim, rescue
-from busload.commands.counted import counted
 from busload.commands.execution import Lease, Leased
 from busload.commands.payload import encode
+from busload.commands.wording import counted
 from busload.worker.shared import Shared
 
 log = logging.getLogger("busload")

@@ -17,8 +17,8 @@ from typing import Any
 from uuid import UUID
 
 from busload.commands import rescue
-from busload.commands.counted import counted
 from busload.commands.rescue import Renewal
+from busload.commands.wording import counted
 from busload.postgres.connection import Connection
 from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.own_connection import RESPONSE_TIMEOUT

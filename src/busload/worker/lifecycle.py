@@ -16,9 +16,9 @@ import psycopg
 from busload.buffers.distribute import LOCK_TIMEOUT, Distributor, warn_of_unserved, write_tallies
 from busload.bus import CommandBus
 from busload.commands import claim, rescue
-from busload.commands.counted import counted
 from busload.commands.execution import Leased
 from busload.commands.rescue import Renewal
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
@@ -37,6 +37,7 @@ from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
 from busload.worker.executor import Executor
 from busload.worker.hand_back import HandBack
+from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
 from busload.worker.line import Line
 from busload.worker.loop import Loop
@@ -45,7 +46,6 @@ from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 from busload.worker.stats import Report, WorkerStats
 from busload.worker.sweep import sweep
-from busload.worker.threads import Threads
 
 log = logging.getLogger("busload")
 

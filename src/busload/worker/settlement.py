@@ -15,7 +15,6 @@ from uuid import UUID
 from psycopg.errors import LockNotAvailable
 
 from busload.commands import settle
-from busload.commands.counted import counted
 from busload.commands.execution import (
     COMPLETED,
     RESULT_INVALID,
@@ -33,6 +32,7 @@ from busload.commands.execution import (
 )
 from busload.commands.payload import UndecodableError
 from busload.commands.retry import RetryPolicy
+from busload.commands.wording import counted
 from busload.errors import RateLimitedError, SupersededError, TransientCommandError
 from busload.handlers import Handler
 from busload.limits import rate

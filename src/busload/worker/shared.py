@@ -19,8 +19,8 @@ from busload.settings import WorkerSettings
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.context import ChunkContext, HandlerContext
 from busload.worker.failure_log import FailureLog
+from busload.worker.handler_threads import Threads
 from busload.worker.held_leases import HeldLeases
-from busload.worker.threads import Threads
 
 T = TypeVar("T")
 

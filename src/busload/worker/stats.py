@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import islice
 
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.worker.metrics import counter, derived, figure, figures_of, gauge
 
 log = logging.getLogger("busload")

@@ -8,7 +8,7 @@ from psycopg.errors import LockNotAvailable
 
 from busload.batches import cancel
 from busload.commands import rescue
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool

@@ -20,8 +20,8 @@ from busload.settings import WorkerSettings
 from busload.sync.bus import SyncCommandBus
 from busload.worker.lifecycle import Run, StoppedEarlyError
 from busload.worker.metrics import metrics_text
+from busload.worker.os_signals import Signals
 from busload.worker.settlement import capacity
-from busload.worker.signals import Signals
 from busload.worker.stats import CoalescerStats, WorkerStats
 
 

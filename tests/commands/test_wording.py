@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import busload
-from busload.commands.counted import counted
+from busload.commands.wording import counted
 
 SOURCES = Path(busload.__file__).parent
 NOUNS = "commands|batches|events|items|results|leases|tasks|executions|attempts|flushes|loads|groups|workers|rows"

@@ -1,4 +1,4 @@
-"""Made from busload.dispatch.create by scripts/generate_sync.py. Change the source instead."""
+"""Made from busload.dispatch.create_batch by scripts/generate_sync.py. Change the source instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import psycopg
 
 from busload.commands.command import BatchCommand, NewCommand
-from busload.commands.counted import counted
 from busload.commands.load import Load
 from busload.commands.send import NewBatch
+from busload.commands.wording import counted
 from busload.dispatch import creation_state
-from busload.dispatch.create import (
+from busload.dispatch.create_batch import (
     CreationRecord,
     Input,
     _resume,

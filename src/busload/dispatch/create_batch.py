@@ -24,11 +24,11 @@ import psycopg
 from busload.commands import send
 from busload.commands.checks import choice, refuse
 from busload.commands.command import BatchCommand, NewCommand
-from busload.commands.counted import counted
 from busload.commands.dedup import Dedup
 from busload.commands.ids import new_id
 from busload.commands.load import Load
 from busload.commands.send import NewBatch, Via
+from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.creation_state import Checkpoint, Cursor, Outcome
 from busload.dispatch.outbox import Piece, Unpublished

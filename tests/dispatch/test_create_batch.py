@@ -16,7 +16,7 @@ from busload.commands.checks import check_all
 from busload.commands.command import NewCommand
 from busload.commands.load import Load
 from busload.dispatch import DispatchReport, DispatchStatus, Strategy, creation_state
-from busload.dispatch.create import MANY, Input, choose, decide
+from busload.dispatch.create_batch import MANY, Input, choose, decide
 from busload.dispatch.outbox import Seen
 from busload.dispatch.reconcile import Reconciliation, compared
 from busload.errors import DispatchIncompleteError, InvalidOperationError, TransportMisconfiguredError

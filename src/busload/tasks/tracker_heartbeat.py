@@ -17,8 +17,8 @@ from uuid import UUID
 import psycopg
 
 from busload.commands import rescue
-from busload.commands.counted import counted
 from busload.commands.execution import Execution
+from busload.commands.wording import counted
 from busload.postgres.connection import Connection
 from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.outage import Outage
