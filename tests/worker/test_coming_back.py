@@ -315,7 +315,8 @@ async def test_a_lease_whose_result_is_refused_while_it_is_taken_up_again_is_han
         async with given.running(settings=replace(given.settings, lease_for=timedelta(hours=1))) as worker:
             command_id = await given.sent()
             await eventually(lambda: runs)
-            await eventually(lambda: database.value(LISTENERS))
+            # A worker that begins to listen asks for a heartbeat, and there is no other within the hour.
+            await eventually(lambda: database.value("SELECT seen_at > started_at FROM busload.worker"))
             database.bury()
             holder.execute("LOCK TABLE busload.event IN SHARE MODE")
             database.rows(END_LISTENERS)  # then a worker asks at once how things are
