@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -347,17 +348,27 @@ async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, databas
     assert database.count("command") == 200
 
 
-async def test_lists_of_the_same_keys_in_any_order_do_not_deadlock(dsn: str, database: Database) -> None:
-    """Each key has one winner, and everybody is told the same one"""
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
+async def test_lists_of_the_same_keys_in_any_order_do_not_deadlock(dsn: str, database: Database, joined: bool) -> None:
+    """Each key has one winner, and everybody is told the same one. No wait of a joined transaction is cut short"""
     keys = [f"k{n}" for n in range(50)]
-    async with CommandBus(dsn, settings=Settings(pool_size=8)) as bus:
+
+    async def send_all(order: list[str], conn: psycopg.AsyncConnection[Any]) -> list[SendResult]:
+        commands = [BatchCommand("Debit", task_key=key) for key in order]
+        if not joined:
+            return await bus.send_many(DOMAIN, commands, dedup=ONCE)
+        async with conn.transaction():
+            return await bus.send_many(DOMAIN, commands, dedup=ONCE, conn=conn)
+
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(CommandBus(dsn, settings=Settings(pool_size=8)))
+        connections = [
+            await stack.enter_async_context(await psycopg.AsyncConnection.connect(dsn, autocommit=True))
+            for _ in range(4)
+        ]
         for n in range(20):
             orders = [[f"{n}{key}" for key in order] for order in (keys, keys[::-1], keys[25:] + keys[:25], keys[::2])]
-            calls = [
-                bus.send_many(DOMAIN, [BatchCommand("Debit", task_key=key) for key in order], dedup=ONCE)
-                for order in orders
-            ]
-            answers = await asyncio.gather(*calls)
+            answers = await asyncio.gather(*map(send_all, orders, connections))
             winners: dict[str, set[UUID]] = {}
             created = 0
             for order, results in zip(orders, answers, strict=True):
