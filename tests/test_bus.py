@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any, get_args
 from uuid import uuid4
@@ -261,3 +262,20 @@ async def test_many_first_calls_check_the_schema_on_the_connections_they_have(ds
             assert await asyncio.gather(*(bus.get_command(DOMAIN, uuid4()) for _ in range(500))) == [None] * 500
         assert bus.database.schema_checked
         assert bus.pool.size <= bus.settings.pool_size
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"pool_size": 0}, "pool_size must be a whole number from 1 on, found 0"),
+        ({"pool_size": "x"}, "pool_size must be a whole number"),
+        ({"pool_timeout": 5}, "pool_timeout must be a timedelta, found 5"),
+        ({"response_timeout": timedelta(seconds=-1)}, "response_timeout must be more than zero"),
+        ({"lock_timeout": timedelta(seconds=-1)}, "lock_timeout must be at least zero"),
+        ({"limits": 5}, "limits must be of type InputLimits, found 5"),
+        ({"home": "here"}, "home must be of type Path, found 'here'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_at_once(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Settings(**wrong)

@@ -24,7 +24,7 @@ SERVER_HOME = Path("/var/lib/busload")
 LONGEST = timedelta(days=36525)
 """The longest time that an age, a window or a wait may have: a century, so that no date overflows."""
 
-_MAY_BE_ZERO = ("grace", "no_handler_pause", "prefetch", "wait_for_database")
+_MAY_BE_ZERO = ("grace", "lock_timeout", "no_handler_pause", "pool_timeout", "prefetch", "wait_for_database")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,8 @@ class WorkerSettings:
         return self.flush_deadline or min(self.lease_for / 4, timedelta(seconds=5))
 
     def __post_init__(self) -> None:
-        counts = {"concurrency": self.concurrency, "threads": self.most_threads, "flush_size": self.flush_size}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
-        for each in fields(self):  # the annotation says what is a time, and which time may be None
-            if "timedelta" in str(each.type):
-                _check_time(each.name, getattr(self, each.name), optional="None" in str(each.type))
+        _check_counts(concurrency=self.concurrency, threads=self.most_threads, flush_size=self.flush_size)
+        _check_times(self)
         if self.prefetch > self.lease_for / 4:
             raise ValueError(
                 f"prefetch ({self.prefetch}) must be from zero to a quarter of the lease ({self.lease_for}): "
@@ -115,6 +110,18 @@ class WorkerSettings:
                 f"A lease ({self.lease_for}) must last four flush deadlines ({self.deadline}): "
                 "results would come too late otherwise. Choose a longer lease_for or a shorter flush_deadline."
             )
+
+
+def _check_counts(**counts: object) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
+
+
+def _check_times(settings: WorkerSettings | Settings) -> None:
+    for each in fields(settings):  # the annotation says what is a time, and which time may be None
+        if "timedelta" in str(each.type):
+            _check_time(each.name, getattr(settings, each.name), optional="None" in str(each.type))
 
 
 def _check_time(name: str, value: object, *, optional: bool) -> None:
@@ -148,7 +155,7 @@ class Settings:
     """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
 
     What is not given comes from the environment, as `VARIABLES` says. A `BUSLOAD_*` variable that is not ours is most
-    likely misspelt, so a warning names it.
+    likely misspelt, so a warning names it. A value that cannot work is refused with a `ValueError` that names it.
     """
 
     database_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_DATABASE_URL"), repr=False)
@@ -168,6 +175,11 @@ class Settings:
     message_key: str | None = field(default_factory=lambda: from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)
 
     def __post_init__(self) -> None:
+        _check_counts(pool_size=self.pool_size)
+        _check_times(self)
+        for name, value, kind in (("home", self.home, Path), ("limits", self.limits, InputLimits)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, found {value!r}.")
         for name in os.environ:
             if name.startswith("BUSLOAD_") and name not in VARIABLES:
                 nearest = difflib.get_close_matches(name, VARIABLES, n=1)

@@ -113,10 +113,9 @@ async def test_data_that_would_not_come_back_is_refused_wherever_it_goes_in(
     }
     if isinstance(bad, dict):
         calls["/custom_data", None] = bus.create_batch(DOMAIN, [fine], custom_data=bad)
-        calls["/data", 0, "callback"] = bus.create_batch(  # type: ignore[index]
-            DOMAIN, [fine], on_complete=BatchCommand("Done", data=bad)
-        )
-    for (path, index, *_), call in calls.items():
+        callback = BatchCommand("Done", data=bad)
+        calls["/on_complete/data", None] = bus.create_batch(DOMAIN, [fine], on_complete=callback)
+    for (path, index), call in calls.items():
         [problem] = await problems(call)
         assert (problem.code, problem.path, problem.index) == (code, path + short(where), index)
     with pytest.raises(InvalidCommandError):
@@ -278,7 +277,9 @@ async def test_a_callback_is_a_function_or_a_command_without_a_time(bus: Command
         (BatchCommand("Done", data=[1]), "INVALID_OPTION", "/on_complete/data"),
         (BatchCommand("Done", data={"batch": 1}), "INVALID_OPTION", "/on_complete/data"),
         (BatchCommand("Done", run_at=datetime.now(UTC)), "INVALID_OPTION", "/on_complete/run_at"),
-        (BatchCommand("no name"), "INVALID_NAME", "/command_type"),
+        (BatchCommand("Done", priority=40_000), "INVALID_OPTION", "/on_complete/priority"),
+        (BatchCommand("Done", data={"x": b""}), "UNSERIALISABLE", "/on_complete/data/x"),
+        (BatchCommand("no name"), "INVALID_NAME", "/on_complete/command_type"),
     ]
     for on_complete, code, path in bad:
         [problem] = await problems(bus.create_batch(DOMAIN, fine, on_complete=on_complete))

@@ -602,7 +602,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([Stage("one", BatchCommand("Debit"))], {}, "/stages/0/commands: found BatchCommand"),  # type: ignore[arg-type]
     ([Stage("one", debits(1)), Stage("one")], {}, "a second stage 'one'"),
     ([Stage("one", debits(1)), Stage("two", [BatchCommand("Debit"), BatchCommand("a b")])], {},
-     r"\[1\]/stages/1/commands/command_type"),
+     r" /stages/1/commands/1/command_type"),
     ([Stage("one", debits(1))], {"name": ""}, "/name"),
     ([Stage("one", debits(1))], {"job_id": "7"}, "/job_id"),
     ([Stage("one", debits(1))], {"custom_data": [1]}, "/custom_data"),

@@ -45,7 +45,7 @@ async def test_every_failed_attempt_keeps_its_traceback(given: Given, bus: Comma
     assert first.traceback is not None and first.traceback.endswith(LINE)
     assert second.traceback == first.traceback
     assert first.traceback.startswith("Traceback (most recent call last):\n")
-    assert "worker/execute.py" not in first.traceback
+    assert "busload/worker/" not in first.traceback
     assert (await given.command_now(command_id)).last_traceback == first.traceback
     [item] = await bus.troubleshooting.list(DOMAIN)
     assert item.last_traceback == first.traceback

@@ -165,7 +165,11 @@ def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str
     if command.run_at is not None:
         message = f"a callback is sent when its {of} completes and cannot have a time of its own"
         raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
-    [checked] = check_all(domain, [command], limits)
+    try:
+        [checked] = check_all(domain, [command], limits)
+    except InvalidCommandError as refused:
+        problems = [replace(p, path=f"/on_complete{p.path}", index=None) for p in refused.problems]
+        raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data}
     del row["run_at"]
     return encoded(row, "/on_complete", WIDEST), command.command_id

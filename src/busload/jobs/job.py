@@ -279,7 +279,7 @@ def _stage(limits: InputLimits, domain: str, position: int, stage: Stage) -> New
         checked = check_all(domain, commands, limits)
     except InvalidCommandError as refused:
         path = f"/stages/{position}/commands"
-        named = [Problem(p.code, path + p.path, p.message, p.index, p.limit) for p in refused.problems]
+        named = [replace(p, path=f"{path}/{p.index}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(named, refused.total) from None
     chosen = [command.command_id for command in commands if command.command_id is not None]
     return NewStage(stage.name, checked, chosen)
