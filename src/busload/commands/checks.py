@@ -26,7 +26,7 @@ from busload.settings import LONGEST, InputLimits, PayloadLimits
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
-RESERVED = ("busload.Group", "busload.Exhausted")
+SENT_BY_BUFFERS = ("busload.Group", "busload.Exhausted")
 """Types of commands that only buffers make."""
 RATES = 0.001, 1_000_000.0
 """Items a second: from one in a quarter of an hour to more than any database moves."""
@@ -80,12 +80,12 @@ def choice(kind: type[Choice], value: str | None, path: str = "status", *, write
         raise InvalidCommandError([wrong(value, path, f"one of {', '.join(kind)}")], writes=writes) from None
 
 
-def seconds_of(timeout: timedelta | float | None) -> float | None:
+def seconds_of(timeout: timedelta | float | None, name: str = "timeout") -> float | None:
     """A time-out in seconds; None if there is none."""
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is None or (isinstance(seconds, int | float) and seconds == seconds):  # NaN is not
         return seconds
-    raise ValueError(f"timeout must be a timedelta or seconds, found {timeout!r:.80}.")
+    raise ValueError(f"{name} must be a timedelta or seconds, found {timeout!r:.80}.")
 
 
 def encoded(value: Any, path: str, limits: PayloadLimits) -> str:
@@ -159,7 +159,7 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
     problems: list[Problem] = []
     if not isinstance(command.command_type, str) or command.command_type not in known_names:
         problems = wrong_name(command.command_type, "command_type", limits)
-        if not problems and command.command_type in RESERVED:
+        if not problems and command.command_type in SENT_BY_BUFFERS:
             message = f"found {command.command_type!r}, which busload sends itself; choose another name"
             problems = [Problem("INVALID_NAME", "/command_type", message)]
         if not problems:

@@ -104,7 +104,7 @@ class SyncCommandBus(Bus):
         it is not looked for: the bus opens while its database is away, and calls find it when it is back.
         """
         if not self.database.is_open:
-            self.database.open(wait=seconds_of(wait))
+            self.database.open(wait=seconds_of(wait, "wait"))
             self._sending = SendingInThreads(self.database.write, self.via, lines=max(1, self.settings.pool_size // 2))
             self._completions = Completions(self.database, self.settings.poll_every.total_seconds())
         return self
