@@ -419,7 +419,7 @@ class CommandBus(Bus):
     ) -> AsyncIterator[BatchMetadata]:
         """Yield the batch now, whenever its counters have changed, and last when it is complete.
 
-        After `timeout`, in seconds if it is a number, it raises a `TimeoutError`.
+        After `timeout`, in seconds if it is a number, a `TimeoutError` says how far the batch came.
         """
         return self._watch(domain, batch_id, waiting.TimeLimit(seconds_of(timeout)))
 
@@ -437,7 +437,8 @@ class CommandBus(Bus):
                     yield batch
                 if batch.status.final:
                     return
-                limit.check()
+                if not limit.left:
+                    raise _timeout_error(batch_id, batch, limit.seconds)
                 await changed.wait(min(limit.left, self.settings.poll_every.total_seconds()))
 
     async def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:

@@ -172,6 +172,15 @@ def test_the_sync_bus_says_how_far_it_came(sync_bus: SyncCommandBus) -> None:
     batch_id = sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")])
     with pytest.raises(TimeoutError, match="0 of 1 command has ended"):
         sync_bus.wait_batch(DOMAIN, batch_id, timeout=timedelta(milliseconds=50))
+    with pytest.raises(TimeoutError, match="not complete after 0 s: 0 of 1 command has ended"):
+        list(sync_bus.watch_batch(DOMAIN, batch_id, timeout=0))
+
+
+async def test_watching_too_long_says_how_far_it_came(bus: CommandBus, given: Given) -> None:
+    states = aiter(bus.watch_batch(DOMAIN, await given.batch(), timeout=0))
+    assert (await anext(states)).finished_count == 0
+    with pytest.raises(TimeoutError, match="not complete after 0 s: 0 of 1 command has ended"):
+        await anext(states)
 
 
 async def test_a_notification_sent_by_anybody_is_not_believed(patient: CommandBus, given: Given) -> None:

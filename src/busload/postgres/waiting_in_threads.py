@@ -69,6 +69,7 @@ class TimeLimit:
     """`with TimeLimit(seconds)`: a limit that the block has to look at, since nobody can interrupt a thread."""
 
     def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
         self._end = math.inf if seconds is None else time.monotonic() + seconds
 
     @property

@@ -357,7 +357,7 @@ class SyncCommandBus(Bus):
     ) -> Iterator[BatchMetadata]:
         """Yield the batch now, whenever its counters have changed, and last when it is complete.
 
-        After `timeout`, in seconds if it is a number, it raises a `TimeoutError`.
+        After `timeout`, in seconds if it is a number, a `TimeoutError` says how far the batch came.
         """
         return self._watch(domain, batch_id, waiting.TimeLimit(seconds_of(timeout)))
 
@@ -375,7 +375,8 @@ class SyncCommandBus(Bus):
                     yield batch
                 if batch.status.final:
                     return
-                limit.check()
+                if not limit.left:
+                    raise _timeout_error(batch_id, batch, limit.seconds)
                 changed.wait(min(limit.left, self.settings.poll_every.total_seconds()))
 
     def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
