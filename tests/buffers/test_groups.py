@@ -15,7 +15,7 @@ from busload.buffers import Buffer, BufferTable, event_table
 from busload.buffers import groups as group
 from busload.buffers.declaration import BufferSettings
 from busload.buffers.event_table import OWN
-from busload.buffers.groups import Ending, Place
+from busload.buffers.groups import Ending, RunningGroup
 from busload.commands import claim
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
 from busload.errors import SupersededError
@@ -25,31 +25,32 @@ from tests.given import Database, Given
 EVENTS = "contact_events"
 
 
-async def taken(given: Given, events: Buffer, worker: int, payloads: list[Any]) -> Place:
+async def taken(given: Given, events: Buffer, worker: int, payloads: list[Any]) -> RunningGroup:
     """A group that a worker has claimed."""
     await events.add_many(payloads)
     await events.distribute()
     [leased] = given.database.perform(claim.claim(worker=worker, domains=[EVENTS], limit=1)).leased
-    return Place(replace(OWN, buffer=EVENTS), leased, archive=True, partition="p")
+    return RunningGroup(replace(OWN, buffer=EVENTS), leased, archive=True, partition="p")
 
 
 def conclusion(leased: Leased, outcome: str = COMPLETED, **more: Any) -> Callable[[int], Transition]:
     return lambda done: Transition(leased, outcome, json.dumps({"done": done}), **more)
 
 
-def ids(database: Database, place: Place) -> list[int]:
+def ids(database: Database, running: RunningGroup) -> list[int]:
     return [
-        id for (id,) in database.rows("SELECT id FROM busload.buffered WHERE group_id = %s ORDER BY id", place.group_id)
+        id
+        for (id,) in database.rows("SELECT id FROM busload.buffered WHERE group_id = %s ORDER BY id", running.group_id)
     ]
 
 
 async def test_a_lost_answer_to_the_end_of_a_group_is_said_again_and_counts_once(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
-    place = await taken(given, bus.buffer(EVENTS, size=2), given.registered_worker(), ["a", "b"])
-    ending, conclude = Ending(done=None, expected=2), conclusion(place.leased)
-    first = database.perform(group.finish(place, ending, conclude, 0.0, fenced=False))
-    again = database.perform(group.finish(place, ending, conclude, 0.0, fenced=False))
+    running = await taken(given, bus.buffer(EVENTS, size=2), given.registered_worker(), ["a", "b"])
+    ending, conclude = Ending(done=None, expected=2), conclusion(running.leased)
+    first = database.perform(group.finish(running, ending, conclude, 0.0, fenced=False))
+    again = database.perform(group.finish(running, ending, conclude, 0.0, fenced=False))
     assert (first.done, first.credited, again.done, again.credited, again.missing) == (2, True, 0, True, 0)
     assert database.rows("SELECT details FROM busload.execution") == [({"done": 2},)]
     assert database.count("buffer_archive") == 2
@@ -62,13 +63,13 @@ async def test_after_the_lease_was_lost_nothing_is_settled_parted_or_parked(
 ) -> None:
     """What was delivered leaves all the same, unless what was written for it belongs to the same transaction."""
     worker = given.registered_worker()
-    place = await taken(given, bus.buffer(EVENTS, size=4), worker, [1, 2, 3, 4])
+    running = await taken(given, bus.buffer(EVENTS, size=4), worker, [1, 2, 3, 4])
     given.died(worker)
     given.rescued()
     before = database.everything()
     ending = Ending(done=[1], expected=1, left=1, parted=[2], parted_error="{}", exhausted=True, hook=True, delete=True)
-    conclude = conclusion(place.leased, TROUBLESHOOTING, reason="EXHAUSTED")
-    plan = group.finish(place, ending, conclude, 0.0, fenced=fenced)
+    conclude = conclusion(running.leased, TROUBLESHOOTING, reason="EXHAUSTED")
+    plan = group.finish(running, ending, conclude, 0.0, fenced=fenced)
     if fenced:
         with pytest.raises(SupersededError):
             database.perform(plan)
@@ -76,25 +77,25 @@ async def test_after_the_lease_was_lost_nothing_is_settled_parted_or_parked(
         return
     ended = database.perform(plan)
     assert (ended.done, ended.credited) == (1, False)
-    assert ids(database, place) == [2, 3, 4]
+    assert ids(database, running) == [2, 3, 4]
     changed = {table for table, count in database.everything().items() if count != before[table]}
     assert changed == {"buffered", "buffer_archive"}
-    assert database.perform(group.halve(place, [3, 4], 1)) is False and ids(database, place) == [2, 3, 4]
+    assert database.perform(group.halve(running, [3, 4], 1)) is False and ids(database, running) == [2, 3, 4]
     database.check_invariants()
 
 
 async def test_halving_makes_a_suspect_of_each_half(bus: CommandBus, given: Given, database: Database) -> None:
-    place = await taken(given, bus.buffer(EVENTS, size=4), given.registered_worker(), [1, 2, 3, 4])
+    running = await taken(given, bus.buffer(EVENTS, size=4), given.registered_worker(), [1, 2, 3, 4])
     database.rows("UPDATE busload.lease SET crashes = 2")
-    assert database.perform(group.halve(place, [3, 4], 2)) is True
-    assert ids(database, place) == [1, 2] and database.value("SELECT crashes FROM busload.lease") == 1
+    assert database.perform(group.halve(running, [3, 4], 2)) is True
+    assert ids(database, running) == [1, 2] and database.value("SELECT crashes FROM busload.lease") == 1
     [(other,)] = database.rows("SELECT DISTINCT group_id FROM busload.buffered WHERE id > 2")
     told = database.rows(
         "SELECT c.command_id, c.data, q.crashes, q.attempt"
         " FROM busload.queue AS q JOIN busload.command AS c ON c.id = q.lo"
     )
     assert told == [(other, {"buffer": EVENTS, "items": 2, "partition": "p", "table": None}, 1, 1)]
-    mine = database.value("SELECT data FROM busload.command WHERE command_id = %s", place.group_id)
+    mine = database.value("SELECT data FROM busload.command WHERE command_id = %s", running.group_id)
     assert mine == {"buffer": EVENTS, "items": 2, "partition": "p", "table": None}
     database.check_invariants()
 
@@ -103,16 +104,16 @@ async def test_the_end_of_a_group_is_one_transaction(
     bus: CommandBus, given: Given, database: Database, dsn: str
 ) -> None:
     """Rolled back, everything is where it was; an event is never deleted without its settlement."""
-    place = await taken(given, bus.buffer(EVENTS, size=4), given.registered_worker(), [1, 2, 3, 4])
+    running = await taken(given, bus.buffer(EVENTS, size=4), given.registered_worker(), [1, 2, 3, 4])
     before = database.everything()
     ending = Ending(done=[1, 2], expected=2, left=1, parted=[3], parted_error='{"type": "E", "message": "m"}')
-    conclude = conclusion(place.leased, FAILED_ATTEMPT, delay=0.0)
+    conclude = conclusion(running.leased, FAILED_ATTEMPT, delay=0.0)
     with psycopg.connect(dsn) as conn:
-        perform(conn, group.finish(place, ending, conclude, 0.0, fenced=False))
+        perform(conn, group.finish(running, ending, conclude, 0.0, fenced=False))
         conn.rollback()
-    assert database.everything() == before and ids(database, place) == [1, 2, 3, 4]
-    database.perform(group.finish(place, ending, conclude, 0.0, fenced=False))
-    assert ids(database, place) == [4] and database.count("troubleshooting") == database.count("scheduled") == 1
+    assert database.everything() == before and ids(database, running) == [1, 2, 3, 4]
+    database.perform(group.finish(running, ending, conclude, 0.0, fenced=False))
+    assert ids(database, running) == [4] and database.count("troubleshooting") == database.count("scheduled") == 1
     database.check_invariants()
 
 
@@ -140,11 +141,11 @@ async def test_ids_of_any_type_come_back_to_their_rows(
     assert await events.distribute() == 1
     [leased] = database.perform(claim.claim(worker=given.registered_worker(), domains=[EVENTS], limit=1)).leased
     at = database.perform(event_table.find(BufferSettings(EVENTS, table=table)))
-    place = Place(at, leased, archive=True)
+    running = RunningGroup(at, leased, archive=True)
     rows = database.perform(group.read(at, leased.command_id))
     assert len(rows) == 3
-    ended = database.perform(group.end_part(place, [rows[0].id], 2, fenced=True))
+    ended = database.perform(group.end_part(running, [rows[0].id], 2, fenced=True))
     assert (ended.done, ended.missing) == (1, 0)
-    assert database.perform(group.halve(place, [rows[1].id], 1)) is True
+    assert database.perform(group.halve(running, [rows[1].id], 1)) is True
     assert [row.id for row in database.perform(group.read(at, leased.command_id))] == [rows[2].id]
     assert database.count("buffer_archive") == 1

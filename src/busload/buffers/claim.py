@@ -208,6 +208,6 @@ def _claim(
         max_age=settings.max_age,
         anyway=anyway,
         group_id=group_id,
-        told_table=at.told,
+        table_name=at.table_name,
     )
     return Claimed(*row)

@@ -152,7 +152,7 @@ sent AS (
     SELECT nextval('busload.load_number') * 1024, %(buffer)s::text, %(group_id)s::uuid, 'busload.Group',
            json_build_object('buffer', %(buffer)s::text, 'items', count(*),
                              'partition', (SELECT nullif(partition, '') FROM slice LIMIT 1),
-                             'table', %(told_table)s::text)
+                             'table', %(table_name)s::text)
       FROM taken
     HAVING count(*) > 0
     RETURNING id

@@ -88,8 +88,8 @@ class Relation:
         return _spell(self, statement, partition is None, tuple(more.items()))
 
     @property
-    def told(self) -> str | None:
-        """How the commands of groups name it: as SQL spells it; None is busload's own."""
+    def table_name(self) -> str | None:
+        """The name of the table in the commands of groups, as SQL spells it. If None, it is busload's own table."""
         return None if self.own else plain(self.table)
 
 

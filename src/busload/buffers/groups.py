@@ -51,14 +51,14 @@ class Row(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunningGroup:
     """A group that a worker runs: its events, its command, and its lease, the fence for everything that is written."""
 
     relation: Relation
     leased: Leased
     archive: bool
     partition: str | None = None
-    told: int | None = None
+    expected: int | None = None
     """How many events its command says it holds."""
     versions: Mapping[Any, str | None] = field(default_factory=dict)
     """The versions of rows of an application's table. A row that was updated since was not delivered as it is now."""
@@ -148,19 +148,19 @@ def refusal(buffer: str, error: psycopg.Error) -> TransientCommandError:
     )
 
 
-def find_refused(place: Place, ids: Sequence[Any]) -> Plan[dict[Any, TransientCommandError]]:
+def find_refused(running: RunningGroup, ids: Sequence[Any]) -> Plan[dict[Any, TransientCommandError]]:
     """Find the rows that cannot be deleted, and why. This needs a transaction, and changes nothing."""
     yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
-    return (yield from find_failing(ids, partial(_probe, place), most_tries=MOST_PROBES))
+    return (yield from find_failing(ids, partial(_probe, running), most_tries=MOST_PROBES))
 
 
 class _UndoError(Exception):
     """The delete would have worked: undo it."""
 
 
-def _probe(place: Place, ids: Sequence[Any]) -> Plan[TransientCommandError | None]:
+def _probe(running: RunningGroup, ids: Sequence[Any]) -> Plan[TransientCommandError | None]:
     def delete() -> Plan[None]:
-        yield from _end(place, ids, expected=len(ids))
+        yield from _end(running, ids, expected=len(ids))
         raise _UndoError
 
     try:
@@ -172,83 +172,83 @@ def _probe(place: Place, ids: Sequence[Any]) -> Plan[TransientCommandError | Non
     except psycopg.Error as error:
         if is_away(error):
             raise
-        return refusal(place.relation.buffer, error)
+        return refusal(running.relation.buffer, error)
     return None
 
 
-def halve(place: Place, ids: Sequence[Any], left: int) -> Plan[bool]:
+def halve(running: RunningGroup, ids: Sequence[Any], left: int) -> Plan[bool]:
     """Make these events a suspect group of their own. False if the lease is not ours any more. Needs a transaction."""
-    if not (yield from _hold(place)):
+    if not (yield from _hold(running)):
         return False
-    if (yield from _part(place, ids, error=None)):
-        yield from execute(SQL.unsuspect, lease_id=place.leased.lease.lease_id)
-        yield from _count(place, left)
+    if (yield from _part(running, ids, error=None)):
+        yield from execute(SQL.unsuspect, lease_id=running.leased.lease.lease_id)
+        yield from _count(running, left)
     return True
 
 
-def end_part(place: Place, ids: Sequence[Any], left: int, *, fenced: bool) -> Plan[Ended]:
+def end_part(running: RunningGroup, ids: Sequence[Any], left: int, *, fenced: bool) -> Plan[Ended]:
     """Some events are done while the group still runs; needs a transaction.
 
     They are done even if the lease was lost, because they were delivered. With `fenced` they are not: then everything
     that was written for them belongs to this transaction.
     """
-    held = yield from _hold(place)
+    held = yield from _hold(running)
     if fenced and not held:
         raise SupersededError("Another worker has this group now; what the handler wrote was rolled back.")
     if not held:
-        return Ended((yield from _end_late(place, ids)), False)
-    done = yield from _end(place, ids, expected=len(ids))
-    yield from _count(place, left)
+        return Ended((yield from _end_late(running, ids)), False)
+    done = yield from _end(running, ids, expected=len(ids))
+    yield from _count(running, left)
     return Ended(done, True, len(ids) - done)
 
 
-def leave(place: Place, ending: Ending, *, fenced: bool) -> Plan[Ended]:
+def leave(running: RunningGroup, ending: Ending, *, fenced: bool) -> Plan[Ended]:
     """End some events of a group that is put off. Events that wait for a person leave it too."""
-    ended = yield from end_part(place, ending.done or [], ending.left, fenced=fenced)
+    ended = yield from end_part(running, ending.done or [], ending.left, fenced=fenced)
     if ended.credited and ending.parted:
-        yield from _part(place, ending.parted, error=ending.parted_error)
+        yield from _part(running, ending.parted, error=ending.parted_error)
     return ended
 
 
 def finish(
-    place: Place, ending: Ending, conclude: Callable[[int], Transition], now: float, *, fenced: bool
+    running: RunningGroup, ending: Ending, conclude: Callable[[int], Transition], now: float, *, fenced: bool
 ) -> Plan[Ended]:
     """End the events of a group and settle its command; needs a transaction.
 
     `conclude` is given how many events were done, and says where the command goes. If the lease was lost, only the
     delivered events leave. If this very result has closed the lease, and its answer was lost, nothing is left to do.
     """
-    held = yield from _hold(place)
+    held = yield from _hold(running)
     if not held:
         transition = conclude(0 if ending.done is None else len(ending.done))
         credited = yield from settle.settle([transition], now=now)
         if not credited and fenced:
             raise SupersededError("Another worker has this group now; what the handler wrote was rolled back.")
-        done = 0 if credited else (yield from _end_late(place, ending.done))
+        done = 0 if credited else (yield from _end_late(running, ending.done))
         return Ended(done, bool(credited), transition=transition)
     if ending.parted:
-        yield from _part(place, ending.parted, error=ending.parted_error)
-    done = yield from _end(place, ending.done, expected=ending.expected)
+        yield from _part(running, ending.parted, error=ending.parted_error)
+    done = yield from _end(running, ending.done, expected=ending.expected)
     transition = conclude(done)
     if ending.exhausted and ending.hook:
-        yield from _tell(place, transition.details)
+        yield from _tell(running, transition.details)
     if ending.exhausted and ending.delete:
-        yield from _end(place, None, expected=ending.left, outcome="EXHAUSTED")
-    elif ending.left and ending.left != place.told:
-        yield from _count(place, ending.left)
+        yield from _end(running, None, expected=ending.left, outcome="EXHAUSTED")
+    elif ending.left and ending.left != running.expected:
+        yield from _count(running, ending.left)
     credited = yield from settle.settle([transition], now=now)
     if not credited:
         raise SupersededError("This attempt was settled in another way; nothing of this was written.")
     return Ended(done, True, ending.expected - done, transition)
 
 
-def _hold(place: Place) -> Plan[bool]:
+def _hold(running: RunningGroup) -> Plan[bool]:
     """Lock the lease, as every settlement does first."""
-    return rescue.hold([place.leased.lease.lease_id])
+    return rescue.hold([running.leased.lease.lease_id])
 
 
 def _end(
-    place: Place, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE", late: bool = False
+    running: RunningGroup, ids: Sequence[Any] | None, *, expected: int, outcome: str = "DONE", late: bool = False
 ) -> Plan[int]:
     """Delete rows. It is an error if a trigger or a rule keeps some; those that others have deleted are no error.
 
@@ -257,65 +257,65 @@ def _end(
     """
     if ids is not None and not ids:
         return 0
-    about = place.about() | {"ids": None if ids is None else list(ids)}
-    at, statement = place.relation, SQL.end_items
-    if place.versions:
-        known = list(place.versions if ids is None else ids)
-        about |= {"ids": known, "versions": [place.versions.get(id) for id in known]}
+    about = running.about() | {"ids": None if ids is None else list(ids)}
+    at, statement = running.relation, SQL.end_items
+    if running.versions:
+        known = list(running.versions if ids is None else ids)
+        about |= {"ids": known, "versions": [running.versions.get(id) for id in known]}
         statement = SQL.end_items_as_read
-    [(ended,)] = yield from execute(at.spell(statement), **about, archive=place.archive, outcome=outcome)
-    if ended < expected and place.versions and not late:
+    [(ended,)] = yield from execute(at.spell(statement), **about, archive=running.archive, outcome=outcome)
+    if ended < expected and running.versions and not late:
         updated = yield Statement(at.spell(SQL.updated), about, binary=False)
         if updated:
-            ended += yield from _part(place, [id for (id,) in updated], error=None)
+            ended += yield from _part(running, [id for (id,) in updated], error=None)
     about.pop("versions", None)
     if ended < expected:
         [(kept,)] = yield from execute(at.spell(SQL.kept), **about)
         if kept:
             raise TransientCommandError(
                 f"{kept} events of buffer {at.buffer!r} are still in their group after they were deleted: a trigger or "
-                f"a rule of {at.told} keeps them. Let it delete rows that have a {at.group_id}.",
+                f"a rule of {at.table_name} keeps them. Let it delete rows that have a {at.group_id}.",
                 code=REFUSED,
             )
     return int(ended)
 
 
-def _end_late(place: Place, ids: Sequence[Any] | None) -> Plan[int]:
+def _end_late(running: RunningGroup, ids: Sequence[Any] | None) -> Plan[int]:
     """Remove delivered events from a group that another worker has by now, and correct the count of its command."""
-    done = yield from _end(place, ids, expected=0 if ids is None else len(ids), late=True)
+    done = yield from _end(running, ids, expected=0 if ids is None else len(ids), late=True)
     if done:
-        yield from execute(SQL.deliver_late, command=place.leased.id, done=done, partition=place.partition)
+        yield from execute(SQL.deliver_late, command=running.leased.id, done=done, partition=running.partition)
     return done
 
 
-def _part(place: Place, ids: Sequence[Any], *, error: str | None) -> Plan[int]:
+def _part(running: RunningGroup, ids: Sequence[Any], *, error: str | None) -> Plan[int]:
     [(moved, _)] = yield from execute(
-        place.relation.spell(SQL.part),
-        **place.about(),
+        running.relation.spell(SQL.part),
+        **running.about(),
         ids=list(ids),
         new_group=new_id(),
-        lease_id=place.leased.lease.lease_id,
-        command=place.leased.id,
-        partition=place.partition,
-        told_table=place.relation.told,
+        lease_id=running.leased.lease.lease_id,
+        command=running.leased.id,
+        partition=running.partition,
+        table_name=running.relation.table_name,
         error=error,
     )
     return int(moved)
 
 
-def _count(place: Place, left: int) -> Plan[None]:
-    about = {"partition": place.partition, "told_table": place.relation.told}
-    yield from execute(SQL.count_items, command=place.leased.id, items=left, **about)
+def _count(running: RunningGroup, left: int) -> Plan[None]:
+    about = {"partition": running.partition, "table_name": running.relation.table_name}
+    yield from execute(SQL.count_items, command=running.leased.id, items=left, **about)
 
 
-def _tell(place: Place, error: str | None) -> Plan[None]:
+def _tell(running: RunningGroup, error: str | None) -> Plan[None]:
     yield from execute(
-        place.relation.spell(SQL.tell_exhausted),
-        **place.about(),
-        command=place.leased.id,
-        hook_id=uuid5(place.group_id, str(place.leased.lease.attempt)),
+        running.relation.spell(SQL.tell_exhausted),
+        **running.about(),
+        command=running.leased.id,
+        hook_id=uuid5(running.group_id, str(running.leased.lease.attempt)),
         hook_type=EXHAUSTED,
-        partition=place.partition,
+        partition=running.partition,
         error=error,
     )
 

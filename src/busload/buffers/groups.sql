@@ -89,7 +89,7 @@ WITH held AS MATERIALIZED (
                                  max_attempts)
     SELECT nextval('busload.load_number') * 1024, c.domain, %(new_group)s::uuid, c.command_type,
            json_build_object('buffer', c.domain, 'items', n.count, 'partition', %(partition)s::text,
-                             'table', %(told_table)s::text),
+                             'table', %(table_name)s::text),
            coalesce(c.correlation_id, c.command_id), c.priority, c.max_attempts
       FROM busload.command AS c CROSS JOIN (SELECT count(*)::integer FROM moved) AS n
      WHERE c.id = %(command)s::bigint AND n.count > 0
@@ -121,7 +121,7 @@ UPDATE busload.lease SET crashes = 1 WHERE lease_id = %(lease_id)s::uuid;
 -- How many events a group holds after some have left it. An event that is missing then was taken by others.
 UPDATE busload.command AS c
    SET data = json_build_object('buffer', c.domain, 'items', %(items)s::integer,
-                                'partition', %(partition)s::text, 'table', %(told_table)s::text)
+                                'partition', %(partition)s::text, 'table', %(table_name)s::text)
  WHERE c.id = %(command)s::bigint;
 
 -- name: deliver_late

@@ -113,10 +113,10 @@ def note_problem(name: str, problem: str | None) -> Plan[None]:
 
 def refuse_rivals(settings: BufferSettings, at: Relation) -> Plan[None]:
     """No two buffers over one table: each would take what is meant for the other."""
-    rows = yield from execute(SQL.rivals, buffer=settings.name, relation=at.told)
+    rows = yield from execute(SQL.rivals, buffer=settings.name, relation=at.table_name)
     if rows:
         raise InvalidOperationError(
-            f"The table {at.told} is the buffer {rows[0][0]!r} already, which a worker serves, and cannot be "
+            f"The table {at.table_name} is the buffer {rows[0][0]!r} already, which a worker serves, and cannot be "
             f"the buffer {settings.name!r} too: each would take events of the other. Declare it once; to rename a "
             "buffer, stop the workers of the old name first."
         )
@@ -180,7 +180,7 @@ def _status(
         places = yield from _places(name)
     return BufferStatus(
         name=name,
-        table=known.table if at is None else at.told,
+        table=known.table if at is None else at.table_name,
         waiting=min(waiting, COUNTED),
         waiting_capped=waiting > COUNTED,
         oldest=oldest,

@@ -106,10 +106,10 @@ class Transport(ABC):
         """Give everything back; a later call connects again, perhaps in another event loop."""
 
 
-class Turn:
+class LoopLock:
     """A lock that can be used in one event loop after another: an `asyncio.Lock` serves only its first.
 
-    async with self._turn():
+    async with self._lock():
     """
 
     def __init__(self) -> None:

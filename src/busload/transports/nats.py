@@ -23,7 +23,7 @@ from busload.errors import (
     TransportMisconfiguredError,
     TransportUnavailableError,
 )
-from busload.transports.base import Message, Turn, short_name
+from busload.transports.base import LoopLock, Message, short_name
 from busload.transports.broker import Broker, Consumer, HeldMessage, in_windows, said, unreachable
 from busload.transports.nats_connection import LOST, Connection, DeniedError, connect, read_address
 
@@ -64,7 +64,7 @@ class NatsTransport(Broker):
         self._address = read_address(url)
         self.timeout = self._address.timeout
         self._connection: Connection | None = None
-        self._connecting = Turn()
+        self._connecting = LoopLock()
         self.max_bytes = 1024 * 1024 - ROOM_FOR_HEADERS
 
     async def declare(self, queues: Sequence[str]) -> None:

@@ -144,7 +144,7 @@ class PgmqTransport(PostgresBroker):
 
     async def _ask(self, statement: bytes, **params: Any) -> list[Row]:
         """On the connection for everything but deliveries; on a new connection if the first died while it rested."""
-        async with self._turn():
+        async with self._lock():
             if self._conn and not self._conn.closed:
                 try:
                     return await self.run(self._conn, statement, **params)

@@ -21,7 +21,7 @@ from busload.postgres.listen import MESSAGE, AsyncListener
 from busload.postgres.own_connection import OwnAsyncConnection
 from busload.postgres.plan import Row, execute, perform_async
 from busload.postgres.statements import statements
-from busload.transports.base import Message, Turn
+from busload.transports.base import LoopLock, Message
 from busload.transports.broker import TIMEOUT, Broker, Consumer, HeldMessage, said
 from busload.transports.url import connect_timeout, read_libpq_url, seconds
 
@@ -45,7 +45,7 @@ class PostgresBroker(Broker):
         self.dsn, options = read_libpq_url(url, {"timeout": seconds, "visibility": read_visibility})
         self.timeout: float = options.get("timeout", TIMEOUT)
         self.visibility: float = options.get("visibility", 30)
-        self._turn = Turn()
+        self._lock = LoopLock()
         self._conn: AsyncConnection | None = None
 
     async def disconnect(self) -> None:
@@ -111,7 +111,7 @@ class PostgresqlTransport(PostgresBroker):
 
     async def rows(self, statement: bytes, **params: Any) -> list[Row]:
         with self.translated():
-            async with self.in_time(), self._turn():
+            async with self.in_time(), self._lock():
                 if self._conn is None or self._conn.closed:
                     self._conn = await self.new_connection()
             return await self.run(self._conn, statement, **params)

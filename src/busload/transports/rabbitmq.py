@@ -31,7 +31,7 @@ from busload.errors import (
     TransportMisconfiguredError,
     TransportUnavailableError,
 )
-from busload.transports.base import Delivery, Message, Turn, heed_cancellation, short_name
+from busload.transports.base import Delivery, LoopLock, Message, heed_cancellation, short_name
 from busload.transports.broker import TIMEOUT, Broker, in_windows, unreachable
 from busload.transports.url import one_of, read_options, seconds
 
@@ -228,7 +228,7 @@ class _Line:
 
     def __init__(self, urls: Sequence[str], timeout: float) -> None:
         self._urls, self._timeout = urls, timeout
-        self._connecting = Turn()
+        self._connecting = LoopLock()
         self._connection: AbstractConnection | None = None
         self._doubtful: AbstractConnection | None = None
         self._publisher: Channel | None = None

@@ -43,7 +43,7 @@ from busload.errors import (
     TransportMisconfiguredError,
     TransportUnavailableError,
 )
-from busload.transports.base import Message, Turn, hashed_name
+from busload.transports.base import LoopLock, Message, hashed_name
 from busload.transports.broker import TIMEOUT, Broker, Consumer, HeldMessage, by_queue, said, too_large, unreachable
 from busload.transports.url import one_of, read_options, seconds
 
@@ -87,7 +87,7 @@ class ServicebusTransport(Broker):
         self.timeout: float = options.get("timeout", TIMEOUT)
         self._connection_string = _connection_string(url, emulator=options.get("emulator") == "true")
         self._senders: dict[str, _Sender] = {}
-        self._turns: defaultdict[str, Turn] = defaultdict(Turn)
+        self._locks: defaultdict[str, LoopLock] = defaultdict(LoopLock)
         self._singly: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -148,7 +148,7 @@ class ServicebusTransport(Broker):
         results: dict[int, Refusal | None] = {}
         sender: _Sender | None = None  # until it is our turn
         try:
-            async with self.in_time(), self._turns[queue]():
+            async with self.in_time(), self._locks[queue]():
                 sender = self._sender(queue)
                 await self._send_all(queue, sender, messages, results)
                 sender.rested = True

@@ -16,7 +16,7 @@ import psycopg
 from busload.buffers import event_table, groups
 from busload.buffers.declaration import EXHAUSTED, BufferSettings
 from busload.buffers.event_table import Relation
-from busload.buffers.groups import ROOMY, Ended, Ending, Events, Place, Row, describe_items
+from busload.buffers.groups import ROOMY, Ended, Ending, Events, Row, RunningGroup, describe_items
 from busload.commands.bulk_items import Group, Item, Judgement
 from busload.commands.execution import (
     COMPLETED,
@@ -169,7 +169,7 @@ class _GroupRun(BulkRun):
     async def _read(self) -> None:
         found, rows = await self._read_rows()
         partition, expected = self._data.get("partition"), self._data.get("items")
-        self._place = Place(
+        self._running = RunningGroup(
             found,
             self._leased,
             self._buffer.archive,
@@ -180,8 +180,8 @@ class _GroupRun(BulkRun):
         self._refuse_other_table(found, rows)
         self._events = Events.of(rows, self._buffer.merge, own=found.own)
         self._rows = len(rows)
-        if self._place.told is not None:
-            self._count_vanished(self._place.told - len(rows))
+        if self._running.expected is not None:
+            self._count_vanished(self._running.expected - len(rows))
 
     async def _read_rows(self) -> tuple[Relation, list[Row]]:
         """If the table was altered, look it up again: each connection may remember its old shape."""
@@ -197,12 +197,12 @@ class _GroupRun(BulkRun):
 
     def _refuse_other_table(self, found: Relation, rows: Sequence[Row]) -> None:
         """Refuse a buffer that was declared on another table meanwhile. A renamed table still has the group's rows."""
-        then = self._data.get("table", found.told)
-        if then != found.told and not rows and self._place.told:
+        then = self._data.get("table", found.table_name)
+        if then != found.table_name and not rows and self._running.expected:
             raise TransientCommandError(
-                f"The {self._place.told} events of this group are in {then or 'busload.buffered'}, but buffer "
-                f"{self._buffer.name!r} is declared to be {found.told or 'busload.buffered'} now. Declare it as it was "
-                "and retry the group, or complete or cancel it, which deletes them there.",
+                f"The {self._running.expected} events of this group are in {then or 'busload.buffered'}, but buffer "
+                f"{self._buffer.name!r} is declared to be {found.table_name or 'busload.buffered'} now. Declare it "
+                "as it was and retry the group, or complete or cancel it, which deletes them there.",
                 code="BUFFER_MOVED",
             )
 
@@ -217,13 +217,13 @@ class _GroupRun(BulkRun):
         second = items[len(items) // 2 :]
         ids = self._events.rows_of(second)
         left = self._rows - len(ids)
-        if not await self._insist(lambda: groups.halve(self._place, ids, left)):
+        if not await self._insist(lambda: groups.halve(self._running, ids, left)):
             raise SupersededError("Another worker has this group now.")
         self._events.drop(second)
         self._rows = left
 
     async def _call(self, items: Sequence[Item], end: Callable[..., Plan[Ended]], *, patient: bool) -> BulkCall:
-        group = Group(self._buffer.name, self._leased.command_id, items, self._place.partition)
+        group = Group(self._buffer.name, self._leased.command_id, items, self._running.partition)
         try:
             entered = await self._enter(group, patient=patient)
         except Exception as error:
@@ -266,15 +266,15 @@ class _GroupRun(BulkRun):
     def _end_part(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
         """End what is done of a part; `fenced` in the handler's own transaction."""
         ids = self._events.rows_of(judgement.done)
-        return groups.end_part(self._place, ids, self._rows - self._done - len(ids), fenced=fenced)
+        return groups.end_part(self._running, ids, self._rows - self._done - len(ids), fenced=fenced)
 
     def _end(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
         """End the group, or what is done of it before the rest is put off; `fenced` as above."""
         ending = self._ending(judgement)
         if self._waits(judgement):
-            return groups.leave(self._place, ending, fenced=fenced)
+            return groups.leave(self._running, ending, fenced=fenced)
         conclude = partial(self._conclude, judgement, ending)
-        return groups.finish(self._place, ending, conclude, time.monotonic(), fenced=fenced)
+        return groups.finish(self._running, ending, conclude, time.monotonic(), fenced=fenced)
 
     async def _finish(self, judgement: Judgement) -> None:
         self._settled(*await self._record(judgement, self._end))
@@ -322,12 +322,12 @@ class _GroupRun(BulkRun):
         """Look again at an altered table, or find the rows that cannot be deleted, or keep the rest."""
         if _altered(error):
             try:
-                self._place = replace(self._place, relation=await self._runner.relation(self._leased, self._buffer))
+                self._running = replace(self._running, relation=await self._runner.relation(self._leased, self._buffer))
             except InvalidOperationError:
                 raise error from error.__cause__
             return judgement
         ids = self._events.rows_of(judgement.done)
-        refused = await self._insist(lambda: groups.find_refused(self._place, ids)) if ids else {}
+        refused = await self._insist(lambda: groups.find_refused(self._running, ids)) if ids else {}
         if not refused:
             self._kept = True
             return judgement
