@@ -107,7 +107,9 @@ def test_a_timeout_is_a_time_span_or_seconds() -> None:
         assert found.timeout == 2
     bad: list[Any] = [0, -1, timedelta(0), float("nan"), float("inf"), True, "5", 10**9]
     for timeout in bad:
-        with pytest.raises(ValueError, match="timeout"):
+        with pytest.raises(
+            ValueError, match=r"timeout must be .* more than 0 and less than 1,000,000,000 seconds, found"
+        ):
             Handlers().register("payments", "Debit", timeout=timeout)
 
 
@@ -138,12 +140,20 @@ def default(command: Any, ctx: Any, session: Any = None, *, retries: int = 3) ->
 def anything(*args: Any, **kwargs: Any) -> None: ...
 
 
-REGISTRATIONS: dict[str, tuple[str, Callable[[CommandBus], Callable[[Any], Any]]]] = {
-    "handler": ("command, ctx", lambda bus: bus.handler("payments", "Debit")),
-    "bulk": ("chunk, ctx", lambda bus: bus.bulk_handler("payments", "Debit")),
-    "buffer": ("group, ctx", lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).handler()),
-    "exhausted": ("group, ctx", lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).exhausted()),
-    "planner": ("stage, ctx", lambda bus: bus.planner("payments", "second")),
+REGISTRATIONS: dict[str, tuple[str, str, Callable[[CommandBus], Callable[[Any], Any]]]] = {
+    "handler": ("A handler", "handle(command, ctx)", lambda bus: bus.handler("payments", "Debit")),
+    "bulk": ("A handler", "handle(chunk, ctx)", lambda bus: bus.bulk_handler("payments", "Debit")),
+    "buffer": (
+        "A handler",
+        "handle(group, ctx)",
+        lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).handler(),
+    ),
+    "exhausted": (
+        "A handler",
+        "handle(group, ctx)",
+        lambda bus: bus.buffer("events", size=2, max_age=timedelta(1)).exhausted(),
+    ),
+    "planner": ("A planner", "plan(stage, ctx)", lambda bus: bus.planner("payments", "second")),
 }
 
 
@@ -161,12 +171,11 @@ REGISTRATIONS: dict[str, tuple[str, Callable[[CommandBus], Callable[[Any], Any]]
     ],
 )
 def test_a_function_that_cannot_be_called_as_a_handler_is_refused_at_once(kind: str, function: Any, found: str) -> None:
-    wanted, register = REGISTRATIONS[kind]
+    named, wanted, register = REGISTRATIONS[kind]
     bus = CommandBus("postgresql://nowhere")
-    with pytest.raises(
-        ValueError, match=rf"called with two arguments, e\.g\. `async def handle\({wanted}\)`"
-    ) as refused:
+    with pytest.raises(ValueError) as refused:
         register(bus)(function)
+    assert str(refused.value).startswith(f"{named} is called with two arguments, e.g. `async def {wanted}`; found ")
     assert re.search(found, str(refused.value))
     assert not bus.handlers.domains
 
@@ -177,5 +186,5 @@ def test_a_function_that_cannot_be_called_as_a_handler_is_refused_at_once(kind: 
     [default, anything, Till().debit, Till(), functools.partial(three, session=1), functools.partial(three, 1)],
 )
 def test_whatever_takes_two_arguments_can_be_a_handler(kind: str, function: Any) -> None:
-    register = REGISTRATIONS[kind][1]
+    register = REGISTRATIONS[kind][2]
     assert register(CommandBus("postgresql://nowhere"))(function) is function

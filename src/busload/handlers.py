@@ -127,12 +127,16 @@ class Handlers:
         require(instance(RetryPolicy, "a RetryPolicy"), **given(retry=retry))
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
-            raise ValueError(f"A handler's timeout must be more than 0 seconds, found {timeout!r}.")
+            kind = "planner" if command_type.startswith(PLAN) else "handler"
+            raise ValueError(
+                f"A {kind}'s timeout must be a timedelta or seconds, more than 0 and less than 1,000,000,000 seconds, "
+                f"found {timeout!r:.80}."
+            )
 
         first = "chunk" if gathering else "group" if buffer or command_type == EXHAUSTED else "command"
 
         def add(function: Function) -> Function:
-            _refuse_function(function, first)
+            _refuse_function(function, f"handle({first}, ctx)")
             if buffer is None:  # whose handlers answer by their verdicts
                 refuse_result_type(function)
             existing = self._handlers.get((domain, command_type))
@@ -231,7 +235,7 @@ class HandlerDecorators:
         add = self.handlers.add(domain, PLAN + stage, **options)
 
         def register(function: Function) -> Function:
-            _refuse_function(function, "stage")
+            _refuse_function(function, "plan(stage, ctx)", kind="planner")
             add(_planner(function))
             return function
 
@@ -266,10 +270,10 @@ def _planner(function: Callable[..., Any]) -> Callable[..., Any]:
     return plan if is_async(function) else plan_in_thread
 
 
-def _refuse_function(function: object, first: str) -> None:
-    """A handler that cannot be called would only be found out with its first command, which would pay for it."""
+def _refuse_function(function: object, example: str, *, kind: str = "handler") -> None:
+    """A function that cannot be called would only be found out with its first command, which would pay for it."""
     if not callable(function):
-        raise ValueError(f"A handler must be a function, found {function!r:.80}.")
+        raise ValueError(f"A {kind} must be a function, found {function!r:.80}.")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -278,8 +282,7 @@ def _refuse_function(function: object, first: str) -> None:
         signature.bind(None, None)
     except TypeError:
         raise ValueError(
-            f"A handler is called with two arguments, e.g. `async def handle({first}, ctx)`; found "
-            f"{_name(function)}{signature}."
+            f"A {kind} is called with two arguments, e.g. `async def {example}`; found {_name(function)}{signature}."
         ) from None
 
 

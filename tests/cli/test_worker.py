@@ -179,7 +179,8 @@ def test_results_that_cannot_be_settled_are_an_error(
     (tmp_path / "go").touch()
     process.terminate()
     assert process.wait(timeout=WITHIN) == 1
-    assert "1 result could not be settled before the worker stopped" in (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "said.txt").read_text()
+    assert "1 result could not be settled before the worker stopped. Its command runs again." in said
 
 
 def test_a_log_for_programs_is_one_json_object_per_line(

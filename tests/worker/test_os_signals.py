@@ -159,7 +159,10 @@ def test_results_that_a_stop_without_a_database_abandons_are_counted_and_run_aga
                 workers.kill(pid, signal.SIGTERM)
                 until(lambda pid=pid: pid in workers.look(), within=30)  # type: ignore[misc]
                 assert workers.ended[pid] == 1, workers.last_words()
-                assert "7 results could not be settled before the worker stopped" in workers.last_words()
+                assert (
+                    "7 results could not be settled before the worker stopped. Their commands run again."
+                    in workers.last_words()
+                )
                 server.start()
                 workers.start()
                 with SyncCommandBus(server.dsn) as bus:

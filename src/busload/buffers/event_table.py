@@ -142,7 +142,7 @@ OWN = Relation(
 
 
 def find(settings: BufferSettings) -> Plan[Relation]:
-    """Where the events of this buffer are; refuses a table that cannot be one."""
+    """Find the table that holds the events of this buffer. A table that cannot be a buffer is refused."""
     if settings.table is None:
         return replace(OWN, buffer=settings.name)
     found = yield from _look_up(settings.table.name)
@@ -150,7 +150,10 @@ def find(settings: BufferSettings) -> Plan[Relation]:
 
 
 def recall(buffer: str, spelled: Sequence[str | None]) -> Plan[Relation]:
-    """The same from what was declared before: the table, and its columns for id, group, time, key and partition."""
+    """Find the table of a buffer that was declared before.
+
+    `spelled` names the table, and its columns for id, group, time, key and partition.
+    """
     relation, *names = spelled
     if relation is None:
         return replace(OWN, buffer=buffer)
@@ -162,7 +165,7 @@ def recall(buffer: str, spelled: Sequence[str | None]) -> Plan[Relation]:
 
 
 def check(settings: BufferSettings) -> Plan[Relation]:
-    """The same at the start of a worker, with a warning if an index is missing."""
+    """Find the table of a buffer when a worker starts, and log a warning if an index is missing."""
     at = yield from find(settings)
     if settings.table is not None:
         missing = yield from ddl(settings.table, partition_by=settings.partition_by)
@@ -196,7 +199,7 @@ def ddl(table: BufferTable, *, partition_by: str | None = None) -> Plan[list[str
 
 
 def all_ddl(table: BufferTable, *, partition_by: str | None = None) -> list[str]:
-    """The same for a table that nobody has looked at: every statement, for whoever writes a migration offline."""
+    """Return every statement that makes a new table fit to be a buffer, for a migration that is written offline."""
     unknown = _Found(0, table.name if READABLE.match(table.name) else quoted(table.name))
     return _lacking(table, partition_by, unknown)
 

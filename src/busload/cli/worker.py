@@ -132,6 +132,7 @@ def worker(
 
     Exit code 0: all went well. 1: there was an error, for example results that could not be settled. 2: the options
     were wrong. 3: handlers did not end in time; the log names their commands, which were handed back.
+    130: Ctrl-C came during the start.
 
         busload worker app:bus
         busload worker app:bus --domains payments,crm --processes 2

@@ -16,8 +16,8 @@ from busload.errors import InvalidOperationError, TransientCommandError
 T = TypeVar("T")
 
 FRUITLESS, MOST_FRUITLESS = 3, 10
-"""After so many bad items in a row, without a part that passed, the receiver seems to be ill. The second number counts
-once a part has passed."""
+"""How many bad items may be found in a row without a part that passes. Then the search ends, because the receiver
+itself seems to fail. The first number holds until a part has passed, the second one from then on."""
 
 
 class Item(msgspec.Struct, frozen=True, eq=False):  # a struct is made in a fifth of a dataclass's time

@@ -235,7 +235,7 @@ class Sending:
 
 
 class SendingInThreads:
-    """The same for threads. There each command leaves by itself: a thread waits for its own statement anyway."""
+    """Sends for threads. Each command leaves by itself, because a thread waits for its own statement anyway."""
 
     def __init__(
         self, write: Callable[[Write[Any]], Any], via: send.Via = send.NO_BROKER, *, lines: int | None = None

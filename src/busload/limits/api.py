@@ -32,10 +32,11 @@ class Limits:
         return await self._database.read(rate.limits(name, limit=limit))
 
     async def reset(self, name: str, by: str | None = None) -> int:
-        """Let calls under the limit `name` go again at once, and return how many limits that concerns.
+        """Let calls under the limit `name` go again at once, and return how many limits were reset.
 
-        Its receiver has refused some calls, and the limit waits until the receiver may take more. `by` is what the
-        limit's function of that name returns, as text; without it, all its values are meant.
+        The limit waits because its receiver has refused calls. Reset it when the receiver takes calls again. If the
+        limit has a function `by`, each value of that function has a limit of its own. `by` names one value, as text.
+        Without `by`, the limits of all values are reset.
         """
         check(self._limits, limit_name=name, **given(by=by or None))
         return await self._database.write(Write(rate.reset(name, by)))

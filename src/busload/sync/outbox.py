@@ -81,13 +81,15 @@ class SyncOutbox:
         return rerouted
 
     def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
-        """Compare what the database has published with what the broker holds; with `repair`, make both sides agree.
+        """Compare the commands that the database has published with the messages that the broker holds.
 
-        Any command of a load answers any message about it, so what counts is how many of a load wait, and how many
-        the messages are about. To repair is to publish what is missing, and to remove messages about loads of
-        which nothing waits. For that the messages are taken on loan, some seconds long, and what is waited for goes
-        back; so a broker that cannot be looked into is compared too. A message that a worker has on loan may not be
-        seen, so what is missing may be on its way; to publish it once more does no harm.
+        With `repair`, missing messages are published again, and messages about loads in which no command waits are
+        removed. Without a `domain`, all domains are compared.
+
+        Commands are counted load by load: commands are missing if more of them wait than the messages about their load
+        name. A repair takes messages out of the queue for some seconds and puts back those that are still needed. So a
+        repair also works with a broker that cannot show its messages. A message that a worker holds at this moment may
+        be overlooked. Its commands then count as missing, and publishing them once more does no harm.
         """
         self._check(domain, writes=False)
         if self._publisher is None:

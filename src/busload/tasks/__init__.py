@@ -1,1 +1,1 @@
-"""The task behind commands: its key, its history, and tasks that other queues run."""
+"""Tasks that other queues run: their tracker, and a comparison with the table of another tracker."""

@@ -19,7 +19,7 @@ def find_transport(url: str) -> Transport:
     if not url.strip():
         raise TransportMisconfiguredError(
             "The URL of the transport is empty. Wanted e.g. amqp://user@host/; to have none, so that PostgreSQL "
-            "delivers, unset BUSLOAD_TRANSPORT_URL, leave out --transport."
+            "delivers, unset BUSLOAD_TRANSPORT_URL or leave out --transport."
         )
     scheme, separator, _ = url.partition(":")
     offered = {point.name: point for point in entry_points(group=GROUP)}

@@ -45,7 +45,8 @@ LOOK_WITHIN = 2.0
 STREAM_MISSING, CONSUMER_MISSING = 10059, 10014
 JETSTREAM_OFF = {10039, 10076}
 REASONS = {10054: RefusalReason.TOO_LARGE} | dict.fromkeys([10023, 10028, 10047, 10077, 10167], RefusalReason.THROTTLED)
-"""The latter: resources, memory or storage used up, a limit of the stream reached, too many requests under way."""
+"""What the error codes of NATS mean. The codes for THROTTLED say that resources, memory or storage are used up, that a
+limit of the stream is reached, or that too many requests are under way."""
 
 
 class NatsTransport(Broker):

@@ -145,7 +145,7 @@ class Calls:
                 return Call(judged, ended=await transaction.commit(plan))
         except SupersededError as superseded:
             return Call(void=superseded)
-        except BaseException as refused:  # the commit was
+        except BaseException as refused:  # the commit was refused
             error = refused
         finally:
             if transaction is not None:
@@ -181,7 +181,7 @@ def _call(work: Work) -> Call:
         return Call(judged, ended=transaction.commit(plan))
     except SupersededError as superseded:
         return Call(void=superseded)
-    except BaseException as refused:  # the commit was
+    except BaseException as refused:  # the commit was refused
         return Call(error=refused)
     finally:
         if isinstance(work.context.own_transaction, SyncHandlerTransaction):

@@ -148,7 +148,7 @@ def name(leased: Leased) -> str:
 
 
 def fields(transition: Transition) -> dict[str, object]:
-    """The same for programs."""
+    """Which attempt of which command this is, and how it ended, for programs."""
     leased = transition.leased
     lease = leased.lease
     return {

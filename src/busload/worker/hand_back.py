@@ -17,7 +17,11 @@ log = logging.getLogger("busload")
 
 
 class HandBack:
-    """If the answer of the database is lost, it is asked again: only then is it certain."""
+    """Commands that leave the worker without having run.
+
+    If the answer of the database is lost, the commands stay in `leaving`, and the next call of `once` hands them back
+    again.
+    """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared

@@ -414,9 +414,9 @@ class Run:
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
         if abandoned:
+            again = "Its command runs again." if abandoned == 1 else "Their commands run again."
             raise InvalidOperationError(
-                f"{counted(abandoned, 'result')} could not be settled before the worker stopped: what they are of runs "
-                "again."
+                f"{counted(abandoned, 'result')} could not be settled before the worker stopped. {again}"
             )
 
     async def _end(self) -> None:

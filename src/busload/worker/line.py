@@ -28,7 +28,7 @@ class Gathered:
 
     @property
     def lease(self) -> Lease:
-        """Of its first command. All have the same domain; but each may be lost alone."""
+        """The lease of the first command. All commands have its domain, but others may have another lease."""
         return self.leased[0].lease
 
     def has_room_for(self, weight: int) -> bool:

@@ -21,7 +21,7 @@ SHARED = {
     "worker_settled_total": "Attempts whose result is committed, by how they ended.",
     "broker_messages_total": "Messages handed to the broker, by what became of them.",
 }
-"""The help of a metric that several figures are of."""
+"""The help text of each metric that several figures share."""
 OF_A_TRANSPORT = ("broker", "outbox")
 """The first words of the metrics that have a label `transport`."""
 QUANTILES = (0.5, 0.95, 0.99)

@@ -290,7 +290,10 @@ class Settlement:
 
 
 class Outcomes:
-    """Where every attempt of a worker ends, except those of plain handlers that have returned."""
+    """Records how attempts end: with a result, with an error, or put off without counting.
+
+    The executor hands the result of a plain handler that has returned to the settlement directly: that is quicker.
+    """
 
     def __init__(self, shared: Shared, settlement: Settlement) -> None:
         self._shared, self._settlement, self._limiter = shared, settlement, shared.limiter

@@ -18,7 +18,7 @@ log = logging.getLogger("busload")
 SAMPLES = 1024
 """How many recent waits the percentiles are taken from."""
 EVERY = 16
-"""Of what gathers, the wait of the first item and of every sixteenth after it is measured: next to free."""
+"""The wait is measured for the first item of a flush and for every sixteenth item after it, at little cost."""
 RECENT = 10
 """Seconds that `rate` looks back."""
 REPORT_EVERY = 60.0

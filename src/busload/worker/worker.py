@@ -80,7 +80,7 @@ class Worker:
         return self._run.stats() if self._run is not None and self._run.started else self._last_stats
 
     def metrics(self) -> str:
-        """The same for Prometheus, in its text format."""
+        """The figures of `stats`, in the text format of Prometheus."""
         settings = self.settings
         about = {
             "domains": ",".join(self.domains),

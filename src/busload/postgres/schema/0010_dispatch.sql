@@ -1,4 +1,4 @@
--- How batches were published to a broker. The outbox itself is a place, in places.sql.
+-- How batches were published to a broker. The outbox itself is a place, in 0002_places.sql.
 
 -- Which database this is: one broker may serve several, whose ids are alike.
 CREATE TABLE busload.identity (
