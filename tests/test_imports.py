@@ -31,6 +31,7 @@ LAYERS = (
     {"commands"},
     CAPABILITIES,
     {"handlers"},
+    {"handler_methods"},
     {"bus"},
     {"worker"},
     {"cli", "testing"},

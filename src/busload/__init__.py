@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from busload.errors import PermanentCommandError as PermanentCommandError
     from busload.errors import RateLimitedError as RateLimitedError
     from busload.errors import TransientCommandError as TransientCommandError
+    from busload.handler_methods import bulk_handler as bulk_handler
+    from busload.handler_methods import handler as handler
+    from busload.handler_methods import planner as planner
     from busload.jobs.job import Stage as Stage
     from busload.limits.rate import RateLimit as RateLimit
     from busload.postgres import schema as schema
@@ -73,6 +76,7 @@ _NAMES = {
     "commands.retry": "RetryPolicy",
     "errors": "BatchNotFoundError BusinessRuleError BusloadError DuplicateCommandError InvalidCommandError"
     " PermanentCommandError RateLimitedError TransientCommandError",
+    "handler_methods": "bulk_handler handler planner",
     "jobs.job": "Stage",
     "limits.rate": "RateLimit",
     "settings": "Settings WorkerSettings",

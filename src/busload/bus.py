@@ -56,7 +56,8 @@ from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
-from busload.handlers import HandlerDecorators, Handlers
+from busload.handler_methods import HandlerRegistration
+from busload.handlers import Handlers
 from busload.jobs.api import Jobs
 from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
@@ -71,7 +72,7 @@ from busload.transports import Transport, find_transport
 from busload.troubleshooting.api import Troubleshooting
 
 
-class Bus(HandlerDecorators, ABC):
+class Bus(HandlerRegistration, ABC):
     """What both faces share: where the database is, the handlers, and the checks."""
 
     def __init__(

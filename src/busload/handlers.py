@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
@@ -169,6 +170,16 @@ class Handlers:
                 "Give them a domain of another name."
             )
 
+    def copy(self) -> Handlers:
+        """The same handlers in a registry of their own."""
+        other = Handlers()
+        other.become(self)
+        return other
+
+    def become(self, other: Handlers) -> None:
+        """Take over everything that the other registry knows, at once."""
+        vars(self).update({name: copy(value) for name, value in vars(other).items()})
+
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
 
@@ -281,9 +292,10 @@ def _refuse_function(function: object, example: str, *, kind: str = "handler") -
     try:
         signature.bind(None, None)
     except TypeError:
-        raise ValueError(
-            f"A {kind} is called with two arguments, e.g. `async def {example}`; found {_name(function)}{signature}."
-        ) from None
+        found = f"{_name(function)}{signature}."
+        if "self" in signature.parameters:
+            found += f" Declare methods with `@busload.{kind}`, and call bus.register()."
+        raise ValueError(f"A {kind} is called with two arguments, e.g. `async def {example}`; found {found}") from None
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -452,4 +452,13 @@ MUTANTS = [
         "tests/retention/test_prune.py::test_an_open_command_of_a_batch_that_says_it_is_complete_stays",
         "Work that has not ended would be gone.",
     ),
+    # -- methods as handlers
+    Mutant(
+        "half-an-object-is-registered",
+        "handler_methods.py",
+        "Trial(self.handlers.copy())",
+        "Trial(self.handlers)",
+        "tests/test_handler_methods.py::test_a_duplicate_registers_none_of_an_object_and_the_first_handler_stays",
+        "A worker would serve some commands of a service whose other half was refused.",
+    ),
 ]
