@@ -24,6 +24,7 @@ SOURCES = {
     "busload.batches.open_batch": "open_batch",
     "busload.buffers.buffer": "buffer",
     "busload.bus": "bus",
+    "busload.commands.api": "commands",
     "busload.dispatch.create_batch": "create_batch",
     "busload.dispatch.api": "outbox",
     "busload.limits.api": "limits",

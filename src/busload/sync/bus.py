@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -24,19 +24,8 @@ from busload.batches.cancel import begin_to_cancel
 from busload.buffers.declaration import BufferOptions, declared
 from busload.bus import Bus, _timeout_error
 from busload.commands import search, send
-from busload.commands.checks import check, check_all, check_one, choice, given, seconds_of
-from busload.commands.command import (
-    AuditEvent,
-    BatchCommand,
-    CommandMetadata,
-    CommandStatus,
-    CommandStatusName,
-    SendOptions,
-    SendResult,
-    new_command,
-)
-from busload.commands.dedup import Dedup
-from busload.commands.execution import Execution
+from busload.commands.checks import check, choice, given, seconds_of
+from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.create_batch import published_by, write_for_relay
@@ -54,6 +43,7 @@ from busload.retention.prune import Pruned, Pruning
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
 from busload.sync.cancel import cancel
+from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish
 from busload.sync.database import Database
 from busload.sync.jobs import Jobs
@@ -64,7 +54,7 @@ from busload.sync.pool import Pool
 from busload.sync.troubleshooting import SyncTroubleshooting
 
 
-class SyncCommandBus(Bus):
+class SyncCommandBus(Bus, CommandVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
@@ -133,55 +123,6 @@ class SyncCommandBus(Bus):
         exists exactly if that transaction commits.
         """
         return self.database.migrate(conn)
-
-    def send(
-        self,
-        domain: str,
-        command_type: str,
-        data: Any = None,
-        *,
-        conn: Connection | None = None,
-        **options: Unpack[SendOptions],
-    ) -> SendResult:
-        """Send one command of this `command_type`, with `data` that JSON can hold.
-
-        `SendOptions` says what else may be given. In async code, calls that are under way at once share a transaction,
-        unless they have `batch_id`, `dedup` or `conn`: a thousand senders cost little more than ten. Each returns when
-        its own command is committed, and fails alone.
-        """
-        dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
-        command = new_command("send", command_type, data, options, SendOptions)
-        checked, chosen = check_one(self._limits, domain, command, batch_id, dedup), command.command_id is not None
-        if batch_id is not None:
-            joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
-            [result] = self.database.write(joining, conn)
-            return result
-        if conn is not None or dedup is not None:
-            return self.database.write(send.write(domain, checked, dedup, self.via, chosen=chosen), conn)
-        self.database.refuse_closed()
-        assert self._sending is not None
-        self._sending.send(domain, checked, chosen=chosen)
-        return SendResult(checked.command_id, created=True)
-
-    def send_many(
-        self,
-        domain: str,
-        commands: Iterable[BatchCommand],
-        *,
-        batch_id: UUID | None = None,
-        dedup: Dedup | None = None,
-        conn: Connection | None = None,
-    ) -> list[SendResult]:
-        """Send many `commands`, all or none; results come in the order of the input.
-
-        With `batch_id` they join an open batch. With `dedup`, commands whose task key another command holds are left
-        out, and their results name the holder.
-        """
-        checked = check_all(domain, commands, self._limits)
-        check(self._limits, **given(batch_id=batch_id), dedup=dedup)
-        chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)
-        write = send.write_many(domain, checked, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen)
-        return self.database.write(write, conn)
 
     def create_batch(
         self,
@@ -378,24 +319,6 @@ class SyncCommandBus(Bus):
                 if not limit.left:
                     raise _timeout_error(batch_id, batch, limit.seconds)
                 changed.wait(min(limit.left, self.settings.poll_every.total_seconds()))
-
-    def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
-        """A command and how far it has come; None if the domain has no such command."""
-        check(self._limits, writes=False, domain=domain, command_id=command_id)
-        return self.database.read(search.command(domain, command_id))
-
-    def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
-        """Everything that happened to a command, oldest first; empty for an unknown one."""
-        check(self._limits, writes=False, domain=domain, command_id=command_id)
-        return self.database.read(search.audit_trail(domain, command_id))
-
-    def trace(self, task_key: str, *, domain: str | None = None) -> list[Execution]:
-        """Every attempt of every command that was sent for a task, oldest first; empty for an unknown `task_key`.
-
-        With `domain` only the commands of that domain.
-        """
-        check(self._limits, writes=False, task_key=task_key, **given(domain=domain))
-        return self.database.read(search.trace(task_key, domain=domain))
 
     def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
