@@ -16,9 +16,10 @@ from busload.buffers import groups as group
 from busload.buffers.declaration import BufferSettings
 from busload.buffers.event_table import OWN
 from busload.buffers.groups import Ending, RunningGroup
-from busload.commands import claim
+from busload.commands import claim, rescue
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
 from busload.errors import SupersededError
+from busload.postgres.plan import Plan
 from busload.sync.plan import perform
 from tests.given import Database, Given
 
@@ -81,6 +82,39 @@ async def test_after_the_lease_was_lost_nothing_is_settled_parted_or_parked(
     changed = {table for table, count in database.everything().items() if count != before[table]}
     assert changed == {"buffered", "buffer_archive"}
     assert database.perform(group.halve(running, [3, 4], 1)) is False and ids(database, running) == [2, 3, 4]
+    database.check_invariants()
+
+
+async def test_a_lease_that_comes_back_while_its_group_ends_leaves_no_event_behind(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    """A worker that was silent gets its lease back after the end of its group has found none."""
+    worker = given.registered_worker()
+    running = await taken(given, bus.buffer(EVENTS, size=2), worker, ["a", "b"])
+    lease = running.leased.lease
+    given.died(worker)
+    given.rescued()
+
+    def come_back() -> None:
+        mine, loads = [lease.lease_id], [running.leased.id >> 10]
+        again = rescue.resume(worker=given.registered_worker(), dead=[worker], leases=mine, whole=mine, loads=loads)
+        assert database.perform(again) == {lease.lease_id}
+
+    def interrupted(plan: Plan[Any]) -> Plan[Any]:
+        found = yield next(plan)
+        assert found == [], "the lease is lost"
+        come_back()
+        while True:
+            try:
+                found = yield plan.send(found)
+            except StopIteration as end:
+                return end.value
+
+    plan = group.finish(running, Ending(done=None, expected=2), conclusion(running.leased), 0.0, fenced=False)
+    with psycopg.connect(dsn) as conn:
+        perform(conn, interrupted(plan))
+    status = database.value("SELECT status FROM busload.command_status WHERE command_id = %s", running.group_id)
+    assert (status, ids(database, running)) == ("IN_PROGRESS", []), "delivered events leave, and the command runs on"
     database.check_invariants()
 
 

@@ -50,6 +50,14 @@ MUTANTS = [
         "The lease is the fence: while it exists, a worker that was taken for dead can settle what others run.",
     ),
     Mutant(
+        "a-group-is-settled-without-its-events",
+        "buffers/groups.py",
+        "        credited = yield from settle.credited([transition])\n",
+        "        credited = yield from settle.settle([transition], now=now)\n",
+        "tests/buffers/test_groups.py::test_a_lease_that_comes_back_while_its_group_ends_leaves_no_event_behind",
+        "A group whose lease comes back while it ends would be completed, and its events stay for ever.",
+    ),
+    Mutant(
         "settle-does-not-lock-the-lease",
         "commands/settle.sql",
         "     ORDER BY l.lease_id\n       FOR UPDATE OF l\n",

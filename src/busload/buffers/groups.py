@@ -220,8 +220,10 @@ def finish(
     """
     held = yield from _hold(running)
     if not held:
+        # Only a look: a worker that was silent may get its lease back right now, and to settle its command here
+        # would leave the events of the group behind.
         transition = conclude(0 if ending.done is None else len(ending.done))
-        credited = yield from settle.settle([transition], now=now)
+        credited = yield from settle.credited([transition])
         if not credited and fenced:
             raise SupersededError("Another worker has this group now; what the handler wrote was rolled back.")
         done = 0 if credited else (yield from _end_late(running, ending.done))

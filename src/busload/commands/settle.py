@@ -8,7 +8,7 @@ from uuid import UUID
 from psycopg import errors as pg
 
 from busload.commands.execution import COMPLETED, Lease, Transition
-from busload.postgres.arrays import Bigints, Floats, Integers, Texts, unless_all_null
+from busload.postgres.arrays import Bigints, Floats, Integers, Packed, Texts, unless_all_null
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
 
@@ -32,7 +32,7 @@ def settle(
         "ordinals": Integers.of([ordinals.setdefault(one.lease.lease_id, len(ordinals) + 1) for one in leased]),
         "leases": list(ordinals),
         "ids": Bigints.of(ids),
-        "outcomes": Texts.of(unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions])),
+        "outcomes": _outcomes(transitions),
         "started_ago": Floats.of([now - one.started for one in leased]),
         "finished_ago": Floats.of([now - t.finished for t in transitions]),
         "details": Texts.of(unless_all_null([t.details for t in transitions])),
@@ -46,13 +46,22 @@ def settle(
         rows = yield from execute(SQL.settle_again, **columns, patience=patience)
     if rows[0][0] == len(transitions):
         return set(ids)
-    credited = yield from execute(
+    return (yield from credited(transitions))
+
+
+def credited(transitions: Sequence[Transition]) -> Plan[set[int]]:
+    """The ids of the commands whose attempts are recorded already, just as these say they ended."""
+    rows = yield from execute(
         SQL.credited,
-        ids=ids,
-        lease_ids=[one.lease.lease_id for one in leased],
-        outcomes=columns["outcomes"],
+        ids=Bigints.of([t.leased.id for t in transitions]),
+        lease_ids=[t.leased.lease.lease_id for t in transitions],
+        outcomes=_outcomes(transitions),
     )
-    return {id for (id,) in credited}
+    return {id for (id,) in rows}
+
+
+def _outcomes(transitions: Sequence[Transition]) -> Packed:
+    return Texts.of(unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions]))
 
 
 def lock(leases: Collection[Lease], batch_ids: Iterable[UUID]) -> Plan[None]:
