@@ -22,7 +22,7 @@ class _InThreads:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._face, name)
-        if name in ("outbox", "troubleshooting"):
+        if name in ("outbox", "troubleshooting", "jobs"):
             return _InThreads(found)
         if not inspect.ismethod(found) or name in BLOCKING:
             return found

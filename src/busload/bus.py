@@ -39,6 +39,7 @@ from busload.commands.command import (
     CommandStatus,
     CommandStatusName,
 )
+from busload.commands.ids import JobId
 from busload.commands.send import NO_BROKER, Via
 from busload.commands.send_together import Sending
 from busload.commands.wording import counted
@@ -293,7 +294,7 @@ class CommandBus(Bus, CommandVerbs):
         domain: str,
         *,
         status: BatchStatus | BatchStatusName | None = None,
-        job_id: UUID | None = None,
+        job_id: JobId | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
@@ -303,7 +304,7 @@ class CommandBus(Bus, CommandVerbs):
         `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, **given(job_id=job_id), **page)
+        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
         plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
         return await self.database.read(plan)
 

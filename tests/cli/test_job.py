@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from click.testing import Result
 
@@ -86,3 +86,21 @@ def test_an_unknown_job_is_not_found(busload: Busload) -> None:
         assert (result.exit_code, f"There is no job {unknown} in any domain" in result.stderr) == (1, True)
     result = busload("job", "show", unknown, "--domain", DOMAIN)
     assert (result.exit_code, f"There is no job {unknown} in domain" in result.stderr) == (1, True)
+
+
+def test_the_shell_finds_batches_by_any_id_of_a_job(sync_bus: SyncCommandBus, busload: Busload) -> None:
+    """A text as a whole, and a UUID by its beginning; a text may look like the beginning of one."""
+    whole = UUID("0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00")
+    ids: list[str | UUID] = ["import-7", "cafe", whole]
+    batches = [str(sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")], job_id=each, stage=3)) for each in ids]
+
+    def ls(*options: object) -> str:
+        return busload("batch", "ls", "--json", "--job", *options).stdout
+
+    for given, batch_id in (("import-7", 0), ("cafe", 1), (whole, 2), ("0198c5", 2)):
+        for where in ((), ("--domain", DOMAIN)):
+            found = ls(given, *where)
+            assert batches[batch_id] in found and found.count("batch_id") == 1, (given, where)
+    assert '"stage": 3' in ls("import-7").replace('"stage":3', '"stage": 3')
+    assert ls("import").strip() == "[]"
+    assert "import-7" in busload("batch", "show", batches[0]).stdout

@@ -169,7 +169,7 @@ def test_a_message_about_one_command_tells_foreign_readers_all_they_need() -> No
     """A worker of ours reads from it what it needs."""
     task, batch, job = UUID(int=1), UUID(int=2), UUID(int=3)
     one = message.of_one(
-        1024, "payments", task, "Debit", '{"n": 1}', batch_id=batch, task_key="t", job_id=job, stage="first"
+        1024, "payments", task, "Debit", '{"n": 1}', batch_id=batch, task_key="t", job_id=str(job), stage='"first"'
     )
     body = message.write(one, KEY)
     said = json.loads(body)

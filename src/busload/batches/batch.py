@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from inspect import iscoroutinefunction
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 from uuid import UUID
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from busload.commands.checks import check_all, encoded, given, problems_of, refuse, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
-from busload.commands.ids import new_id
+from busload.commands.ids import JobId, job_id_of, new_id
 from busload.commands.payload import WIDEST, readable
 from busload.commands.send import NewBatch
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
@@ -54,8 +54,9 @@ class BatchMetadata:
     created_at: datetime
     started_at: datetime | None
     completed_at: datetime | None
-    job_id: UUID | None = None
-    stage: str | None = None
+    job_id: JobId | None = None
+    """The job that it is a stage of. A text that is a UUID comes back as a UUID."""
+    stage: str | int | None = None
 
     @property
     def finished_count(self) -> int:
@@ -80,12 +81,12 @@ def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
 
 
 def list_batches(
-    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None, job_id: UUID | None = None
+    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None, job_id: JobId | None = None
 ) -> Plan[list[BatchMetadata]]:
     page = {"domain": domain, "status": status and status.value, "limit": limit, "offset": offset, "after": after}
     if job_id is None:
         return many(_batch, SQL.batches, **page)
-    return many(_batch, SQL.batches_of_job, job_id=job_id, **page)
+    return many(_batch, SQL.batches_of_job, job_id=str(job_id_of(job_id)), **page)
 
 
 def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
@@ -94,7 +95,10 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 def _batch(*row: Any) -> BatchMetadata:
     batch_id, domain, name, custom_data, status, *others = row
-    return BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
+    batch = BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
+    if batch.job_id is None and batch.stage is None:
+        return batch
+    return replace(batch, job_id=job_id_of(batch.job_id), stage=readable(cast(str | None, batch.stage)))
 
 
 class BatchOptions(TypedDict, total=False):
@@ -108,10 +112,11 @@ class BatchOptions(TypedDict, total=False):
     """Data of your own, which the batch keeps and its callback gets."""
     dedup: Dedup | None
     """Leave out commands whose task key another command holds. They do not count in the batch's total."""
-    job_id: UUID | None
-    """A job of your own to find the batch by. `bus.jobs.create` sets it for its batches."""
-    stage: str | None
-    """The stage of that job."""
+    job_id: JobId | None
+    """A job of your own to find the batch by: a UUID, or text of up to 255 characters. `bus.jobs.create` sets it for
+    its batches."""
+    stage: str | int | None
+    """The stage of that job: its name or its number."""
 
 
 def new_batch(
@@ -120,7 +125,7 @@ def new_batch(
     """Check everything about a new batch but its commands. `awaits` says that an async function may be its callback."""
     refuse_unknown(call, options, BatchOptions)
     name, custom_data, stage = options.get("name"), options.get("custom_data"), options.get("stage")
-    chosen = given(batch_id=options.get("batch_id"), job_id=options.get("job_id"))
+    chosen = given(batch_id=options.get("batch_id"), job_of_batch=options.get("job_id"))
     problems = problems_of(limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data)
     callback, callback_id = None, None
     if not isinstance(on_complete, BatchCommand | None):
@@ -130,7 +135,7 @@ def new_batch(
         callback, callback_id = callback_of(limits, domain, on_complete)
     text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
     batch_id = options.get("batch_id") or new_id()
-    return NewBatch(batch_id, domain, name, text, callback, callback_id, options.get("job_id"), stage)
+    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id_of(options.get("job_id")), stage)
 
 
 def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchCommand], first: int = 0) -> list[NewCommand]:

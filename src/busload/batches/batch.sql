@@ -3,7 +3,7 @@
 -- fragment: batch
 -- The columns are in the order of `BatchMetadata`.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
-       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage
+       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text
   FROM busload.batch
 
 -- fragment: newest_batches
@@ -28,7 +28,7 @@ ORDER BY created_at DESC, batch_id DESC
 -- name: batches_of_job
 -- The batches of a job.
 {batch}
- WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
+ WHERE job_id = %(job_id)s::text AND domain = %(domain)s::text AND pruned_at IS NULL
    {newest_batches};
 
 -- name: existing_batches

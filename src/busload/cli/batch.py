@@ -14,12 +14,11 @@ from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
 from busload.cli.command import explained
-from busload.cli.find import find_one, id_or_beginning, newest
+from busload.cli.find import job_of_batches, newest
 from busload.cli.output import echo_json
 from busload.cli.progress_bar import progress
 from busload.cli.text_table import View
 from busload.commands.command import AuditEvent
-from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
@@ -56,10 +55,10 @@ batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
 
 @batch.command()
 @options.status(BatchStatus)
-@click.option("--job", type=id_or_beginning, metavar="ID", help="Only batches of this job.")
+@click.option("--job", metavar="ID", help="Only batches of this job: a UUID, its beginning, or an id of your own.")
 @options.page(20)
 @answers
-def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: IdRange | None, **page: Any) -> Answer:
+def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: str | None, **page: Any) -> Answer:
     """List batches, newest first.
 
     busload batch ls
@@ -67,8 +66,7 @@ def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: IdRange | None,
     busload batch ls --job 0198c5d2-7f3a
     busload batch ls --json | jq -r '.[].batch_id'
     """
-    # A whole id need not be that of a job which has batches.
-    job_id = None if job is None else (job.whole or find_one(bus, "job of batches", job, page["domain"])[1])
+    job_id = None if job is None else job_of_batches(bus, job, page["domain"])
     ask = partial(bus.list_batches, status=status, job_id=job_id)
     return BATCHES.list(newest(bus, ask, "created_at", "batch_id", **page))
 

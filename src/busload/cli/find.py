@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TypeVar
-from uuid import UUID
+from typing import Any, TypeVar
 
 import click
 
@@ -14,6 +13,7 @@ from busload.cli import WrongInputError, did_you_mean
 from busload.cli.output import aligned, shown
 from busload.commands import search
 from busload.commands.checks import check
+from busload.commands.ids import JobId
 from busload.commands.search import IdRange, Noun
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
@@ -31,7 +31,21 @@ def id_or_beginning(text: str) -> IdRange:
     return IdRange(digits)
 
 
-def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) -> tuple[str, UUID]:
+def job_of_batches(bus: SyncCommandBus, text: str, domain: str | None) -> JobId:
+    """The job whose batches are meant: a UUID or the beginning of one, or the whole of an id that is another text."""
+    try:
+        ids = id_or_beginning(text)
+    except click.BadParameter:
+        return text
+    if ids.whole is not None:  # it need not be that of a job which has batches
+        return ids.whole
+    if any(bus.list_batches(each, job_id=text, limit=1) for each in domains_of(bus, domain)):
+        return text
+    found: JobId = find_one(bus, "job of batches", ids, domain)[1]
+    return found
+
+
+def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) -> tuple[str, Any]:
     """The domain and id of the one batch, command or job whose id, or the beginning of it, was given."""
     if domain is not None and ids.whole is not None:
         return domain, ids.whole
@@ -59,8 +73,13 @@ def newest(
     """A page of one domain or, without one, of all domains together, those with the highest attributes `by` first."""
     if domain is not None:
         return ask(domain, limit=limit, offset=offset)
-    found = [one for each in bus.database.read(search.domains()) for one in ask(each, limit=limit + offset, offset=0)]
+    found = [one for each in domains_of(bus, None) for one in ask(each, limit=limit + offset, offset=0)]
     return sorted(found, key=attrgetter(*by), reverse=True)[offset : offset + limit]
+
+
+def domains_of(bus: SyncCommandBus, domain: str | None) -> list[str]:
+    """The domain that was named or, if none was, all of them."""
+    return bus.database.read(search.domains()) if domain is None else [domain]
 
 
 def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:

@@ -26,6 +26,8 @@ from busload.settings import LONGEST, InputLimits, PayloadLimits
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{12}\Z")
+MOST_OF_JOB_ID = 255
+"""Characters of a text that is the id of a job."""
 SENT_BY_BUFFERS = ("busload.Group", "busload.Exhausted")
 """Types of commands that only buffers make."""
 RATES = 0.001, 1_000_000.0
@@ -245,6 +247,26 @@ def wrong_id(value: object, path: str, limits: InputLimits | None = None) -> lis
     return [Problem("INVALID_ID", f"/{path}", f"found {shown(value)}, wanted a uuid.UUID that is not nil{instead}")]
 
 
+def wrong_job(value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
+    """The job that a batch is found by: one of busload's, or of the application's own, whose id may be any text."""
+    if isinstance(value, str) and len(value) <= MOST_OF_JOB_ID:
+        return wrong_text(value, "job_id", 4 * MOST_OF_JOB_ID)
+    if isinstance(value, str):
+        message = f"found {len(value)} characters, at most {MOST_OF_JOB_ID} are allowed"
+        return [Problem("TOO_LONG", "/job_id", message, limit=MOST_OF_JOB_ID)]
+    if isinstance(value, UUID) and value.int:
+        return []
+    return [Problem("INVALID_ID", "/job_id", f"found {shown(value)}, wanted a uuid.UUID that is not nil, or text")]
+
+
+def wrong_stage(value: object, path: str, limits: InputLimits) -> list[Problem]:
+    """The stage of a job that a batch is: its name, or its number."""
+    if isinstance(value, str):
+        return wrong_text(value, path, limits.name_bytes)
+    number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+    return [] if number else [wrong(value, path, "text, or a whole number of at most 53 bits")]
+
+
 def wrong_time(value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
     """Points in time; they must know their time zone."""
     if not isinstance(value, datetime):
@@ -339,11 +361,12 @@ RULES: Mapping[str, Rule] = {
     "correlation_id": wrong_id,
     "execution_id": wrong_id,
     "job_id": wrong_id,
+    "job_of_batch": wrong_job,
     "after": wrong_id,
     "task_key": _key,
     "task_id": _key,
     "name": _short_text,
-    "stage": _short_text,
+    "stage": wrong_stage,
     "operator": _short_text,
     "reason": _text(lambda limits: 4096),
     "by": _text(lambda limits: 512),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from itertools import count, islice
+from typing import TypeAlias
 from uuid import UUID, SafeUUID
 
 from busload.commands.load import position_of
@@ -37,6 +39,18 @@ def ascending_ids() -> Iterator[UUID]:
 
 _make, _UNKNOWN = object.__new__, SafeUUID.unknown
 _set_int, _set_is_safe = vars(UUID)["int"].__set__, vars(UUID)["is_safe"].__set__
+
+
+JobId: TypeAlias = UUID | str
+"""The id of a job as a batch keeps it: of a job of busload's, or of the application's own, which may be any text."""
+
+
+def job_id_of(text: JobId | None) -> JobId | None:
+    """The id of a job. A text that is a UUID is that UUID, however it is spelt."""
+    return UUID(text) if isinstance(text, str) and _SPELT_AS_UUID.fullmatch(text) else text
+
+
+_SPELT_AS_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 def execution_id(lease_id: UUID, command: int) -> UUID:

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
 from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
+from busload.commands.ids import JobId, job_id_of
 from busload.commands.payload import readable
 from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
@@ -54,7 +55,7 @@ class Found:
     """Something with an id in the range, and what a person recognises it by."""
 
     domain: str
-    id: UUID
+    id: JobId
     about: str
 
 
@@ -106,8 +107,14 @@ def trace(task_key: str, *, domain: str | None) -> Plan[list[Execution]]:
 
 
 def find(noun: Noun, ids: IdRange, *, domain: str | None, limit: int) -> Plan[list[Found]]:
-    """What has an id in this range; a "job of batches" is any job_id that batches have."""
-    return many(Found, _FIND[noun], first=ids.first, last=ids.last, domain=domain, limit=limit)
+    """What has an id in this range; a "job of batches" is any job_id that batches have, which may be a text."""
+    return many(_found, _FIND[noun], first=ids.first, last=ids.last, domain=domain, limit=limit)
+
+
+def _found(domain: str, id: JobId, about: str) -> Found:
+    found = job_id_of(id)
+    assert found is not None
+    return Found(domain, found, about)
 
 
 def domains() -> Plan[list[str]]:

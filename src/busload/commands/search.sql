@@ -238,7 +238,7 @@ SELECT domain, job_id, concat_ws(', ', name, status) FROM busload.job
 -- name: find_job_of_batches
 -- Ids by which batches are found: those of jobs, and those that applications have chosen.
 SELECT domain, job_id, '' FROM busload.batch
- WHERE job_id BETWEEN %(first)s::uuid AND %(last)s::uuid
+ WHERE job_id BETWEEN %(first)s::uuid::text AND %(last)s::uuid::text
    AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
  GROUP BY domain, job_id ORDER BY job_id LIMIT %(limit)s::integer;
 

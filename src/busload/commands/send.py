@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from psycopg import errors as pg
 
 from busload.commands.command import NewCommand, SendResult
 from busload.commands.dedup import Dedup
+from busload.commands.ids import JobId
 from busload.commands.load import Load, NewLoad, arrays, blocks, cut
 from busload.errors import (
     BatchNotFoundError,
@@ -48,11 +50,16 @@ class NewBatch:
     on_complete: str | None
     callback_id: UUID | None = None
     """The id of the callback, if the caller chose it."""
-    job_id: UUID | None = None
-    stage: str | None = None
+    job_id: JobId | None = None
+    stage: str | int | None = None
 
     def columns(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        columns = {name: getattr(self, name) for name in self.__slots__}
+        if self.job_id is not None:
+            columns["job_id"] = str(self.job_id)
+        if self.stage is not None:
+            columns["stage"] = json.dumps(self.stage)
+        return columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ batch_id, domain, name, custom_data, on_complete, job_id, stage
 %(name)s::text,
 %(custom_data)s::text::jsonb,
 %(on_complete)s::text::json,
-%(job_id)s::uuid,
-%(stage)s::text
+%(job_id)s::text,
+%(stage)s::text::jsonb
 
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of

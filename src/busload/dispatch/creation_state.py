@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from busload.commands import send
 from busload.commands.command import NewCommand
+from busload.commands.ids import job_id_of
 from busload.commands.load import Load
+from busload.commands.payload import readable
 from busload.commands.send import NewBatch, Via
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy, checkpoint_name
 from busload.errors import BatchNotFoundError, InvalidOperationError
@@ -163,5 +165,7 @@ def _report(*columns: Any) -> DispatchReport:
         strategy=Strategy(found.strategy),
         status=DispatchStatus(found.status),
         checkpoints=tuple(checkpoint_name(found.batch_id, int(number)) for number in found.checkpoints),
+        job_id=job_id_of(found.job_id),
+        stage=readable(cast(str | None, found.stage)),
         failed_checkpoint=found.failed_checkpoint and checkpoint_name(found.batch_id, int(found.failed_checkpoint)),
     )

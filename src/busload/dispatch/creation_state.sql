@@ -63,7 +63,7 @@ SELECT batch_id FROM closed;
 SELECT d.batch_id, d.transport, d.strategy, s.status, d.total, d.written, d.written - o.commands,
        o.failed > 0, c.confirmed, CASE WHEN s.status <> 'pending' THEN c.unconfirmed END,
        coalesce(d.error, o.error), d.warning, d.rounds, d.insert_ms, d.send_ms, d.mark_ms, d.total_ms,
-       d.created_at, d.published_at, b.job_id, b.stage, s.given_up
+       d.created_at, d.published_at, b.job_id, b.stage::text, s.given_up
   FROM busload.batch AS b JOIN busload.dispatch AS d USING (batch_id)
  CROSS JOIN LATERAL (
         SELECT given_up,

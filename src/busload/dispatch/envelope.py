@@ -164,16 +164,19 @@ def of_one(
     data: str | None,
     batch_id: UUID | None,
     task_key: str | None,
-    job_id: UUID | None,
+    job_id: str | None,
     stage: str | None,
 ) -> Envelope:
-    """One command with all a foreign reader needs, under the names that brokers' tasks usually have."""
+    """One command with all a foreign reader needs, under the names that brokers' tasks usually have.
+
+    `data` and `stage` are JSON.
+    """
     command = {
         "task_id": str(command_id),
-        "parent_job_id": job_id and str(job_id),
+        "parent_job_id": job_id,
         "task_type": command_type,
         "parameters": None if data is None else decode(data),
-        "stage": stage,
+        "stage": None if stage is None else decode(stage),
         "batch_id": batch_id and str(batch_id),
         "task_key": task_key,
     }

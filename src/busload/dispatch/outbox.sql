@@ -144,7 +144,8 @@ SELECT c.id, coalesce(octet_length(c.data::text), 0)
 
 -- name: commands
 -- What a message about a single command says.
-SELECT c.id, c.domain, c.command_id, c.command_type, c.data::text, c.batch_id, c.task_key, b.job_id, b.stage
+SELECT c.id, c.domain, c.command_id, c.command_type, c.data::text, c.batch_id, c.task_key, b.job_id,
+       b.stage::text
   FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS r (lo, hi)
  CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN r.lo AND r.hi ORDER BY id OFFSET 0) AS c
   LEFT JOIN busload.batch AS b USING (batch_id)

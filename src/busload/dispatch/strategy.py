@@ -8,6 +8,8 @@ from enum import StrEnum
 from typing import Literal
 from uuid import UUID
 
+from busload.commands.ids import JobId
+
 DispatchName = Literal["two_phase", "checkpoint", "optimistic", "relay"]
 """How a batch may be published: the name of a `Strategy`."""
 
@@ -70,8 +72,8 @@ class DispatchReport:
     total_ms: float | None
     created_at: datetime
     published_at: datetime | None
-    job_id: UUID | None = None
-    stage: str | None = None
+    job_id: JobId | None = None
+    stage: str | int | None = None
     given_up: bool = False
     """Whether the batch was canceled or sealed before all was written: then the rest is never written."""
 

@@ -77,7 +77,7 @@ SELECT b.batch_id, b.total_count, b.completed_at FROM busload.batch AS b
            AND NOT EXISTS (SELECT FROM busload.removable(ARRAY[c.id], %(cutoff)s::timestamptz)) OFFSET 0))
    AND (b.job_id IS NULL OR NOT EXISTS (
         SELECT FROM busload.job AS j
-         WHERE j.job_id = b.job_id
+         WHERE j.job_id = busload.uuid_of(b.job_id)
            AND (j.completed_at IS NULL OR j.completed_at >= %(cutoff)s::timestamptz) OFFSET 0))
  ORDER BY b.completed_at, b.batch_id LIMIT %(limit)s::integer;
 

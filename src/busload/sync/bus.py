@@ -26,6 +26,7 @@ from busload.bus import Bus, _timeout_error
 from busload.commands import search, send
 from busload.commands.checks import check, choice, given, seconds_of
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.ids import JobId
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.create_batch import published_by, write_for_relay
@@ -224,7 +225,7 @@ class SyncCommandBus(Bus, CommandVerbs):
         domain: str,
         *,
         status: BatchStatus | BatchStatusName | None = None,
-        job_id: UUID | None = None,
+        job_id: JobId | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
@@ -234,7 +235,7 @@ class SyncCommandBus(Bus, CommandVerbs):
         `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, **given(job_id=job_id), **page)
+        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
         plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
         return self.database.read(plan)
 

@@ -1,6 +1,11 @@
 -- Batches. Their counters are exact: triggers add up executions and events, in the transaction that writes
 -- them.
 
+-- The id of a job of ours; null for a job of the application's whose id is another text.
+CREATE FUNCTION busload.uuid_of(job_id text) RETURNS uuid
+    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+    RETURN CASE WHEN job_id ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' THEN job_id::uuid END;
+
 CREATE TABLE busload.batch (
     batch_id                 uuid        PRIMARY KEY,
     domain                   text        NOT NULL,
@@ -21,8 +26,8 @@ CREATE TABLE busload.batch (
     notified_at              timestamptz NOT NULL DEFAULT '-infinity',
     on_complete              json,        -- the command to send when the batch completes
     pruned_at                timestamptz, -- when its removal began; it is no longer shown
-    job_id                   uuid,        -- the job that the batch is a stage of
-    stage                    text,
+    job_id                   text COLLATE "C",   -- the job that the batch is a stage of: a UUID, or any text
+    stage                    jsonb,       -- a text or a number
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
     CONSTRAINT valid_status CHECK (

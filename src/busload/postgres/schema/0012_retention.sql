@@ -33,8 +33,8 @@ CREATE TABLE busload.archived_batch (
     on_complete              json,
     events                   json        NOT NULL,
     archived_at              timestamptz NOT NULL DEFAULT now(),
-    job_id                   uuid,
-    stage                    text
+    job_id                   text COLLATE "C",
+    stage                    jsonb
 );
 CREATE INDEX archived_batch_of_id ON busload.archived_batch (batch_id);
 
