@@ -719,7 +719,7 @@ async def test_any_batch_can_carry_a_job_and_a_stage(bus: CommandBus, sync_bus: 
     assert len(await bus.list_batches(DOMAIN)) == 5
     for wrong in ({"job_id": 7}, {"stage": ""}, {"stage": "x" * 256}):
         with pytest.raises(InvalidCommandError):
-            await bus.create_batch(DOMAIN, debits(1), **wrong)  # type: ignore[arg-type]
+            await bus.create_batch(DOMAIN, debits(1), **wrong)
 
 
 async def test_the_sync_face_has_jobs_too(sync_bus: SyncCommandBus, given: Given) -> None:
