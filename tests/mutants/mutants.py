@@ -123,6 +123,15 @@ MUTANTS = [
         COALESCING + "test_a_flush_that_fails_in_passing_is_repeated_and_nothing_dropped[short-40001]",
         "The settlement of the last command is the only one that can complete the batch.",
     ),
+    Mutant(
+        "loads-forget-the-domains-of-their-commands",
+        "commands/load.py",
+        "yield NewLoad(group[0].domain or domain, ",
+        "yield NewLoad(domain, ",
+        "tests/batches/test_cross_domain.py::"
+        "test_commands_run_in_their_own_domains_and_are_counted_by_their_batch[in one statement]",
+        "A command runs in its own domain, not in that of its batch.",
+    ),
     # -- settling
     Mutant(
         "repetition-is-not-looked-up",

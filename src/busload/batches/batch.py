@@ -153,7 +153,8 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     if not checked and not first:
         message = "found no commands, wanted at least one; open_batch may stay empty"
         raise InvalidCommandError([Problem("EMPTY_BATCH", "/commands", message)])
-    if batch.callback_id is not None and any(command.command_id == batch.callback_id for command in checked):
+    taken = (command.command_id for command in checked if command.domain is None)
+    if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
     return checked
 
@@ -170,13 +171,16 @@ def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str
     if command.run_at is not None:
         message = f"a callback is sent when its {of} completes and cannot have a time of its own"
         raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
+    if command.domain is not None:
+        message = f"a callback runs in the domain of its {of} and cannot have one of its own"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/domain", message)])
     try:
         [checked] = check_all(domain, [command], limits)
     except InvalidCommandError as refused:
         problems = [replace(p, path=f"/on_complete{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data}
-    del row["run_at"]
+    del row["run_at"], row["domain"]
     return encoded(row, "/on_complete", WIDEST), command.command_id
 
 

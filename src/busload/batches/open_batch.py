@@ -11,7 +11,7 @@ from uuid import UUID
 
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
-from busload.commands.command import CommandOptions, NewCommand, new_command
+from busload.commands.command import AddOptions, NewCommand, new_command
 from busload.commands.dedup import Dedup
 from busload.commands.wording import counted
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
@@ -44,7 +44,7 @@ class OpenBatch:
         self.batch_id, self.domain, self.added, self.skipped = batch.batch_id, batch.domain, 0, 0
         self._database, self._batch, self._conn, self._opened = database, batch, conn, opened
         self._limits, self._via, self._checkpoint_size, self._dedup = limits, via, checkpoint_size, dedup
-        self._waiting: dict[UUID, NewCommand] = {}
+        self._waiting: dict[tuple[str, UUID], NewCommand] = {}
         self._writing = waiting.Lock()
         self._entered, self._sealed = False, False
 
@@ -52,26 +52,27 @@ class OpenBatch:
         self,
         command_type: str,
         data: Any = None,
-        **options: Unpack[CommandOptions],
+        **options: Unpack[AddOptions],
     ) -> UUID:
         """Add one command of this `command_type` with its `data`, and return its id.
 
-        `CommandOptions` says what else may be given. Every `checkpoint_size` commands are written together. Until then
+        `AddOptions` says what else may be given. Every `checkpoint_size` commands are written together. Until then
         a command is in the memory of this process only. It is durable when the next checkpoint has returned: by
         `checkpoint()`, by the call that completes the number, or by the end of the block.
         """
-        command = new_command("add", command_type, data, options)
+        command = new_command("add", command_type, data, options, AddOptions)
         if self._sealed:
             raise BatchSealedError(self.domain, self.batch_id)
         if not self._entered:
             raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
         checked = check_one(self._limits, self.domain, command)
-        if checked.command_id in self._waiting:
-            raise DuplicateCommandError(self.domain, [checked.command_id], in_the_list=True)
-        self._waiting[checked.command_id] = checked
+        domain, command_id = checked.domain or self.domain, checked.command_id
+        if (domain, command_id) in self._waiting:
+            raise DuplicateCommandError(domain, [command_id], in_the_list=True)
+        self._waiting[domain, command_id] = checked
         if len(self._waiting) >= self._checkpoint_size:
             await self.checkpoint()
-        return checked.command_id
+        return command_id
 
     async def checkpoint(self) -> None:
         """Write what was added so far; when this returns, it is durable.
@@ -85,13 +86,13 @@ class OpenBatch:
             try:
                 sent = sum(result.created for result in await self._database.write(write, self._conn))
             except (DuplicateCommandError, DuplicateTaskError) as duplicate:
-                for command_id in _refused(some, duplicate):
-                    self._waiting.pop(command_id, None)
+                for refused in _refused(some, duplicate):
+                    self._waiting.pop(refused, None)
                 raise
             self.added += sent
             self.skipped += len(some) - sent
-            for command_id in some:
-                del self._waiting[command_id]
+            for written in some:
+                del self._waiting[written]
 
     async def seal(self) -> None:
         """Write the rest and let the batch complete."""
@@ -117,10 +118,13 @@ class OpenBatch:
             log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
 
 
-def _refused(waiting: Mapping[UUID, NewCommand], duplicate: DuplicateCommandError | DuplicateTaskError) -> list[UUID]:
+def _refused(
+    waiting: Mapping[tuple[str, UUID], NewCommand], duplicate: DuplicateCommandError | DuplicateTaskError
+) -> list[tuple[str, UUID]]:
     """Which of them cannot be written; of several for one task, the first can."""
     if isinstance(duplicate, DuplicateCommandError):
-        return list(duplicate.command_ids)
-    held = {id: duplicate.holders.get(command.task_key or "") for id, command in waiting.items()}
-    others = [id for id, holder in held.items() if holder is not None and holder != id]
-    return others or [id for id, holder in held.items() if holder == id]
+        return [(duplicate.domain, command_id) for command_id in duplicate.command_ids]
+    there = {key: command for key, command in waiting.items() if key[0] == duplicate.domain}
+    held = {key: duplicate.holders.get(command.task_key or "") for key, command in there.items()}
+    others = [key for key, holder in held.items() if holder is not None and holder != key[1]]
+    return others or [key for key, holder in held.items() if holder == key[1]]

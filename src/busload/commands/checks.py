@@ -106,6 +106,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
     known_names: set[str] = set()
     checked: list[NewCommand] = []
     chosen: list[UUID] = []
+    elsewhere: dict[str, list[UUID]] = {}
     fresh = ascending_ids()
     for index, command in enumerate(commands):
         # A million may come, nearly all of them like this: asked in place, for the price of one call.
@@ -121,6 +122,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
             and command.priority == 0
             and command.max_attempts is None
             and command.run_at is None
+            and command.domain is None
         )
         found = [] if plain else _problems_of_command(command, known_names, limits)
         if not found:
@@ -131,11 +133,13 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
         if found:
             problems += [Problem(p.code, p.path, p.message, index, p.limit) for p in found]
             continue
-        command_id = command.command_id
+        command_id, own = command.command_id, None if command.domain == domain else command.domain
         if command_id is None:
             command_id = next(fresh)
-        else:
+        elif own is None:
             chosen.append(command_id)
+        else:
+            elsewhere.setdefault(own, []).append(command_id)
         checked.append(
             NewCommand(
                 command_id,
@@ -148,10 +152,13 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
                 # Long past means now; some zones put year 1 before the first one that comes back as a datetime.
                 None if command.run_at is None or command.run_at.year == 1 else command.run_at,
                 command.max_attempts,
+                own,
             )
         )
     refuse(problems)
     refuse_repeated_ids(domain, chosen)
+    for own, ids in elsewhere.items():
+        refuse_repeated_ids(own, ids)
     return checked
 
 
@@ -181,6 +188,8 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
         problems += problems_of(limits, max_attempts=command.max_attempts)
     if command.run_at is not None:
         problems += problems_of(limits, run_at=command.run_at)
+    if command.domain is not None:
+        problems += wrong_name(command.domain, "domain", limits)
     return problems
 
 

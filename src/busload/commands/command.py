@@ -46,7 +46,8 @@ class BatchCommand:
 
     `command_id` is yours or a new one; it is unique in its domain for ever. A higher `priority` runs earlier. `run_at`
     must know its time zone. `max_attempts` overrides the handler's retry policy. `reply_to` names the domain that gets
-    the reply.
+    the reply. `domain` is the domain that runs the command, if it is not that of the call: a command of a batch may
+    run elsewhere, and its batch counts it all the same.
     """
 
     command_type: str
@@ -58,6 +59,7 @@ class BatchCommand:
     priority: int = field(default=0, kw_only=True)
     run_at: datetime | None = field(default=None, kw_only=True)
     max_attempts: int | None = field(default=None, kw_only=True)
+    domain: str | None = field(default=None, kw_only=True)
 
 
 class CommandOptions(TypedDict, total=False):
@@ -77,6 +79,13 @@ class CommandOptions(TypedDict, total=False):
     """The domain that gets the reply."""
     correlation_id: UUID | None
     """An id that the reply and the handler get as well; that of the command if it is left out."""
+
+
+class AddOptions(CommandOptions, total=False):
+    """What may be said about a command that is added to an open batch."""
+
+    domain: str | None
+    """The domain that runs the command; that of the batch if it is left out."""
 
 
 class SendOptions(CommandOptions, total=False):
@@ -211,3 +220,5 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     priority: int
     run_at: datetime | None
     max_attempts: int | None
+    domain: str | None = None
+    """The domain that runs it, if that is not the domain of the call."""

@@ -73,6 +73,13 @@ class Load(NamedTuple):
             yield Load(lo, self.hi)
 
 
+class DueLoad(NamedTuple):
+    """A new load that is due now, and the domain that runs it: a broker is told of both."""
+
+    load: Load
+    domain: str
+
+
 def number_of(id: int) -> int:
     """The number of the load that this command belongs to."""
     return id // POSITIONS
@@ -116,21 +123,24 @@ class NewLoad:
         return self.commands[0].reply_to is not None
 
 
-_kind = attrgetter("priority", "run_at", "reply_to")
+_kind = attrgetter("priority", "run_at", "reply_to", "domain")
 
 
 def cut(domain: str, commands: Sequence[NewCommand]) -> Iterator[NewLoad]:
-    """Cut a list into loads; what differs in priority, time or reply cannot travel together, so it is sorted apart."""
+    """Cut a list into loads. What differs in priority, time, reply or domain cannot travel together; it is cut apart.
+
+    `domain` is that of the commands which have none of their own.
+    """
     groups: list[Sequence[NewCommand]] = [commands]
     if len(set(map(_kind, commands))) > 1:
-        apart: dict[tuple[int, datetime | None, bool], list[NewCommand]] = {}
+        apart: dict[tuple[int, datetime | None, bool, str | None], list[NewCommand]] = {}
         for command in commands:
-            kind = command.priority, command.run_at, command.reply_to is not None
+            kind = command.priority, command.run_at, command.reply_to is not None, command.domain
             apart.setdefault(kind, []).append(command)
         groups = list(apart.values())
     for group in groups:
         for start in range(0, len(group), LOAD_SIZE):
-            yield NewLoad(domain, group[start : start + LOAD_SIZE])
+            yield NewLoad(group[0].domain or domain, group[start : start + LOAD_SIZE])
 
 
 def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class Found:
     about: str
 
 
+class Last:
+    """The last command of the page before. One that is given by its id alone is looked for in `domain` first."""
+
+    def __init__(self, domain: str, after: UUID | CommandMetadata | None) -> None:
+        self.command_id: UUID | None = after.command_id if isinstance(after, CommandMetadata) else after
+        self.domain: str = after.domain if isinstance(after, CommandMetadata) else domain
+
+
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
     return one(_command, SQL.command, domain=domain, command_id=command_id)
 
@@ -69,9 +77,10 @@ def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetad
 
 
 def batch_commands(
-    domain: str, batch_id: UUID, *, status: CommandStatus | None, limit: int, offset: int, after: UUID | None
+    domain: str, batch_id: UUID, *, status: CommandStatus | None, limit: int, offset: int, after: Last
 ) -> Plan[list[CommandMetadata]]:
-    where = {"domain": domain, "batch_id": batch_id, "limit": limit, "offset": offset, "after": after}
+    where = {"domain": domain, "batch_id": batch_id, "limit": limit, "offset": offset}
+    where |= {"after": after.command_id, "after_domain": after.domain}
     if status is None:
         return many(_command, SQL.batch_commands, **where)
     return many(_command, SQL.batch_commands_in, status=status.value, **where)

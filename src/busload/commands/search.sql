@@ -15,11 +15,26 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
 -- fragment: after_the_last
 -- The commands `c` of a batch that come after the last one of the page before. The `first` command of each
 -- load finds the others.
-first.batch_id = %(batch_id)s::uuid
+first.batch_id = (SELECT batch_id FROM busload.batch
+                   WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL)
 AND first.id & 1023 = 0
-AND first.domain = %(domain)s::text
-AND NOT EXISTS (SELECT FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND pruned_at IS NOT NULL)
 AND (%(after)s::uuid IS NULL OR c.id > (SELECT id FROM last) AND first.id >= (SELECT id & ~1023 FROM last))
+
+-- fragment: last_of_page
+-- The last command of the page before. If its domain was not told, it may be any domain in which commands of
+-- the batch run: they are looked through only if the domain of the batch does not have it.
+last AS (
+    SELECT coalesce(
+        (SELECT id FROM busload.command
+          WHERE domain = %(after_domain)s::text AND command_id = %(after)s::uuid
+            AND batch_id = %(batch_id)s::uuid),
+        (SELECT max(c.id)
+           FROM (SELECT DISTINCT domain FROM busload.command
+                  WHERE batch_id = %(batch_id)s::uuid AND id & 1023 = 0 OFFSET 0) AS d
+          CROSS JOIN LATERAL (SELECT id FROM busload.command AS c
+                               WHERE c.domain = d.domain AND c.command_id = %(after)s::uuid OFFSET 0) AS c)
+    ) AS id
+)
 
 -- fragment: item
 -- A command in troubleshooting. The traceback is that of the attempt. A command that was parted from a group
@@ -65,9 +80,7 @@ hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
 -- name: batch_commands
 -- The commands of a batch in the order in which they were sent; `after` is the last command of the page
 -- before. The page is cut first, so that only its commands are looked for in the places.
-WITH last AS (
-    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
-), page AS MATERIALIZED (
+WITH {last_of_page}, page AS MATERIALIZED (
     SELECT c.id
       FROM busload.command AS first JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)
      WHERE {after_the_last}
@@ -81,9 +94,7 @@ WITH last AS (
 -- name: batch_commands_in
 -- The commands of a batch that have one status. A status is known only by looking: load after load, until the
 -- page is full.
-WITH last AS (
-    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(after)s::uuid
-)
+WITH {last_of_page}
 {command}
   FROM busload.command AS first
   JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023)

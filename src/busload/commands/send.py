@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, NoReturn
 from uuid import UUID
 
+import msgspec
 import psycopg
 from psycopg import errors as pg
 
 from busload.commands.command import NewCommand, SendResult
 from busload.commands.dedup import Dedup
 from busload.commands.ids import JobId
-from busload.commands.load import Load, NewLoad, arrays, blocks, cut
+from busload.commands.load import DueLoad, Load, NewLoad, arrays, blocks, cut
 from busload.errors import (
     BatchNotFoundError,
     BatchSealedError,
@@ -212,18 +213,18 @@ def send_many(
     via: Via = NO_BROKER,
     *,
     patience: int | None = None,
-) -> Plan[list[Load]]:
+) -> Plan[list[DueLoad]]:
     """Send many commands, all or none; the total of their batch rises by as many. Returns the loads that are due."""
     if not commands:
         return []
     loads = list(cut(domain, commands))
-    placed: list[Load] | None
+    placed: list[DueLoad] | None
     try:
         if in_one_statement(commands):
-            [[written, los, his, *_]] = yield Savepoint(_send_some(loads, batch_id, patience, via=via))
-            placed = list(map(Load, los, his)) if written else None
+            [[written, *due]] = yield Savepoint(_send_some(loads, domain, batch_id, patience, via=via))
+            placed = _due(*due) if written else None
         else:
-            placed = yield Savepoint(_send_by_copy(loads, batch_id, via))
+            placed = yield Savepoint(_send_by_copy(loads, domain, batch_id, via))
     except pg.UniqueViolation:
         yield from _refuse_existing(domain, commands)
     if placed is None:
@@ -252,8 +253,16 @@ def hold(
     """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
 
     If several commands have the same key, the first one gets it. A command without a key may always be sent. `promised`
-    are keys that this transaction holds for commands it has not sent yet, which the database cannot know of.
+    are keys that this transaction holds for commands it has not sent yet, which the database cannot know of. A command
+    with a domain of its own holds its key there.
     """
+    if any(command.domain is not None for command in commands):
+        told: dict[tuple[str, UUID], SendResult] = {}
+        for own, those in sorted(by_domain(domain, commands).items()):  # in order, as the keys of a domain are
+            alike = [msgspec.structs.replace(command, domain=None) for command in those]
+            found = yield from hold(own, alike, dedup, promised if own == domain else None)
+            told |= {(own, command.command_id): result for command, result in zip(those, found, strict=True)}
+        return [told[command.domain or domain, command.command_id] for command in commands]
     promised = promised or {}
     first = dict(promised)
     for command in commands:
@@ -275,8 +284,16 @@ def hold(
         and (command.task_key not in held or first[command.task_key] != command.command_id)
     }
     answers = _duplicates(domain, list(duplicates.values()), holders, dedup)
-    told = dict(zip(duplicates, answers, strict=True))
-    return [told.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
+    others = dict(zip(duplicates, answers, strict=True))
+    return [others.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
+
+
+def by_domain(domain: str, commands: Sequence[NewCommand]) -> dict[str, list[NewCommand]]:
+    """Commands by the domain that runs them; `domain` is that of the commands which have none of their own."""
+    apart: dict[str, list[NewCommand]] = {}
+    for command in commands:
+        apart.setdefault(command.domain or domain, []).append(command)
+    return apart
 
 
 def _created(commands: Sequence[NewCommand], results: Sequence[SendResult]) -> list[NewCommand]:
@@ -298,16 +315,16 @@ def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUI
     return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
-def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[Load]]:
+def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[DueLoad]]:
     """Open a batch with all its commands and seal it. Returns the loads that are due now: a broker is told of them."""
     yield from _refuse_taken_callback(batch)
     loads = list(cut(batch.domain, commands))
-    placed: list[Load]
+    placed: list[DueLoad]
     try:
         if in_one_statement(commands):
             create = execute(SQL.create_some, **batch.columns(), **arrays(loads), **via.columns())
-            [[los, his, *_]] = yield Savepoint(create)
-            placed = list(map(Load, los, his))
+            [due] = yield Savepoint(create)
+            placed = _due(*due)
         else:
             placed = yield Savepoint(_create_by_copy(batch, loads, via))
     except pg.UniqueViolation as violation:
@@ -372,9 +389,13 @@ def complete_if_ended(batch_id: UUID) -> Plan[None]:
 
 
 def _refuse_existing(domain: str, commands: Sequence[NewCommand]) -> Plan[NoReturn]:
-    ids = [command.command_id for command in commands]
+    taken: list[UUID] = []
     try:
-        taken = yield from taken_ids(domain, ids)
+        for own, those in by_domain(domain, commands).items():
+            domain = own
+            taken = yield from taken_ids(own, [command.command_id for command in those])
+            if taken:
+                break
     except pg.OperationalError as error:  # must not pass for a write whose end nobody knows
         message = "Some of these commands exist already; the connection broke before we knew which"
         raise psycopg.DatabaseError(f"{message}. Nothing was written.") from error
@@ -390,40 +411,46 @@ def already_exists(batch_id: UUID) -> InvalidOperationError:
 
 def _send_some(
     loads: Sequence[NewLoad],
+    domain: str | None = None,
     batch_id: UUID | None = None,
     patience: int | None = None,
     via: Via = NO_BROKER,
 ) -> Plan[list[Row]]:
-    return execute(SQL.send_some, batch_id=batch_id, patience=patience, **via.columns(), **arrays(loads))
+    about = {"domain": domain, "batch_id": batch_id, "patience": patience}
+    return execute(SQL.send_some, **about, **via.columns(), **arrays(loads))
 
 
-def _send_by_copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[Load] | None]:
+def _due(los: Sequence[int], his: Sequence[int], domains: Sequence[str], *_: object) -> list[DueLoad]:
+    return list(map(DueLoad, map(Load, los, his), domains))
+
+
+def _send_by_copy(loads: Sequence[NewLoad], domain: str, batch_id: UUID | None, via: Via) -> Plan[list[DueLoad] | None]:
     if batch_id is not None:
         count = sum(len(load.commands) for load in loads)
-        if not (yield from execute(SQL.raise_total, domain=loads[0].domain, batch_id=batch_id, count=count)):
+        if not (yield from execute(SQL.raise_total, domain=domain, batch_id=batch_id, count=count)):
             return None
     return (yield from _copy(loads, batch_id, via))
 
 
-def _create_by_copy(batch: NewBatch, loads: Sequence[NewLoad], via: Via) -> Plan[list[Load]]:
+def _create_by_copy(batch: NewBatch, loads: Sequence[NewLoad], via: Via) -> Plan[list[DueLoad]]:
     total = sum(len(load.commands) for load in loads)
     yield from execute(SQL.open_batch, **batch.columns(), total=total, sealed=True)
     return (yield from _copy(loads, batch.batch_id, via))
 
 
-def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[Load]]:
+def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[DueLoad]]:
     numbers = yield from execute(SQL.number_loads, loads=len(loads))
     places = [Load.of(number, len(load.commands)) for (number,), load in zip(numbers, loads, strict=True)]
     yield Copy(SQL.copy_commands, blocks(loads, places, batch_id))
     placed = yield from execute(
         SQL.place_loads,
         **via.columns(),
-        domain=loads[0].domain,
         batch_id=batch_id,
+        domains=[load.domain for load in loads],
         los=[place.lo for place in places],
         his=[place.hi for place in places],
         priorities=[load.priority for load in loads],
         replies=[load.replies for load in loads],
         run_ats=unless_all_null(load.run_at for load in loads),
     )
-    return [load for los, his, *_ in placed for load in map(Load, los, his)]
+    return [load for due in placed for load in _due(*due)]

@@ -91,6 +91,7 @@ queued AS (
 -- The loads that are due now, and a notification to whoever is waiting for them.
 ARRAY(SELECT lo FROM load WHERE {is_due} ORDER BY lo),
 ARRAY(SELECT hi FROM load WHERE {is_due} ORDER BY lo),
+ARRAY(SELECT domain FROM load WHERE {is_due} ORDER BY lo),
 (SELECT count(pg_notify('busload_ready', domain))
    FROM (SELECT DISTINCT domain FROM queued WHERE NOT %(optimistic)s::boolean) AS ready),
 (SELECT pg_notify('busload_outbox', %(transport)s::text)
@@ -144,14 +145,14 @@ SELECT id,
   FROM sent;
 
 -- name: send_some
--- Some loads with their commands, of any domains. With a batch, all of them are of its domain, and its total
--- rises by as many. If there is no such batch, or it is sealed, nothing is written, and the first column is
--- false. Returns the loads that are due now.
+-- Some loads with their commands, of any domains. With a batch, which is one of `domain`, its total rises by
+-- as many. If there is no such batch, or it is sealed, nothing is written, and the first column is false.
+-- Returns the loads that are due now.
 WITH raised AS (
     UPDATE busload.batch
        SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
      WHERE batch_id = %(batch_id)s::uuid
-       AND domain = (%(domains)b::text[])[1]
+       AND domain = %(domain)s::text
        AND sealed_at IS NULL
        AND {lock_timeout_is_set}
     RETURNING batch_id
@@ -188,10 +189,10 @@ FROM STDIN (FORMAT binary);
 -- name: place_loads
 -- Put loads whose commands were just copied in where they belong. Returns the loads that are due now.
 WITH load AS (
-    SELECT lo, hi, %(domain)s::text AS domain, priority, replies, run_at
-      FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(priorities)b::smallint[], %(replies)b::boolean[],
-                  %(run_ats)b::timestamptz[])
-        AS load (lo, hi, priority, replies, run_at)
+    SELECT lo, hi, domain, priority, replies, run_at
+      FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
+                  %(replies)b::boolean[], %(run_ats)b::timestamptz[])
+        AS load (lo, hi, domain, priority, replies, run_at)
 ), {placed}
 SELECT {due_loads};
 

@@ -120,6 +120,16 @@ class Places:
         places = (self.ready, self.waiting, self.running, self.parked, self.unconfirmed)
         return sum(part.count for parts in places for part in parts) + self.other_parked
 
+    def __add__(self, other: Places) -> Places:
+        return Places(
+            self.ready + other.ready,
+            self.waiting + other.waiting,
+            self.running + other.running,
+            self.parked + other.parked,
+            self.other_parked + other.other_parked,
+            self.unconfirmed + other.unconfirmed,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -161,6 +171,10 @@ class Facts:
     started_at: datetime | None = None
     sealed_at: datetime | None = None
     completed_at: datetime | None = None
+    parts: tuple[Facts, ...] = ()
+    """For a batch with commands that run in other domains than its own: the same facts for each domain by itself."""
+    batch_domain: str | None = None
+    """The domain of the batch, if these are the facts for another one."""
     callback: Facts | None = None
     """The command that a completed batch has sent."""
 
@@ -206,7 +220,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
         completed_at=completed_at,
     )
     if completed_at is None:
-        return (yield from _with_places(facts, *ids))
+        return (yield from _with_places_of_all_domains(facts, *ids))
     return replace(facts, callback=(yield from _command(domain, callback_id)) if callback_id else None)
 
 
@@ -239,10 +253,23 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
     return facts if facts.ended else (yield from _with_places(facts, id, id, lease_id))
 
 
+def _with_places_of_all_domains(facts: Facts, first: int | None, last: int | None) -> Plan[Facts]:
+    found = yield from many(str, SQL.domains, batch_id=facts.batch_id, first=first, last=last)
+    if set(found) <= {facts.domain}:
+        return (yield from _with_places(facts, first, last))
+    parts: list[Facts] = []
+    for domain in found:
+        parts.append((yield from _with_places(replace(facts, domain=domain, batch_domain=facts.domain), first, last)))
+    places, own = Places(), next((part for part in parts if part.domain == facts.domain), parts[0])
+    for part in parts:
+        places += part.places
+    return replace(facts, parts=tuple(parts), places=places, around=own.around)
+
+
 def _with_places(facts: Facts, first: int | None, last: int | None, lease_id: UUID | None = None) -> Plan[Facts]:
-    """Add where the commands from the first to the last id are, and what goes on around them."""
+    """Add where the commands from the first to the last id in this domain are, and what goes on around them."""
     usual = yield from _usual(facts, first)
-    here = {"batch_id": facts.batch_id, "first": first, "last": last}
+    here = {"batch_id": facts.batch_id, "domain": facts.domain, "first": first, "last": last}
     ready = yield from many(Ready, SQL.ready, **here)
     waiting = []
     for row in (yield from execute(SQL.waiting, **here)):

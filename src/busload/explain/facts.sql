@@ -1,7 +1,8 @@
 -- fragment: here
--- A load of this batch, or the load that this command is in: its id is the first and the last then.
+-- A load of this batch in this domain, or the load that this command is in: its id is the first and the last
+-- then.
 hi BETWEEN %(first)s::bigint AND (%(last)s::bigint | 1023) AND lo <= %(last)s::bigint
-   AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid
+   AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid AND domain = %(domain)s::text
 
 -- fragment: part
 -- The part of a load that is asked for.
@@ -22,6 +23,17 @@ SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.ca
   LEFT JOIN LATERAL (SELECT id FROM busload.command
                       WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id DESC LIMIT 1) AS last ON true
  WHERE b.batch_id = %(batch_id)s::uuid AND b.domain = %(domain)s::text AND b.pruned_at IS NULL;
+
+-- name: domains
+-- The domains in which commands of a batch have not ended: nearly always that of the batch alone.
+SELECT DISTINCT domain
+  FROM (SELECT domain, hi, batch_id FROM busload.queue
+        UNION ALL SELECT domain, hi, batch_id FROM busload.scheduled
+        UNION ALL SELECT domain, hi, batch_id FROM busload.outbox
+        UNION ALL SELECT domain, hi, batch_id FROM busload.lease
+        UNION ALL SELECT domain, command, batch_id FROM busload.troubleshooting) AS place
+ WHERE hi BETWEEN %(first)s::bigint AND (%(last)s::bigint | 1023) AND batch_id = %(batch_id)s::uuid
+ ORDER BY domain;
 
 -- name: ready
 -- By priority. A load that is due but not promoted yet is as good as ready.
@@ -101,7 +113,7 @@ SELECT cause.commands, cause.since, t.reason, t.error ->> 'type', t.error ->> 'c
                (sum(count(*)) OVER ())::bigint AS together
           FROM busload.troubleshooting
          WHERE command BETWEEN %(first)s::bigint AND %(last)s::bigint
-           AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid
+           AND batch_id IS NOT DISTINCT FROM %(batch_id)s::uuid AND domain = %(domain)s::text
          GROUP BY fingerprint ORDER BY count(*) DESC, fingerprint LIMIT 20) AS cause
   JOIN busload.troubleshooting AS t ON t.command = cause.sample
   JOIN busload.command AS c ON c.id = cause.sample

@@ -77,14 +77,16 @@ def _reasons(facts: Facts) -> Iterator[Reason]:
         yield from _not_claimed(facts)
         yield from _running_long(facts)
     else:
-        for held in facts.places.unconfirmed:
-            yield from _in_the_outbox(facts, held)
-        yield from _not_taken(facts)
-        for waiting in facts.places.waiting:
-            yield _not_due(facts, waiting)
-        yield from _running_long(facts)
-    yield from _worker_lost(facts)
-    yield from _in_troubleshooting(facts)
+        for part in facts.parts or (facts,):
+            for held in part.places.unconfirmed:
+                yield from _in_the_outbox(part, held)
+            yield from _not_taken(part)
+            for waiting in part.places.waiting:
+                yield _not_due(part, waiting)
+            yield from _running_long(part)
+    for part in facts.parts or (facts,):
+        yield from _worker_lost(part)
+        yield from _in_troubleshooting(part)
     if facts.remaining > facts.places.count:
         yield _in_no_place(facts, facts.remaining - facts.places.count)
 
@@ -410,7 +412,9 @@ def _start_worker(facts: Facts) -> str:
 def _look(facts: Facts, status: str) -> str:
     if facts.command_id is not None:
         return f"`busload command show {facts.command_id}`"
-    return f'bus.list_batch_commands("{facts.domain}", UUID("{facts.batch_id}"), status="{status}")'
+    return (
+        f'bus.list_batch_commands("{facts.batch_domain or facts.domain}", UUID("{facts.batch_id}"), status="{status}")'
+    )
 
 
 def _when(facts: Facts, waiting: Waiting) -> str:

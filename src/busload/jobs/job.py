@@ -184,8 +184,8 @@ class NewStage:
 
     name: str
     commands: Sequence[NewCommand] | None
-    chosen: Sequence[UUID] = ()
-    """Ids of commands that the caller chose."""
+    chosen: Sequence[tuple[str, UUID]] = ()
+    """Ids of commands that the caller chose, each with the domain that runs the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +235,19 @@ def new_job(
     callback, callback_id = None, None
     if isinstance(on_complete, BatchCommand):
         callback, callback_id = callback_of(limits, domain, on_complete, "job")
-    chosen = [command_id for stage in checked for command_id in stage.chosen]
-    refuse_repeated_ids(domain, chosen if callback_id is None else [*chosen, callback_id])
+    for own, ids in chosen_ids(domain, checked, callback_id).items():
+        refuse_repeated_ids(own, ids)
     text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
     return NewJob(job_id or new_id(), domain, name, text, callback, continue_after_failures, checked, callback_id)
+
+
+def chosen_ids(domain: str, stages: Iterable[NewStage], callback_id: UUID | None) -> dict[str, list[UUID]]:
+    """The ids that the caller chose for commands of these stages and for the callback, by the domain that runs them."""
+    chosen: dict[str, list[UUID]] = {} if callback_id is None else {domain: [callback_id]}
+    for stage in stages:
+        for own, command_id in stage.chosen:
+            chosen.setdefault(own, []).append(command_id)
+    return chosen
 
 
 def _stages(limits: InputLimits, domain: str, stages: Iterable[Stage]) -> list[NewStage]:
@@ -281,5 +290,6 @@ def _stage(limits: InputLimits, domain: str, position: int, stage: Stage) -> New
         path = f"/stages/{position}/commands"
         named = [replace(p, path=f"{path}/{p.index}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(named, refused.total) from None
-    chosen = [command.command_id for command in commands if command.command_id is not None]
+    ids = [(command.domain or domain, command.command_id) for command in commands]
+    chosen = [(own, command_id) for own, command_id in ids if command_id is not None]
     return NewStage(stage.name, checked, chosen)

@@ -32,6 +32,7 @@ from busload.jobs.job import (
     StageMetadata,
     StageStatus,
     Step,
+    chosen_ids,
     parts,
     read_part,
     summary,
@@ -205,13 +206,10 @@ def jobs(domain: str, *, status: JobStatus | None, limit: int, offset: int) -> P
 
 def _refuse_taken(job: NewJob) -> Plan[None]:
     """What later stages and the callback will use must be free now, though it is not held until then."""
-    ids = [command_id for stage in job.stages[1:] for command_id in stage.chosen]
-    if job.callback_id is not None:
-        ids.append(job.callback_id)
-    if ids:
-        taken = yield from send.taken_ids(job.domain, ids)
+    for domain, ids in chosen_ids(job.domain, job.stages[1:], job.callback_id).items():
+        taken = yield from send.taken_ids(domain, ids)
         if taken:
-            raise DuplicateCommandError(job.domain, taken)
+            raise DuplicateCommandError(domain, taken)
 
 
 def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[_Job, list[_Stage]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
-from uuid import UUID
 
 from busload.batches.batch import BatchMetadata
 from busload.commands.checks import check_all
@@ -48,7 +47,7 @@ class FinishedStage:
 
     async def results(self, status: CommandStatus | CommandStatusName | None = None) -> AsyncIterator[CommandMetadata]:
         """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
-        after: UUID | None = None
+        after: CommandMetadata | None = None
         while self.batch is not None:
             page = await self._bus.list_batch_commands(
                 self.job.domain, self.batch.batch_id, status=status, limit=PAGE, after=after
@@ -57,7 +56,7 @@ class FinishedStage:
                 yield command
             if len(page) < PAGE:
                 return
-            after = page[-1].command_id
+            after = page[-1]
 
 
 async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any] | None:

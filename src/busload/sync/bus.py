@@ -247,15 +247,17 @@ class SyncCommandBus(Bus, CommandVerbs):
         status: CommandStatus | CommandStatusName | None = None,
         limit: int = 100,
         offset: int = 0,
-        after: UUID | None = None,
+        after: UUID | CommandMetadata | None = None,
     ) -> list[CommandMetadata]:
         """The commands of a batch in the order in which they were added: all, or those of one `status`.
 
-        `after` is the last command of the page before.
+        `after` is the last command of the page before, or its id. A batch in which two domains have a command of the
+        same id is paged by the command, not by the id.
         """
-        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page)
-        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page)
+        page: dict[str, Any] = {"limit": limit, "offset": offset}
+        last = search.Last(domain, after)
+        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page, after=last.command_id)
+        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page, after=last)
         return self.database.read(plan)
 
     def cancel_batch(

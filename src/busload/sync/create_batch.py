@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from busload.commands.command import BatchCommand, NewCommand
-from busload.commands.load import Load
+from busload.commands.load import DueLoad
 from busload.commands.send import NewBatch
 from busload.commands.wording import counted
 from busload.dispatch import creation_state
@@ -75,7 +75,7 @@ class Creation(CreationRecord):
         broker refuses goes back into the outbox, unless a worker was faster.
         """
         plan = creation_state.create(self.batch, commands, self.via(), self.strategy)
-        loads: list[Load] = self._write(plan, commands)
+        loads: list[DueLoad] = self._write(plan, commands)
         self.written = len(commands)
         self._publish(loads)
         self._finish()
@@ -122,10 +122,10 @@ class Creation(CreationRecord):
         log.debug("Batch %s: wrote %s", batch_id, count)
         return written
 
-    def _publish(self, loads: Sequence[Load], checkpoint: int | None = None) -> None:
+    def _publish(self, loads: Sequence[DueLoad], checkpoint: int | None = None) -> None:
         """Publish a page of loads and mark it, then the next. A broker that is away is not asked for the others."""
         batch, size = self.batch, self.publisher.page
-        left = [Unpublished(load, batch.domain, batch.batch_id, 0) for load in loads]
+        left = [Unpublished(load, domain, batch.batch_id, 0) for load, domain in loads]
         while left:
             page, left = left[:size], left[size:]
             log.debug("Batch %s: publishing %s through %s", batch.batch_id, counted(len(page), "load"), self.transport)

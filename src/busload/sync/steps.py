@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import UUID
 
 from busload.batches.batch import BatchMetadata
 from busload.commands.checks import check_all
@@ -36,7 +35,7 @@ class SyncFinishedStage:
 
     def results(self, status: CommandStatus | CommandStatusName | None = None) -> Iterator[CommandMetadata]:
         """Every command of the stage, or those of one `status`, with its data and result; read page by page."""
-        after: UUID | None = None
+        after: CommandMetadata | None = None
         while self.batch is not None:
             page = self._bus.list_batch_commands(
                 self.job.domain, self.batch.batch_id, status=status, limit=PAGE, after=after
@@ -44,7 +43,7 @@ class SyncFinishedStage:
             yield from page
             if len(page) < PAGE:
                 return
-            after = page[-1].command_id
+            after = page[-1]
 
 
 def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any] | None:
