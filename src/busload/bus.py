@@ -66,6 +66,7 @@ from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport
+from busload.troubleshooting import decisions
 from busload.troubleshooting.api import Troubleshooting
 
 
@@ -135,6 +136,8 @@ class CommandBus(Bus, CommandVerbs):
     Pass `conn` to join a transaction of your own: what you send then exists exactly if that transaction commits.
     Without it, each call opens and commits its own, and has happened when it returns.
     """
+
+    _give_up = staticmethod(decisions.give_up)
 
     def _make_parts(self) -> None:
         self.database = Database(self._given_dsn, self.settings)

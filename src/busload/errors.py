@@ -7,6 +7,8 @@ BusloadError
 ├── BatchNotFoundError                        no such batch in this domain
 ├── BatchSealedError                          the batch takes no more commands
 ├── CommandNotFoundError                      no such command in this domain
+├── CommandFailedError                        the command that was waited for has failed
+│   └── CommandCanceledError                  or was canceled
 ├── JobNotFoundError                          no such job in this domain
 ├── InvalidOperationError                     the thing exists, but not in the state this needs
 │   └── HandlerAlreadyRegisteredError
@@ -151,6 +153,32 @@ class CommandNotFoundError(BusloadError):
     def __init__(self, domain: str, command_id: UUID) -> None:
         super().__init__(f"There is no command {command_id} in domain {domain!r}. Check the domain and the id.")
         self.domain, self.command_id = domain, command_id
+
+
+class CommandFailedError(BusloadError):
+    """The command that `wait_command` waited for did not complete; `status` says where it is.
+
+    `error_type`, `code` and `error_message` are those of the last error that its handler has raised.
+    """
+
+    def __init__(
+        self,
+        domain: str,
+        command_id: UUID,
+        status: str,
+        *,
+        error_type: str | None = None,
+        code: str | None = None,
+        error_message: str | None = None,
+    ) -> None:
+        why = ": ".join(text for text in (code or error_type, error_message) if text)
+        super().__init__(f"Command {command_id} in domain {domain!r} is {status}" + (f": {why}" if why else "."))
+        self.domain, self.command_id, self.status = domain, command_id, status
+        self.error_type, self.code, self.error_message = error_type, code, error_message
+
+
+class CommandCanceledError(CommandFailedError):
+    """The command that `wait_command` waited for was canceled. `error_message` has the reason."""
 
 
 class JobNotFoundError(BusloadError):

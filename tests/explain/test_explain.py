@@ -653,3 +653,12 @@ async def test_a_batch_of_many_is_explained_by_reading_few_rows(
     assert sum(read.values()) < 2500, read
     database.rows("DELETE FROM busload.lease")
     database.rows("TRUNCATE busload.command, busload.queue, busload.execution, busload.batch, busload.event CASCADE")
+
+
+async def test_a_command_that_was_asked_to_stop_is_being_canceled(bus: CommandBus, given: Given) -> None:
+    command_id = await given.sent()
+    given.claimed()
+    await bus.cancel_command(DOMAIN, command_id, reason="no")
+    explanation = await bus.explain_command(DOMAIN, command_id)
+    assert found(explanation) == {Blocker.CANCELING: 1}
+    assert "The command was canceled" in explanation.reasons[0].message

@@ -36,6 +36,7 @@ OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"
 RESCUE = "tests/commands/test_rescue.py::"
+CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
 TRACE = "tests/tasks/test_trace.py::"
 
@@ -477,5 +478,30 @@ MUTANTS = [
         "Trial(self.handlers)",
         "tests/test_handler_methods.py::test_a_duplicate_registers_none_of_an_object_and_the_first_handler_stays",
         "A worker would serve some commands of a service whose other half was refused.",
+    ),
+    # -- single commands
+    Mutant(
+        "request-to-stop-is-forgotten-by-settlement",
+        "commands/settle.sql",
+        "                         WHERE s.command = o.id AND s.attempt = h.attempt\n",
+        "                         WHERE s.command = o.id AND s.attempt > h.attempt\n",
+        CANCEL + "test_what_was_asked_to_stop_is_not_tried_again",
+        "A command that a person has canceled would be tried again if its attempt fails before the worker has heard.",
+    ),
+    Mutant(
+        "request-to-stop-dies-with-the-worker",
+        "commands/rescue.sql",
+        "l.canceled OR i.stopping IS NOT NULL AS canceled",
+        "l.canceled AS canceled",
+        CANCEL + "test_what_was_asked_to_stop_does_not_outlive_its_worker",
+        "A command that a person has canceled would run again after a crash.",
+    ),
+    Mutant(
+        "cancel-takes-the-neighbours-before-it-along",
+        "commands/cancel.sql",
+        "'hi', %(command)s::bigint - 1) AS range WHERE p.lo < %(command)s::bigint",
+        "'hi', %(command)s::bigint - 1) AS range WHERE p.lo > %(command)s::bigint",
+        CANCEL + "test_a_load_is_split_around_the_command",
+        "The part of a load before a canceled command would be in no place, and never run.",
     ),
 ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NOUNS = {
     "batch": "Follow batches, learn why they are not finished, and cancel them.",
     "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
-    "command": "Look at one command and all that happened to it.",
+    "command": "Find commands, see all that happened to them, wait for and cancel them.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
     "domain": "See what waits in domains, pause and resume them.",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 from uuid import UUID
 
 import click
 
-from busload.cli import noun
+from busload.cli import Seconds, noun, options
 from busload.cli.answer import Answer, about
-from busload.cli.output import joined, paragraph, shown, tracebacks
+from busload.cli.output import echo_json, joined, paragraph, shown, tracebacks
 from busload.cli.text_table import View
-from busload.commands.command import AuditEvent, CommandMetadata
-from busload.errors import CommandNotFoundError
+from busload.commands.cancel import Cancellation
+from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
+from busload.errors import CommandFailedError, CommandNotFoundError, InvalidOperationError
 from busload.explain.explanation import Explanation
 from busload.sync.bus import SyncCommandBus
 
@@ -39,7 +42,7 @@ TRAIL = View[AuditEvent](
 )
 
 
-command = noun("command", "show 0198c5d2-8000")
+command = noun("command", "show 0198c5d2-8000", "wait 0198c5d2-8000", "cancel 0198c5d2-8000 --reason 'paid twice'")
 
 
 @command.command()
@@ -66,6 +69,61 @@ def explain(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
     busload command explain 0198c5d2-8000 --json | jq -r '.reasons[].advice'
     """
     return explained(bus.explain_command(domain, command_id))
+
+
+@command.command()
+@options.reason()
+@options.operator
+@about("command")
+def cancel(bus: SyncCommandBus, domain: str, command_id: UUID, *, reason: str, operator: str) -> Answer:
+    """Cancel a command that has not ended. One that runs is asked to stop, and is not tried again.
+
+    busload command cancel 0198c5d2-8000 --reason 'paid twice'
+    """
+    done = bus.cancel_command(domain, command_id, reason=reason, operator=operator)
+    said = {
+        Cancellation.CANCELED: f"Canceled {command_id} in {domain}.",
+        Cancellation.ASKED_TO_STOP: f"Command {command_id} in {domain} runs, and was asked to stop.",
+    }
+    return Answer({"command_id": command_id, "domain": domain, "done": done}, said[done])
+
+
+@command.command()
+@options.run_at(required=True)
+@options.operator
+@about("command")
+def reschedule(bus: SyncCommandBus, domain: str, command_id: UUID, *, run_at: datetime, operator: str) -> Answer:
+    """Let a command that waits run at another time, or now.
+
+    busload command reschedule 0198c5d2-8000 --run-at 2h
+    busload command reschedule 0198c5d2-8000 --run-at '2030-01-01 08:00'
+    busload command reschedule 0198c5d2-8000 --run-at now
+    """
+    bus.reschedule_command(domain, command_id, run_at, operator=operator)
+    now = run_at <= datetime.now(UTC)
+    value = {"command_id": command_id, "domain": domain, "run_at": run_at}
+    return Answer(value, f"{command_id} in {domain} runs {'now' if now else f'at {shown(run_at)}'}.")
+
+
+@command.command()
+@click.option("--timeout", type=Seconds(), metavar="SECONDS", help="How long to wait; default until it has ended.")
+@click.option("--no-operator", is_flag=True, help="Do not wait for a person: one in troubleshooting counts as failed.")
+@about("command")
+def wait(bus: SyncCommandBus, domain: str, command_id: UUID, *, timeout: float | None, no_operator: bool) -> Answer:
+    """Wait until a command has ended, and print its result. The exit code is 1 if it has failed or was canceled.
+
+    busload command wait 0198c5d2-8000 --timeout 60
+    busload command wait 0198c5d2-8000 --json | jq .result
+    """
+    value: dict[str, Any] = {"command_id": command_id, "domain": domain}
+    try:
+        result = bus.wait_command(domain, command_id, timeout, wait_for_operator=not no_operator)
+    except TimeoutError as error:
+        raise InvalidOperationError(str(error)) from None
+    except CommandFailedError as error:
+        value |= {"status": error.status, "error_type": error.error_type, "code": error.code}
+        return Answer(value | {"message": error.error_message}, str(error), ok=False)
+    return Answer(value | {"status": CommandStatus.COMPLETED, "result": result}, lambda: echo_json(result))
 
 
 def explained(found: Explanation) -> Answer:

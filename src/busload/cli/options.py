@@ -6,7 +6,7 @@ import getpass
 import os
 import re
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -89,6 +89,26 @@ def page(default: int) -> Decorator:
 
 def age(option: str, help: str, **more: Any) -> Decorator:
     return click.option(option, callback=_age, metavar="AGE", help=help, **more)
+
+
+def _time(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
+    """`now`, an age as `2h`, which is from now on, or a time in ISO format, of this place if it has no zone."""
+    if text is None:
+        return None
+    if text.strip().lower() == "now":
+        return datetime.now(UTC)
+    try:
+        if re.fullmatch(r"\d+ ?[smhdwSMHDW]", text.strip()):
+            return datetime.now(UTC) + (_age(ctx, param, text) or timedelta(0))
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except (ValueError, OverflowError):
+        wanted = "now, a span such as 30s, 2h or 1d, or a time such as 2030-01-01T08:00+00:00"
+        raise click.BadParameter(f"found {text!r:.80}, wanted {wanted}") from None
+
+
+def run_at(*, required: bool = False) -> Decorator:
+    about = "When to run it: now, in so long (30s, 2h, 1d), or a time such as 2030-01-01T08:00."
+    return click.option("--run-at", callback=_time, metavar="TIME", required=required, help=about)
 
 
 def status(statuses: type[StrEnum]) -> Decorator:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Unpack
 from uuid import UUID
 
 from busload.commands import search, send
-from busload.commands.checks import check, check_all, check_one, given
+from busload.commands.cancel import Cancellation, cancel
+from busload.commands.checks import check, check_all, check_one, given, refuse, seconds_of, wrong_time
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, SendOptions, SendResult, new_command
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
+from busload.commands.reschedule import reschedule
+from busload.commands.search import has_ended, result_of
 from busload.commands.send import Via
 from busload.commands.send_together import Sending
+from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
-from busload.settings import InputLimits
+from busload.postgres.plan import Plan
+from busload.postgres.write import patient
+from busload.settings import InputLimits, Settings
+
+FIRST_PAUSE = 0.01
+"""Seconds between the first two looks of somebody who waits for a command."""
 
 
 class CommandVerbs:
@@ -25,6 +37,16 @@ class CommandVerbs:
     via: Via
     _limits: InputLimits
     _sending: Sending | None
+    settings: Settings
+
+    @staticmethod
+    def _give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
+        """Cancel a command that waits for a person."""
+        raise NotImplementedError
+
+    def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
+        """An event that is set whenever this batch or job may have changed."""
+        raise NotImplementedError
 
     async def send(
         self,
@@ -74,6 +96,86 @@ class CommandVerbs:
         chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)
         write = send.write_many(domain, checked, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen)
         return await self.database.write(write, conn)
+
+    async def cancel_command(
+        self,
+        domain: str,
+        command_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> Cancellation:
+        """Cancel a command that has not ended, and say what that came to.
+
+        A command that waits, in the queue, for its time or to be published, is `CANCELED` at once, and so is one in
+        troubleshooting. One that runs is `ASKED_TO_STOP`: its handler sees `ctx.cancelled`, and whatever it does ends
+        the command. If it returns, the command is completed; if it raises, canceled and not tried again.
+
+        A command that has ended is refused by `InvalidOperationError`.
+        """
+        check(self._limits, domain=domain, command_id=command_id, operator=operator, reason=reason)
+        give_up = partial(self._give_up, domain, command_id, reason, operator)
+        plan = partial(cancel, domain, command_id, reason=reason, operator=operator, give_up=give_up)
+        return await self.database.write(patient(plan, command_ids=[command_id]), conn)
+
+    async def reschedule_command(
+        self,
+        domain: str,
+        command_id: UUID,
+        run_at: datetime,
+        *,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> None:
+        """Let a command that waits run at `run_at`, which must know its time zone; a time that is past means now.
+
+        What is not scheduled yet is put off, and what is scheduled, also for a retry, is put off or brought forward. A
+        command that runs, waits in troubleshooting or has ended is refused by `InvalidOperationError`.
+        """
+        check(self._limits, domain=domain, command_id=command_id, operator=operator)
+        refuse(wrong_time(run_at, "run_at"))
+        run_at = run_at if run_at.year > 1 else datetime.now(UTC)
+        plan = partial(reschedule, domain, command_id, run_at, operator=operator)
+        await self.database.write(patient(plan, command_ids=[command_id]), conn)
+
+    async def wait_command(
+        self,
+        domain: str,
+        command_id: UUID,
+        timeout: timedelta | float | None = None,
+        *,
+        wait_for_operator: bool = True,
+    ) -> Any:
+        """Wait until a command has ended, and return what its handler has returned.
+
+        If it has failed, `CommandFailedError` tells code and message of its error; if it was canceled, its subclass
+        `CommandCanceledError` tells the reason. A command in troubleshooting has not ended: it is waited for until an
+        operator has decided. Without `wait_for_operator`, it counts as failed.
+
+        After `timeout`, in seconds if it is a number, a `TimeoutError` says where the command is.
+
+        A command of a batch is looked at whenever its batch has changed, any other one after pauses that grow from 10
+        ms to the `poll_every` of the settings.
+        """
+        check(self._limits, writes=False, domain=domain, command_id=command_id)
+        seconds, found = seconds_of(timeout), None
+        try:
+            async with waiting.TimeLimit(seconds) as limit:
+                found = await self.database.read(search.ending(domain, command_id), within=limit.patience)
+                batch_id, pause = found.batch_id, FIRST_PAUSE
+                with nullcontext(waiting.Event()) if batch_id is None else self._changes(batch_id) as changed:
+                    while not has_ended(found.status, wait_for_operator):
+                        if not limit.left:
+                            raise TimeoutError
+                        await changed.wait(min(limit.left, pause))
+                        changed.clear()
+                        found = await self.database.read(search.ending(domain, command_id), within=limit.patience)
+                        pause = min(pause * 1.5, self.settings.poll_every.total_seconds())
+        except TimeoutError:
+            where = "nothing was seen of it" if found is None else f"it is {found.status}"
+            raise TimeoutError(f"Command {command_id} has not ended after {seconds} s: {where}.") from None
+        return result_of(domain, command_id, found)
 
     async def get_command(self, domain: str, command_id: UUID) -> CommandMetadata | None:
         """A command and how far it has come; None if the domain has no such command."""

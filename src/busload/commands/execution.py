@@ -107,6 +107,8 @@ class Lease(msgspec.Struct, eq=False):
     claimed: float = 0.0
     """When it was claimed, on the worker's own clock."""
     canceled: bool = False
+    stopping: frozenset[int] = frozenset()
+    """The commands of it that were asked to stop, one by one."""
     lost: bool = False
     refused: bool = False
     """Whether the database has refused a result because the lease was gone. That command has to run again."""
@@ -138,6 +140,11 @@ class Leased(msgspec.Struct, eq=False, gc=False):  # a struct is made in a fifth
     def execution_id(self) -> UUID:
         return ids.execution_id(self.lease.lease_id, self.id)
 
+    @property
+    def canceled(self) -> bool:
+        """Whether it was asked to stop, alone or with its batch."""
+        return self.lease.canceled or self.id in self.lease.stopping
+
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
@@ -153,7 +160,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The handler gave up because its batch was canceled."""
+    """The handler gave up because its command or its batch was canceled."""
 
     error: BaseException | None = None
 
@@ -229,8 +236,8 @@ def decide(
 
 
 def failure(leased: Leased, error: BaseException) -> Failed | Stopped:
-    """If the batch was canceled, an error means that the handler has stopped as asked, unless the error is final."""
-    if leased.lease.canceled and not isinstance(deciding(error), FINAL_ERRORS):
+    """If it was asked to stop, an error means that the handler has stopped as asked, unless the error is final."""
+    if leased.canceled and not isinstance(deciding(error), FINAL_ERRORS):
         return Stopped(error)
     return Failed(error)
 

@@ -25,6 +25,8 @@ class Renewal:
     leases: frozenset[UUID]
     canceled: frozenset[UUID]
     settled: frozenset[UUID]
+    stopping: frozenset[int] = frozenset()
+    """Commands of these leases that somebody has canceled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ RETURNING worker;
 -- name: renew
 -- One heartbeat keeps all leases of a worker. No row: the worker was declared dead, and its leases are not
 -- its own any more. Also tells the worker which leases it holds, which of them belong to canceled batches,
--- and which of them are older than a claim takes to answer. So the worker can notice a claim whose answer was
--- lost, and a lease that it has lost.
+-- which of them are older than a claim takes to answer, and which commands are to be asked to stop. So the
+-- worker can notice a claim whose answer was lost, and a lease that it has lost.
 WITH alive AS (
     UPDATE busload.worker
        SET seen_at = now()
@@ -19,7 +19,20 @@ WITH alive AS (
 )
 SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}'),
        coalesce(array_agg(l.lease_id) FILTER (WHERE b.canceled_at IS NOT NULL), '{}'),
-       coalesce(array_agg(l.lease_id) FILTER (WHERE l.since < now() - %(settled)s::interval), '{}')
+       coalesce(array_agg(l.lease_id) FILTER (WHERE l.since < now() - %(settled)s::interval), '{}'),
+       ARRAY(
+        SELECT s.command
+          FROM busload.stopping AS s
+         WHERE EXISTS (
+            SELECT
+              FROM busload.lease AS mine
+             WHERE mine.hi BETWEEN s.command AND (s.command | 1023)
+               AND mine.lo <= s.command
+               AND mine.attempt = s.attempt
+               AND mine.worker = %(worker)s::bigint
+            OFFSET 0
+         )
+       )
   FROM alive
   LEFT JOIN busload.lease AS l USING (worker)
   LEFT JOIN busload.batch AS b USING (batch_id)
@@ -78,7 +91,7 @@ SELECT lease_id {leases_in_order};
 -- command is to blame: its crashes rise by one each time, and after `max_crashes` of its own it waits for a
 -- person. No command is to blame if the worker stopped by itself, or was declared dead before: what is found
 -- of that worker now was claimed too late, or is the end of a long list. Commands of a canceled batch are
--- canceled.
+-- canceled, and so are those that were asked to stop: each of these is a load of its own.
 WITH lease AS MATERIALIZED (
     SELECT l.*,
            b.canceled_at IS NOT NULL AS canceled,
@@ -90,9 +103,13 @@ WITH lease AS MATERIALIZED (
      ORDER BY lease_id
        FOR UPDATE OF l
 ), rest AS (   -- OFFSET keeps the planner from reading all executions for an anti join
-    SELECT l.lease_id, c.id, c.id - row_number() OVER (PARTITION BY l.lease_id ORDER BY c.id) AS island
+    SELECT l.lease_id, c.id, s.command AS stopping,
+           c.id - row_number() OVER (PARTITION BY l.lease_id, s.command ORDER BY c.id) AS island
       FROM lease AS l
       JOIN busload.command AS c ON c.id BETWEEN l.lo AND l.hi
+      LEFT JOIN LATERAL (
+        SELECT command FROM busload.stopping WHERE command = c.id AND attempt = l.attempt OFFSET 0
+      ) AS s ON true
       LEFT JOIN LATERAL (
         SELECT true AS recorded
           FROM busload.execution AS e
@@ -101,7 +118,7 @@ WITH lease AS MATERIALIZED (
       ) AS e ON true
      WHERE c.id <> ALL (l.returned) AND e.recorded IS NULL
 ), island AS (
-    SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island
+    SELECT lease_id, min(id) AS lo, max(id) AS hi, stopping FROM rest GROUP BY lease_id, island, stopping
 ), scene AS (
     SELECT worker, sum((hi - lo + 1)::integer) = 1 AS alone
       FROM (SELECT l.worker, i.lo, i.hi FROM lease AS l JOIN island AS i USING (lease_id)) AS ran
@@ -109,7 +126,7 @@ WITH lease AS MATERIALIZED (
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies,
            l.worker,
-           l.canceled, l.since, blamed,
+           l.canceled OR i.stopping IS NOT NULL AS canceled, i.stopping, l.since, blamed,
            l.crashes AS before,
            CASE WHEN NOT blamed THEN l.crashes
                 WHEN i.lo = i.hi AND (l.crashes > 0 OR scene.alone) THEN greatest(l.crashes, 1) + 1
@@ -154,7 +171,11 @@ WITH lease AS MATERIALIZED (
       FROM load
     UNION ALL
     SELECT route, lo, hi, batch_id, attempt, lease_id, worker,
-           CASE route WHEN 'PARKED' THEN json_build_object('reason', 'CRASHED', 'crashes', crashes - 1) END
+           CASE WHEN route = 'PARKED' THEN json_build_object('reason', 'CRASHED', 'crashes', crashes - 1)
+                WHEN stopping IS NOT NULL
+                THEN (SELECT json_build_object('reason', s.reason)
+                        FROM busload.stopping AS s WHERE s.command = stopping)
+           END
       FROM routed
      WHERE route <> 'QUEUED'
 ), closed AS (

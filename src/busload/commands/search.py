@@ -12,8 +12,11 @@ from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus,
 from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
 from busload.commands.ids import JobId, job_id_of
 from busload.commands.payload import readable
+from busload.errors import CommandCanceledError, CommandFailedError, CommandNotFoundError
 from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
+
+ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
 
 T = TypeVar("T")
 SQL = statements(__name__)
@@ -69,6 +72,39 @@ class Last:
 
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
     return one(_command, SQL.command, domain=domain, command_id=command_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How far a command has come, and how it has ended if it has."""
+
+    batch_id: UUID | None
+    status: CommandStatus
+    error_type: str | None
+    error_code: str | None
+    message: str | None
+    result: Any
+
+
+def ending(domain: str, command_id: UUID) -> Plan[Ending]:
+    found = yield from one(_ending, SQL.ending, domain=domain, command_id=command_id)
+    if found is None:
+        raise CommandNotFoundError(domain, command_id)
+    return found
+
+
+def has_ended(status: CommandStatus, wait_for_operator: bool) -> bool:
+    """Whether there is nothing more to wait for."""
+    return status in ENDED or (status is CommandStatus.IN_TROUBLESHOOTING_QUEUE and not wait_for_operator)
+
+
+def result_of(domain: str, command_id: UUID, ending: Ending) -> Any:
+    """The result of a command that was completed; raises if it was not."""
+    if ending.status is CommandStatus.COMPLETED:
+        return ending.result
+    kind = CommandCanceledError if ending.status is CommandStatus.CANCELED else CommandFailedError
+    error = {"error_type": ending.error_type, "code": ending.error_code, "error_message": ending.message}
+    raise kind(domain, command_id, ending.status, **error)
 
 
 def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetadata]]:
@@ -162,6 +198,7 @@ def _actions(text: str | None) -> tuple[OperatorAction, ...]:
 
 
 _command = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable)
+_ending = _reader(Ending, status=CommandStatus, result=readable)
 _troubleshooting_item = _reader(TroubleshootingItem, data=readable, details=readable)
 _audit_event = _reader(AuditEvent, details=readable)
 as_execution = _reader(Execution, status=ExecutionStatus, metadata=readable, actions=_actions)

@@ -70,6 +70,25 @@ hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
   FROM busload.command_status AS s
  WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
 
+-- name: ending
+-- How far a command has come, without what was sent. A command that was canceled while it waited has no
+-- error: the reason stands for its message.
+SELECT s.batch_id, s.status, s.error ->> 'type', s.error ->> 'code',
+       coalesce(
+           s.error ->> 'message',
+           CASE WHEN s.status = 'CANCELED'
+                THEN (SELECT v.details ->> 'reason'
+                        FROM busload.event AS v
+                       WHERE v.lo >> 10 = s.id >> 10 AND s.id BETWEEN v.lo AND v.hi
+                         AND v.type IN ('CANCELED', 'OPERATOR_CANCELED')
+                       ORDER BY v.event DESC
+                       LIMIT 1)
+           END
+       ),
+       s.result::text
+  FROM busload.command_status AS s
+ WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid;
+
 -- name: commands
 -- The commands of these that exist.
 {command}

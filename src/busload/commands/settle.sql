@@ -18,11 +18,19 @@ held AS MATERIALIZED (
     SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker,
            o.delay, o.reason,
            CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
-                WHEN o.outcome = 'FAILED_ATTEMPT' AND EXISTS (
-                     SELECT
-                       FROM busload.batch AS b
-                      WHERE b.batch_id = h.batch_id AND b.canceled_at IS NOT NULL
-                     OFFSET 0
+                WHEN o.outcome = 'FAILED_ATTEMPT' AND (
+                     EXISTS (
+                        SELECT
+                          FROM busload.batch AS b
+                         WHERE b.batch_id = h.batch_id AND b.canceled_at IS NOT NULL
+                        OFFSET 0
+                     )
+                     OR EXISTS (
+                        SELECT
+                          FROM busload.stopping AS s
+                         WHERE s.command = o.id AND s.attempt = h.attempt
+                        OFFSET 0
+                     )
                 ) THEN 'CANCELED'
                 ELSE o.outcome
            END AS outcome,
@@ -94,9 +102,10 @@ SELECT (SELECT count(*) FROM settled)::integer,
 -- name: settle
 -- Record finished attempts of the leases that this worker still holds. If a lease was rescued meanwhile, its
 -- attempts are skipped: the new holder will settle them. The trigger on execution counts what was recorded.
--- An attempt that would be tried again ends as canceled if its batch was canceled. A lease is closed with its
--- last command. If somebody else holds a row that this statement needs for longer than `patience`, in
--- milliseconds, it fails and has changed nothing. It also fails if an attempt is recorded already.
+-- An attempt that would be tried again ends as canceled if the command or its batch was canceled. A lease is
+-- closed with its last command. If somebody else holds a row that this statement needs for longer than
+-- `patience`, in milliseconds, it fails and has changed nothing. It also fails if an attempt is recorded
+-- already.
 WITH {attempts}, settled AS (
     {record_attempts}
     RETURNING command, lease_id

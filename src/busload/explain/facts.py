@@ -162,6 +162,8 @@ class Facts:
     status: str
     created_at: datetime
     canceled_at: datetime | None = None
+    stopping_since: datetime | None = None
+    """When the command was asked to stop."""
     """When the batch was canceled."""
     total: int = 1
     ended: int
@@ -237,7 +239,7 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
     rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
     if not rows:
         return None
-    now, id, batch_id, command_type, status, created_at, canceled_at, lease_id, items = rows[0]
+    now, id, batch_id, command_type, status, created_at, canceled_at, stopping_since, lease_id, items = rows[0]
     facts = Facts(
         now=now,
         domain=domain,
@@ -248,6 +250,7 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
         ended=int(status in ENDED),
         created_at=created_at,
         canceled_at=canceled_at,
+        stopping_since=stopping_since,
         events=int(items) if items is not None and items.isdecimal() else None,
     )
     return facts if facts.ended else (yield from _with_places(facts, id, id, lease_id))

@@ -159,8 +159,10 @@ SELECT coalesce(sum(hi - lo + 1), 0)::bigint, max(priority)
          ORDER BY priority DESC, hi LIMIT 10000) AS load;
 
 -- name: command
--- A command, and the lease that it runs under.
+-- A command, and the lease that it runs under. One that was asked to stop may be back in a place.
 SELECT now(), s.id, s.batch_id, s.command_type, s.status, s.created_at, b.canceled_at,
+       CASE WHEN s.status <> 'IN_TROUBLESHOOTING_QUEUE'
+            THEN (SELECT since FROM busload.stopping WHERE command = s.id) END,
        CASE WHEN s.status = 'IN_PROGRESS' THEN (left(s.execution_id::text, 33) || '000')::uuid END,
        CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END
   FROM busload.command_status AS s

@@ -72,7 +72,9 @@ def _reasons(facts: Facts) -> Iterator[Reason]:
     if facts.command_id is None and facts.sealed_at is None:
         yield _not_sealed(facts)
     if facts.canceled_at is not None:
-        yield from _canceling(facts, facts.canceled_at)
+        yield from _canceling(facts, "batch", facts.canceled_at)
+    elif facts.stopping_since is not None:
+        yield from _canceling(facts, "command", facts.stopping_since)
     elif facts.command_type == TRACKED:
         yield from _not_claimed(facts)
         yield from _running_long(facts)
@@ -119,7 +121,7 @@ def _not_sealed(facts: Facts) -> Reason:
     )
 
 
-def _canceling(facts: Facts, canceled_at: datetime) -> Iterator[Reason]:
+def _canceling(facts: Facts, what: str, canceled_at: datetime) -> Iterator[Reason]:
     places = facts.places
     runs = sum(running.count for running in places.running if not running.lost)
     waits = sum(part.count for parts in (places.ready, places.waiting, places.unconfirmed) for part in parts)
@@ -130,7 +132,7 @@ def _canceling(facts: Facts, canceled_at: datetime) -> Iterator[Reason]:
         Blocker.CANCELING,
         runs + waits,
         canceled_at,
-        f"The batch was canceled {_ago(facts, canceled_at)}; {_have(runs)} not stopped yet.{back}",
+        f"The {what} was canceled {_ago(facts, canceled_at)}; {_have(runs)} not stopped yet.{back}",
         "Handlers finish, or stop early if they look at ctx.cancelled."
         if facts.around.anybody
         else f"No worker lives that could cancel the rest. {_start_worker(facts)}",

@@ -53,6 +53,7 @@ from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
 from busload.sync.troubleshooting import SyncTroubleshooting
+from busload.troubleshooting import decisions
 
 
 class SyncCommandBus(Bus, CommandVerbs):
@@ -66,6 +67,8 @@ class SyncCommandBus(Bus, CommandVerbs):
     Pass `conn` to join a transaction of your own: what you send then exists exactly if that transaction commits.
     Without it, each call opens and commits its own, and has happened when it returns.
     """
+
+    _give_up = staticmethod(decisions.give_up)
 
     def _make_parts(self) -> None:
         self.database = Database(self._given_dsn, self.settings)

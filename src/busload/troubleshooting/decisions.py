@@ -97,6 +97,11 @@ async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
     return summary(moved, left, limits)
 
 
+def give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
+    """Cancel a command that waits for a person."""
+    return decide_one(domain, command_id, Decision(action="cancel", operator=operator, reason=reason))
+
+
 def decide_one(domain: str, command_id: UUID, decision: Decision) -> Plan[None]:
     """Carry out at once what a person has decided about a command."""
     picked = yield from pick(domain, [command_id], decision)

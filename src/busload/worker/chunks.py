@@ -322,7 +322,7 @@ class _ChunkRun(BulkRun):
 
     def _waits(self, item: Item, error: BaseException) -> bool:
         """Whether the item is only put off. In a canceled batch it is not: there it has stopped, as it was asked to."""
-        return isinstance(deciding(error), RateLimitedError) and not self._leased[item.id].lease.canceled
+        return isinstance(deciding(error), RateLimitedError) and not self._leased[item.id].canceled
 
     def _ours(self, items: Sequence[Item]) -> list[Item]:
         """Without those that another worker has now."""

@@ -256,6 +256,12 @@ class Claimer:
         self._take_out([one for one in self._line.items if one.lease.domain in paused])
         self._hand_back.add(self._gatherer.abandon(paused))
 
+    def take_out_stopping(self) -> list[Leased]:
+        """Take single commands out of the line that were asked to stop before they have begun, and return them."""
+        stopping = [one for one in self._line.items if isinstance(one, Leased) and one.id in one.lease.stopping]
+        self._line.drop(stopping)
+        return stopping
+
     def _take_out(self, items: Collection[Claimed]) -> None:
         """Take these out of the line; the next round hands them back."""
         self._line.drop(items)

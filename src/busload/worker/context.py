@@ -56,8 +56,8 @@ class _Context:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it would be better to stop: the batch was canceled, the time is up, or the command was lost."""
-        return self._leased.lease.canceled or self._leased.lease.lost or self.timed_out
+        """Whether it would be better to stop: the command or its batch was canceled, its time is up, or it was lost."""
+        return self._leased.canceled or self._leased.lease.lost or self.timed_out
 
     def _leases(self) -> set[Lease]:
         return {self._leased.lease}
@@ -72,7 +72,7 @@ class _ChunkFacts:
     @property
     def cancelled(self) -> bool:
         """Whether it would be better to stop: the time is up, or every command of the chunk was canceled or lost."""
-        return self.timed_out or all(one.lease.canceled or one.lease.lost for one in self._commands)
+        return self.timed_out or all(one.canceled or one.lease.lost for one in self._commands)
 
     def _leases(self) -> set[Lease]:
         return {one.lease for one in self._commands}

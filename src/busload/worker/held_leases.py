@@ -85,6 +85,13 @@ class HeldLeases:
             if lease.batch_id == batch_id:
                 lease.canceled = True
 
+    def ask_to_stop(self, commands: Iterable[int]) -> None:
+        """Ask these commands to stop, one by one."""
+        for command in commands:
+            for lease in self._leases.values():
+                if lease.load.lo <= command <= lease.load.hi:
+                    lease.stopping |= {command}
+
     def reconcile(self, *, present: Set[UUID], canceled: Set[UUID]) -> int:
         """Compare with what the database says; returns how many leases were lost.
 

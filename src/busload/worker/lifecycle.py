@@ -313,10 +313,7 @@ class Run:
         if channel is None:
             self._look_everywhere()
         elif channel == CANCEL and payload is not None:
-            try:
-                self._held.cancel(UUID(payload))
-            except ValueError:
-                log.debug("Ignored a notification of a cancel without an id")
+            self._hear_cancel(payload)
         elif channel == PAUSE:
             self._watching_pauses.wake()
         elif channel == LIMIT:
@@ -326,6 +323,22 @@ class Run:
         elif payload in self._domains:
             self._claimer.look_at_queue()
             self._claiming.wake()
+
+    def _hear_cancel(self, payload: str) -> None:
+        """A batch was canceled, or a single command, which has a number."""
+        try:
+            if payload.isdecimal():
+                self._ask_to_stop([int(payload)])
+            else:
+                self._held.cancel(UUID(payload))
+        except ValueError:
+            log.debug("Ignored a notification of a cancel without an id")
+
+    def _ask_to_stop(self, commands: Iterable[int]) -> None:
+        """Ask commands to stop; those of them that have not begun end at once."""
+        self._held.ask_to_stop(commands)
+        if stopped := self._claimer.take_out_stopping():
+            self._tasks.append(asyncio.create_task(self._outcomes.stop(stopped)))
 
     def _look_everywhere(self) -> None:
         """Look at everything that a notification could be about: some may have been lost."""
@@ -359,6 +372,8 @@ class Run:
         lost = self._held.reconcile(present=renewal.leases, canceled=renewal.canceled)
         if lost:
             log.warning("Lost %s; what these commands return will not count", counted(lost, "lease"))
+        if renewal.stopping:
+            self._ask_to_stop(renewal.stopping)
         # An answer that waits behind a blocked loop is not lost; a claim sent later than that cannot be the one.
         sent_at = self._claimer.sent_at
         if strange and (sent_at is None or time.monotonic() - sent_at < self._settings.lease_for.total_seconds() / 3):

@@ -16,6 +16,7 @@ from psycopg.errors import LockNotAvailable
 
 from busload.commands import settle
 from busload.commands.execution import (
+    CANCELED,
     COMPLETED,
     RESULT_INVALID,
     TROUBLESHOOTING,
@@ -30,7 +31,7 @@ from busload.commands.execution import (
     describe,
     failure,
 )
-from busload.commands.payload import UndecodableError
+from busload.commands.payload import UndecodableError, encode
 from busload.commands.retry import RetryPolicy
 from busload.commands.wording import counted
 from busload.errors import RateLimitedError, SupersededError, TransientCommandError
@@ -54,6 +55,8 @@ Flush = Callable[[Sequence[Transition]], Awaitable[None]]
 
 ROOM_FOR_OTHERS = 0.7
 """The share of the capacity that the results of a large chunk may fill: the rest is for single commands."""
+
+NOT_BEGUN = encode({"message": "It was canceled before it had begun."})
 
 PATIENCE = 0.2
 """Seconds that a flush waits for a row that others hold. Flushes of other workers take milliseconds."""
@@ -320,7 +323,7 @@ class Outcomes:
         """A handler has raised. If the receiver of its calls wants fewer, the command waits and burns no attempt."""
         refusal, limit = deciding(error), handler.rate_limit
         was_called = limit is None or entered is not None  # else the error is that of the limit's own `by`
-        if isinstance(refusal, RateLimitedError) and was_called and not leased.lease.canceled:
+        if isinstance(refusal, RateLimitedError) and was_called and not leased.canceled:
             about = (leased.lease.domain, leased.command_type, None)
             await self.postpone([leased], await self._limiter.refused(limit, *about, refusal, entered))
         else:
@@ -335,6 +338,12 @@ class Outcomes:
         log.error("Could not record how execution %s ended", leased.execution_id, exc_info=error)
         unrecorded = TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}.")
         await self._decide(leased, failure(leased, unrecorded), RetryPolicy())
+
+    async def stop(self, leased: Sequence[Leased]) -> None:
+        """These were canceled before they have begun."""
+        for one in leased:
+            one.started = time.monotonic()
+            await self._put(Transition(one, CANCELED, NOT_BEGUN))
 
     async def drop(self, leased: Leased, why: SupersededError | PostponedError) -> None:
         """The attempt counts for nothing."""

@@ -7,6 +7,7 @@ import logging
 from psycopg.errors import LockNotAvailable
 
 from busload.batches import cancel
+from busload.commands import cancel as cancel_command
 from busload.commands import rescue
 from busload.commands.wording import counted
 from busload.postgres.connection import AsyncConnection
@@ -25,6 +26,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     async with pool.connection() as conn:
         returned = await _rescue(conn, worker, judge)
         canceled = await _cancel_stragglers(conn)
+        async with conn.transaction():
+            stopped = await perform_async(conn, cancel_command.cancel_stragglers())
         await perform_async(conn, rescue.start_batches(worker=worker))
     if returned.commands:
         log.warning(
@@ -32,6 +35,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
             counted(returned.commands, "command"),
             returned.parked,
         )
+    if stopped:
+        log.info("Canceled %s that were handed back after they had been asked to stop", counted(stopped, "command"))
     if canceled:
         log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
 

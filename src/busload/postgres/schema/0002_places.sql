@@ -77,6 +77,16 @@ CREATE TABLE busload.lease (
 CREATE INDEX lease_load ON busload.lease (hi);
 CREATE INDEX lease_of_worker ON busload.lease (worker);
 
+-- Commands that ran when somebody canceled them, and were asked to stop. That attempt is the last one. A row
+-- stays until a sweep sees that the command has ended, so there are few.
+CREATE TABLE busload.stopping (
+    command  bigint      PRIMARY KEY,
+    attempt  integer     NOT NULL,
+    operator text,
+    reason   text,
+    since    timestamptz NOT NULL DEFAULT now()
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+
 DROP TABLE busload.load;   -- the places have its columns now
 
 -- A reply is a command too: it goes to the domain that reply_to names. The transition that ends a command
