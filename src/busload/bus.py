@@ -6,8 +6,9 @@ Every method checks its input, plans, and has the database perform the plan. `Sy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, Unpack
@@ -79,16 +80,20 @@ class Bus(HandlerRegistration, ABC):
         *,
         transport: Transport | str | None = None,
         dispatch: Strategy | DispatchName | None = None,
+        queues: Mapping[str, str] | None = None,
         settings: Settings | None = None,
     ) -> None:
         """A bus of the database at `dsn`; nothing is connected before it is opened.
 
         `transport` is the broker that tells workers of commands, or its URL, and `dispatch` how batches are published
-        to it. What is not given here comes from the `settings`.
+        to it. `queues` names, by domain, queues that exist at the broker: other domains have queues of their own. What
+        is not given here comes from the `settings`.
         """
         if not isinstance(settings, Settings | None):
             raise ValueError(f"settings must be a Settings, found {kind_of(settings)}.")
         self.settings = settings or Settings()
+        if queues is not None:
+            self.settings = replace(self.settings, queues=queues)
         self.handlers = Handlers()
         given = self.given_transport = self.settings.transport_url if transport is None else transport
         """A URL, of which everybody who runs an event loop makes a transport of its own, or a transport."""
@@ -97,6 +102,8 @@ class Bus(HandlerRegistration, ABC):
         self.transport = find_transport(given) if isinstance(given, str) else given
         self.dispatch = default_strategy(dispatch or self.settings.dispatch, self.transport)
         message.check_settings(self.settings)
+        if queues and self.transport is None:
+            raise ValueError(f"queues={dict(queues)!r:.80} needs a transport: CommandBus(dsn, transport=URL).")
         self._given_dsn = self.settings.database_url if dsn is None else dsn
         if not isinstance(self._given_dsn, str | None):
             raise ValueError(
@@ -439,6 +446,7 @@ class CommandBus(Bus, CommandVerbs):
             self.transport,
             self.database.in_transaction,
             prefix=settings.queue_prefix,
+            queues=settings.queues,
             envelope_size=settings.envelope_size,
             message_per_command=settings.message_per_command,
             key=None if key is None else key.encode(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ VARIABLES = {
     "BUSLOAD_TRANSPORT_URL": "the broker to publish to, with its credentials; without it PostgreSQL delivers",
     "BUSLOAD_MESSAGE_KEY": "a secret that messages are signed with; messages without its signature are refused",
     "BUSLOAD_QUEUE_PREFIX": "the first part of queues' names at the broker; default `busload`",
+    "BUSLOAD_QUEUES": "queues at the broker that exist, by domain: `tiles=sb-tasks,mail=sb-mail`",
 }
 HOME = Path("~/.local/share/busload")
 SERVER_HOME = Path("/var/lib/busload")
@@ -150,6 +152,15 @@ def _path_from_environment(name: str) -> Path | None:
     return Path(value).expanduser() if value else None
 
 
+def _queues_from_environment(name: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in (from_environment(name) or "").split(",") if pair.strip()]
+    queues = {domain.strip(): queue.strip() for domain, _, queue in pairs}
+    if len(queues) < len(pairs) or not all(equals for _, equals, _ in pairs):
+        wanted = "domain=queue pairs with commas between them, each domain once"
+        raise ValueError(f"{name} must be {wanted}, found {from_environment(name)!r:.80}.")
+    return queues
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
@@ -170,6 +181,7 @@ class Settings:
     transport_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
     queue_prefix: str = field(default_factory=lambda: from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
+    queues: Mapping[str, str] = field(default_factory=lambda: _queues_from_environment("BUSLOAD_QUEUES"), hash=False)
     envelope_size: int = 100
     message_per_command: bool = False
     message_key: str | None = field(default_factory=lambda: from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)

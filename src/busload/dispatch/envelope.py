@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
-from busload.commands.checks import FLAG, require, whole
+from busload.commands.checks import FLAG, require, whole, wrong_name
 from busload.commands.load import Load, count_commands, number_of
 from busload.commands.payload import decode, encode
 from busload.errors import TransportMisconfiguredError
@@ -29,6 +29,7 @@ SIGNATURE = b',"signature":"'
 
 
 QUEUE_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
+EXISTING_QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,239}")
 MOST_IN_ENVELOPE = 10_000
 """How many commands one message may be about."""
 
@@ -190,6 +191,7 @@ def check_settings(settings: Settings) -> None:
         raise TransportMisconfiguredError(
             f"queue_prefix must be a letter, then up to 99 letters, digits, '_', '.' or '-', found {prefix!r:.80}."
         )
+    _check_queues(settings)
     try:
         require(whole(1, MOST_IN_ENVELOPE), envelope_size=size)
         require(FLAG, message_per_command=settings.message_per_command)
@@ -204,3 +206,29 @@ def check_settings(settings: Settings) -> None:
             keys(key.encode())
         except ValueError as error:
             raise TransportMisconfiguredError(f"message_key cannot be used. {error}") from None
+
+
+def _check_queues(settings: Settings) -> None:
+    """A queue serves one domain: a worker puts aside messages that are about another one."""
+    queues: object = settings.queues
+    if not isinstance(queues, Mapping):
+        raise TransportMisconfiguredError(
+            f'queues must be a dict of domains and the names of their queues, as in {{"tiles": "sb-tasks"}}, '
+            f"found {queues!r:.80}."
+        )
+    domain_of: dict[str, str] = {}
+    for domain, queue in queues.items():
+        if wrong_name(domain, "queues", settings.limits):
+            raise TransportMisconfiguredError(f"queues must have domains as its keys, found {domain!r:.80}.")
+        if not isinstance(queue, str) or not EXISTING_QUEUE.fullmatch(queue):
+            raise TransportMisconfiguredError(
+                f"The queue of {domain!r} must be a letter or digit, then up to 239 letters, digits, '_', '.' or '-', "
+                f"found {queue!r:.80}."
+            )
+        other = queue.removeprefix(f"{settings.queue_prefix}.")
+        other = domain_of.setdefault(queue, domain if other == queue else other)
+        if other != domain:
+            raise TransportMisconfiguredError(
+                f"The queue {queue!r} is given to two domains, {other!r} and {domain!r}. Give each one of its own: "
+                "a worker of one domain puts aside messages that are about another."
+            )

@@ -77,13 +77,16 @@ class Publisher:
         perform: Perform,
         *,
         prefix: str,
+        queues: Mapping[str, str] | None = None,
         envelope_size: int,
         message_per_command: bool = False,
         key: bytes | None = None,
     ) -> None:
         self.transport = transport
         self._perform = perform
-        self._prefix, self._size, self.key = prefix, envelope_size, key
+        self._prefix, self._queues, self._size, self.key = prefix, dict(queues or {}), envelope_size, key
+        self._domain_of = {queue: domain for domain, queue in self._queues.items()}
+        transport.existing |= self._domain_of.keys()
         self._per_command = message_per_command
         if key is not None:
             message.keys(key)  # says so now if it is unusable
@@ -97,7 +100,8 @@ class Publisher:
         """The others, by reason."""
 
     def queue(self, domain: str) -> str:
-        return f"{self._prefix}.{domain}"
+        """The queue that messages about a domain go to: the one it was given, or one of its own name."""
+        return self._queues.get(domain) or f"{self._prefix}.{domain}"
 
     @property
     def page(self) -> int:
@@ -111,7 +115,8 @@ class Publisher:
     @property
     def left_alone(self) -> list[str]:
         """Domains whose queues are stuck, and not to be tried for now."""
-        return [queue.removeprefix(f"{self._prefix}.") for queue in self._unresponsive.left_alone()]
+        stuck = self._unresponsive.left_alone()
+        return [self._domain_of.get(queue) or queue.removeprefix(f"{self._prefix}.") for queue in stuck]
 
     def recovered(self) -> bool:
         """Whether a queue that was stuck has answered since this was asked last: then nothing needs to wait for it."""

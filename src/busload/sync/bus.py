@@ -370,6 +370,7 @@ class SyncCommandBus(Bus, CommandVerbs):
             self.transport,
             self.database.in_transaction,
             prefix=settings.queue_prefix,
+            queues=settings.queues,
             envelope_size=settings.envelope_size,
             message_per_command=settings.message_per_command,
             key=None if key is None else key.encode(),

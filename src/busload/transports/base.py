@@ -56,6 +56,9 @@ class Transport(ABC):
     max_bytes: int
     """The largest body this broker takes."""
 
+    existing: frozenset[str] = frozenset()
+    """Queues that others have made, under names of their own: they are spelt as they are, and `declare` makes none."""
+
     def __init__(self, url: str) -> None:
         self.url = url
         """As it was given, with its credentials: never to be shown."""
@@ -70,10 +73,10 @@ class Transport(ABC):
 
     @abstractmethod
     async def declare(self, queues: Sequence[str]) -> None:
-        """Make these queues, durable, unless they exist.
+        """Make these queues, durable, unless they exist. Of those in `existing`, see that they can be used.
 
         Raises `TransportUnavailableError` if the broker cannot be reached, and `TransportMisconfiguredError` if it
-        refuses us or a queue exists with settings that do not fit.
+        refuses us, if a queue exists with settings that do not fit, or if one of `existing` does not exist.
         """
 
     @abstractmethod

@@ -161,6 +161,11 @@ class NatsTransport(Broker):
         stream = _stream(queue)
         wanted = {"subjects": [_subject(queue)], "retention": "workqueue", "storage": "file", "no_ack": False}
         answer = await self._request(f"STREAM.INFO.{stream}")
+        if _code(answer) == STREAM_MISSING and queue in self.existing:
+            raise TransportMisconfiguredError(
+                f"There is no stream {stream!r}. Make it, for the subject {_subject(queue)!r}, or leave it out of "
+                "queues=."
+            )
         if _code(answer) == STREAM_MISSING:
             config = wanted | {"name": stream, "discard": "new", "num_replicas": self._address.replicas or 1}
             answer = await self._request(f"STREAM.CREATE.{stream}", config)

@@ -70,10 +70,15 @@ class PgmqTransport(PostgresBroker):
     async def declare(self, queues: Sequence[str]) -> None:
         if not queues:
             return
-        names = {spelled(queue): queue for queue in queues}
+        names = {self.spelled(queue): queue for queue in queues}
         with self.translated():
             there: dict[str, bool] = dict(await self._ask(EXISTING, queues=list(names)))
             for name in names.keys() - there.keys():
+                if name in self.existing:
+                    raise TransportMisconfiguredError(
+                        f"PGMQ has no queue {name!r}. Make it with `SELECT pgmq.create('{name}')`, or leave it out of "
+                        "queues=."
+                    )
                 await self._ask(CREATE, queue=name)
         for name in (name for name, unlogged in there.items() if unlogged):
             raise TransportMisconfiguredError(
@@ -96,11 +101,11 @@ class PgmqTransport(PostgresBroker):
         with self.translated(queue):
             if not await self._exists(queue):
                 return 0
-            [[length]] = await self._ask(LENGTH, queue=spelled(queue))
+            [[length]] = await self._ask(LENGTH, queue=self.spelled(queue))
             return cast(int, length)
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
-        table = sql.Identifier(f"q_{spelled(queue)}")
+        table = sql.Identifier(f"q_{self.spelled(queue)}")
         with self.translated(queue):
             if not await self._exists(queue):
                 return []
@@ -131,7 +136,7 @@ class PgmqTransport(PostgresBroker):
         """Send all messages of a queue by one statement; return why none of them was taken, if so."""
         try:
             with self.translated(queue):
-                await self._ask(SEND, queue=spelled(queue), messages=[wrapped(each) for each in messages.values()])
+                await self._ask(SEND, queue=self.spelled(queue), messages=[wrapped(each) for each in messages.values()])
         except TransportUnavailableError as error:
             return Refusal(RefusalReason.UNREACHABLE, str(error))
         except TransportMisconfiguredError as error:
@@ -139,8 +144,11 @@ class PgmqTransport(PostgresBroker):
             return Refusal(RefusalReason.UNROUTABLE if missing else RefusalReason.REFUSED, str(error))
         return None
 
+    def spelled(self, queue: str) -> str:
+        return queue if queue in self.existing else spelled(queue)
+
     async def _exists(self, queue: str) -> bool:
-        return bool(await self._ask(EXISTING, queues=[spelled(queue)]))
+        return bool(await self._ask(EXISTING, queues=[self.spelled(queue)]))
 
     async def _ask(self, statement: bytes, **params: Any) -> list[Row]:
         """On the connection for everything but deliveries; on a new connection if the first died while it rested."""
@@ -200,7 +208,7 @@ class PgmqConsumer(Consumer[int]):
         await self._conn.close()
 
     async def _run(self, statement: bytes, **params: Any) -> list[Row]:
-        return await self._transport.run(self._conn, statement, queue=spelled(self.queue), **params)
+        return await self._transport.run(self._conn, statement, queue=self._transport.spelled(self.queue), **params)
 
 
 def spelled(queue: str) -> str:

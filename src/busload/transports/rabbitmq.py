@@ -87,6 +87,10 @@ class RabbitmqTransport(Broker):
     async def declare(self, queues: Sequence[str]) -> None:
         for queue in dict.fromkeys(queues):
             with self.translated(queue):
+                if queue in self.existing:  # with what arguments, its owner knows
+                    async with self.in_time(), self._publishing.channel() as channel:
+                        await channel.queue_declare(queue, passive=True)
+                    continue
                 async with self.in_time(), self._publishing.channel() as channel:
                     dead: dict[str, Any] = {"x-queue-type": self._queue_type, "x-max-length": MOST_DEAD}
                     await channel.queue_declare(_dead(queue), durable=True, arguments=dead)
@@ -151,7 +155,8 @@ class RabbitmqTransport(Broker):
                     "the URL."
                 )
             case amqp.ChannelNotFoundEntity():
-                return TransportMisconfiguredError(f"The queue {queue} does not exist: {words}. Declare it first.")
+                how = "Make it, or leave it out of queues=." if queue in self.existing else "Declare it first."
+                return TransportMisconfiguredError(f"The queue {queue} does not exist: {words}. {how}")
             case amqp.ChannelAccessRefused():
                 return TransportMisconfiguredError(
                     f"RabbitMQ refuses access to the queue {queue}: {words}. The user needs the permissions configure, "
@@ -211,7 +216,10 @@ class RabbitmqDelivery(Delivery):
         await self._settle(self._channel.basic_ack)
 
     async def reject(self, reason: str) -> None:
-        log.warning("Put a message of the queue %s into %s: %s", self.queue, _dead(self.queue), reason)
+        if self.queue in self._transport.existing:
+            log.warning("Refused a message of the queue %s, as its dead letters are: %s", self.queue, reason)
+        else:
+            log.warning("Put a message of the queue %s into %s: %s", self.queue, _dead(self.queue), reason)
         await self._settle(partial(self._channel.basic_reject, requeue=False))
 
     async def _settle(self, how: Callable[[int], Awaitable[None]]) -> None:

@@ -92,7 +92,7 @@ class RedisTransport(Broker):
     async def declare(self, queues: Sequence[str]) -> None:
         for queue in dict.fromkeys(queues):
             with self.translated(queue):
-                await _make(self._redis(), queue)
+                await _make(self._redis(), queue, exists=queue in self.existing)
 
     async def publish_fitting(self, messages: Mapping[int, Message]) -> dict[int, Refusal]:
         return await in_windows(messages, AT_ONCE, self._add)
@@ -291,11 +291,18 @@ class RedisConsumer(Consumer[bytes]):
         return [entry for _, entries in answer or [] for entry in entries]
 
 
-async def _make(redis: Redis, queue: str) -> None:
-    """Make a group that reads from the start of the stream, so that earlier entries are delivered too."""
+async def _make(redis: Redis, queue: str, *, exists: bool) -> None:
+    """Make a group that reads from the start of the stream, so that earlier entries are delivered too.
+
+    The stream itself is made as well, unless it should exist.
+    """
     try:
-        await redis.xgroup_create(queue, GROUP, id="0", mkstream=True)
+        await redis.xgroup_create(queue, GROUP, id="0", mkstream=not exists)
     except redis_errors.ResponseError as error:
+        if "requires the key to exist" in str(error):
+            raise TransportMisconfiguredError(
+                f"There is no stream {queue!r} in Redis. Make it, or leave it out of queues=."
+            ) from error
         if not str(error).startswith("BUSYGROUP"):
             if str(error).startswith("WRONGTYPE"):
                 raise TransportMisconfiguredError(

@@ -102,7 +102,7 @@ class ServicebusTransport(Broker):
         return refused
 
     async def consumer(self, queue: str, prefetch: int) -> ServicebusConsumer:
-        return ServicebusConsumer(queue, prefetch, self._client().get_queue_receiver(spelled(queue)), self)
+        return ServicebusConsumer(queue, prefetch, self._client().get_queue_receiver(self._spelled(queue)), self)
 
     async def peek(self, queue: str, *, limit: int) -> list[bytes] | None:
         bodies: list[bytes] = []
@@ -127,7 +127,7 @@ class ServicebusTransport(Broker):
 
     def translation(self, error: Exception, queue: str | None) -> TransportError:
         if _is_missing(error):
-            return TransportMisconfiguredError(_how_to_make(queue or ""))
+            return TransportMisconfiguredError(_how_to_make(self._spelled(queue or "")))
         if isinstance(error, REFUSED_US):
             return TransportMisconfiguredError(
                 f"Service Bus refuses the key for the queue {queue!r}: {said(error)}. Wanted a shared access policy "
@@ -207,7 +207,7 @@ class ServicebusTransport(Broker):
             case MessageSizeExceededError():
                 return Refusal(RefusalReason.TOO_LARGE, str(error))
             case _ if _is_missing(error):
-                return Refusal(RefusalReason.UNROUTABLE, _how_to_make(queue))
+                return Refusal(RefusalReason.UNROUTABLE, _how_to_make(self._spelled(queue)))
             case _ if isinstance(error, (*UNREACHABLE, ValueError)):  # the latter one is for a sender closed meanwhile
                 return unreachable(said(error))
             case _:
@@ -244,13 +244,16 @@ class ServicebusTransport(Broker):
 
     # -- connections ----------------------------------------------------------------------------------------------
 
+    def _spelled(self, queue: str) -> str:
+        return queue if queue in self.existing else spelled(queue)
+
     def _client(self) -> ServiceBusClient:
         """A client holds no connection: each sender and receiver has its own."""
         return ServiceBusClient.from_connection_string(self._connection_string, retry_total=0)
 
     @asynccontextmanager
     async def _receiver(self, queue: str) -> AsyncIterator[ServiceBusReceiver]:
-        receiver = self._client().get_queue_receiver(spelled(queue))
+        receiver = self._client().get_queue_receiver(self._spelled(queue))
         try:
             yield receiver
         finally:
@@ -258,7 +261,7 @@ class ServicebusTransport(Broker):
 
     def _sender(self, queue: str) -> _Sender:
         if queue not in self._senders:
-            self._senders[queue] = _Sender(self._client().get_queue_sender(spelled(queue)))
+            self._senders[queue] = _Sender(self._client().get_queue_sender(self._spelled(queue)))
         return self._senders[queue]
 
     def _drop_sender(self, queue: str, sender: _Sender | None) -> None:
@@ -395,7 +398,6 @@ def spelled(queue: str) -> str:
 
 
 def _how_to_make(queue: str) -> str:
-    queue = spelled(queue)
     return (
         f"There is no queue {queue!r} that can be used, and only an administrator can make it: "
         f"`az servicebus queue create --resource-group GROUP --namespace-name NAMESPACE --name {queue} "
