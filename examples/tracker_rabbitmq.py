@@ -2,7 +2,6 @@
 AMQP_URL=amqp://localhost python examples/tracker_rabbitmq.py"""
 
 import asyncio
-import json
 import os
 from datetime import timedelta
 from functools import partial
@@ -18,17 +17,17 @@ QUEUE, DEAD, FLIGHT = "dev_flight_logs", "dev_flight_logs.dead", os.urandom(4).h
 TO_DEAD: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": DEAD}
 
 
-async def publish(channel: aio_pika.abc.AbstractChannel, execution: Execution) -> None:
-    keys: dict[str, Any] = {"taskId": execution.task_key, "executionId": str(execution.execution_id)}
-    body = json.dumps({**execution.metadata, **keys}).encode()
-    message = aio_pika.Message(body, headers=keys, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
-    await channel.default_exchange.publish(message, routing_key=QUEUE)
+async def publish(tracker: TaskTracker, channel: aio_pika.abc.AbstractChannel, execution: Execution) -> None:
+    keyed = tracker.message(execution)  # both keys, in the body and in the headers
+    headers: Any = keyed.headers
+    message = aio_pika.Message(keyed.body, headers=headers, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
+    await channel.default_exchange.publish(message, routing_key=execution.queue)
 
 
 async def consume(tracker: TaskTracker, message: aio_pika.abc.AbstractIncomingMessage) -> None:
-    keys = json.loads(message.body)
     try:
-        execution = await tracker.claim(keys["taskId"], keys["executionId"])  # None: it runs elsewhere, or has ended
+        keys = tracker.keys(message.body, message.headers)
+        execution = await tracker.claim(*keys)  # None: it runs elsewhere, or has ended
         status = ExecutionStatus.COMPLETED if execution is None else await run(tracker, execution)
     except SupersededError:  # this process was out of reach for so long that another one has taken over
         status = ExecutionStatus.COMPLETED
@@ -66,11 +65,11 @@ async def main() -> None:
         for log in ("02220710", "broken", "forgotten"):  # the last: as if we had died before publishing it
             task_id = tracker.task_id(QUEUE, FLIGHT, log)
             if (queued := await tracker.enqueue(task_id, queue=QUEUE, metadata={"log": log})) and log != "forgotten":
-                await publish(channel, queued)
+                await publish(tracker, channel, queued)
         while (await tracker.history(task_id))[-1].status is not ExecutionStatus.COMPLETED:
             await asyncio.sleep(0.2)  # an application looks every minute, for what has waited for five
             for execution in await tracker.recover(QUEUE, waiting_for=timedelta(seconds=1)):
-                await publish(channel, execution)
+                await publish(tracker, channel, execution)
         letter = await dead.get(no_ack=True, fail=False)
         print(letter.headers["taskId"] if letter else "nothing", "is dead-lettered")
 

@@ -20,7 +20,7 @@ def run(program: str) -> str:
 
 FOLDERS = (
     *("batches", "buffers", "commands", "dispatch", "explain", "jobs", "limits", "retention", "sync"),
-    *("transports", "troubleshooting", "worker"),
+    *("tasks", "transports", "troubleshooting", "worker"),
 )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import psycopg
@@ -300,3 +302,159 @@ def test_looking_shows_what_dead_workers_hold(busload: Busload, tracker: SyncTas
 def test_what_recover_cannot_mean_is_refused(busload: Busload, options: tuple[object, ...]) -> None:
     result = busload("tracker", "recover", *options)
     assert result.exit_code == 2 and result.stdout == ""
+
+
+# -- an export of another store -----------------------------------------------------------------------------------
+
+
+def document(execution: Execution, status: str | None = None, **fields: object) -> dict[str, object]:
+    """What MongoDB writes about the same execution."""
+    return {
+        "_id": {"$oid": "64f1c0ffee64f1c0ffee64f1"},
+        "taskId": execution.task_key,
+        "executionId": str(execution.execution_id),
+        "queueName": f"dev_{execution.queue}",
+        "status": status or str(execution.status),
+        "createdAt": {"$date": "2026-03-01T12:00:00Z"},
+        **fields,
+    }
+
+
+def exported(path: Path, *documents: object) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in documents))
+    return path
+
+
+def test_an_export_of_another_store_is_compared(busload: Busload, tracker: SyncTaskTracker, tmp_path: Path) -> None:
+    """In every state, in both directions, and exit code 1 if there is a disagreement."""
+    ours = {status: brought_to(tracker, status) for status in STATUSES}
+    file = exported(tmp_path / "export.jsonl", *(document(one) for one in ours.values()))
+    result = busload("tracker", "compare", "--export", file)
+    assert (result.exit_code, result.stderr) == (0, "5 tasks, no disagreement.\n")
+    enqueued(tracker, "new")
+    stranger = str(uuid4())
+    exported(
+        file,
+        document(ours["queued"]),
+        document(ours["processing"], "queued"),
+        document(ours["completed"], executionId=stranger),
+        document(ours["failed"]),
+        document(ours["failed"], taskId="partner_tasks:gone"),
+    )
+    result = busload("tracker", "compare", "--export", file, "--json")
+    assert result.exit_code == 1
+    assert [(one["task_id"], one["problem"], one["there"]) for one in json.loads(result.stdout)] == [
+        ("partner_tasks:completed", "execution differs", stranger),
+        ("partner_tasks:gone", "missing here", "failed"),
+        ("partner_tasks:processing", "status differs", "queued"),
+        ("partner_tasks:dlq", "missing there", None),
+        ("partner_tasks:new", "missing there", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {"$date": "2026-03-01T12:00:00.001Z"},
+        {"$date": {"$numberLong": "1772366400001"}},
+        {"$date": 1772366400001},
+        "2026-03-01T13:00:00.001+01:00",
+        "2026-03-01 12:00:00.001",
+        1772366400001,
+    ],
+    ids=repr,
+)
+def test_the_newest_document_of_a_task_counts(
+    busload: Busload, tracker: SyncTaskTracker, tmp_path: Path, newer: object
+) -> None:
+    """By any form of its date, wherever it stands in the file."""
+    done = brought_to(tracker, "completed")
+    documents = [document(done, createdAt=newer), document(done, "failed"), document(done, "queued", createdAt=None)]
+    for order in (documents, documents[::-1]):
+        result = busload("tracker", "compare", "--export", exported(tmp_path / "export.jsonl", *order))
+        assert result.exit_code == 0, result.output
+
+
+def test_an_export_can_have_other_names_and_forms(busload: Busload, tracker: SyncTaskTracker, tmp_path: Path) -> None:
+    """Names that are mapped, ids in binary, an array, an empty file; and one queue of it alone."""
+    one, other = enqueued(tracker, "1"), enqueued(tracker, "2", "jobs")
+    assert one.execution_id is not None and other.execution_id is not None
+    packed = {"$binary": {"base64": b64encode(one.execution_id.bytes).decode(), "subType": "04"}}
+    file = tmp_path / "export.json"
+    renamed = {"key": one.task_key, "run": packed, "state": "queued", "q": "prod_partner_tasks"}
+    file.write_text("\n[\n" + json.dumps(renamed) + ",\n" + json.dumps(renamed | {"key": "jobs:9", "q": "jobs"}) + "]")
+    maps = [word for pair in ("task_id=key", "execution_id=run", "status=state", "queue=q") for word in ("--map", pair)]
+    mapped = ("tracker", "compare", "--export", file, *maps)
+    assert busload(*mapped, "--queue", QUEUE).exit_code == 0
+    found = json.loads(busload(*mapped, "--json").stdout)
+    assert [(each["task_id"], each["problem"]) for each in found] == [
+        ("jobs:9", "missing here"),
+        ("jobs:2", "missing there"),
+    ]
+    file.write_text("")
+    assert len(json.loads(busload("tracker", "compare", "--export", file, "--json").stdout)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("nothing", "document 2"),
+        ("[1]", "wanted a JSON object"),
+        ('{"status": "queued"}', "found no task id, wanted one in taskId or task_id"),
+        ('{"taskId": {"a": 1}}', "wanted a text"),
+        ('{"taskId": "x", "createdAt": "yesterday"}', "found the date 'yesterday'"),
+        ('{"taskId": "x", "createdAt": {"$date": true}}', "wanted an ISO date"),
+        ('{"taskId": "x", "createdAt": 1e300}', "wanted an ISO date"),
+        ('{"taskId": "x", "executionId": {"$binary": "%"}}', "wanted a text"),
+        ("[" * 100_000, "document 2"),
+    ],
+)
+def test_an_export_that_cannot_be_read_is_refused(busload: Busload, tmp_path: Path, line: str, found: str) -> None:
+    """It says which document, and what is wrong with it."""
+    file = tmp_path / "export.jsonl"
+    file.write_text('{"taskId": "partner_tasks:1", "status": "queued"}\n' + line + "\n")
+    result = busload("tracker", "compare", "--export", file)
+    assert result.exit_code == 2 and "document 2" in result.stderr and found in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--table", "a", "--export", "-"), ("--export", "-", "--old-dsn", "postgresql://old")]
+)
+def test_one_old_tracker_is_compared_at_a_time(busload: Busload, options: tuple[str, ...]) -> None:
+    result = busload("tracker", "compare", *options)
+    assert result.exit_code == 2 and "--export" in result.stderr
+
+
+# -- the self-test ------------------------------------------------------------------------------------------------
+
+
+def test_the_self_test_tells_five_facts_and_leaves_nothing(
+    busload: Busload, sync_bus: SyncCommandBus, database: Database
+) -> None:
+    before = database.everything()
+    result = busload("tracker", "selftest")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and [line[0] for line in lines] == ["✓"] * 5
+    for line, words in zip(lines, ("task ids", "execution ids", "duplicate", "claimed once", "chain"), strict=True):
+        assert words in line
+    assert "partner_tasks:SATLOC:695d:02220710" in lines[0] and lines[4].endswith("failed, dlq, completed")
+    told = json.loads(busload("tracker", "selftest", "--json").stdout)
+    assert told["ok"] is True and [fact["ok"] for fact in told["facts"]] == [True] * 5
+    assert database.everything() == before
+
+
+def test_the_self_test_says_what_does_not_hold(busload: Busload, database: Database) -> None:
+    """Exit code 1: here the database has lost the key by which one of two producers wins."""
+    database.rows(
+        "CREATE OR REPLACE FUNCTION busload.is_open(of_domain text, of_command_id uuid) RETURNS boolean"
+        " LANGUAGE sql AS 'SELECT false'"
+    )
+    database.rows(
+        "CREATE FUNCTION busload.forget() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN NEW.held_until := now() - interval ''1 s''; RETURN NEW; END'"
+    )
+    database.rows("CREATE TRIGGER forget BEFORE INSERT ON busload.task FOR EACH ROW EXECUTE FUNCTION busload.forget()")
+    result = busload("tracker", "selftest")
+    assert result.exit_code == 1
+    assert [line[0] for line in result.stdout.splitlines()] == ["✓", "✓", "✗", "✓", "✓"]

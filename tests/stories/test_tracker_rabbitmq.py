@@ -69,7 +69,7 @@ async def test_the_message_carries_both_keys_and_survives_the_broker(
 ) -> None:
     """In its body beside the metadata, and in its headers."""
     execution = await enqueued(tracker, queue)
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     message = await delivered(queue)
     keys = {"taskId": execution.task_key, "executionId": str(execution.execution_id)}
     assert json.loads(message.body) == {"log": "1", **keys}
@@ -83,7 +83,7 @@ async def test_failures_are_requeued_and_then_success_is_acknowledged(
 ) -> None:
     """The same message goes round."""
     execution = await enqueued(tracker, queue)
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     await example.consume(tracker, await delivered(queue))
     assert await statuses(tracker, execution) == ["failed", "queued"]
     again = await delivered(queue)
@@ -98,7 +98,7 @@ async def test_the_last_failure_is_dead_lettered(
 ) -> None:
     """So is a message whose keys do not belong together."""
     execution = await enqueued(tracker, queue, "broken")
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     for _ in range(3):
         await example.consume(tracker, await delivered(queue))
     assert await statuses(tracker, execution) == ["failed", "failed", "dlq"]
@@ -123,7 +123,7 @@ async def test_a_message_that_outlives_its_worker_is_acknowledged_and_its_task_i
 ) -> None:
     """By the broker's own redelivery: it comes before anybody knows that the worker is dead."""
     execution = await enqueued(tracker, queue)
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     doomed = await aio_pika.connect(rabbitmq_url)
     doomed_queue = await (await doomed.channel()).get_queue(queue.name)
     keys = json.loads((await delivered(doomed_queue)).body)
@@ -136,7 +136,7 @@ async def test_a_message_that_outlives_its_worker_is_acknowledged_and_its_task_i
         assert await queue.get(fail=False) is None  # acknowledged away, and the task runs nowhere
         given.died(int(database.value("SELECT worker FROM busload.worker WHERE name = 'doomed'")))
         [waiting] = await tracker.recover(queue.name, waiting_for=timedelta(0))
-    await example.publish(channel, waiting)
+    await example.publish(tracker, channel, waiting)
     for _ in range(2):
         await example.consume(tracker, await delivered(queue))
     assert await statuses(tracker, execution) == ["lost", "failed", "completed"]
@@ -153,7 +153,7 @@ async def test_who_was_superseded_while_it_failed_acknowledges(
 ) -> None:
     """Another process runs the task: the message has done its work."""
     execution = await enqueued(tracker, queue)
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     async with TaskTracker(bus, name="other") as other:
 
         async def process(running: Execution) -> None:
@@ -176,7 +176,7 @@ async def test_an_acknowledgement_that_fails_is_no_failure_of_the_task(
 ) -> None:
     """The broker is gone after the work: the task is completed, and its message comes again and finds that."""
     execution = await enqueued(tracker, queue)
-    await example.publish(channel, execution)
+    await example.publish(tracker, channel, execution)
     doomed = await aio_pika.connect(rabbitmq_url)
     message = await delivered(await (await doomed.channel()).get_queue(queue.name))
 

@@ -54,8 +54,8 @@ def test_to_follow_one_task_reads_no_table_from_end_to_end(either_server: TestSe
         perform(conn, track.history("jobs:5000"))
         with pytest.raises(InvalidOperationError):
             perform(conn, track.retry("jobs:5000", operator=None))
-        perform(conn, compare.newest(["jobs:7", "jobs:8"], queue="jobs"))
-        perform(conn, compare.task_page(after="jobs:7", queue="jobs", limit=10))
+        perform(conn, compare.newest(["jobs:7", "jobs:8"], queues=["jobs"]))
+        perform(conn, compare.task_page(after="jobs:7", queues=["jobs"], limit=10))
         assert {table: n - before[table] for table, n in seq_scans(conn).items() if n > before[table]} == {}
         conn.rollback()
 

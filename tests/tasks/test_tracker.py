@@ -106,9 +106,32 @@ def test_the_prefixes_of_environments_can_be_chosen(bus: CommandBus) -> None:
     assert tracker.task_id("dev_jobs", 1) == "dev_jobs:1"
 
 
-async def test_the_prefix_is_removed_from_the_queue_as_well(tracker: TaskTracker) -> None:
-    assert (await enqueued(tracker, queue="dev_partner_tasks")).queue == QUEUE
-    assert await tracker.recover("staging_partner_tasks", waiting_for=NO_TIME)
+async def test_a_queue_keeps_the_name_that_it_was_given(tracker: TaskTracker, bus: CommandBus) -> None:
+    """The prefix of an environment is part of the name, and in the task id there is none."""
+    name = f"dev_{QUEUE}"
+    queued = await enqueued(tracker, tracker.task_id(name, "SATLOC", "695d", "02220710"), queue=name)
+    assert (queued.queue, queued.task_key) == (name, TASK)
+    existing = await enqueued(tracker, queue=name, dedup=Dedup(on_conflict="return_existing"))
+    running = await claim(tracker, queued)
+    dead = await tracker.fail(running, PermanentCommandError("no such aircraft"))
+    [item] = await bus.troubleshooting.list(name)
+    retried = await tracker.retry(TASK)
+    assert item.domain == name
+    assert {one.queue for one in (existing, running, dead, retried)} == {name}
+    assert [one.queue for one in await tracker.history(TASK)] == [name, name]
+    [named] = await tracker.recover(name, waiting_for=NO_TIME)
+    assert (named.queue, named.execution_id) == (name, retried.execution_id)
+    assert await bus.get_command(name, queued.command_id) is not None
+
+
+async def test_a_queue_without_a_prefix_is_recovered_in_every_environment(tracker: TaskTracker) -> None:
+    """With a prefix, only that environment is: what another one runs is not published here."""
+    for queue in (QUEUE, f"dev_{QUEUE}", f"prod_{QUEUE}", "dev_jobs"):
+        await enqueued(tracker, f"{queue}:1", queue=queue)
+    [found] = await tracker.recover(f"dev_{QUEUE}", waiting_for=NO_TIME, dry_run=True)
+    assert found.queue == f"dev_{QUEUE}"
+    everywhere = await tracker.recover(QUEUE, waiting_for=NO_TIME, dry_run=True)
+    assert {one.queue for one in everywhere} == {QUEUE, f"dev_{QUEUE}", f"prod_{QUEUE}"}
 
 
 async def test_one_tracker_serves_every_kind_of_queue(tracker: TaskTracker, database: Database) -> None:
@@ -152,6 +175,74 @@ async def test_an_execution_tells_all_there_is(tracker: TaskTracker, bus: Comman
     trail = await bus.get_audit_trail(QUEUE, queued.command_id)
     assert [event.type for event in trail] == ["SENT", "RECEIVED", "COMPLETED"]
     assert {event.execution_id for event in trail[1:]} == {done.execution_id}
+
+
+async def test_each_attempt_has_its_own_time_and_its_count_of_retries(
+    tracker: TaskTracker, other: TaskTracker, given: Given, database: Database
+) -> None:
+    """An attempt is created when the one before it ends, and an operator's retry begins to count anew."""
+    seen = [queued := await enqueued(tracker)]
+    seen.append(running := await claim(tracker, queued))
+    given.died(worker_of(running, database))
+    given.rescued()
+    seen.append(again := await claim(other, queued))
+    seen.append(await other.fail(again, "timeout"))
+    seen.append(second := await claim(tracker, queued))
+    seen.append(await tracker.fail(second, PermanentCommandError("no such aircraft")))
+    seen.append(retried := await tracker.retry(TASK))
+    seen.append(last := await claim(tracker, retried))
+    seen.append(await tracker.complete(last))
+    lost, failed, dead, done = history = await tracker.history(TASK)
+    assert [str(one.status) for one in history] == ["lost", "failed", "dlq", "completed"]
+    assert [one.retry_count for one in history] == [0, 0, 1, 0]
+    assert [one.attempt for one in history] == [1, 1, 2, 3]
+    lost_at = database.value("SELECT at FROM busload.event WHERE type = 'LEASE_LOST'")
+    retried_at = database.value("SELECT at FROM busload.event WHERE type = 'OPERATOR_RETRIED'")
+    assert lost.enqueued_at == queued.enqueued_at
+    assert [one.enqueued_at for one in history[1:]] == [lost_at, failed.finished_at, retried_at]
+    by_attempt = {(one.attempt, one.worker == lost.worker): one for one in history}
+    for one in seen:  # each call told the same about an attempt as its history does
+        of = by_attempt[one.attempt, one.worker in (None, lost.worker)]
+        assert (one.enqueued_at, one.retry_count) == (of.enqueued_at, of.retry_count)
+    assert dead.enqueued_at == second.enqueued_at == failed.finished_at
+    assert done.enqueued_at == retried.enqueued_at == retried_at
+    assert all(one.enqueued_at <= one.started_at for one in history if one.started_at)
+
+
+async def test_an_execution_that_is_named_again_has_its_own_time(tracker: TaskTracker, database: Database) -> None:
+    """Also one that a dead worker holds."""
+    failed = await tracker.fail(await claimed(tracker), "timeout")
+    [waiting] = await tracker.recover(QUEUE, waiting_for=NO_TIME)
+    assert (waiting.enqueued_at, waiting.retry_count, waiting.can_retry) == (failed.finished_at, 1, True)
+    running = await claim(tracker, waiting)
+    database.rows("UPDATE busload.worker SET seen_at = now() - 2 * lease_for")
+    [lost] = await tracker.recover(QUEUE, waiting_for=NO_TIME, dry_run=True)
+    assert (lost.status, lost.enqueued_at, lost.retry_count) == ("lost", running.enqueued_at, 1)
+
+
+async def test_whether_a_failure_is_retried_is_known_before_it_is_decided(tracker: TaskTracker) -> None:
+    """And the decision is what was said."""
+    queued = await enqueued(tracker, max_attempts=2)
+    first = await claim(tracker, queued)
+    assert (queued.can_retry, first.can_retry) == (True, True)
+    failed = await tracker.fail(first, "timeout")
+    second = await claim(tracker, queued)
+    assert (failed.status, failed.can_retry, second.can_retry) == ("failed", True, False)
+    dead = await tracker.fail(second, "timeout")
+    assert (dead.status, dead.can_retry) == ("dlq", False)
+    retried = await tracker.retry(TASK)
+    running = await claim(tracker, retried)
+    assert (retried.can_retry, running.can_retry) == (True, True)
+    refused = await tracker.fail(running, BusinessRuleError("sold"))
+    assert (refused.status, refused.can_retry) == ("failed", False)
+    assert [one.can_retry for one in await tracker.history(TASK)] == [True, False, False]
+    assert not (await enqueued(tracker, "jobs:1", queue="jobs", max_attempts=1)).can_retry
+
+
+async def test_a_handler_decides_about_commands_that_have_no_limit(bus: CommandBus) -> None:
+    await bus.send("jobs", "Import", task_key="jobs:import")
+    await bus.send("jobs", "Import", task_key="jobs:import", max_attempts=2)
+    assert [one.can_retry for one in await bus.trace("jobs:import")] == [None, True]
 
 
 async def test_a_task_without_metadata_has_none_of_it(tracker: TaskTracker) -> None:
@@ -215,6 +306,21 @@ async def test_a_skipped_producer_can_have_the_handle_of_what_exists(tracker: Ta
     waiting = await enqueued(tracker, dedup=existing)
     assert (waiting.status, waiting.attempt) == ("queued", 2)
     assert (await claim(tracker, waiting)).attempt == 2
+
+
+async def test_a_task_is_the_same_under_every_name_of_its_queue(tracker: TaskTracker) -> None:
+    """One of many producers wins, whatever prefix each of them gives; a skipped one can have the handle."""
+    prefixes = ("", "dev_", "prod_", "test_") * 2
+    for n in range(5):
+        won = await asyncio.gather(*(tracker.enqueue(f"jobs:{n}", queue=f"{prefix}jobs") for prefix in prefixes))
+        [first] = [one for one in won if one is not None]
+        for prefix in prefixes[:4]:
+            again = await tracker.enqueue(
+                f"jobs:{n}", queue=f"{prefix}jobs", dedup=Dedup(on_conflict="return_existing")
+            )
+            assert again == first
+        with pytest.raises(DuplicateTaskError, match=str(first.command_id)):
+            await tracker.enqueue(f"jobs:{n}", queue="staging_jobs", dedup=Dedup(on_conflict="raise"))
 
 
 async def test_a_duplicate_can_be_an_error_that_names_the_holder(tracker: TaskTracker, database: Database) -> None:

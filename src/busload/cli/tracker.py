@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import BinaryIO, Literal, Protocol, TypeVar
 
 import click
 import psycopg
@@ -14,7 +14,9 @@ import psycopg
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.find import note_unknown_domain
+from busload.cli.output import paragraph
 from busload.cli.text_table import View
+from busload.commands import search
 from busload.commands.execution import Execution
 from busload.commands.wording import counted
 from busload.postgres.connection import Connection
@@ -24,7 +26,8 @@ from busload.sync.connection import connect
 from busload.sync.plan import perform
 from busload.sync.tracker import SyncTaskTracker
 from busload.tasks.compare import Newest, OldTable, OldTask, newest, task_page
-from busload.tasks.tracker import PREFIXES
+from busload.tasks.export import ExportError, OldExport
+from busload.tasks.selftest import Fact, SelfTest
 
 T = TypeVar("T")
 
@@ -44,20 +47,22 @@ class Disagreement:
 
 DISAGREEMENTS = View[Disagreement]("TASK=task_id PROBLEM HERE THERE", elastic="TASK")
 WAITING = View[Execution](
-    "TASK=task_key EXECUTION=execution_id ATTEMPT STATUS ENQUEUED=enqueued_at",
+    "TASK=task_key EXECUTION=execution_id QUEUE ATTEMPT STATUS ENQUEUED=enqueued_at",
     nothing="Nothing has waited that long.",
     elastic="TASK",
 )
 
 
-def _table(ctx: click.Context, param: click.Parameter, name: str) -> str:
+def _table(ctx: click.Context, param: click.Parameter, name: str | None) -> str | None:
+    if name is None:
+        return None
     parts = name.split(".")
     if len(parts) > 2 or not all(parts) or "\0" in name:
         raise click.BadParameter(f"found {name!r:.80}, wanted a table, or a schema, a dot and a table")
     return name
 
 
-tracker = noun("tracker", "recover --queue partner_tasks", "compare --table legacy.task_tracker")
+tracker = noun("tracker", "recover --queue partner_tasks", "compare --table legacy.task_tracker", "selftest")
 
 
 @tracker.command()
@@ -70,53 +75,140 @@ def recover(bus: SyncCommandBus, queue: str, waiting_for: timedelta, limit: int,
     """List tasks that nobody has claimed for too long, so that you can publish their two keys again.
 
     Each task is listed once, and again when it has waited that long once more. With --dry-run, tasks that dead workers
-    hold are listed as lost, and are not taken back from them.
+    hold are listed as lost, and are not taken back from them. A queue without the prefix of an environment means the
+    queue in every environment; QUEUE says where to publish.
 
         busload tracker recover --queue partner_tasks
         busload tracker recover --queue partner_tasks --json | publish
     """
     tracker = SyncTaskTracker(bus)
     found = tracker.recover(queue, waiting_for=waiting_for, limit=limit, dry_run=dry_run)
-    if not found:
-        note_unknown_domain(bus, tracker.queue_name(queue))
+    known = bus.database.read(search.known_domains())
+    if not found and not any(name in known for name in tracker.queue_names(queue)):
+        note_unknown_domain(bus, queue)
     return WAITING.list(found)
 
 
 @tracker.command()
-@click.option(
-    "--table", "old_table", required=True, callback=_table, help="The old table, for example legacy.task_tracker."
-)
+@click.option("--table", "old_table", callback=_table, help="The old table, for example legacy.task_tracker.")
 @click.option("--old-dsn", metavar="URL", help="The database it is in; default this one.")
+@click.option(
+    "--export",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Instead of a table: JSON lines that the old store has exported, one document per execution; - is stdin.",
+)
 @click.option("--queue", help="Compare the tasks of one queue only, in any environment.")
 @click.option("--map", "names", multiple=True, metavar="NEW=OLD", help=f"Columns with other names than {COLUMNS}.")
 @click.option("--limit", default=100, type=click.IntRange(min=1), help="Stop after this many disagreements.")
 @answers
 def compare(
-    bus: SyncCommandBus, old_table: str, old_dsn: str | None, queue: str | None, names: Sequence[str], limit: int
+    bus: SyncCommandBus,
+    old_table: str | None,
+    old_dsn: str | None,
+    export: BinaryIO | None,
+    queue: str | None,
+    names: Sequence[str],
+    limit: int,
 ) -> Answer:
-    """List tasks about which an old tracker's table and busload disagree; exit code 1 if there are any.
+    """List tasks about which an old tracker and busload disagree; exit code 1 if there are any.
 
     The newest execution of each task counts. Differences are checked twice, so that a task which changed meanwhile
     is not listed. The old table needs one row per execution, with a task id, an execution id, a status (queued,
-    processing, completed, failed, dlq) and a time of creation; the queue is needed for --queue.
+    processing, completed, failed, dlq) and a time of creation; the queue is needed for --queue. An export has one JSON
+    document per execution, as `mongoexport` writes them: taskId, executionId, status, createdAt and queueName.
 
         busload tracker compare --table legacy.task_tracker
         busload tracker compare --table tracker --map task_id=taskId --json
+        mongoexport --uri $OLD --collection task_trackers | busload tracker compare --export -
     """
-    columns = _columns(names)
-    queue = queue and SyncTaskTracker(bus).queue_name(queue)
-    old_names = None if queue is None else [queue, *(prefix + queue for prefix in PREFIXES)]
-    with bus.pool.connection() as ours, connect(old_dsn) if old_dsn else nullcontext(ours) as theirs:
-        comparison = _Comparison(ours, theirs, OldTable(old_table, columns, old_names), queue)
-        found = comparison.disagreements(limit)
+    if (old_table is None) is (export is None) or (old_dsn is not None and export is not None):
+        raise click.UsageError(
+            "Give the --table of the old tracker, with --old-dsn if it is elsewhere, or an --export."
+        )
+    mapped = _mapped(names)
+    queues = None if queue is None else SyncTaskTracker(bus).queue_names(SyncTaskTracker(bus).queue_name(queue))
+    with bus.pool.connection() as ours:
+        if old_table is None:
+            comparison = _Comparison(ours, _exported(export, mapped, queues), queues)
+            found = comparison.disagreements(limit)
+        else:
+            columns = {name: mapped.get(name, name) for name in COLUMNS}
+            with connect(old_dsn) if old_dsn else nullcontext(ours) as theirs:
+                comparison = _Comparison(ours, _Table(theirs, OldTable(old_table, columns, queues)), queues)
+                found = comparison.disagreements(limit)
     return DISAGREEMENTS.list(found, nothing=f"{counted(comparison.tasks, 'task')}, no disagreement.", ok=not found)
+
+
+@tracker.command()
+@answers
+def selftest(bus: SyncCommandBus) -> Answer:
+    """Try on this database what a tracker promises; exit code 1 if a promise does not hold.
+
+    Tasks are enqueued, claimed, failed, retried and completed in one transaction, which is rolled back: nothing stays,
+    and nobody sees anything of it.
+
+        busload tracker selftest
+        busload tracker selftest --json | jq .ok
+    """
+    test = SelfTest(SyncTaskTracker(bus), bus.settings.limits)
+    with bus.pool.connection() as conn, conn.transaction(force_rollback=True):
+        facts = perform(conn, test.facts())
+    ok = all(fact.ok for fact in facts)
+
+    def show() -> None:
+        for fact in facts:
+            paragraph(_told(fact), then="  ")
+
+    return Answer({"ok": ok, "facts": facts}, show, ok=ok)
+
+
+def _told(fact: Fact) -> str:
+    return f"{'✓' if fact.ok else '✗'} {fact.name}: {fact.seen}"
+
+
+class _Old(Protocol):
+    """Where the tasks of the other tracker are read."""
+
+    def page(self, *, after: str, limit: int) -> Sequence[OldTask]: ...
+
+    def of(self, task_ids: Sequence[str]) -> Sequence[OldTask]: ...
+
+
+class _Table:
+    """The table of the other tracker, on a connection to its database."""
+
+    def __init__(self, conn: Connection, table: OldTable) -> None:
+        self._conn, self._table = conn, table
+
+    def page(self, *, after: str, limit: int) -> list[OldTask]:
+        return self._read(self._table.page(after=after, limit=limit))
+
+    def of(self, task_ids: Sequence[str]) -> list[OldTask]:
+        return self._read(self._table.of(task_ids))
+
+    def _read(self, plan: Plan[list[OldTask]]) -> list[OldTask]:
+        try:
+            return perform(self._conn, plan)
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
+            hint = "--map names columns that are called otherwise."
+            found = error.diag.message_primary or error
+            raise click.UsageError(f"The old table cannot be read: {found}. {hint}") from None
+
+
+def _exported(export: BinaryIO | None, names: dict[str, str], queues: Sequence[str] | None) -> OldExport:
+    try:
+        return OldExport(export or (), names, queues)
+    except ExportError as error:
+        hint = "--map names fields that are called otherwise."
+        raise click.UsageError(f"The export cannot be read: {error}. {hint}") from None
 
 
 class _Comparison:
     """Page by page through the one, then through the other; each looks up what the other has of the same tasks."""
 
-    def __init__(self, ours: Connection, theirs: Connection, old: OldTable, queue: str | None) -> None:
-        self._ours, self._theirs, self._old, self._queue = ours, theirs, old, queue
+    def __init__(self, ours: Connection, old: _Old, queues: Sequence[str] | None) -> None:
+        self._ours, self._old, self._queues = ours, old, queues
         self.tasks = 0
 
     def disagreements(self, limit: int) -> list[Disagreement]:
@@ -130,33 +222,25 @@ class _Comparison:
         return found[:limit]
 
     def _pages(self) -> Iterator[list[str]]:
-        """All tasks of the old table, and those that only busload has."""
+        """All tasks of the old tracker, and those that only busload has."""
         after = ""
-        while page := self._there(self._old.page(after=after, limit=PAGE)):
+        while page := self._old.page(after=after, limit=PAGE):
             yield [row.task_id for row in page]
             after = page[-1].task_id
         after = ""
-        while names := self._here(task_page(after=after, queue=self._queue, limit=PAGE)):
-            known = {row.task_id for row in self._there(self._old.of(names))}
+        while names := self._here(task_page(after=after, queues=self._queues, limit=PAGE)):
+            known = {row.task_id for row in self._old.of(names)}
             yield [task_id for task_id in names if task_id not in known]
             after = names[-1]
 
     def _compared(self, task_ids: Sequence[str]) -> list[Disagreement]:
-        here = {one.task_id: one for one in self._here(newest(task_ids, queue=self._queue))}
-        there = {one.task_id: one for one in self._there(self._old.of(task_ids))}
+        here = {one.task_id: one for one in self._here(newest(task_ids, queues=self._queues))}
+        there = {one.task_id: one for one in self._old.of(task_ids)}
         pairs = ((task_id, here.get(task_id), there.get(task_id)) for task_id in task_ids)
         return [found for pair in pairs if (found := _disagreement(*pair)) is not None]
 
     def _here(self, plan: Plan[T]) -> T:
         return perform(self._ours, plan)
-
-    def _there(self, plan: Plan[T]) -> T:
-        try:
-            return perform(self._theirs, plan)
-        except (psycopg.ProgrammingError, psycopg.NotSupportedError) as error:
-            hint = "--map names columns that are called otherwise."
-            found = error.diag.message_primary or error
-            raise click.UsageError(f"The old table cannot be read: {found}. {hint}") from None
 
 
 def _disagreement(task_id: str, here: Newest | None, there: OldTask | None) -> Disagreement | None:
@@ -171,11 +255,12 @@ def _disagreement(task_id: str, here: Newest | None, there: OldTask | None) -> D
     return None
 
 
-def _columns(names: Sequence[str]) -> dict[str, str]:
-    columns = {name: name for name in COLUMNS}
+def _mapped(names: Sequence[str]) -> dict[str, str]:
+    """What the old tracker calls by another name."""
+    mapped = {}
     for pair in names:
         new, equals, old = pair.partition("=")
-        if not equals or not old or new not in columns:
+        if not equals or not old or new not in COLUMNS:
             raise click.BadParameter(f"found {pair!r}, wanted one of {', '.join(COLUMNS)}, =, and a column")
-        columns[new] = old
-    return columns
+        mapped[new] = old
+    return mapped

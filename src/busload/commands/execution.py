@@ -70,11 +70,12 @@ class Execution:
     task_key: str | None
     command_id: UUID
     queue: str
-    """The domain of the command."""
+    """The domain of the command: the name of the queue as `TaskTracker.enqueue` was given it."""
     attempt: int
     status: ExecutionStatus
     worker: str | None
     enqueued_at: datetime
+    """When this attempt was created: when the task was enqueued, or when the attempt before it ended or was retried."""
     started_at: datetime | None
     finished_at: datetime | None
     error: str | None
@@ -83,6 +84,13 @@ class Execution:
     actions: tuple[OperatorAction, ...] = ()
     traceback: str | None = None
     """Where the error was raised, as Python prints it."""
+    retry_count: int = 0
+    """How many attempts had failed before this one, since the task was enqueued or an operator retried it."""
+    can_retry: bool | None = None
+    """Whether another attempt follows if this one fails. Once it has ended: whether another one follows.
+
+    None if the handler decides, as for commands that were sent without `max_attempts`.
+    """
 
 
 class Lease(msgspec.Struct, eq=False):

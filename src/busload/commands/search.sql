@@ -59,7 +59,8 @@ CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed'
                WHEN 'TROUBLESHOOTING' THEN 'dlq'
                ELSE lower(e.outcome)
 END AS status,
-CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback
+CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback,
+e.outcome = 'FAILED_ATTEMPT' AS again
 
 -- fragment: holds_command
 hi BETWEEN c.id AND (c.id | 1023) AND lo <= c.id
@@ -147,7 +148,8 @@ SELECT a.type, a.at, a.execution_id, a.attempt, w.name, a.operator, a.batch_id, 
 
 -- fragment: attempts_of_task
 -- Every attempt of the commands in `task`: those that ended, those that were lost with their worker or
--- canceled while they waited, and the one that waits or runs now.
+-- canceled while they waited, and the one that waits or runs now. `again` says whether the command is tried
+-- again after the attempt, and is null while that is not decided.
 event AS MATERIALIZED (
     SELECT c.id, v.* FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.event AS v
@@ -162,13 +164,17 @@ event AS MATERIALIZED (
            CASE WHEN EXISTS (SELECT
                                FROM event AS p
                               WHERE p.id = v.id AND p.type = 'PARKED' AND p.lease_id = v.lease_id)
-                THEN 'dlq' ELSE 'lost' END, NULL
+                THEN 'dlq' ELSE 'lost' END,
+           NULL,
+           NOT EXISTS (SELECT
+                         FROM event AS p
+                        WHERE p.id = v.id AND p.type IN ('PARKED', 'CANCELED') AND p.lease_id = v.lease_id)
       FROM event AS v WHERE v.type IN ('LEASE_LOST', 'RELEASED')
     UNION ALL
-    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled', NULL
+    SELECT v.id, v.attempt, NULL, NULL, NULL, v.at, v.details ->> 'reason', 'canceled', NULL, false
       FROM event AS v WHERE v.type = 'CANCELED'
     UNION ALL
-    SELECT c.id, place.attempt, NULL, NULL, NULL, NULL, place.error, 'queued', NULL
+    SELECT c.id, place.attempt, NULL, NULL, NULL, NULL, place.error, 'queued', NULL, NULL
       FROM task AS c
      CROSS JOIN LATERAL (
         (SELECT attempt, NULL AS error FROM busload.queue WHERE {holds_command} ORDER BY hi LIMIT 1)
@@ -176,7 +182,7 @@ event AS MATERIALIZED (
         UNION ALL (SELECT attempt, error FROM busload.outbox WHERE {holds_command} ORDER BY hi LIMIT 1)
      ) AS place
     UNION ALL
-    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL FROM task AS c
+    SELECT c.id, l.attempt, l.lease_id, l.worker, l.since, NULL, NULL, 'processing', NULL, NULL FROM task AS c
      CROSS JOIN LATERAL (SELECT * FROM busload.lease AS l
                           WHERE {holds_command} AND c.id <> ALL (returned)
                             AND NOT EXISTS (SELECT
@@ -186,11 +192,39 @@ event AS MATERIALIZED (
                           OFFSET 0) AS l
 )
 
+-- fragment: enqueued_at
+-- When the attempt `a` of the command `c` was created, by the events of the command in `event`: when the
+-- command was sent, when the attempt before ended, when an operator retried the command, or when the worker
+-- that was to run the attempt was lost or handed the command back.
+greatest(
+    c.created_at,
+    (SELECT e.finished_at FROM busload.execution AS e WHERE e.command = c.id AND e.attempt = a.attempt - 1),
+    (SELECT max(v.at)
+       FROM event AS v
+      WHERE v.id = c.id
+        AND (v.type = 'OPERATOR_RETRIED' AND v.attempt = a.attempt - 1
+             OR v.type IN ('LEASE_LOST', 'RELEASED') AND v.attempt = a.attempt
+                AND v.lease_id IS DISTINCT FROM a.lease_id AND v.at <= coalesce(a.finished_at, 'infinity')))
+)
+
+-- fragment: retry_count
+-- How many attempts of the same round had failed before the attempt `a`. An operator's retry begins a round.
+a.attempt - 1 - coalesce(
+    (SELECT max(v.attempt)
+       FROM event AS v
+      WHERE v.id = c.id AND v.type = 'OPERATOR_RETRIED' AND v.attempt < a.attempt),
+    0
+)
+
 -- fragment: execution
 -- What people see of an attempt `a` of the command `c`, beside its id and what operators did after it.
 c.task_key, c.command_id, c.domain, a.attempt, a.status,
-(SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), c.created_at, a.started_at, a.finished_at,
-a.error, c.data::text
+(SELECT w.name FROM busload.worker AS w WHERE w.worker = a.worker), {enqueued_at}, a.started_at,
+a.finished_at, a.error, c.data::text
+
+-- fragment: retries
+-- The traceback of an attempt `a`, how many retries came before it, and whether another may follow.
+a.traceback, {retry_count}, coalesce(a.again, {retry_count} + 1 < c.max_attempts)
 
 -- fragment: actions
 -- What operators did after an attempt `a` had ended.
@@ -206,7 +240,7 @@ WITH task AS MATERIALIZED (
     SELECT * FROM busload.command
      WHERE task_key = %(task_key)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
 ), {attempts_of_task}
-SELECT busload.execution_id(a.lease_id, c.id), {execution}, {actions}, a.traceback
+SELECT busload.execution_id(a.lease_id, c.id), {execution}, {actions}, {retries}
   FROM attempt AS a JOIN task AS c USING (id)
  ORDER BY c.created_at, c.id, a.attempt, a.finished_at NULLS LAST;
 

@@ -139,7 +139,7 @@ def send_once(
             return SendResult(command.command_id, created=True)
         holders = yield from _holders(domain, [command.task_key])
         if holders:  # otherwise the holder was pruned meanwhile, and the key is free
-            [result] = _duplicates(domain, [command.task_key], holders, dedup)
+            [result] = duplicate_results(domain, [command.task_key], holders, dedup)
             return result
 
 
@@ -283,7 +283,7 @@ def hold(
         if command.task_key is not None
         and (command.task_key not in held or first[command.task_key] != command.command_id)
     }
-    answers = _duplicates(domain, list(duplicates.values()), holders, dedup)
+    answers = duplicate_results(domain, list(duplicates.values()), holders, dedup)
     others = dict(zip(duplicates, answers, strict=True))
     return [others.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
 
@@ -304,7 +304,9 @@ def _holders(domain: str, task_keys: Sequence[str]) -> Plan[dict[str, UUID]]:
     return dict((yield from execute(SQL.holders, domain=domain, task_keys=task_keys)))
 
 
-def _duplicates(domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup) -> list[SendResult]:
+def duplicate_results(
+    domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup
+) -> list[SendResult]:
     """The results for commands whose task keys others hold."""
     if task_keys and dedup.on_conflict == "raise":
         raise DuplicateTaskError(domain, {task_key: holders[task_key] for task_key in task_keys})

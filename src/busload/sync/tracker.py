@@ -51,8 +51,8 @@ class SyncTaskTracker(Tracker):
     claimed again, and `recover` names those whose message is gone.
 
     `task_id` names a task, as `task_id()` makes it, and `execution_id` one execution of it: the two keys. `execution`
-    is what `claim` has returned. `queue` is the queue that runs the task, with or without the prefix of its
-    environment.
+    is what `claim` has returned. `queue` is the queue that runs the task, by the name that it has there. The prefix of
+    an environment stays in that name, and is left out of the task id only.
     """
 
     def __init__(
@@ -113,10 +113,11 @@ class SyncTaskTracker(Tracker):
         write = track.new_task(
             self._limits,
             task_id,
-            self.queue_name(queue),
+            queue,
             metadata=metadata,
             dedup=dedup,
             max_attempts=max_attempts,
+            others=self._other_names(queue),
         )
         return self._database.write(write, conn)
 
@@ -177,10 +178,16 @@ class SyncTaskTracker(Tracker):
 
         Publish the two keys of each again, since its message may be lost; if it was not, the second message is
         harmless. At most `limit` are returned, each to one caller, and not again before it has waited as long once
-        more. With `dry_run` nothing is written, and what dead workers hold is named as well.
+        more. With `dry_run` nothing is written, and what dead workers hold is named as well. A `queue` without a prefix
+        means the queue in every environment; `Execution.queue` tells where to publish.
         """
         write = track.recover(
-            self._limits, self.queue_name(queue), waiting_for=waiting_for, limit=limit, dry_run=dry_run
+            self._limits,
+            queue,
+            names=self.queue_names(queue),
+            waiting_for=waiting_for,
+            limit=limit,
+            dry_run=dry_run,
         )
         if not dry_run:
             self._database.write(rescue.write())

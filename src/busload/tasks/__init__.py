@@ -1,1 +1,5 @@
-"""Tasks that other queues run: their tracker, and a comparison with the table of another tracker."""
+"""Tasks that other queues run: their tracker, their messages, and a comparison with another tracker."""
+
+from busload.tasks.message import TaskMessage
+
+__all__ = ["TaskMessage"]

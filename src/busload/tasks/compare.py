@@ -42,12 +42,16 @@ class OldTask:
     execution_id: str | None
 
 
-def task_page(*, after: str, queue: str | None, limit: int) -> Plan[list[str]]:
-    return many(str, SQL.task_page, after=after, domain=queue, limit=limit)
+def task_page(*, after: str, queues: Sequence[str] | None, limit: int) -> Plan[list[str]]:
+    return many(str, SQL.task_page, after=after, domains=_listed(queues), limit=limit)
 
 
-def newest(task_ids: Sequence[str], *, queue: str | None) -> Plan[list[Newest]]:
-    return many(Newest, SQL.newest, task_keys=list(task_ids), domain=queue)
+def newest(task_ids: Sequence[str], *, queues: Sequence[str] | None) -> Plan[list[Newest]]:
+    return many(Newest, SQL.newest, task_keys=list(task_ids), domains=_listed(queues))
+
+
+def _listed(queues: Sequence[str] | None) -> list[str] | None:
+    return None if queues is None else list(queues)
 
 
 class OldTable:

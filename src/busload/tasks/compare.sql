@@ -4,7 +4,7 @@
 -- The next tasks, in the order of their keys.
 SELECT DISTINCT task_key FROM busload.command
  WHERE task_key > %(after)s::text AND command_type = 'TrackedTask'
-   AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+   AND (%(domains)b::text[] IS NULL OR domain = ANY (%(domains)b::text[]))
  ORDER BY task_key LIMIT %(limit)s::integer;
 
 -- name: newest
@@ -20,6 +20,6 @@ SELECT task.task_key,
   FROM unnest(%(task_keys)b::text[]) AS task (task_key)
  CROSS JOIN LATERAL (SELECT c.id, c.command_id FROM busload.command AS c
                       WHERE c.task_key = task.task_key AND c.command_type = 'TrackedTask'
-                        AND (%(domain)s::text IS NULL OR c.domain = %(domain)s::text)
+                        AND (%(domains)b::text[] IS NULL OR c.domain = ANY (%(domains)b::text[]))
                       ORDER BY c.id DESC LIMIT 1) AS c
  CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s;

@@ -69,20 +69,31 @@ def new_task(
     metadata: dict[str, Any] | None = None,
     dedup: Dedup | None = None,
     max_attempts: int = 3,
+    others: Sequence[str] = (),
 ) -> Write[Execution | None]:
-    """Check a task that is about to be published, and plan to record it."""
+    """Check a task that is about to be published, and plan to record it.
+
+    With a `dedup`, the same task in one of these `others` is a duplicate too: other names of the same queue.
+    """
     check(limits, task_id=task_id, metadata=metadata)
     data = metadata or {}
     execution_id = new_execution_id()
     command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
     checked = check_one(limits, queue, command, dedup=dedup)
 
+    def existing(name: str, command_id: UUID) -> Plan[Execution | None]:
+        wanted = dedup is not None and dedup.on_conflict == "return_existing"
+        return (yield from current(name, command_id)) if wanted else None
+
     def plan() -> Plan[Execution | None]:
+        if dedup is not None and (held := (yield from _held_elsewhere(task_id, others))):
+            [(name, command_id)] = held
+            send.duplicate_results(name, [task_id], {task_id: command_id}, dedup)
+            return (yield from existing(name, command_id))
         # No broker of ours announces the task: another queue does.
         sent = yield from send.write(queue, checked, dedup=dedup).plan
         if not sent.created:
-            wanted = dedup is not None and dedup.on_conflict == "return_existing"
-            return (yield from current(queue, sent.command_id)) if wanted else None
+            return (yield from existing(queue, sent.command_id))
         [(enqueued_at,)] = yield from execute(SQL.enqueued_at, domain=queue, command_id=sent.command_id)
         return Execution(
             execution_id=sent.command_id,  # announced now: its first claim takes it
@@ -97,6 +108,7 @@ def new_task(
             finished_at=None,
             error=None,
             metadata=data,
+            can_retry=max_attempts > 1,
         )
 
     return patient(plan, None, [execution_id])
@@ -148,20 +160,21 @@ def ending(limits: InputLimits, execution: object, outcome: Outcome, *, workers:
 
 
 def recover(
-    limits: InputLimits, queue: str, *, waiting_for: timedelta, limit: int, dry_run: bool
+    limits: InputLimits, queue: str, *, names: Sequence[str], waiting_for: timedelta, limit: int, dry_run: bool
 ) -> Write[list[Execution]]:
     """Name tasks that have waited for so long that their message may be lost. They are not named again as soon.
 
+    `names` are those by which tasks of the `queue` may have been enqueued.
     With `dry_run` nothing is written, and tasks that dead workers hold are named as well: nobody has rescued them.
     """
     problems = problems_of(limits, queue=queue, waiting_for=waiting_for)
     refuse(problems + whole(1, 100_000)(limit, "limit"))
 
     def plan() -> Plan[list[Execution]]:
-        rows = yield from execute(SQL.waiting, domain=queue, waiting_for=waiting_for, limit=limit)
+        rows = yield from execute(SQL.waiting, domains=list(names), waiting_for=waiting_for, limit=limit)
         found = {id: search.as_execution(*columns) for id, *columns in rows}
         if dry_run:
-            lost = yield from many(search.as_execution, SQL.lost, domain=queue, limit=limit)
+            lost = yield from many(search.as_execution, SQL.lost, domains=list(names), limit=limit)
             return [*lost, *found.values()][:limit]
         if not found:
             return []
@@ -248,7 +261,7 @@ def retry(task_id: str, *, operator: str | None) -> Plan[Execution]:
         search.as_execution, SQL.retry, task_key=task_id, execution_id=new_execution_id(), operator=operator
     )
     if retried is None:
-        found = yield from newest([task_id], queue=None)
+        found = yield from newest([task_id], queues=None)
         state = f"its newest execution is {found[0].status}" if found else "there is no such task"
         raise InvalidOperationError(
             f"Task {task_id!r:.200} has nothing in the dlq to retry: {state}. Nothing was written."
@@ -305,6 +318,16 @@ def leave(workers: Sequence[int], *, hand_back: bool) -> Plan[int]:
         yield from rescue.release(leases)
     yield from execute(SQL.retire, workers=list(workers))
     return len(leases)
+
+
+def _held_elsewhere(task_id: str, names: Sequence[str]) -> Plan[list[tuple[str, UUID]]]:
+    """The queue and the command that hold a task, if it is one of these queues. Whoever asks the same waits until the
+    end of the transaction, so that two names of a queue cannot both be free.
+    """
+    if not names:
+        return []
+    yield from execute(SQL.lock_task, task_key=task_id)
+    return [(name, id) for name, id in (yield from execute(SQL.holder, task_key=task_id, domains=list(names)))]
 
 
 def _leased(*row: Any) -> Leased:

@@ -1,5 +1,6 @@
 -- fragments of: busload.commands.load
 -- fragments of: busload.commands.search
+-- fragments of: busload.commands.send
 
 -- fragment: run_of_task
 -- A command that a tracker has enqueued for this task.
@@ -35,6 +36,38 @@ coalesce(
         OFFSET 0
     )
 )
+
+-- fragment: waiting_since
+-- When the newest attempt of the command `c` was created: nothing has ended since then.
+SELECT greatest(
+    c.created_at,
+    (SELECT max(e.finished_at) FROM busload.execution AS e WHERE e.command = c.id),
+    (SELECT max(v.at)
+       FROM busload.event AS v
+      WHERE v.lo >> 10 = c.id >> 10
+        AND v.lo = c.id
+        AND v.type IN ('LEASE_LOST', 'RELEASED', 'OPERATOR_RETRIED'))
+) AS at
+
+-- fragment: events_of
+-- The events of the command `c`: what the fragments of an attempt read. A task is alone in its load.
+event AS MATERIALIZED (
+    SELECT c.id, v.*
+      FROM task AS c
+     CROSS JOIN LATERAL (SELECT * FROM busload.event AS v
+                          WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id OFFSET 0) AS v
+)
+
+-- name: lock_task
+-- Let nobody else look for the holder of a task until this transaction has ended.
+SELECT pg_advisory_xact_lock(hashtextextended('busload.task ' || %(task_key)s::text, 0));
+
+-- name: holder
+-- Who holds a task in one of these domains.
+SELECT t.domain, t.command_id
+  FROM busload.task AS t
+ WHERE t.domain = ANY (%(domains)b::text[]) AND t.task_key = %(task_key)s::text AND NOT ({key_is_free})
+ LIMIT 1;
 
 -- name: enqueued_at
 -- When a task was enqueued.
@@ -87,7 +120,7 @@ WITH alive AS MATERIALIZED (
     SELECT worker, name FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), task AS MATERIALIZED (
     SELECT * FROM busload.command WHERE id = %(command)s::bigint
-), announced AS (
+), {events_of}, announced AS (
     SELECT id, {announced_id} AS lease_id FROM task AS c
 ), fence AS (
     SELECT CASE WHEN {announced_id_is_used} THEN %(fresh)s::uuid ELSE a.lease_id END AS lease_id
@@ -110,7 +143,7 @@ WITH alive AS MATERIALIZED (
             UNION ALL
             SELECT {load} FROM later) AS load
      CROSS JOIN fence CROSS JOIN alive
-    RETURNING lease_id, domain, attempt, since
+    RETURNING lease_id, domain, attempt, forgiven, since, NULL::timestamptz AS finished_at
 ), serves AS (
     UPDATE busload.worker AS w SET domains = w.domains || leased.domain FROM leased
      WHERE w.worker = %(worker)s::bigint AND leased.domain <> ALL (w.domains)
@@ -125,13 +158,14 @@ SELECT alive.worker IS NULL,
        OR EXISTS (SELECT FROM busload.scheduled WHERE hi = free.id),
        EXISTS (SELECT FROM held WHERE lapsed),
        EXISTS (SELECT FROM held WHERE passing) AND free.id IS NOT NULL,
-       leased.lease_id, task.task_key, task.command_id, task.domain, leased.attempt, 'processing', alive.name,
-       task.created_at, leased.since, NULL::timestamptz, NULL::text, task.data::text, NULL::text, NULL::text
+       a.lease_id, c.task_key, c.command_id, c.domain, a.attempt, 'processing', alive.name,
+       {enqueued_at}, a.since, NULL::timestamptz, NULL::text, c.data::text, NULL::text, NULL::text,
+       a.attempt - 1 - a.forgiven, a.attempt - a.forgiven < c.max_attempts
   FROM (SELECT) AS asked
   LEFT JOIN alive ON true
-  LEFT JOIN task ON true
+  LEFT JOIN task AS c ON true
   LEFT JOIN free ON true
-  LEFT JOIN leased ON true;
+  LEFT JOIN leased AS a ON true;
 
 -- name: held
 -- What a lease of these workers runs, and for how many seconds.
@@ -144,11 +178,13 @@ SELECT l.lease_id, l.lo, l.hi, l.domain, l.batch_id, l.priority, l.attempt, l.fo
 
 -- name: ended
 -- An attempt as it was recorded.
-SELECT a.lease_id, {execution}, NULL::text, a.traceback
-  FROM busload.command AS c
+WITH task AS MATERIALIZED (
+    SELECT * FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid
+), {events_of}
+SELECT a.lease_id, {execution}, NULL::text, {retries}
+  FROM task AS c
   JOIN LATERAL (SELECT {recorded_attempt} FROM busload.execution AS e WHERE e.command = c.id) AS a ON true
- WHERE c.domain = %(domain)s::text AND c.command_id = %(command_id)s::uuid
-   AND a.lease_id = %(execution_id)s::uuid;
+ WHERE a.lease_id = %(execution_id)s::uuid;
 
 -- name: retry
 -- The newest command of a task that waits in troubleshooting goes back into the queue, with all its attempts
@@ -173,8 +209,8 @@ WITH RECURSIVE leap AS (
     DELETE FROM busload.troubleshooting AS t
      USING newest JOIN busload.command AS c USING (id)
      WHERE t.command = newest.id
-    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.task_key, c.command_id, c.created_at,
-              c.data
+    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.task_key, c.command_id,
+              c.data, c.max_attempts
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven)
     SELECT command, command, domain, batch_id, priority, attempt + 1, attempt FROM taken
@@ -182,10 +218,12 @@ WITH RECURSIVE leap AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, operator)
     SELECT 'OPERATOR_RETRIED', command, command, batch_id, attempt, %(execution_id)s::uuid, %(operator)s::text
       FROM taken
+    RETURNING at
 )
-SELECT %(execution_id)s::uuid, task_key, command_id, domain, attempt + 1, 'queued', NULL::text, created_at,
-       NULL::timestamptz, NULL::timestamptz, NULL::text, data::text, NULL::text, NULL::text
-  FROM taken;
+SELECT %(execution_id)s::uuid, task_key, command_id, domain, attempt + 1, 'queued', NULL::text, noted.at,
+       NULL::timestamptz, NULL::timestamptz, NULL::text, data::text, NULL::text, NULL::text, 0,
+       max_attempts > 1
+  FROM taken CROSS JOIN noted;
 
 -- name: announced
 -- The ids by which waiting commands can be claimed, and whether an execution has used them up.
@@ -201,7 +239,7 @@ SELECT c.command_id, a.lease_id, {announced_id_is_used}
 WITH task AS MATERIALIZED (
     SELECT * FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(command_id)s::uuid
 ), {attempts_of_task}
-SELECT c.command_type, coalesce(a.lease_id, {announced_id}), {execution}, {actions}, a.traceback
+SELECT c.command_type, coalesce(a.lease_id, {announced_id}), {execution}, {actions}, {retries}
   FROM task AS c
   LEFT JOIN attempt AS a ON c.command_type = 'TrackedTask' AND a.status NOT IN ('lost', 'canceled')
  ORDER BY a.attempt DESC, a.finished_at DESC NULLS FIRST
@@ -213,29 +251,27 @@ SELECT c.command_type, coalesce(a.lease_id, {announced_id}), {execution}, {actio
 -- that was named before is not due until it has waited as long again. Nothing of a paused queue is due. A
 -- task that a worker without a handler has given back waits for a time that means nothing here.
 WITH place AS (
-    SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes = 0 AND lo = hi
+    SELECT hi, domain, attempt, forgiven FROM busload.queue
+     WHERE domain = ANY (%(domains)b::text[]) AND crashes = 0 AND lo = hi
     UNION ALL
-    SELECT hi, attempt FROM busload.queue WHERE domain = %(domain)s::text AND crashes > 0 AND lo = hi
+    SELECT hi, domain, attempt, forgiven FROM busload.queue
+     WHERE domain = ANY (%(domains)b::text[]) AND crashes > 0 AND lo = hi
     UNION ALL
-    SELECT hi, attempt FROM busload.scheduled
-     WHERE (run_at <= now() OR reason = 'NO_HANDLER') AND domain = %(domain)s::text AND lo = hi
+    SELECT hi, domain, attempt, forgiven FROM busload.scheduled
+     WHERE (run_at <= now() OR reason = 'NO_HANDLER') AND domain = ANY (%(domains)b::text[]) AND lo = hi
 )
 SELECT c.id, {announced_id}, c.task_key, c.command_id, c.domain, place.attempt, 'queued', NULL::text,
-       c.created_at, NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text, NULL::text
+       since.at, NULL::timestamptz, NULL::timestamptz, NULL::text, c.data::text, NULL::text, NULL::text,
+       place.attempt - 1 - place.forgiven, place.attempt - place.forgiven < c.max_attempts
   FROM place
  CROSS JOIN LATERAL (SELECT * FROM busload.command AS c
                       WHERE c.id = place.hi AND c.command_type = 'TrackedTask' AND c.task_key IS NOT NULL
                         AND c.created_at <= now() - %(waiting_for)s::interval OFFSET 0) AS c
- CROSS JOIN LATERAL (SELECT greatest(
-        c.created_at,
-        (SELECT max(e.finished_at) FROM busload.execution AS e WHERE e.command = c.id),
-        (SELECT max(v.at) FROM busload.event AS v
-          WHERE v.lo >> 10 = c.id >> 10 AND v.lo = c.id
-            AND v.type IN ('LEASE_LOST', 'RELEASED', 'OPERATOR_RETRIED'))) AS at) AS since
+ CROSS JOIN LATERAL ({waiting_since}) AS since
  WHERE since.at <= now() - %(waiting_for)s::interval
    AND NOT EXISTS (SELECT
                      FROM busload.pause AS p
-                    WHERE p.resumed_at IS NULL AND p.domain = %(domain)s::text
+                    WHERE p.resumed_at IS NULL AND p.domain = place.domain
                    OFFSET 0)
  ORDER BY since.at, c.id
  LIMIT %(limit)s::integer;
@@ -267,15 +303,17 @@ SELECT hi FROM moved UNION ALL SELECT hi FROM later;
 
 -- name: lost
 -- Tasks of a queue that are held by workers that are not alive any more. A rescue would let them wait again.
-SELECT l.lease_id, c.task_key, c.command_id, c.domain, l.attempt, 'lost', w.name, c.created_at, l.since,
-       NULL::timestamptz, 'The worker died, or lost its lease.', c.data::text, NULL::text, NULL::text
+SELECT l.lease_id, c.task_key, c.command_id, c.domain, l.attempt, 'lost', w.name, since.at, l.since,
+       NULL::timestamptz, 'The worker died, or lost its lease.', c.data::text, NULL::text, NULL::text,
+       l.attempt - 1 - l.forgiven, true
   FROM busload.lease AS l
  CROSS JOIN LATERAL (SELECT *
                        FROM busload.command
                       WHERE id = l.hi AND command_type = 'TrackedTask'
                      OFFSET 0) AS c
+ CROSS JOIN LATERAL ({waiting_since}) AS since
   LEFT JOIN busload.worker AS w ON w.worker = l.worker
- WHERE l.domain = %(domain)s::text AND l.lo = l.hi AND c.id <> ALL (l.returned)
+ WHERE l.domain = ANY (%(domains)b::text[]) AND l.lo = l.hi AND c.id <> ALL (l.returned)
    AND (w.worker IS NULL OR w.stopped_at IS NOT NULL OR w.seen_at < now() - w.lease_for)
  ORDER BY l.since, l.lease_id
  LIMIT %(limit)s::integer;

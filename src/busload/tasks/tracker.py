@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,7 @@ from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits, Settings
 from busload.tasks import track
+from busload.tasks.message import TaskMessage, keys_of, task_message
 from busload.tasks.tracker_heartbeat import Presence, after_fork
 
 log = logging.getLogger("busload")
@@ -76,6 +77,33 @@ class Tracker:
                     return queue.removeprefix(prefix)
         return queue
 
+    def queue_names(self, queue: str) -> list[str]:
+        """The names that a queue may have: the given one, and for a name without prefix also those with a prefix."""
+        if not isinstance(queue, str) or self.queue_name(queue) != queue:
+            return [queue]
+        return [queue, *(prefix + queue for prefix in self._prefixes)]
+
+    def _other_names(self, queue: str) -> list[str]:
+        """The names of the same queue in other environments: a task id is the same in all of them."""
+        bare = self.queue_name(queue)
+        check(self._limits, queue=bare)
+        return [name for name in self.queue_names(bare) if name != queue]
+
+    def message(self, execution: Execution, content: dict[str, Any] | None = None) -> TaskMessage:
+        """A message to publish about an `execution` that `enqueue`, `retry` or `recover` has returned.
+
+        It has both keys in its body, beside the `content`, and in its headers. Without `content` the metadata of the
+        task is sent. Publish it to `execution.queue`, as a persistent message.
+        """
+        return task_message(execution, content, self._limits.payload)
+
+    def keys(self, body: object, headers: Mapping[str, Any] | None = None) -> tuple[str, UUID]:
+        """The two keys of a message that was received: what to give to `claim`.
+
+        `InvalidOperationError` says that they are missing, or differ between body and headers: dead-letter the message.
+        """
+        return keys_of(body, headers)
+
     @property
     def _presence(self) -> Presence:
         """A process that was forked off is a worker of its own: threads and connections stay behind in its parent."""
@@ -103,8 +131,8 @@ class TaskTracker(Tracker):
     claimed again, and `recover` names those whose message is gone.
 
     `task_id` names a task, as `task_id()` makes it, and `execution_id` one execution of it: the two keys. `execution`
-    is what `claim` has returned. `queue` is the queue that runs the task, with or without the prefix of its
-    environment.
+    is what `claim` has returned. `queue` is the queue that runs the task, by the name that it has there. The prefix of
+    an environment stays in that name, and is left out of the task id only.
     """
 
     def __init__(
@@ -165,10 +193,11 @@ class TaskTracker(Tracker):
         write = track.new_task(
             self._limits,
             task_id,
-            self.queue_name(queue),
+            queue,
             metadata=metadata,
             dedup=dedup,
             max_attempts=max_attempts,
+            others=self._other_names(queue),
         )
         return await self._database.write(write, conn)
 
@@ -229,10 +258,16 @@ class TaskTracker(Tracker):
 
         Publish the two keys of each again, since its message may be lost; if it was not, the second message is
         harmless. At most `limit` are returned, each to one caller, and not again before it has waited as long once
-        more. With `dry_run` nothing is written, and what dead workers hold is named as well.
+        more. With `dry_run` nothing is written, and what dead workers hold is named as well. A `queue` without a prefix
+        means the queue in every environment; `Execution.queue` tells where to publish.
         """
         write = track.recover(
-            self._limits, self.queue_name(queue), waiting_for=waiting_for, limit=limit, dry_run=dry_run
+            self._limits,
+            queue,
+            names=self.queue_names(queue),
+            waiting_for=waiting_for,
+            limit=limit,
+            dry_run=dry_run,
         )
         if not dry_run:
             await self._database.write(rescue.write())
