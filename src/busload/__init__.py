@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from busload.handler_methods import handler as handler
     from busload.handler_methods import planner as planner
     from busload.jobs.job import Stage as Stage
+    from busload.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from busload.limits.rate import RateLimit as RateLimit
     from busload.postgres import schema as schema
     from busload.settings import Settings as Settings
@@ -78,6 +79,7 @@ _NAMES = {
     " PermanentCommandError RateLimitedError TransientCommandError",
     "handler_methods": "bulk_handler handler planner",
     "jobs.job": "Stage",
+    "limits.concurrency": "ConcurrencyLimit",
     "limits.rate": "RateLimit",
     "settings": "Settings WorkerSettings",
     "sync.bus": "SyncCommandBus",

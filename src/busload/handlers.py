@@ -18,6 +18,7 @@ from busload.commands.retry import RetryPolicy
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
 from busload.jobs.job import PLAN, STAGE, wrong_stage
 from busload.jobs.steps import advance, plan_stage
+from busload.limits.concurrency import ConcurrencyLimit
 from busload.limits.handler_options import Function, GroupHandlerOptions, HandlerOptions, PolicyOptions
 from busload.limits.rate import RateLimit, is_async
 from busload.settings import InputLimits
@@ -63,12 +64,18 @@ class Handler:
     isolate_poison: bool = False
     gathering: Gathering | None = None
     buffer: BufferSettings | None = None
+    concurrency_limit: ConcurrencyLimit | None = None
     plain: bool = field(init=False)
     """Whether it gets one command and may begin at once, in the event loop, without a limit to its time."""
 
     def __post_init__(self) -> None:
-        special = (self.timeout, self.rate_limit, self.gathering, self.buffer)
+        special = (self.timeout, self.rate_limit, self.gathering, self.buffer, self.concurrency_limit)
         object.__setattr__(self, "plain", self.is_async and all(one is None for one in special))
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether one call takes several commands or events."""
+        return self.gathering is not None or self.buffer is not None
 
 
 BUILT_IN = {
@@ -92,6 +99,8 @@ class Handlers:
         """Whether there is a bulk handler."""
         self.limits = False
         """Whether there is a handler with a limit."""
+        self.concurrency_limits = False
+        """Whether there is a handler with a concurrency limit."""
         self.threaded = False
         """Whether there is a handler written with `def`."""
 
@@ -124,6 +133,8 @@ class Handlers:
         retry, rate_limit = options.get("retry"), options.get("rate_limit")
         timeout, isolate_poison = options.get("timeout"), options.get("isolate_poison", False)
         require(instance(RateLimit, "a RateLimit"), **given(rate_limit=rate_limit))
+        concurrency_limit = options.get("concurrency_limit")
+        require(instance(ConcurrencyLimit, "a ConcurrencyLimit"), **given(concurrency_limit=concurrency_limit))
         require(FLAG, isolate_poison=isolate_poison)
         require(instance(RetryPolicy, "a RetryPolicy"), **given(retry=retry))
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -144,6 +155,8 @@ class Handlers:
             if existing is not None:
                 raise HandlerAlreadyRegisteredError(domain, command_type, _name(existing.function))
             self._refuse_mixture(domain, command_type)
+            if concurrency_limit is not None:
+                self._refuse_other_limit(concurrency_limit, domain, command_type, first)
             self._handlers[domain, command_type] = Handler(
                 function,
                 retry or RetryPolicy(),
@@ -153,9 +166,11 @@ class Handlers:
                 isolate_poison,
                 gathering,
                 buffer,
+                concurrency_limit,
             )
             self.gathers = self.gathers or gathering is not None
             self.limits = self.limits or rate_limit is not None
+            self.concurrency_limits = self.concurrency_limits or concurrency_limit is not None
             self.threaded = self.threaded or not is_async(function)
             return function
 
@@ -179,6 +194,22 @@ class Handlers:
     def become(self, other: Handlers) -> None:
         """Take over everything that the other registry knows, at once."""
         vars(self).update({name: copy(value) for name, value in vars(other).items()})
+
+    def _refuse_other_limit(self, limit: ConcurrencyLimit, domain: str, command_type: str, first: str) -> None:
+        """Handlers that share a limit agree on it; and only a single command has a field that names its key."""
+        if isinstance(limit.by, str) and first != "command":
+            raise InvalidOperationError(
+                f"The concurrency limit of {domain}/{command_type} has by={limit.by!r}, but a {first} has no fields. "
+                f"Give it a function: by=lambda {first}: ..."
+            )
+        name = limit.name_for(domain, command_type)
+        for (of, type), handler in self._handlers.items():
+            other = handler.concurrency_limit
+            if other is not None and other.name_for(of, type) == name and other.calls != limit.calls:
+                raise InvalidOperationError(
+                    f"The concurrency limit {name!r} allows {other.calls} calls at a time for {of}/{type}, and "
+                    f"{limit.calls} for {domain}/{command_type}. Give both the same number, or another name to one."
+                )
 
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)

@@ -34,6 +34,7 @@ from busload import (
     ChunkContext,
     Command,
     CommandBus,
+    ConcurrencyLimit,
     Group,
     HandlerContext,
     Item,
@@ -55,8 +56,8 @@ from busload.transports import find_transport
 from tests.stepped import SteppedBus
 
 DOMAIN = "payments"
-BULK, LIMITED = "crm", "partner"
-"""Domains of commands that run in chunks, and of those that a limit holds up."""
+BULK, LIMITED, CONCURRENT = "crm", "partner", "storage"
+"""Domains of commands that run in chunks, of those that a limit holds up, and of those that run few at a time."""
 STRATEGIES = "two_phase", "checkpoint", "optimistic"
 DID_NOT_START = 75
 """The exit status of a worker that found no database when it started: whoever runs workers starts another."""
@@ -242,6 +243,34 @@ def register_limited(bus: CommandBus, receiver: Receiver, options: dict[str, Any
         receiver.take(LIMITED, command.command_id, [])
 
 
+def register_concurrent(bus: CommandBus, options: dict[str, Any]) -> None:
+    """Types whose calls are limited to 1, 2, ... at a time for each key; each call notes when it begins and ends."""
+    ledger = os.open(options["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    pause = options.get("pause", 0.01)
+    retry = RetryPolicy(max_attempts=20, backoff=(0.01,))
+
+    def note(fact: str, command: Command, ctx: HandlerContext | SyncHandlerContext, at: int) -> None:
+        key = f"{command.command_type}/{command.data['key']}"
+        os.write(ledger, f"{fact} {key} {ctx.execution_id} {os.getpid()} {at}\n".encode())
+
+    async def call(command: Command, ctx: HandlerContext) -> None:
+        note("begin", command, ctx, time.time_ns())
+        await asyncio.sleep(random.uniform(0, pause))
+        note("end", command, ctx, time.time_ns())
+        if random.randrange(20) == 0:
+            raise TransientCommandError("busy")
+
+    def call_in_thread(command: Command, ctx: SyncHandlerContext) -> None:
+        note("begin", command, ctx, time.time_ns())
+        time.sleep(random.uniform(0, pause))
+        note("end", command, ctx, time.time_ns())
+
+    for most in options["concurrent"]:
+        limit = ConcurrencyLimit(most, by="key")
+        handle: Any = call_in_thread if most == 2 else call
+        bus.handler(CONCURRENT, f"At{most}", retry=retry, concurrency_limit=limit)(handle)
+
+
 class Told:
     """Becomes true when this process is told to end; until then, `wait` waits."""
 
@@ -416,6 +445,8 @@ async def serve(options: dict[str, Any]) -> None:
             register_bulk(bus, receiver, options)
         if "limit" in options:
             register_limited(bus, receiver, options)
+        if "concurrent" in options:
+            register_concurrent(bus, options)
         domains = options.get("domains", [DOMAIN])
         await Worker(bus, domains=domains, concurrency=options.get("concurrency", 10), settings=settings).run(
             signals=True

@@ -1,14 +1,16 @@
-"""`busload limit`: what people see of rate limits."""
+"""`busload limit`: what people see of limits."""
 
 from __future__ import annotations
 
 import json
+from uuid import uuid4
 
 from busload import RateLimit
-from busload.limits import rate
+from busload.limits import concurrency, rate
+from busload.limits.concurrency import Request
 from busload.limits.rate import Ask
 from tests.cli.conftest import Busload
-from tests.given import Database
+from tests.given import Database, Given
 
 
 def test_limits_are_listed_with_their_rate_and_what_was_refused(busload: Busload, database: Database) -> None:
@@ -46,6 +48,30 @@ def test_a_block_is_lifted_for_one_value_or_for_all(busload: Busload, database: 
     missing = busload("limit", "reset", "crm", "--by", "4")
     assert missing.exit_code == 1
     assert "No limit 'crm' by '4' was used within a day." in missing.output
+
+
+async def test_who_runs_calls_and_how_many_wait_is_listed(busload: Busload, given: Given, database: Database) -> None:
+    nothing = busload("limit", "concurrency")
+    assert nothing.exit_code == 0
+    assert "No call runs under a concurrency limit, and no command waits for one." in nothing.output
+    await given.batch(3)
+    worker = given.registered_worker()
+    for calls, one in zip((2, 2, 2), given.claimed(3, by=worker), strict=True):
+        request = Request(uuid4(), "crm", "tenant 1", calls, [(one.lease, one.id)])
+        database.perform(concurrency.take([request], worker=worker))
+    listed = busload("limit", "concurrency", "crm")
+    assert listed.output.splitlines()[0].split()[:5] == ["NAME", "BY", "MOST", "RUNNING", "WAITING"]
+    [found] = json.loads(busload("limit", "concurrency", "--json").output)
+    facts = {name: found[name] for name in ("name", "subject", "most", "running", "waiting", "workers")}
+    assert facts == {
+        "name": "crm",
+        "subject": "tenant 1",
+        "most": 2,
+        "running": 2,
+        "waiting": 1,
+        "workers": ["given", "given"],
+    }
+    assert json.loads(busload("limit", "concurrency", "other", "--json").output) == []
 
 
 def test_a_limit_that_nobody_uses_is_not_found(busload: Busload) -> None:

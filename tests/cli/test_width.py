@@ -110,6 +110,12 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     database.perform(rate.ask({("crm", ""): Ask(limit, 3), **tenants}))
     database.perform(rate.refuse(("notifications/SendConfirmationMail", ""), RateLimit(0.5), 60.0, None))
 
+    database.rows(
+        "INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)"
+        " SELECT gen_random_uuid(), 'crm.example.com/v3', 'tenant 1 of the holding', max(worker), 1024"
+        " FROM busload.worker"
+    )
+
     transport = FaultyTransport(dsn)
     transport.refuse()
     async with CommandBus(dsn, transport=transport, settings=settings) as broken:
@@ -146,6 +152,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "limit ls": "",
             "limit show": "crm.example.com/v3",
             "limit reset": "crm.example.com/v3",
+            "limit concurrency": "",
             "outbox ls": "",
             "outbox retry": "--dry-run",
             "outbox reroute": "--dry-run",

@@ -38,6 +38,7 @@ CLAIM = "tests/commands/test_claim.py::"
 RESCUE = "tests/commands/test_rescue.py::"
 CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
+CONCURRENCY = "tests/limits/test_concurrency.py::"
 TRACE = "tests/tasks/test_trace.py::"
 
 MUTANTS = [
@@ -469,6 +470,31 @@ MUTANTS = [
         "ARRAY(SELECT id FROM member)",
         "tests/retention/test_prune.py::test_an_open_command_of_a_batch_that_says_it_is_complete_stays",
         "Work that has not ended would be gone.",
+    ),
+    # -- concurrency limits
+    Mutant(
+        "call-begins-with-a-lost-permit",
+        "worker/permits.py",
+        "if not alive or self.worker != self._shared.number:",
+        "if not alive:",
+        CONCURRENCY + "test_a_call_does_not_begin_with_a_permit_that_was_lost",
+        "A worker that comes back would call beside the one that has its permit.",
+    ),
+    Mutant(
+        "frozen-worker-loses-its-permits-early",
+        "limits/concurrency.sql",
+        "WHERE w.worker = p.worker AND w.stopped_at IS NULL)",
+        "WHERE w.worker = p.worker AND w.seen_at > now() - w.lease_for)",
+        CONCURRENCY + "test_the_share_of_a_dead_worker_is_freed_and_not_before_it_is_declared_dead",
+        "A worker that is only late still runs its calls.",
+    ),
+    Mutant(
+        "permits-are-granted-side-by-side",
+        "postgres/schema/0009_limits.sql",
+        "    PERFORM busload.lock_limits($3, $4);\n",
+        "",
+        CONCURRENCY + "test_however_many_ask_at_once_no_permit_is_given_twice",
+        "Two workers that ask at the same moment would both get the last permit.",
     ),
     # -- methods as handlers
     Mutant(

@@ -1,4 +1,4 @@
-"""`busload limit`: how often receivers may be called, and which of them refuse calls."""
+"""`busload limit`: how often and how many at a time receivers may be called, and which of them refuse calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from busload.cli import did_you_mean, noun, options
 from busload.cli.answer import Answer, answers
 from busload.cli.text_table import View
 from busload.errors import InvalidOperationError
+from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.rate import LimitStatus
 from busload.sync.bus import SyncCommandBus
 
@@ -20,10 +21,20 @@ LIMITS = View[LimitStatus](
 )
 
 
+CONCURRENCY = View[ConcurrencyStatus](
+    "NAME BY MOST RUNNING WAITING SINCE WORKERS",
+    {"BY": lambda one: one.subject or None, "WORKERS": lambda one: ", ".join(dict.fromkeys(one.workers)) or None},
+    nothing="No call runs under a concurrency limit, and no command waits for one.",
+    elastic="BY",
+    spare=("WORKERS", "SINCE"),
+)
+
+
 limit = noun(
     "limit",
     "ls",
     "show crm",
+    "concurrency crm",
     "reset crm",
     more=": the calls per second now, and which receivers refuse calls until when.",
 )
@@ -74,6 +85,19 @@ def reset(bus: SyncCommandBus, name: str, by: str | None) -> Answer:
         raise _unknown(bus, name, by)
     values = f" ({count} values)" if count > 1 else ""
     return Answer({"name": name, "by": by, "limits": count}, f"Calls under {name} may go again{values}.")
+
+
+@limit.command()
+@click.argument("name", required=False)
+@options.limit(100)
+@answers
+def concurrency(bus: SyncCommandBus, name: str | None, limit: int) -> Answer:
+    """List the concurrency limits in use: how many calls run, since when and where, and how many commands wait.
+
+    busload limit concurrency
+    busload limit concurrency crm --json | jq '.[] | select(.waiting > 0) | .workers'
+    """
+    return CONCURRENCY.list(bus.limits.concurrency(name, limit=limit))
 
 
 def _unknown(bus: SyncCommandBus, name: str, by: str | None = None) -> InvalidOperationError:

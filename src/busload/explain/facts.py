@@ -51,7 +51,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER or RATE_LIMITED."""
+    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER, RATE_LIMITED or LIMITED."""
 
     reason: str
     count: int
@@ -300,6 +300,9 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | 
         return replace(waiting, since=since, command_types=tuple(types))
     if waiting.reason == "RATE_LIMITED":
         [(limits, since)] = yield from execute(SQL.limits, **here)
+        return replace(waiting, since=since, limits=tuple(limits))
+    if waiting.reason == "LIMITED":
+        [(limits, since)] = yield from execute(SQL.concurrency_limits, **here)
         return replace(waiting, since=since, limits=tuple(limits))
     return waiting
 

@@ -86,6 +86,16 @@ SELECT coalesce(array_agg(DISTINCT e.details ->> 'limit' ORDER BY e.details ->> 
                       WHERE lo >> 10 = load.lo >> 10 AND lo <= load.hi AND hi >= load.lo
                         AND type = 'RATE_LIMITED' OFFSET 0) AS e;
 
+-- name: concurrency_limits
+-- Which concurrency limits commands wait for, and since when: each command has an event of the first time.
+SELECT coalesce(array_agg(DISTINCT load.limit_name ORDER BY load.limit_name), '{}'), min(e.at)
+  FROM (SELECT lo, hi, limit_name
+          FROM busload.scheduled
+         WHERE {here} AND reason = 'LIMITED' ORDER BY hi LIMIT 1000) AS load
+  LEFT JOIN LATERAL (SELECT at FROM busload.event
+                      WHERE lo >> 10 = load.lo >> 10 AND lo <= load.hi AND hi >= load.lo
+                        AND type = 'LIMITED' OFFSET 0) AS e ON true;
+
 -- name: unconfirmed
 -- What waits to be published to a broker, by what the broker said.
 SELECT transport, reason, sum(hi - lo + 1)::bigint, min(since), max(rounds), max(error), min(due_at)

@@ -40,6 +40,7 @@ class Blocker(StrEnum):
     RUNNING_LONG = "RUNNING_LONG", "running long"
     IN_NO_PLACE = "IN_NO_PLACE", "in no place"
     RATE_LIMITED = "RATE_LIMITED", "held up by a rate limit"
+    LIMITED = "LIMITED", "waiting for a concurrency limit"
     BACKOFF = "BACKOFF", "waiting for the next attempt"
     RUN_AT = "RUN_AT", "waiting for their time"
     BEHIND_PRIORITY = "BEHIND_PRIORITY", "behind higher priority"
@@ -292,6 +293,16 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
                 "second it allows, and until when the receiver refuses them."
             )
             details["limits"] = list(waiting.limits)
+        case "LIMITED":
+            code = Blocker.LIMITED
+            names = ", ".join(waiting.limits) or "unknown"
+            message = f"{counted(count, 'command waits', 'commands wait')} for a concurrency limit, {names}."
+            advice = (
+                "Nothing to do: each goes on when a call under its limit has ended, or its worker was declared dead. "
+                f"`busload limit concurrency {waiting.limits[0] if waiting.limits else 'NAME'}` tells how many calls "
+                "run now, and on which workers."
+            )
+            details = {"limits": list(waiting.limits)}
         case _:
             code = Blocker.RUN_AT
             message = f"{_have(count)} a run_at that has not come: {when}."

@@ -1,9 +1,11 @@
-"""How often receivers are called, and domains that are paused."""
+"""How often and how many at a time receivers are called, and domains that are paused."""
 
+from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 
 __all__ = [
+    "ConcurrencyStatus",
     "LimitStatus",
     "Pause",
 ]

@@ -6,7 +6,8 @@ import builtins
 import logging
 
 from busload.commands.checks import check, given
-from busload.limits import pause, rate
+from busload.limits import concurrency, pause, rate
+from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.pause import Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import AnyConnection
@@ -18,7 +19,7 @@ log = logging.getLogger("busload")
 
 
 class Limits:
-    """Rate limits of handlers, as all workers together have used them."""
+    """Limits of handlers, as all workers together use them."""
 
     def __init__(self, database: Database, limits: InputLimits) -> None:
         self._database, self._limits = database, limits
@@ -40,6 +41,15 @@ class Limits:
         """
         check(self._limits, limit_name=name, **given(by=by or None))
         return await self._database.write(Write(rate.reset(name, by)))
+
+    async def concurrency(self, name: str | None = None, *, limit: int = 100) -> builtins.list[ConcurrencyStatus]:
+        """The concurrency limits that have calls running or commands waiting, at most `limit` of them.
+
+        Each says how many calls run now, on which workers, and how many commands wait. With `name` only the limits of
+        that name, one for each value of their `by`.
+        """
+        check(self._limits, writes=False, **given(limit_name=name), limit=limit)
+        return await self._database.read(concurrency.concurrency(name, limit=limit))
 
 
 class Domains:

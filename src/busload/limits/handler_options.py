@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypedDict, TypeVar
 
 from busload.commands.retry import RetryPolicy
+from busload.limits.concurrency import ConcurrencyLimit
 from busload.limits.rate import RateLimit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,6 +27,8 @@ class HandlerOptions(PolicyOptions, total=False):
 
     rate_limit: RateLimit | None
     """How often the function may be called, by all workers together."""
+    concurrency_limit: ConcurrencyLimit | None
+    """How many calls of the function may run at a time, by all workers together."""
 
 
 class GroupHandlerOptions(HandlerOptions, total=False):

@@ -64,6 +64,20 @@ class TurnPassedError(PostponedError):
     """The call had its turn and could not begin in time: it needs another turn."""
 
 
+class LimitedError(PostponedError):
+    """The call has no permit. Its commands wait for one in the database already."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit, SHORTEST)
+
+
+class PermitLostError(PostponedError):
+    """Somebody else may have the permit of the call, because this worker was silent for too long."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit, SHORTEST)
+
+
 @dataclass(frozen=True, slots=True)
 class Entered:
     """The turn of a call: under which limit, since when, and until when the call may begin."""

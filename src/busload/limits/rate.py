@@ -100,14 +100,21 @@ class RateLimit:
         value = found.value if isinstance(found, enum.Enum) else found
         if value is None:
             return ""
-        text = str(value) if isinstance(value, str | int | float | Decimal | UUID | date | datetime) else None
-        if text is None or (text and wrong_text(text, "by", KEY_BYTES)):
+        text = key_text(value)
+        if text is None:
             raise PermanentCommandError(
                 f"The limit's `by` returned {found!r:.80}; wanted text of at most {KEY_BYTES} bytes, a number, a UUID, "
                 "a date or None.",
                 code="INVALID_RATE_LIMIT_KEY",
             )
         return text
+
+
+def key_text(found: object) -> str | None:
+    """The value of a `by` as text; None if it cannot be one."""
+    value = found.value if isinstance(found, enum.Enum) else found
+    text = str(value) if isinstance(value, str | int | float | Decimal | UUID | date | datetime) else None
+    return None if text is None or (text and wrong_text(text, "by", KEY_BYTES)) else text
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -17,6 +17,7 @@ from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.call_handler import Call, Calls, Work
 from busload.worker.context import ChunkContext, HandlerContext
+from busload.worker.permits import Permit, begin_call
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -57,6 +58,7 @@ class BulkRun(ABC):
         """How often the handler was called, with the call under way."""
         self._postponed: PostponedError | None = None
         """Until when the items wait that the receiver has refused."""
+        self._permit: Permit | None = None
         self._cut_short: PostponedError | None = None
         """Why the search for bad items has ended early: the domain was paused, or the worker stops."""
 
@@ -64,8 +66,18 @@ class BulkRun(ABC):
     async def _call_part(self, items: list[Item]) -> BulkCall | None:
         """Call the handler with some items, and end those that pass; None if they are not ours any more."""
 
-    async def _enter(self, bulk: Group | Chunk, *, patient: bool) -> Entered | None:
-        """Wait for the turn of a call, if the handler has a limit; see `Limiter.enter`."""
+    def leave(self) -> None:
+        """Nothing more is called."""
+        if self._permit is not None:
+            self._shared.permits.free(self._permit)
+
+    async def _enter(self, bulk: Group | Chunk, leased: Sequence[Leased], *, patient: bool) -> Entered | None:
+        """Wait for the turn of a call, if the handler has a limit; see `Limiter.enter`.
+
+        A permit is asked for once: it holds for all calls of this attempt, which are made one after the other.
+        """
+        if self._handler.concurrency_limit is not None and self._permit is None:
+            self._permit = await self._shared.permits.enter(self._handler, *self._kind, bulk, leased)
         limit = self._handler.rate_limit
         return None if limit is None else await self._shared.limiter.enter(limit, *self._kind, bulk, patient=patient)
 
@@ -83,8 +95,7 @@ class BulkRun(ABC):
         """
 
         def begin() -> None:
-            if entered is not None:
-                entered.refuse_late()
+            begin_call(entered, self._permit)
             self._made += 1
             bulk.forget_verdicts()  # of a call that is made again
 

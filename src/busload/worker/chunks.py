@@ -7,19 +7,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands import settle
 from busload.commands.bulk_items import Chunk, Item, Judgement
 from busload.commands.execution import (
-    Failed,
     Leased,
-    Stopped,
     Transition,
     Unreadable,
     complete,
-    decide,
     deciding,
     describe,
     failure,
@@ -29,18 +25,16 @@ from busload.errors import RateLimitedError, SupersededError, TransientCommandEr
 from busload.handlers import Gathering, Handler, Handlers
 from busload.limits.limiter import PostponedError
 from busload.postgres.plan import Plan
-from busload.settings import PayloadLimits
 from busload.worker.bulk_run import BulkCall, BulkRun, Stations
 from busload.worker.call_handler import command_of, outlast
 from busload.worker.failure_log import FailureLog
 from busload.worker.line import Claimed, Gathered, Key, Line, commands_of
+from busload.worker.settlement import Failure, end_failed
 
 log = logging.getLogger("busload")
 
 AHEAD = 2
 """How many chunks of a domain may wait for a slot, whatever their keys."""
-
-Failure: TypeAlias = Failed | Stopped | Unreadable
 
 
 class Gatherer:
@@ -191,6 +185,8 @@ async def run_chunk(stations: Stations, gathered: Gathered) -> None:
     except Exception as error:  # ours, not the handler's: no command of the chunk may hang
         log.exception("Could not record how a chunk of %s ended", gathered.key[1])
         await run.fail_rest(TransientCommandError(f"The outcome could not be recorded: {type(error).__name__}."))
+    finally:
+        run.leave()
 
 
 class _ChunkRun(BulkRun):
@@ -249,8 +245,8 @@ class _ChunkRun(BulkRun):
     async def _call(self, items: list[Item], *, patient: bool) -> BulkCall:
         """Make one call, and settle the commands that it has done."""
         chunk = Chunk(*self._kind, items, self._common)
-        entered = await self._enter(chunk, patient=patient)
-        if entered is not None and len(ours := self._ours(items)) < len(items):
+        entered = await self._enter(chunk, [self._leased[item.id] for item in items], patient=patient)
+        if (entered is not None or self._permit is not None) and len(ours := self._ours(items)) < len(items):
             if not ours:
                 return BulkCall(Judgement([], [], {}, answered=True))
             items, chunk = ours, Chunk(*self._kind, ours, self._common)
@@ -356,11 +352,3 @@ def _key(one: Leased, gathering: Gathering) -> Key:
     found = None if gathering.by is None else gathering.by(command_of(one))
     hash(found)  # what cannot be a key is refused here, and not later
     return one.lease.domain, one.command_type, found, one.lease.lease_id if one.lease.crashes else None
-
-
-def end_failed(one: Leased, outcome: Failure, handler: Handler, described: str | None = None) -> Transition:
-    """The result of a command that did not succeed."""
-    one.started = one.started or time.monotonic()
-    transition = decide(one, outcome, handler.retry, PayloadLimits(), described)
-    transition.finished = time.monotonic()
-    return transition

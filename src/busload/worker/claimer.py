@@ -330,8 +330,11 @@ class Claimer:
             if self._rests:
                 self._rests.claimed(taken.leased)
             refused: list[Transition] = []
+            if self._handlers.concurrency_limits:
+                known, refused = await self._shared.permits.take(known)
             if self._handlers.gathers:
-                known, refused = self._gatherer.take(known)
+                known, more = self._gatherer.take(known)
+                refused += more
             self._line.add(known)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.

@@ -32,6 +32,7 @@ from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, refer
 from busload.worker.context import HandlerContext
 from busload.worker.groups import GroupRunner
 from busload.worker.line import Claimed, Gathered, Line, commands_of
+from busload.worker.permits import Permit, begin_call
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -179,6 +180,7 @@ class Executor:
             self._gatherer.started(item)
             return partial(run_chunk, self._stations, item)
         if item.lease.lost:
+            self._shared.permits.give_up([item])
             return None
         item.started = time.monotonic()
         handler = self._handlers.find(item.lease.domain, item.command_type)
@@ -237,7 +239,17 @@ class Executor:
             line.became_fewer()
 
     async def _run(self, leased: Leased, handler: Handler) -> None:
-        """Run a command whose handler waits for its turn, has a time limit, or needs a thread."""
+        """Run a command whose handler waits for its turn, has a time limit, a permit, or needs a thread."""
+        permit = self._shared.permits.of(leased)
+        if permit is None:
+            await self._run_in_turn(leased, handler, None)
+            return
+        try:
+            await self._run_in_turn(leased, handler, permit)
+        finally:
+            self._shared.permits.free(permit)
+
+    async def _run_in_turn(self, leased: Leased, handler: Handler, permit: Permit | None) -> None:
         entered: Entered | None = None
         try:
             command = _command(leased)
@@ -257,7 +269,7 @@ class Executor:
             if leased.lease.lost:
                 return
             leased.started = time.monotonic()  # the time of the attempt begins after that in which it waited
-        await self._make(leased, handler, command, self._shared.context(handler, leased), entered)
+        await self._make(leased, handler, command, self._shared.context(handler, leased), entered, permit=permit)
 
     async def _make(
         self,
@@ -267,9 +279,10 @@ class Executor:
         context: HandlerContext | SyncHandlerContext,
         entered: Entered | None,
         called: Ended | None = None,
+        permit: Permit | None = None,
     ) -> None:
         """Make a call, or take how it `called` ended, and record what came of it."""
-        begin = None if entered is None else entered.refuse_late
+        begin = None if entered is None and permit is None else partial(begin_call, entered, permit)
         judge = partial(complete, leased, limits=self._limits)
         call = await self.calls.make(Work(handler, command, context, [leased], judge, _settle, begin), called)
         if call.void is not None:

@@ -80,7 +80,11 @@ class GroupRunner:
         assert handler.buffer is not None
         outcomes = self._stations.outcomes
         try:
-            await _GroupRun(self._stations, self, leased, handler, handler.buffer).run()
+            run = _GroupRun(self._stations, self, leased, handler, handler.buffer)
+            try:
+                await run.run()
+            finally:
+                run.leave()
         except (PostponedError, SupersededError) as why:  # not of the handler: its errors judge its items
             await outcomes.drop(leased, why)
         except UndecodableError as error:
@@ -225,7 +229,7 @@ class _GroupRun(BulkRun):
     async def _call(self, items: Sequence[Item], end: Callable[..., Plan[Ended]], *, patient: bool) -> BulkCall:
         group = Group(self._buffer.name, self._leased.command_id, items, self._running.partition)
         try:
-            entered = await self._enter(group, patient=patient)
+            entered = await self._enter(group, [self._leased], patient=patient)
         except Exception as error:
             if isinstance(error, PostponedError) or isinstance(deciding(error), RateLimitedError):
                 raise
@@ -233,7 +237,7 @@ class _GroupRun(BulkRun):
             return BulkCall(group.judgement(error))
         if self._leased.lease.lost:
             raise SupersededError("Another worker has this group now.")
-        if entered is not None and not patient:  # the time of the attempt begins after that in which it waited
+        if (entered or self._permit) and not patient:  # the time of the attempt begins after that in which it waited
             self._leased.started = time.monotonic()
         made = self._made
         try:

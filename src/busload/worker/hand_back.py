@@ -36,7 +36,9 @@ class HandBack:
 
     def add(self, leased: Iterable[Leased]) -> None:
         """Hand these back with the next call of `once`."""
-        self._leaving += leased
+        leaving = list(leased)
+        self._leaving += leaving
+        self._shared.permits.give_up(leaving)
 
     async def once(self) -> None:
         """Hand back what was added. Meanwhile others may be added."""

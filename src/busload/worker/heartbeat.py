@@ -24,7 +24,7 @@ from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.sync.connection import connect
 from busload.sync.plan import perform
-from busload.worker.shared import Shared
+from busload.worker.shared import Shared, clock
 
 log = logging.getLogger("busload")
 
@@ -80,8 +80,10 @@ class Heartbeat:
         with self._starting:
             if self._next_beat.stopped:  # whoever wanted it has gone
                 return
+            sent_at = clock()
             with connect(self._dsn, response_timeout=RESPONSE_TIMEOUT) as conn:
                 self._shared.number = perform(conn, rescue.register(**self._facts))
+            self._shared.renewed_at = sent_at
             self._answered_at = time.monotonic()
             self._answered.set()
             self._thread.start()
@@ -113,6 +115,7 @@ class Heartbeat:
         beat(self._dsn, self._every, self._next_beat, self._once, self._outage, before=self._watch_loop)
 
     def _once(self, conn: Connection) -> None:
+        sent_at = clock()
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
         renewal = perform(conn, rescue.renew(worker=self._shared.number, settled=self._lease_for * 2 / 3))
         now = time.monotonic()
@@ -120,6 +123,7 @@ class Heartbeat:
             self._recovered_at = now
         self._answered_at = now
         if renewal is not None:
+            self._shared.renewed_at = sent_at
             self._dead_numbers.clear()
             self._tell(lambda: self._on_renewal(renewal))
             return
@@ -127,9 +131,11 @@ class Heartbeat:
             return
         leases = self._shared.held.leases
         self._dead_numbers.append(self._shared.number)
+        sent_at = clock()
         plan = rescue.come_back(dead=self._dead_numbers, leases=leases, **self._facts)
         with conn.transaction():
             self._shared.number, resumed = perform(conn, plan)
+        self._shared.renewed_at = sent_at  # after the number: a permit of the old one must not seem to be good
         self._dead_numbers.clear()
         log.warning(
             "This worker was declared dead though it lives: of its %s it has taken up %d again, and others have the "

@@ -42,6 +42,7 @@ from busload.worker.heartbeat import Heartbeat
 from busload.worker.line import Line
 from busload.worker.loop import Loop
 from busload.worker.metrics import gathered
+from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 from busload.worker.stats import Report, WorkerStats
@@ -107,6 +108,7 @@ class Run:
         self.started = True
         self._report = Report(self.stats)
         self._start(Loop("Reporting", self._report.once), self._watching_pauses, self._limiting, self._finding_deserted)
+        self._start(*self._freeing)
         log.info("Worker %s serves %s, %d at a time", self._name, ", ".join(self._domains), self._settings.concurrency)
         return self
 
@@ -145,7 +147,7 @@ class Run:
                 continue  # nothing will join what was gathered for a bulk handler
             if look.pause == 0:
                 await asyncio.sleep(0)
-            elif self._line.in_hand or self._settlement.waiting:
+            elif self._line.in_hand or self._settlement.waiting or self._shared.permits.freeing:
                 await self._moved.wait(self._settings.poll_every.total_seconds())
             elif self._moved.is_set():
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
@@ -226,6 +228,9 @@ class Run:
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
+        self._freeing = []
+        if bus.handlers.concurrency_limits:
+            self._freeing.append(Loop("Freeing permits", self._permits.once, self._outage))
         self._pruning = []
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
@@ -236,6 +241,8 @@ class Run:
     def _assemble_stations(self, shared: Shared) -> None:
         settings = self._settings
         self._settlement = Settlement(self._pool, self._held, settings, self._on_settled, self._outage)
+        self._hand_back = HandBack(shared)
+        shared.permits = self._permits = Permits(shared, self._hand_back.add, self._moved.set)
         self._outcomes = Outcomes(shared, self._settlement)
         self._line = Line(settings.concurrency, settings.most_threads, self._on_low)
         self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
@@ -244,7 +251,6 @@ class Run:
         self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
-        self._hand_back = HandBack(shared)
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
 
     def _assemble_distribution(self, shared: Shared, silence: float) -> None:
@@ -383,6 +389,8 @@ class Run:
         self._held.lose(lost)
         if ended := resumed - set(self._held.lease_ids):  # their results were refused while they were taken up
             self._release_soon(ended)
+        for loop in self._freeing:
+            loop.wake()
 
     def _release_soon(self, lease_ids: Iterable[UUID]) -> None:
         self._tasks.append(asyncio.create_task(self._hand_back.release(list(lease_ids))))
@@ -393,7 +401,7 @@ class Run:
         """Stop claiming, let handlers finish, settle, hand back, retire: each as far as the database allows."""
         self._log_stopping()
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
-        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing):
+        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing, *self._freeing):
             loop.stop()
         deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
         graceful = TimeLimit(grace)
@@ -416,6 +424,7 @@ class Run:
         self._limiting.stop()
         await self._outcomes.close(timedelta(seconds=last.left))
         abandoned = await self._settlement.close(timedelta(seconds=last.left))
+        await self._permits.close(timedelta(seconds=last.left))
         self._sweeping.stop()
         if self._broker is not None:
             await self._broker.stop_relaying(last.left)
@@ -447,6 +456,7 @@ class Run:
             await self._broker.end()
         await self._outcomes.close(timedelta(0))
         await self._settlement.close(timedelta(0))
+        await self._permits.close(timedelta(0))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._heartbeat.stop)
         self._outage.close()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
@@ -20,9 +21,11 @@ from busload.commands.execution import (
     COMPLETED,
     RESULT_INVALID,
     TROUBLESHOOTING,
+    Failed,
     Lease,
     Leased,
     Outcome,
+    Stopped,
     Succeeded,
     Transition,
     Unreadable,
@@ -37,19 +40,21 @@ from busload.commands.wording import counted
 from busload.errors import RateLimitedError, SupersededError, TransientCommandError
 from busload.handlers import Handler
 from busload.limits import rate
-from busload.limits.limiter import Entered, PostponedError
+from busload.limits.limiter import Entered, LimitedError, PermitLostError, PostponedError
 from busload.limits.rate import Late
 from busload.postgres.outage import Outage
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.waiting import TimeLimit
-from busload.settings import WorkerSettings
+from busload.settings import PayloadLimits, WorkerSettings
 from busload.worker.coalescer import Coalescer, refuse_cancelled
 from busload.worker.held_leases import HeldLeases
 from busload.worker.shared import Shared
 from busload.worker.stats import CoalescerStats
 
 log = logging.getLogger("busload")
+
+Failure: TypeAlias = Failed | Stopped | Unreadable
 
 Flush = Callable[[Sequence[Transition]], Awaitable[None]]
 
@@ -356,6 +361,11 @@ class Outcomes:
     async def postpone(self, leased: Sequence[Leased], postponed: PostponedError) -> None:
         """Let these come back when their time has come, as the same attempt. They are not ours any more."""
         self._shared.postponed += 1
+        if isinstance(postponed, LimitedError):
+            return  # they wait already
+        if isinstance(postponed, PermitLostError):
+            self._shared.permits.lost(leased)
+            return
         for one in leased:
             await self._postponed.put((one, postponed))
             one.lease.running -= 1
@@ -396,6 +406,14 @@ def fold(transitions: Sequence[Transition]) -> Sequence[Transition]:
         if first.outcome != COMPLETED and transition.outcome == COMPLETED:
             folded[id(transition.leased)] = transition
     return list(folded.values())
+
+
+def end_failed(one: Leased, outcome: Failure, handler: Handler, described: str | None = None) -> Transition:
+    """The result of a command that did not succeed."""
+    one.started = one.started or time.monotonic()
+    transition = decide(one, outcome, handler.retry, PayloadLimits(), described)
+    transition.finished = time.monotonic()
+    return transition
 
 
 def _weigh(transition: Transition) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from busload.buffers.distribute import Tallies
 from busload.bus import CommandBus
@@ -22,7 +24,15 @@ from busload.worker.failure_log import FailureLog
 from busload.worker.handler_threads import Threads
 from busload.worker.held_leases import HeldLeases
 
+if TYPE_CHECKING:
+    from busload.worker.permits import Permits
+
 T = TypeVar("T")
+
+
+def clock() -> float:
+    """Seconds on a clock that also goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +57,14 @@ class Shared:
     """How many calls were put off by a limit: they say nothing about how fast commands are done."""
     number: int = 0
     """This worker's number in the database; the heartbeat takes a new one after the worker was declared dead."""
+    renewed_at: float = -math.inf
+    """When the last heartbeat was sent that the database has answered, by `clock`."""
+    permits: Permits = field(init=False)
+
+    @property
+    def surely_alive(self) -> bool:
+        """Whether nobody can have declared this worker dead: its last heartbeat is younger than a lease."""
+        return clock() < self.renewed_at + self.settings.lease_for.total_seconds()
 
     async def perform(self, plan: Plan[T]) -> T:
         async with self.pool.connection() as conn:

@@ -1,4 +1,4 @@
-"""What every worker repairs from time to time: leases of dead workers, canceled batches, batches not yet started."""
+"""What every worker repairs from time to time: what dead workers held, canceled batches, batches to start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from busload.batches import cancel
 from busload.commands import cancel as cancel_command
 from busload.commands import rescue
 from busload.commands.wording import counted
+from busload.limits import concurrency
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
@@ -29,6 +30,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         async with conn.transaction():
             stopped = await perform_async(conn, cancel_command.cancel_stragglers())
         await perform_async(conn, rescue.start_batches(worker=worker))
+        await perform_async(conn, concurrency.sweep())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",

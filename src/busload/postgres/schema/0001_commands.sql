@@ -70,7 +70,7 @@ CREATE TABLE busload.event (
         'CANCELED', 'OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED', 'PARKED',
         'LEASE_LOST',     -- the worker was declared dead
         'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
-        'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
+        'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED'))
 );
 CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;

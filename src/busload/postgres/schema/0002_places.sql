@@ -39,10 +39,17 @@ CREATE INDEX queue_published ON busload.queue (transport, published_at, hi) WHER
 CREATE TABLE busload.scheduled (
     LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
     run_at timestamptz NOT NULL,
-    reason text        NOT NULL CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED')),
+    reason text        NOT NULL
+           CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED')),
+    -- Of LIMITED: the concurrency limit and the value of its `by` that the command waits for, and how many
+    -- commands one call takes.
+    limit_name    text,
+    limit_subject text,
+    per_call      integer,
     PRIMARY KEY (hi)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX scheduled_due ON busload.scheduled (run_at);
+CREATE INDEX scheduled_limited ON busload.scheduled (limit_name, limit_subject, hi) WHERE reason = 'LIMITED';
 
 -- With a broker, a load waits in the outbox until the broker has confirmed a message about it. The database
 -- stays the truth: a message only says that commands are ready, and the claim decides. A load in the outbox

@@ -1,4 +1,4 @@
--- What holds commands back: pauses of domains, and rate limits of receivers.
+-- What holds commands back: pauses of domains, and limits of receivers.
 
 -- In a paused domain, running commands finish and no new one starts. Workers leave the domain out of their
 -- claims, so the claim itself does not read this table. They hear of changes on the channel busload_pause,
@@ -37,3 +37,191 @@ CREATE TABLE busload.rate_limit (
     used_at       timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (name, subject)
 ) WITH (fillfactor = 50);
+
+-- How many calls may run at a time, all workers together: the limits that workers have asked for.
+CREATE TABLE busload.concurrency_limit (
+    name    text        PRIMARY KEY,
+    most    integer     NOT NULL,                   -- calls at a time, for each value of `by`
+    used_at timestamptz NOT NULL DEFAULT now()      -- to the hour
+);
+
+-- A call that runs, or is about to begin. A permit belongs to a worker: whoever asks for permits counts those
+-- of workers that live, and of workers that are silent but not declared dead yet.
+CREATE TABLE busload.permit (
+    permit        uuid        PRIMARY KEY,
+    limit_name    text        NOT NULL,
+    limit_subject text        NOT NULL,             -- the value of `by`; '' without a `by`
+    worker        bigint      NOT NULL,
+    command       bigint      NOT NULL,             -- the first command of the call
+    since         timestamptz NOT NULL DEFAULT now()
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX permit_of_limit ON busload.permit (limit_name, limit_subject);
+
+-- Whoever takes or frees permits is alone with their limits until its transaction ends. Limits share 128
+-- locks, so that a transaction takes no more of them than the server has room for, and always in the same
+-- order. The statement that calls one of the functions below is the whole transaction: a client that freezes
+-- holds nobody up. Plans are kept, and may be made while the tables are empty: by their settings they are
+-- right at any size.
+CREATE FUNCTION busload.lock_limits(names text[], subjects text[]) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE part integer;
+BEGIN
+    FOR part IN
+        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
+          FROM unnest($1, $2) AS k (name, subject)
+         ORDER BY part
+    LOOP
+        PERFORM pg_advisory_xact_lock(27711006, part);
+    END LOOP;
+END $$;
+
+-- Ask for permits, each for one call with some commands of some leases. For each request: whether it was
+-- granted, or null if the worker holds none of its commands any more. Of one limit, the request with the
+-- lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit
+-- is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what the
+-- others did before.
+CREATE FUNCTION busload.take_permits(
+    taker bigint, permits uuid[], names text[], subjects text[], most integer[], sizes integer[],
+    leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[]
+) RETURNS boolean[]
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_nestloop = off AS $$
+DECLARE answer boolean[];
+BEGIN
+    PERFORM FROM busload.lease WHERE lease_id = ANY ($7) AND worker = $1 ORDER BY lease_id FOR UPDATE;
+    PERFORM busload.lock_limits($3, $4);
+    INSERT INTO busload.concurrency_limit AS l (name, most)
+    SELECT DISTINCT ON (n.name) n.name, n.most
+      FROM unnest($3, $5) AS n (name, most)
+     WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
+                        WHERE k.name = n.name AND k.most = n.most AND k.used_at > now() - interval '1 hour')
+     ORDER BY n.name
+        ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
+    WITH request AS (
+        SELECT *
+          FROM unnest($2, $3, $4, $5, $6) WITH ORDINALITY AS r (permit, name, subject, most, size, ordinal)
+    ), command AS MATERIALIZED (
+        SELECT c.id, c.request, l.*
+          FROM unnest($8, $9, $10) AS c (id, request, lease)
+          JOIN unnest($7) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = c.lease
+          JOIN busload.lease AS l ON l.lease_id = n.lease_id AND l.worker = $1
+         WHERE c.id <> ALL (l.returned)
+           AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL)
+    ), judged AS MATERIALIZED (
+        SELECT r.*, f.first,
+               row_number() OVER (PARTITION BY r.name, r.subject ORDER BY f.first)
+               <= r.most - (SELECT count(*) FROM busload.permit AS p
+                             WHERE p.limit_name = r.name AND p.limit_subject = r.subject) AS granted
+          FROM request AS r
+          JOIN (SELECT request, min(id) AS first FROM command GROUP BY request) AS f ON f.request = r.ordinal
+    ), granted AS (
+        INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)
+        SELECT permit, name, subject, $1, first FROM judged WHERE granted
+    ), late AS MATERIALIZED (
+        SELECT c.*, j.name, j.subject, j.size
+          FROM command AS c
+          JOIN judged AS j ON j.ordinal = c.request
+         WHERE NOT j.granted
+    ), progress AS (
+        SELECT lease_id, array_agg(id) AS ids, min(open) - count(*)::integer AS open
+          FROM late
+         GROUP BY lease_id
+    ), closed AS (
+        DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
+    ), kept AS (
+        UPDATE busload.lease AS l SET returned = l.returned || p.ids, open = p.open FROM progress AS p
+         WHERE l.lease_id = p.lease_id
+           AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
+    ), scheduled AS (
+        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
+                                       replies, run_at, reason, limit_name, limit_subject, per_call)
+        SELECT id, id, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+               now() + interval '1 hour', 'LIMITED', name, subject, size
+          FROM late
+    ), noted AS (   -- the first time; later ones would only repeat it
+        INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+        SELECT 'LIMITED', min(id), max(id), batch_id, attempt, lease_id, $1,
+               json_build_object('limit', name, 'by', subject)
+          FROM (SELECT *,
+                       id - row_number() OVER (PARTITION BY lease_id, name, subject ORDER BY id) AS island
+                  FROM late
+                 WHERE NOT EXISTS (SELECT
+                                     FROM busload.event AS e
+                                    WHERE e.lo >> 10 = late.id >> 10
+                                      AND late.id BETWEEN e.lo AND e.hi
+                                      AND e.type = 'LIMITED'
+                                   OFFSET 0)) AS part
+         GROUP BY lease_id, batch_id, attempt, name, subject, island
+    )
+    SELECT array_agg(j.granted ORDER BY r.ordinal) INTO answer
+      FROM request AS r
+      LEFT JOIN judged AS j ON j.ordinal = r.ordinal;
+    RETURN answer;
+END $$;
+
+-- Let the commands with the lowest ids that wait for these limits ask again: as many as so many calls take,
+-- but not more than there are permits for. Returns how many commands.
+CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint[]) RETURNS bigint
+    LANGUAGE sql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+    SELECT busload.lock_limits($1, $2);
+    WITH room AS (
+        SELECT k.name, k.subject,
+               least(k.calls,
+                     l.most - (SELECT count(*) FROM busload.permit AS p
+                                WHERE p.limit_name = k.name AND p.limit_subject = k.subject)) AS calls
+          FROM unnest($1, $2, $3) AS k (name, subject, calls)
+          JOIN busload.concurrency_limit AS l ON l.name = k.name
+    ), next AS (
+        SELECT w.hi
+          FROM room AS r
+         CROSS JOIN LATERAL (
+            SELECT s.hi
+              FROM busload.scheduled AS s
+             WHERE s.reason = 'LIMITED' AND s.limit_name = r.name AND s.limit_subject = r.subject
+             ORDER BY s.hi
+             LIMIT greatest(r.calls, 0) * (
+                SELECT f.per_call
+                  FROM busload.scheduled AS f
+                 WHERE f.reason = 'LIMITED' AND f.limit_name = r.name AND f.limit_subject = r.subject
+                 ORDER BY f.hi
+                 LIMIT 1
+             )
+               FOR UPDATE SKIP LOCKED
+         ) AS w
+    ), due AS (
+        DELETE FROM busload.scheduled WHERE hi = ANY (ARRAY(SELECT hi FROM next)) RETURNING *
+    ), queued AS (
+        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM due
+        RETURNING domain
+    ), told AS (
+        SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS d
+    )
+    SELECT (SELECT count(*) FROM due) FROM told
+$$;
+
+-- Calls have ended, or their worker is dead: give their permits back, and let as many calls ask that wait for
+-- them. If a crash of the server undoes this, a worker finds that it does not use these permits, and frees
+-- them again.
+CREATE FUNCTION busload.free_permits(permits uuid[]) RETURNS bigint
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    names text[];
+    subjects text[];
+    calls bigint[];
+BEGIN
+    PERFORM set_config('synchronous_commit', 'off', true);
+    SELECT array_agg(k.limit_name), array_agg(k.limit_subject) INTO names, subjects
+      FROM (SELECT DISTINCT limit_name, limit_subject FROM busload.permit WHERE permit = ANY ($1)) AS k;
+    IF names IS NULL THEN
+        RETURN 0;
+    END IF;
+    PERFORM busload.lock_limits(names, subjects);
+    WITH gone AS (
+        DELETE FROM busload.permit WHERE permit = ANY ($1) RETURNING limit_name, limit_subject
+    )
+    SELECT array_agg(g.limit_name), array_agg(g.limit_subject), array_agg(g.calls)
+      INTO names, subjects, calls
+      FROM (SELECT limit_name, limit_subject, count(*) AS calls FROM gone GROUP BY 1, 2) AS g;
+    RETURN busload.wake_limited(names, subjects, calls);
+END $$;

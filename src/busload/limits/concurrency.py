@@ -1,0 +1,190 @@
+"""Concurrency limits: how many calls a receiver takes at a time, from all workers together.
+
+A call needs a permit. A worker asks the database for the permits of many calls at once, and gives each permit back when
+its call has ended. What gets no permit waits in the database and holds no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from busload.commands.checks import refuse as refuse_invalid
+from busload.commands.checks import require, whole, wrong_name
+from busload.commands.execution import Lease
+from busload.commands.payload import safe_str
+from busload.errors import PermanentCommandError
+from busload.limits.rate import KEY_BYTES, is_async, key_text
+from busload.postgres.plan import Plan, execute, many
+from busload.postgres.statements import statements
+from busload.settings import InputLimits
+
+SQL = statements(__name__)
+
+MOST_CALLS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyLimit:
+    """At most `calls` at a time, for all workers together.
+
+    Calls with the same `name` share a limit; without a name, a handler has a limit of its own. `by` is called with a
+    command, group or chunk, and each value that it returns has a limit of its own. For a handler of single commands it
+    may also be the name of a field of their data. A value is text of at most 512 bytes, a number, a UUID or a date. A
+    command whose `by` raises, or returns anything else, waits for a person.
+    """
+
+    calls: int
+    by: Callable[[Any], object] | str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        require(whole(1, MOST_CALLS), calls=self.calls)
+        if self.name is not None:
+            refuse_invalid(wrong_name(self.name, "concurrency_limit/name", InputLimits()), writes=False)
+        if isinstance(self.by, str):
+            if not self.by:
+                raise ValueError("by must be a function or the name of a field, found an empty name.")
+        elif self.by is not None and (not callable(self.by) or is_async(self.by)):
+            raise ValueError(f"by must be a function with def or the name of a field, found {self.by!r:.80}.")
+
+    def name_for(self, domain: str, command_type: str) -> str:
+        return self.name or f"{domain}/{command_type}"
+
+    def subject_of(self, called_with: Any) -> str:
+        """Return the value of `by` for a call, as text. `PermanentCommandError` if there is none."""
+        if self.by is None:
+            return ""
+        try:
+            found = called_with.data[self.by] if isinstance(self.by, str) else self.by(called_with)
+        except BaseException as error:  # a SystemExit ends a call, not the worker
+            raise _refused(f"raised {type(error).__name__}: {safe_str(error, 200)}") from error
+        text = key_text(found)
+        if text is None:
+            raise _refused(f"returned {found!r:.80}")
+        return text
+
+
+def _refused(did: str) -> PermanentCommandError:
+    return PermanentCommandError(
+        f"The `by` of the concurrency limit {did}; wanted text of at most {KEY_BYTES} bytes, a number, a UUID or a "
+        "date. Correct the data or the function, and retry the command.",
+        code="INVALID_LIMIT_KEY",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyStatus:
+    """How a concurrency limit is used now: what `busload limit concurrency` shows."""
+
+    name: str
+    subject: str
+    """The value of `by`; empty without a `by`."""
+    most: int
+    """Calls that may run at a time."""
+    running: int
+    """Calls that run, or are about to begin."""
+    waiting: int
+    """Commands that wait for a permit."""
+    workers: tuple[str, ...]
+    """Who runs the calls, the oldest call first."""
+    commands: tuple[UUID | None, ...]
+    """The first command of each of these calls; None if it was deleted."""
+    since: datetime | None
+    """When the oldest call got its permit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One call asks for a permit, with these commands of these leases. `size` is how many commands a call may take."""
+
+    permit: UUID
+    name: str
+    subject: str
+    most: int
+    commands: Sequence[tuple[Lease, int]]
+    size: int = 1
+
+    @property
+    def first(self) -> int:
+        return min(id for _, id in self.commands)
+
+
+def take(requests: Sequence[Request], *, worker: int) -> Plan[list[bool | None]]:
+    """Say for each request whether it was granted. What was not granted waits and is not the worker's any more.
+
+    None means that the worker holds none of its commands: it was declared dead, or lost their leases.
+    """
+    ordinals: dict[UUID, int] = {}
+    rows = [
+        (id, request, ordinals.setdefault(lease.lease_id, len(ordinals) + 1))
+        for request, one in enumerate(requests, 1)
+        for lease, id in one.commands
+    ]
+    [(granted,)] = yield from execute(
+        SQL.take,
+        worker=worker,
+        permits=[one.permit for one in requests],
+        names=[one.name for one in requests],
+        subjects=[one.subject for one in requests],
+        most=[one.most for one in requests],
+        sizes=[one.size for one in requests],
+        leases=list(ordinals),
+        commands=[id for id, _, _ in rows],
+        requests=[request for _, request, _ in rows],
+        lease_ordinals=[lease for _, _, lease in rows],
+    )
+    return list(granted)
+
+
+def free(permits: Sequence[UUID]) -> Plan[int]:
+    """Give permits back; return how many commands may ask again. Safe to repeat."""
+    [(woken,)] = yield from execute(SQL.free, permits=list(permits))
+    return int(woken)
+
+
+def sweep() -> Plan[int]:
+    """Free the permits of dead workers, and wake what was forgotten; return how many commands may ask again."""
+    [(woken,)] = yield from execute(SQL.free_of_dead)
+    [(names, subjects, calls)] = yield from execute(SQL.forgotten)
+    if names:
+        [(more,)] = yield from execute(SQL.wake, names=names, subjects=subjects, calls=calls)
+        woken += more
+    return int(woken)
+
+
+def permits_of(worker: int, *, settled: timedelta) -> Plan[set[UUID]]:
+    """The permits of a worker, except for those that it may not know of yet."""
+    rows = yield from execute(SQL.permits_of, worker=worker, settled=settled)
+    return {permit for (permit,) in rows}
+
+
+def adopt(requests: Sequence[Request], *, worker: int) -> Plan[None]:
+    """Count calls that still run, though their worker was declared dead and has another number now."""
+    yield from execute(
+        SQL.adopt,
+        worker=worker,
+        permits=[one.permit for one in requests],
+        names=[one.name for one in requests],
+        subjects=[one.subject for one in requests],
+        commands=[one.first for one in requests],
+    )
+
+
+def concurrency(name: str | None, *, limit: int) -> Plan[list[ConcurrencyStatus]]:
+    def status(
+        name: str,
+        subject: str,
+        most: int,
+        running: int,
+        waiting: int,
+        workers: list[str],
+        commands: list[UUID | None],
+        since: datetime | None,
+    ) -> ConcurrencyStatus:
+        return ConcurrencyStatus(name, subject, most, running, waiting, tuple(workers), tuple(commands), since)
+
+    return many(status, SQL.concurrency, name=name, limit=limit)

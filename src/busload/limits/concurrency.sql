@@ -1,0 +1,93 @@
+-- name: take
+-- Ask for the permits of some calls; see busload.take_permits. It waits for the disk: a permit that a crash
+-- of the server undid would be given twice.
+SELECT busload.take_permits(
+           %(worker)s::bigint, %(permits)b::uuid[], %(names)b::text[], %(subjects)b::text[],
+           %(most)b::integer[], %(sizes)b::integer[], %(leases)b::uuid[], %(commands)b::bigint[],
+           %(requests)b::integer[], %(lease_ordinals)b::integer[]
+       );
+
+-- name: free
+-- Give permits back.
+SELECT busload.free_permits(%(permits)b::uuid[]);
+
+-- name: free_of_dead
+-- Give the permits of workers back that stopped or were declared dead.
+SELECT busload.free_permits(ARRAY(
+           SELECT permit
+             FROM busload.permit AS p
+            WHERE NOT EXISTS (SELECT FROM busload.worker AS w
+                               WHERE w.worker = p.worker AND w.stopped_at IS NULL)
+            ORDER BY permit LIMIT 1000
+       ));
+
+-- name: forgotten
+-- Limits that commands wait for though a permit is free: a command that was to ask was canceled, held or lost
+-- its worker before it did.
+WITH RECURSIVE waited_for AS (
+    (SELECT limit_name, limit_subject
+       FROM busload.scheduled
+      WHERE reason = 'LIMITED'
+      ORDER BY limit_name, limit_subject LIMIT 1)
+    UNION ALL
+    SELECT s.limit_name, s.limit_subject
+      FROM waited_for AS w
+     CROSS JOIN LATERAL (
+        SELECT limit_name, limit_subject
+          FROM busload.scheduled
+         WHERE reason = 'LIMITED' AND (limit_name, limit_subject) > (w.limit_name, w.limit_subject)
+         ORDER BY limit_name, limit_subject LIMIT 1
+     ) AS s
+)
+SELECT coalesce(array_agg(w.limit_name), '{}'), coalesce(array_agg(w.limit_subject), '{}'),
+       coalesce(array_agg(w.free), '{}')
+  FROM (
+    SELECT w.*, l.most - (SELECT count(*) FROM busload.permit AS p
+                           WHERE p.limit_name = w.limit_name
+                             AND p.limit_subject = w.limit_subject) AS free
+      FROM (SELECT * FROM waited_for LIMIT 10000) AS w
+      JOIN busload.concurrency_limit AS l ON l.name = w.limit_name
+  ) AS w
+ WHERE free > 0;
+
+-- name: wake
+-- Let commands ask again that wait for these limits.
+SELECT busload.wake_limited(%(names)b::text[], %(subjects)b::text[], %(calls)b::bigint[]);
+
+-- name: permits_of
+-- The permits that a worker holds and that are older than the answer to a request takes.
+SELECT permit
+  FROM busload.permit
+ WHERE worker = %(worker)s::bigint AND since < now() - %(settled)s::interval;
+
+-- name: adopt
+-- A worker that was declared dead still runs these calls: they count again, so that no further ones begin.
+INSERT INTO busload.permit AS p (permit, limit_name, limit_subject, worker, command)
+SELECT permit, name, subject, %(worker)s::bigint, command
+  FROM unnest(%(permits)b::uuid[], %(names)b::text[], %(subjects)b::text[], %(commands)b::bigint[])
+    AS a (permit, name, subject, command)
+    ON CONFLICT (permit) DO UPDATE SET worker = excluded.worker;
+
+-- name: concurrency
+-- Every limit that runs calls or is waited for; who runs them, and how many commands wait.
+SELECT coalesce(h.limit_name, w.limit_name) AS name, coalesce(h.limit_subject, w.limit_subject) AS subject,
+       coalesce(l.most, 0), coalesce(h.running, 0)::integer, coalesce(w.waiting, 0)::bigint,
+       coalesce(h.workers, '{}'), coalesce(h.commands, '{}'), h.since
+  FROM (
+    SELECT p.limit_name, p.limit_subject, count(*) AS running, min(p.since) AS since,
+           array_agg(coalesce(k.name, p.worker::text) ORDER BY p.since, p.permit) AS workers,
+           array_agg(c.command_id ORDER BY p.since, p.permit) AS commands
+      FROM busload.permit AS p
+      LEFT JOIN busload.worker AS k ON k.worker = p.worker
+      LEFT JOIN busload.command AS c ON c.id = p.command
+     WHERE %(name)s::text IS NULL OR p.limit_name = %(name)s::text
+     GROUP BY p.limit_name, p.limit_subject
+  ) AS h
+  FULL JOIN (
+    SELECT limit_name, limit_subject, sum((hi - lo + 1)::integer) AS waiting
+      FROM busload.scheduled
+     WHERE reason = 'LIMITED' AND (%(name)s::text IS NULL OR limit_name = %(name)s::text)
+     GROUP BY limit_name, limit_subject
+  ) AS w USING (limit_name, limit_subject)
+  LEFT JOIN busload.concurrency_limit AS l ON l.name = coalesce(h.limit_name, w.limit_name)
+ ORDER BY name, subject LIMIT %(limit)s::integer;

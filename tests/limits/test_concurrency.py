@@ -1,0 +1,544 @@
+"""Concurrency limits: never more calls at a time than a receiver takes, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from busload import (
+    BatchCommand,
+    Chunk,
+    ChunkContext,
+    Command,
+    CommandBus,
+    ConcurrencyLimit,
+    Group,
+    HandlerContext,
+    RateLimit,
+    RetryPolicy,
+    SyncHandlerContext,
+    TransientCommandError,
+    Worker,
+)
+from busload.commands.execution import Leased
+from busload.errors import InvalidOperationError
+from busload.limits import concurrency
+from busload.limits.concurrency import Request
+from busload.worker.lifecycle import Run
+from tests.given import DOMAIN, Database, Given, eventually
+
+
+class InFlight:
+    """Counts the calls that run, by key, and remembers the most that ran at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.calls = 0
+        self.go = asyncio.Event()
+        self.go.set()
+
+    def begin(self, key: str) -> None:
+        with self._lock:
+            self.calls += 1
+            self.now[key] += 1
+            self.most[key] = max(self.most[key], self.now[key])
+
+    def end(self, key: str) -> None:
+        with self._lock:
+            self.now[key] -= 1
+
+    async def call(self, command: Command, ctx: HandlerContext) -> None:
+        key = str(command.data["key"])
+        self.begin(key)
+        await self.go.wait()
+        await asyncio.sleep(0.002)
+        self.end(key)
+
+
+def by_key(command: Command) -> str:
+    return str(command.data["key"])
+
+
+async def sent(given: Given, count: int, keys: int = 1, command_type: str = "Debit") -> UUID:
+    commands = [BatchCommand(command_type, data={"key": n % keys, "n": n}) for n in range(count)]
+    return await given.bus.create_batch(DOMAIN, commands)
+
+
+def held_by(given: Given, worker: int, subject: str = "0", name: str = f"{DOMAIN}/Debit", calls: int = 1) -> UUID:
+    """Another worker, without a process behind it, holds a permit: for a command of its own."""
+    [other] = given.claimed(by=worker)
+    request = Request(uuid4(), name, subject, calls, [(other.lease, other.id)])
+    assert given.database.perform(concurrency.take([request], worker=worker)) == [True]
+    return request.permit
+
+
+def run(worker: Worker) -> Run:
+    assert worker._run is not None
+    return worker._run
+
+
+def reasons(database: Database) -> Counter[str]:
+    return Counter(dict(database.rows("SELECT reason, sum(hi - lo + 1)::int FROM busload.scheduled GROUP BY reason")))
+
+
+# -- how many at a time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+async def test_never_more_calls_of_a_key_run_than_its_limit(given: Given, database: Database, calls: int) -> None:
+    flights = InFlight()
+    given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(calls, by=by_key))
+    batch_id = await sent(given, 60, keys=3)
+    async with given.running(concurrency=20), given.running(concurrency=20):
+        await eventually(lambda: flights.calls == 60)
+        await eventually(lambda: database.is_at_rest())
+    assert set(flights.most.values()) == {calls}
+    assert (await given.batch_now(batch_id)).completed_count == 60
+    assert database.count("permit") == 0
+    database.check_invariants()
+
+
+async def test_however_many_ask_at_once_no_permit_is_given_twice(given: Given, dsn: str) -> None:
+    """Eight ask for the same sixty keys, each in another order; nobody waits for ever."""
+    worker = given.registered_worker()
+    await given.batch(8 * 60)
+    leased = given.claimed(8 * 60, by=worker)
+    start = threading.Barrier(8)
+
+    def ask(nth: int) -> list[bool | None]:
+        mine = [(f"key {n}", leased[nth * 60 + n]) for n in range(60)]
+        random.Random(nth).shuffle(mine)
+        requests = [Request(uuid4(), "crm", key, 3, [(one.lease, one.id)]) for key, one in mine]
+        with Database(dsn) as mine_alone:
+            start.wait(60)
+            answers: list[bool | None] = mine_alone.perform(concurrency.take(requests, worker=worker))
+            return answers
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(ask, range(8)))
+    assert sum(answer is True for each in answers for answer in each) == 180
+    held = given.database.rows("SELECT count(*) FROM busload.permit GROUP BY limit_subject")
+    assert {count for (count,) in held} == {3}
+    assert reasons(given.database) == {"LIMITED": 300}
+    given.database.check_invariants()
+
+
+async def test_handlers_in_threads_are_limited_as_well(given: Given, database: Database) -> None:
+    flights, pause = InFlight(), threading.Event()
+
+    def call(command: Command, ctx: SyncHandlerContext) -> None:
+        flights.begin("all")
+        pause.wait(0.005)
+        flights.end("all")
+
+    given.bus.handler(DOMAIN, "Debit", concurrency_limit=ConcurrencyLimit(2))(call)
+    await sent(given, 30)
+    assert await given.drained(concurrency=10) == 30
+    assert flights.most["all"] == 2
+    assert database.count("permit") == 0
+
+
+async def test_a_thread_that_outlives_its_time_keeps_its_permit(given: Given, database: Database) -> None:
+    """The call is still in flight, though its attempt has failed."""
+    stuck, ended = threading.Event(), threading.Event()
+
+    def call(command: Command, ctx: SyncHandlerContext) -> None:
+        if ctx.attempt == 1 and command.data["n"] == 0:
+            ended.wait(60)
+        elif not ended.is_set():
+            stuck.set()
+
+    options: dict[str, Any] = {"timeout": 0.05, "retry": RetryPolicy(max_attempts=3, backoff=(0.01,))}
+    given.bus.handler(DOMAIN, "Debit", concurrency_limit=ConcurrencyLimit(1), **options)(call)
+    await sent(given, 2)
+    async with given.running(concurrency=5):
+        await eventually(lambda: reasons(database)["LIMITED"] == 2)
+        ended.set()
+        await eventually(database.is_at_rest)
+    assert not stuck.is_set()
+
+
+async def test_a_limit_is_shared_by_its_name(given: Given, database: Database) -> None:
+    flights = InFlight()
+    limit = ConcurrencyLimit(2, name="crm", by="key")
+    given.handler("Debit", flights.call, concurrency_limit=limit)
+    given.handler("Credit", flights.call, concurrency_limit=limit)
+    await sent(given, 10)
+    await sent(given, 10, command_type="Credit")
+    assert await given.drained(concurrency=10) == 20
+    assert flights.most["0"] == 2
+
+
+async def test_a_limit_goes_together_with_a_rate_limit(given: Given, database: Database) -> None:
+    flights = InFlight()
+    given.handler(
+        function=flights.call,
+        concurrency_limit=ConcurrencyLimit(2, by="key"),
+        rate_limit=RateLimit(1000, burst=100),
+    )
+    await sent(given, 20)
+    async with given.running(concurrency=10):
+        await eventually(lambda: flights.calls == 20)
+        await eventually(database.is_at_rest)
+    assert flights.most["0"] == 2
+    assert database.count("permit") == 0
+
+
+async def test_a_call_put_off_by_its_rate_holds_no_permit(given: Given, database: Database) -> None:
+    """It would keep others waiting for as long as its receiver refuses calls."""
+    flights = InFlight()
+    given.handler(
+        function=flights.call, concurrency_limit=ConcurrencyLimit(1), rate_limit=RateLimit(1, per=timedelta(hours=1))
+    )
+    await sent(given, 2)
+    await given.drained()
+    assert flights.calls == 1
+    assert reasons(database) == {"RATE_LIMITED": 1}
+    assert database.count("permit") == 0
+
+
+async def test_a_retry_needs_a_permit_again(given: Given, database: Database) -> None:
+    flights = InFlight()
+
+    async def call(command: Command, ctx: HandlerContext) -> None:
+        await flights.call(command, ctx)
+        if ctx.attempt == 1:
+            raise TransientCommandError("once more")
+
+    given.handler(function=call, concurrency_limit=ConcurrencyLimit(1, by="key"), retry=RetryPolicy(backoff=(0.001,)))
+    batch_id = await sent(given, 10)
+    async with given.running(concurrency=10):
+        await eventually(database.is_at_rest)
+    assert flights.calls == 20 and flights.most["0"] == 1
+    assert (await given.batch_now(batch_id)).completed_count == 10
+
+
+async def test_the_chunks_of_a_bulk_handler_are_calls(given: Given, database: Database) -> None:
+    """What waits comes back as whole chunks, not one by one."""
+    flights = InFlight()
+
+    async def push(chunk: Chunk, ctx: ChunkContext) -> None:
+        flights.begin("all")
+        await asyncio.sleep(0.002)
+        flights.end("all")
+
+    given.bus.bulk_handler(DOMAIN, "Debit", size=10, max_wait=0.05, concurrency_limit=ConcurrencyLimit(1))(push)
+    batch_id = await sent(given, 100)
+    async with given.running(concurrency=10), given.running(concurrency=10):
+        await eventually(database.is_at_rest)
+    assert flights.most["all"] == 1
+    assert flights.calls <= 40
+    assert (await given.batch_now(batch_id)).completed_count == 100
+    assert database.count("permit") == 0
+    database.check_invariants()
+
+
+async def test_the_groups_of_a_buffer_are_calls(given: Given, database: Database) -> None:
+    flights = InFlight()
+    events = given.bus.buffer("events", size=5, max_age=timedelta(milliseconds=1))
+
+    @events.handler(concurrency_limit=ConcurrencyLimit(2, by=lambda group: group.buffer))
+    async def push(group: Group, ctx: HandlerContext) -> None:
+        flights.begin(group.buffer)
+        await asyncio.sleep(0.002)
+        flights.end(group.buffer)
+
+    await events.add_many([{"n": n} for n in range(50)])
+    async with given.running(domains=["events"], concurrency=10):
+        await eventually(lambda: database.count("buffered") == 0)
+        await eventually(database.is_at_rest)
+    assert flights.most["events"] <= 2
+    assert database.count("permit") == 0
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_waits_for_a_limit_holds_no_slot_and_is_explained(given: Given, database: Database) -> None:
+    flights = InFlight()
+    flights.go.clear()
+    given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="key", name="crm"))
+    others = given.handler("Other")
+    batch_id = await sent(given, 10)
+    async with given.running(concurrency=2) as worker:
+        await eventually(lambda: reasons(database)["LIMITED"] == 9)
+        await given.sent("Other")
+        await eventually(lambda: len(others) == 1)
+        explained = await given.bus.explain_batch(DOMAIN, batch_id)
+        [reason] = [reason for reason in explained.reasons if reason.code == "LIMITED"]
+        assert reason.count == 9
+        assert reason.details["limits"] == ["crm"]
+        assert "9 commands wait for a concurrency limit, crm" in reason.message
+        [status] = await given.bus.limits.concurrency()
+        assert (status.name, status.subject, status.most, status.running, status.waiting) == ("crm", "0", 1, 1, 9)
+        assert status.workers == (worker.name,)
+        assert len(status.commands) == 1 and status.since is not None
+        assert await given.bus.limits.concurrency("other") == []
+        waiting = await given.bus.list_batch_commands(DOMAIN, batch_id, limit=20)
+        assert Counter(one.status for one in waiting) == {"IN_PROGRESS": 1, "SCHEDULED": 9}
+        assert {one.attempts for one in waiting if one.status == "SCHEDULED"} == {0}
+        flights.go.set()
+        await eventually(lambda: flights.calls == 10)
+        await eventually(database.is_at_rest)
+    audit = await given.bus.get_audit_trail(DOMAIN, waiting[-1].command_id)
+    assert [event.details for event in audit if event.type == "LIMITED"] == [{"limit": "crm", "by": "0"}]
+    assert flights.most["0"] == 1
+
+
+async def test_what_waits_is_woken_by_the_lowest_id(given: Given, database: Database) -> None:
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    permit = None
+    await sent(given, 1)
+    worker = given.registered_worker()
+    permit = held_by(given, worker)
+    await sent(given, 3)
+    await given.drained()
+    assert seen == [] and reasons(database) == {"LIMITED": 3}
+    assert database.perform(concurrency.free([permit])) == 1
+    [(lo,)] = database.rows("SELECT lo FROM busload.queue")
+    assert lo < database.value("SELECT min(lo) FROM busload.scheduled")
+    assert await given.drained() == 3
+    assert [command.data["n"] for command in seen] == [0, 1, 2]
+
+
+async def test_a_canceled_batch_takes_back_what_waits_for_a_limit(given: Given, database: Database) -> None:
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    held_by(given, given.registered_worker())
+    batch_id = await sent(given, 3)
+    await given.drained()
+    await given.bus.cancel_batch(DOMAIN, batch_id, reason="stop")
+    assert (await given.batch_now(batch_id)).canceled_count == 3
+    database.check_invariants()
+
+
+async def test_what_was_to_ask_and_was_canceled_does_not_keep_others_waiting(given: Given, database: Database) -> None:
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    permit = held_by(given, given.registered_worker())
+    first, second = await sent(given, 1), await sent(given, 1)
+    await given.drained()
+    assert reasons(database) == {"LIMITED": 2}
+    assert database.perform(concurrency.free([permit])) == 1
+    await given.bus.cancel_batch(DOMAIN, first, reason="stop")
+    assert database.perform(concurrency.sweep()) == 1
+    await given.drained()
+    assert [command.batch_id for command in seen] == [second]
+
+
+# -- workers that die, freeze and come back ----------------------------------------------------------------------------
+
+
+async def test_the_share_of_a_dead_worker_is_freed_and_not_before_it_is_declared_dead(
+    given: Given, database: Database
+) -> None:
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    frozen = given.registered_worker()
+    held_by(given, frozen)
+    await sent(given, 1)
+    given.died(frozen)  # silent for too long, and nobody has noticed
+    assert database.perform(concurrency.sweep()) == 0
+    assert database.count("permit") == 1
+    given.rescued()
+    assert database.perform(concurrency.sweep()) == 0  # nothing has asked yet
+    assert database.count("permit") == 0
+    assert await given.drained() == 2
+    assert len(seen) == 2
+    database.check_invariants()
+
+
+async def test_a_call_does_not_begin_with_a_permit_that_was_lost(given: Given, database: Database) -> None:
+    """It waits in line for a thread while its worker is declared dead. Then it asks again."""
+    permits: dict[int, int] = {}
+    ended = threading.Event()
+    count = (
+        "SELECT count(*) FROM busload.permit JOIN busload.worker USING (worker)"
+        " WHERE stopped_at IS NULL AND limit_subject = %s"
+    )
+
+    def call(command: Command, ctx: SyncHandlerContext) -> None:
+        permits[command.data["key"]] = database.value(count, str(command.data["key"]))
+        ended.wait(60)
+
+    given.handler("Other")  # in a domain of threads only, nothing is claimed that has no thread
+    given.bus.handler(DOMAIN, "Debit", concurrency_limit=ConcurrencyLimit(1, by="key"))(call)
+    await sent(given, 2, keys=2)
+    settings = replace(given.settings, threads=1, lease_for=timedelta(seconds=60))
+    async with given.running(concurrency=2, settings=settings) as worker:
+        await eventually(lambda: len(permits) == 1 and database.count("permit") == 2)
+        database.bury()
+        database.perform(concurrency.sweep())
+        run(worker)._heartbeat.renew_soon()
+        await eventually(lambda: run(worker)._shared.number == 2)
+        ended.set()
+        await eventually(lambda: len(permits) == 2)
+        await eventually(database.is_at_rest)
+    assert permits == {0: 1, 1: 1}
+
+
+async def test_a_worker_that_may_be_dead_begins_no_call(given: Given, database: Database) -> None:
+    """As after a freeze: it has not heard from the database for as long as its leases last."""
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    seldom = replace(given.settings, lease_for=timedelta(seconds=120))  # no heartbeat comes between
+    async with given.running(settings=seldom) as worker:
+        await sent(given, 1)
+        await eventually(lambda: len(seen) == 1)
+        shared = run(worker)._shared
+        lasts = shared.settings.lease_for.total_seconds()
+        shared.renewed_at -= lasts
+        released = "SELECT count(*) FROM busload.event WHERE type = 'RELEASED'"
+        await sent(given, 1)
+        await eventually(lambda: len(seen) == 2 or database.value(released) > 0)
+        assert len(seen) == 1
+        shared.renewed_at += lasts
+        await eventually(lambda: len(seen) == 2)
+
+
+async def test_a_call_that_goes_on_after_its_worker_was_declared_dead_counts_again(
+    given: Given, database: Database
+) -> None:
+    flights = InFlight()
+    flights.go.clear()
+    given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    async with given.running():
+        await eventually(lambda: flights.calls == 1)
+        database.bury()
+        database.perform(concurrency.sweep())
+        await eventually(lambda: database.count("permit") == 1)
+        flights.go.set()
+        await eventually(database.is_at_rest)
+        await eventually(lambda: database.count("permit") == 0)
+
+
+async def test_a_permit_whose_answer_was_lost_is_freed(given: Given, database: Database) -> None:
+    """The worker does not know of it, so nobody will use it."""
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    async with given.running():
+        await eventually(lambda: database.value("SELECT count(*) FROM busload.worker") == 1)
+        database.rows(
+            "INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command, since)"
+            " SELECT gen_random_uuid(), %s, '0', worker, 1024, '-infinity' FROM busload.worker",
+            f"{DOMAIN}/Debit",
+        )
+        await sent(given, 1)
+        await eventually(lambda: len(seen) == 1)
+        await eventually(database.is_at_rest)
+
+
+async def test_what_is_handed_back_from_the_line_gives_its_permit_back(given: Given, database: Database) -> None:
+    """A pause takes what has not begun out of the line."""
+    flights = InFlight()
+    flights.go.clear()
+    given.handler("Other", flights.call)
+    given.handler(concurrency_limit=ConcurrencyLimit(5, by="key"))
+    await given.bus.create_batch(
+        DOMAIN, [BatchCommand("Other", data={"key": 0}), *[BatchCommand("Debit", data={"key": 0})] * 3]
+    )
+    leased: list[Leased] = given.claimed(0)
+    assert leased == []
+    async with given.running(concurrency=1):
+        await eventually(lambda: flights.calls == 1)
+        await given.bus.domains.pause(DOMAIN)
+        await eventually(lambda: database.count("permit") == 0)
+        flights.go.set()
+        await given.bus.domains.resume(DOMAIN)
+        await eventually(database.is_at_rest)
+    assert database.count("permit") == 0
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        (lambda command: None, "returned None"),
+        (lambda command: [1], "returned [1]"),
+        (lambda command: {}, "returned {}"),
+        (lambda command: "x" * 513, "wanted text of at most 512 bytes"),
+        (lambda command: "a\0b", "wanted text"),
+        (lambda command: command.data["missing"], "raised KeyError: 'missing'"),
+        ("missing", "raised KeyError: 'missing'"),
+    ],
+)
+async def test_a_key_that_is_none_parks_its_command_alone(
+    given: Given, database: Database, by: Callable[[Command], object] | str, said: str
+) -> None:
+    def of_some(command: Command) -> object:
+        return by(command) if callable(by) and command.data["n"] == 1 else command.data["n"]
+
+    limit = ConcurrencyLimit(5, by=of_some if callable(by) else by)
+    seen = given.handler(concurrency_limit=limit)
+    good: dict[str, Any] = {} if callable(by) else {by: "there"}
+    commands = [BatchCommand("Debit", data={"n": n, **(good if n != 1 else {})}) for n in range(3)]
+    batch_id = await given.bus.create_batch(DOMAIN, commands)
+    await given.drained()
+    assert sorted(command.data["n"] for command in seen) == [0, 2]
+    [item] = await given.bus.troubleshooting.list(DOMAIN)
+    assert (item.reason, item.last_error_code) == ("PERMANENT", "INVALID_LIMIT_KEY")
+    assert item.last_error_message is not None and said in item.last_error_message
+    assert (await given.batch_now(batch_id)).completed_count == 2
+    assert database.count("permit") == 0
+
+
+async def test_a_key_function_that_ends_the_process_parks_its_command_alone(given: Given, database: Database) -> None:
+    def leave(command: Command) -> str:
+        raise SystemExit(3)
+
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by=leave))
+    others = given.handler("Other")
+    await sent(given, 1)
+    await given.sent("Other")
+    await given.drained()
+    assert len(others) == 1
+    assert database.count("troubleshooting") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"calls": 0}, "calls must be a whole number from 1"),
+        ({"calls": -1}, "found -1"),
+        ({"calls": 1.5}, "found 1.5"),
+        ({"calls": True}, "found True"),
+        ({"calls": 1, "by": 5}, "by must be a function with def or the name of a field, found 5"),
+        ({"calls": 1, "by": ""}, "found an empty name"),
+        ({"calls": 1, "by": InFlight.call}, "by must be a function with def"),
+        ({"calls": 1, "name": "with space"}, "with space"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused_where_it_is_made(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=r".") as refused:
+        ConcurrencyLimit(**wrong)
+    assert said in str(refused.value)
+
+
+def test_different_limits_of_one_name_are_refused() -> None:
+    bus = CommandBus("postgresql://nowhere")
+    bus.handler("crm", "Push", concurrency_limit=ConcurrencyLimit(2, name="crm"))(InFlight().call)
+    bus.handler("crm", "Pull", concurrency_limit=ConcurrencyLimit(2, name="crm"))(InFlight().call)
+    with pytest.raises(InvalidOperationError, match="'crm' allows 2 calls at a time for crm/Push, and 3 for crm/Get"):
+        bus.handler("crm", "Get", concurrency_limit=ConcurrencyLimit(3, name="crm"))(InFlight().call)
+    assert bus.handlers.find("crm", "Get") is None
+
+
+def test_only_a_single_command_has_a_field_for_a_key() -> None:
+    bus = CommandBus("postgresql://nowhere")
+    with pytest.raises(InvalidOperationError, match=r"a chunk has no fields\. Give it a function: by=lambda chunk: "):
+        bus.bulk_handler("crm", "Push", concurrency_limit=ConcurrencyLimit(2, by="tenant"))(InFlight().call)
+    with pytest.raises(ValueError, match="concurrency_limit must be a ConcurrencyLimit, found 3"):
+        bus.handler("crm", "Push", concurrency_limit=3)  # type: ignore[arg-type]
