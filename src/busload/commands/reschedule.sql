@@ -16,7 +16,8 @@ WITH unqueued AS (
       FROM (SELECT * FROM unqueued UNION ALL SELECT * FROM unboxed) AS load
 ), moved AS (
     UPDATE busload.scheduled
-       SET run_at = %(run_at)s::timestamptz
+       SET run_at = %(run_at)s::timestamptz,
+           reason = CASE reason WHEN 'LIMITED' THEN 'RUN_AT' ELSE reason END
      WHERE hi = %(command)s::bigint AND {later}
 ), due AS (
     DELETE FROM busload.scheduled WHERE hi = %(command)s::bigint AND NOT {later} RETURNING {load}
