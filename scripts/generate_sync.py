@@ -19,6 +19,7 @@ FOLDER = ROOT / "src/busload/sync"
 SOURCES = {
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
+    "busload.health.api": "health",
     "busload.jobs.api": "jobs",
     "busload.jobs.steps": "steps",
     "busload.batches.open_batch": "open_batch",

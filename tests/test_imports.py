@@ -22,6 +22,7 @@ CAPABILITIES = {
     "transports",
     "dispatch",
     "explain",
+    "health",
     "retention",
 }
 LAYERS = (

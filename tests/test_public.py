@@ -19,7 +19,7 @@ def run(program: str) -> str:
 
 
 FOLDERS = (
-    *("batches", "buffers", "commands", "dispatch", "explain", "jobs", "limits", "retention", "sync"),
+    *("batches", "buffers", "commands", "dispatch", "explain", "health", "jobs", "limits", "retention", "sync"),
     *("tasks", "transports", "troubleshooting", "worker"),
 )
 

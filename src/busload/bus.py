@@ -56,6 +56,7 @@ from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.handler_methods import HandlerRegistration
 from busload.handlers import Handlers
+from busload.health.api import HealthVerbs
 from busload.jobs.api import Jobs
 from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
@@ -132,7 +133,7 @@ class Bus(HandlerRegistration, ABC):
         return known
 
 
-class CommandBus(Bus, CommandVerbs):
+class CommandBus(Bus, CommandVerbs, HealthVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

@@ -42,7 +42,7 @@ class HandlerRegistration(HandlerDecorators):
     """The decorators of a bus, and the registration of objects whose methods are handlers."""
 
     def register(self, *instances: object) -> None:
-        """Register every method of these objects that was declared with `handler`, `bulk_handler` or `planner`.
+        """Register every method of the `instances` that was declared with `handler`, `bulk_handler` or `planner`.
 
         It registers all of them or none: if one cannot be registered, for example because its type has a handler
         already, the error names it and the bus stays as it was. Inherited methods count. A method that overrides a

@@ -120,7 +120,7 @@ def _check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
 
 
-def _check_times(settings: WorkerSettings | Settings) -> None:
+def _check_times(settings: WorkerSettings | HealthSettings | Settings) -> None:
     for each in fields(settings):  # the annotation says what is a time, and which time may be None
         if "timedelta" in str(each.type):
             _check_time(each.name, getattr(settings, each.name), optional="None" in str(each.type))
@@ -162,6 +162,37 @@ def _queues_from_environment(name: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """From when on something is wrong, for `bus.health()` and the probes of a worker.
+
+    A value that cannot work is refused with a `ValueError` that names it.
+    """
+
+    late_after: timedelta = timedelta(hours=1)
+    """Ready commands of a domain that is served are late from this age on."""
+    critical_after: timedelta = timedelta(minutes=5)
+    """If no worker serves ready commands, or they cannot be published, that is CRITICAL from this time on."""
+    failures_in_row: int = 10
+    """A worker is DEGRADED when so many attempts in a row have failed."""
+    stuck_threads: int = 3
+    """A worker is CRITICAL when so many of its threads are stuck."""
+    stuck_after: timedelta = timedelta(seconds=5)
+    """A thread is stuck if its handler still runs so long after its timeout."""
+    pool_exhaustions: int = 5
+    """CRITICAL when a wait for a connection was in vain so many times."""
+    look_back: timedelta = timedelta(minutes=10)
+    """Failures and vain waits longer ago than this do not count."""
+
+    def __post_init__(self) -> None:
+        _check_counts(
+            failures_in_row=self.failures_in_row,
+            stuck_threads=self.stuck_threads,
+            pool_exhaustions=self.pool_exhaustions,
+        )
+        _check_times(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
 
@@ -178,6 +209,7 @@ class Settings:
     response_timeout: timedelta = timedelta(seconds=10)
     lock_timeout: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
+    health: HealthSettings = HealthSettings()
     transport_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
     queue_prefix: str = field(default_factory=lambda: from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
@@ -189,7 +221,8 @@ class Settings:
     def __post_init__(self) -> None:
         _check_counts(pool_size=self.pool_size)
         _check_times(self)
-        for name, value, kind in (("home", self.home, Path), ("limits", self.limits, InputLimits)):
+        kinds = ("home", self.home, Path), ("limits", self.limits, InputLimits), ("health", self.health, HealthSettings)
+        for name, value, kind in kinds:
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be of type {kind.__name__}, found {value!r}.")
         for name in os.environ:

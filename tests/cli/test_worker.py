@@ -24,7 +24,7 @@ from busload.commands import search as report
 from busload.commands.execution import Transition
 from busload.sync.plan import perform
 from tests.cli.conftest import Busload, Spawn, Until
-from tests.given import DOMAIN, WITHIN, Database, pending
+from tests.given import DOMAIN, WITHIN, Database, closed_to_newcomers, pending
 from tests.servers import free_ports
 
 APPLICATION = """
@@ -49,6 +49,10 @@ async def wait(command, ctx):
 
 @bus.handler("payments", "Block")
 def block(command, ctx):
+    threading.Event().wait()
+
+@bus.handler("payments", "Stick", timeout=0.01)
+def stick(command, ctx):
     threading.Event().wait()
 
 @bus.handler("crm", "Push")
@@ -306,7 +310,7 @@ def test_only_get_of_metrics_is_answered_and_nothing_a_client_does_stops_it(
 ) -> None:
     process = spawn("worker", "app:bus", "--metrics", "0")
     [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
-    assert get(port, "/")[:2] == (404, "There is only /metrics.\n")
+    assert get(port, "/")[:2] == (404, "There is only /metrics, /healthz, /readyz.\n")
     assert get(port, "/metricsx")[0] == 404
     status, _, headers = get(port, method="POST")
     assert (status, headers["Allow"]) == (405, "GET")
@@ -319,6 +323,51 @@ def test_only_get_of_metrics_is_answered_and_nothing_a_client_does_stops_it(
         process.terminate()  # and one that never finishes its request does not keep it
         assert process.wait(timeout=WITHIN) == 0
     assert "Traceback" not in (tmp_path / "said.txt").read_text()
+
+
+def test_probes_tell_whether_a_worker_lives_and_takes_work(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, dsn: str, tmp_path: Path
+) -> None:
+    """/healthz only fails if a new process would help; /readyz fails while the database is away, and while it stops"""
+    process = spawn("worker", "app:bus", "--metrics", "0", "--lease", 1)
+    [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
+    until(lambda: get(port, "/readyz")[0] == 200)
+    status, text, headers = get(port, "/healthz")
+    assert (status, json.loads(text), headers["Content-Type"]) == (
+        200,
+        {"state": "HEALTHY", "reasons": []},
+        "application/json",
+    )
+    with closed_to_newcomers(dsn) as admin:
+        name = conninfo_to_dict(dsn)["dbname"]
+        query = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND application_name = 'busload'"
+        )
+        admin.execute(query, [name])
+        until(lambda: get(port, "/readyz")[0] == 503)
+        assert "DATABASE_UNREACHABLE" in get(port, "/readyz")[1]
+        assert get(port, "/healthz")[0] == 200
+    until(lambda: get(port, "/readyz")[0] == 200)
+    sync_bus.send(DOMAIN, "Wait")
+    until(lambda: database.count("lease") == 1)
+    process.terminate()
+    until(lambda: get(port, "/readyz")[0] == 503)
+    assert "NOT_RUNNING" in get(port, "/readyz")[1]
+    assert get(port, "/healthz")[0] == 200
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=WITHIN) == 0
+
+
+def test_healthz_fails_when_threads_are_stuck(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, tmp_path: Path
+) -> None:
+    process = spawn("worker", "app:bus", "--metrics", "0", "--grace", 0)
+    [port] = until(lambda: (tmp_path / "said.txt").exists() and ports(tmp_path))
+    sync_bus.send_many(DOMAIN, [BatchCommand("Stick") for _ in range(3)])
+    until(lambda: get(port, "/healthz")[0] == 503)
+    assert "STUCK_THREADS" in get(port, "/healthz")[1]
+    process.terminate()
+    assert process.wait(timeout=WITHIN) == 3
 
 
 def test_clients_that_say_nothing_are_few_and_do_not_stay(spawn: Spawn, until: Until, tmp_path: Path) -> None:

@@ -530,4 +530,21 @@ MUTANTS = [
         CANCEL + "test_a_load_is_split_around_the_command",
         "The part of a load before a canceled command would be in no place, and never run.",
     ),
+    # -- health
+    Mutant(
+        "an-outage-restarts-workers",
+        "cli/metrics_server.py",
+        "ok=not health.restart_helps",
+        "ok=health.state is not HealthState.CRITICAL",
+        "tests/cli/test_worker.py::test_probes_tell_whether_a_worker_lives_and_takes_work",
+        "Kubernetes would kill every worker, with the results it keeps, whenever the database is away.",
+    ),
+    Mutant(
+        "failures-are-never-forgotten",
+        "worker/settlement.py",
+        "            self.failures_in_row = 0\n",
+        "            pass\n",
+        "tests/health/test_health.py::test_ten_failures_in_a_row_degrade_a_worker_until_an_attempt_succeeds",
+        "A worker that works again would stay DEGRADED.",
+    ),
 ]

@@ -23,6 +23,7 @@ NOUNS = {
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
     "domain": "See what waits in domains, pause and resume them.",
+    "health": "Say whether the database, the workers and the broker are well.",
     "job": "Follow jobs stage by stage, resume and cancel them.",
     "limit": "See and reset rate limits.",
     "outbox": "See what waits for a broker, try again, or go without it.",

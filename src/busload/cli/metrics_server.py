@@ -1,4 +1,4 @@
-"""`busload worker --metrics`: the smallest web server that Prometheus can scrape."""
+"""`busload worker --metrics`: the smallest web server that Prometheus can scrape and Kubernetes can probe."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+import msgspec
 
+from busload.health.health import Health, HealthState
+from busload.worker import Worker
 from busload.worker.metrics import CONTENT_TYPE
 
 log = logging.getLogger("busload")
@@ -68,9 +71,39 @@ def address(ctx: click.Context, param: click.Parameter, text: str | None) -> Add
     return Address(host, int(port))
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a path answers with."""
+
+    text: str
+    kind: str
+    ok: bool = True
+
+
+def pages(worker: Worker) -> dict[str, Callable[[], Page]]:
+    """What is served of a worker, by path.
+
+    The pages are made in the event loop of the worker: while the loop is blocked, there is no answer at all.
+    """
+
+    def healthz() -> Page:
+        health = worker.health()
+        return _probe(health, ok=not health.restart_helps)
+
+    def readyz() -> Page:
+        health = worker.health()
+        return _probe(health, ok=health.state is not HealthState.CRITICAL)
+
+    return {PATH: lambda: Page(worker.metrics(), CONTENT_TYPE), "/healthz": healthz, "/readyz": readyz}
+
+
+def _probe(health: Health, *, ok: bool) -> Page:
+    return Page(msgspec.json.encode(health, enc_hook=str).decode() + "\n", "application/json", ok)
+
+
 @asynccontextmanager
-async def serve_metrics(text: Callable[[], str], listening: socket.socket) -> AsyncIterator[None]:
-    """Answer `GET /metrics` with this text as long as the block lasts, a request per connection."""
+async def serve_pages(served: Mapping[str, Callable[[], Page]], listening: socket.socket) -> AsyncIterator[None]:
+    """Answer `GET` of these paths as long as the block lasts, a request per connection."""
     connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,7 +114,7 @@ async def serve_metrics(text: Callable[[], str], listening: socket.socket) -> As
             # The other side may be slow, gone or no web client at all: none of it is our trouble.
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(PATIENCE):
-                    writer.write(await _answer(reader, text, crowded=len(connections) > MOST_CONNECTIONS))
+                    writer.write(await _answer(reader, served, crowded=len(connections) > MOST_CONNECTIONS))
                     await writer.drain()
         finally:
             del connections[task]
@@ -99,7 +132,7 @@ async def serve_metrics(text: Callable[[], str], listening: socket.socket) -> As
         await asyncio.gather(*connections)
 
 
-async def _answer(reader: asyncio.StreamReader, text: Callable[[], str], *, crowded: bool) -> bytes:
+async def _answer(reader: asyncio.StreamReader, served: Mapping[str, Callable[[], Page]], *, crowded: bool) -> bytes:
     if crowded:
         return _response("503 Service Unavailable", "Too many connections.\n")
     try:
@@ -108,9 +141,11 @@ async def _answer(reader: asyncio.StreamReader, text: Callable[[], str], *, crow
         return _response("431 Request Header Fields Too Large", "The request is too long.\n")
     match head.split(b"\r\n", 1)[0].split(b" "):
         case [b"GET", target, b"HTTP/1.0" | b"HTTP/1.1"]:
-            if target.split(b"?", 1)[0] != PATH.encode():
-                return _response("404 Not Found", f"There is only {PATH}.\n")
-            return _response("200 OK", text(), CONTENT_TYPE)
+            page = served.get(target.split(b"?", 1)[0].decode(errors="replace"))
+            if page is None:
+                return _response("404 Not Found", f"There is only {', '.join(served)}.\n")
+            made = page()
+            return _response("200 OK" if made.ok else "503 Service Unavailable", made.text, made.kind)
         case [_, _, b"HTTP/1.0" | b"HTTP/1.1"]:
             return _response("405 Method Not Allowed", "Only GET is answered.\n", allow="GET")
         case _:

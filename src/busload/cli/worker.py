@@ -24,7 +24,7 @@ from click.core import ParameterSource
 
 from busload.bus import CommandBus
 from busload.cli import WAIT, Seconds, did_you_mean, options
-from busload.cli.metrics_server import Address, address, serve_metrics
+from busload.cli.metrics_server import Address, address, pages, serve_pages
 from busload.cli.options import Decorator
 from busload.errors import kind_of
 from busload.postgres.connection import connection_errors_explained
@@ -107,7 +107,8 @@ def _time(option: str, setting: str, help: str, least: float = 0) -> Decorator:
     *("--metrics", "metrics_at"),
     callback=address,
     metavar="ADDRESS:PORT",
-    help="Serve /metrics for Prometheus there, e.g. 127.0.0.1:9464; with several processes, each takes the next port.",
+    help="Serve /metrics for Prometheus there, and /healthz and /readyz for probes, e.g. 127.0.0.1:9464; with several "
+    "processes, each takes the next port.",
 )
 @click.option("--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="info")
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
@@ -262,7 +263,7 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
     """Serve until told to stop, and end the process even if handlers do not."""
 
     async def serve() -> None:
-        async with nullcontext() if listening is None else serve_metrics(worker.metrics, listening):
+        async with nullcontext() if listening is None else serve_pages(pages(worker), listening):
             await worker.run()
 
     def hear(count: int) -> None:

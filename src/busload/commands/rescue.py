@@ -44,9 +44,9 @@ def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: 
     return int(worker)
 
 
-def renew(*, worker: int, settled: timedelta) -> Plan[Renewal | None]:
-    """Say that this worker is alive. None means that it was declared dead."""
-    rows = yield from execute(SQL.renew, worker=worker, settled=settled)
+def renew(*, worker: int, settled: timedelta, condition: str | None = None) -> Plan[Renewal | None]:
+    """Say that this worker is alive, and in JSON how it is. None means that it was declared dead."""
+    rows = yield from execute(SQL.renew, worker=worker, settled=settled, condition=condition)
     return Renewal(*map(frozenset, rows[0])) if rows else None
 
 

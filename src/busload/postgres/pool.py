@@ -93,12 +93,20 @@ class AsyncPool:
         self._waiters: deque[waiting.Future[OwnAsyncConnection]] = deque()
         self._making: waiting.Activity | None = None
         self._last_error: Exception | None = None
+        self._exhausted: deque[float] = deque(maxlen=1000)
+        """When somebody has waited in vain because all connections were in use."""
         self._closed = False
 
     @property
     def idle(self) -> int:
         """How many connections nobody uses."""
         return len(self._idle)
+
+    def exhaustions(self, within: float) -> int:
+        """How often, in the last so many seconds, somebody has waited in vain because all connections were in use."""
+        since = time.monotonic() - within
+        with self._lock:
+            return sum(at >= since for at in self._exhausted)
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,6 +183,9 @@ class AsyncPool:
             return DatabaseUnavailableError(
                 f"There was no connection to PostgreSQL for {seconds:g} s: {said.removesuffix('.')}."
             )
+        with self._lock:
+            if self._making is None:  # else the server is slow to let us in
+                self._exhausted.append(time.monotonic())
         all_of_them = "The only connection was" if self.max_size == 1 else f"All {self.max_size} connections were"
         return DatabaseUnavailableError(
             f"{all_of_them} in use for {seconds:g} s. Give connections back sooner, or raise pool_size; pool_timeout "

@@ -47,6 +47,7 @@ from busload.sync.cancel import cancel
 from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish
 from busload.sync.database import Database
+from busload.sync.health import HealthVerbs
 from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
@@ -56,7 +57,7 @@ from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.troubleshooting import decisions
 
 
-class SyncCommandBus(Bus, CommandVerbs):
+class SyncCommandBus(Bus, CommandVerbs, HealthVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

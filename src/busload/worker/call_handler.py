@@ -160,6 +160,7 @@ class Calls:
         if done:
             return running.result()
         work.context.timed_out = True
+        self._threads.time_is_up(running)
         undone = work.context.own_transaction is not None
         return Call(error=timed_out(work.handler.timeout), undone=undone, overdue=running)
 

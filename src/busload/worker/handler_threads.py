@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ class Threads:
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._running: dict[asyncio.Future[Any], Sequence[Leased]] = {}
+        self._overdue: dict[asyncio.Future[Any], float] = {}
+        """Since when calls run though their time is up."""
 
     @property
     def connections(self) -> tuple[SyncCommandBus, Pool]:
@@ -47,6 +50,20 @@ class Threads:
     def running(self) -> list[Leased]:
         """The commands whose handlers run in threads now."""
         return [one for leased in self._running.values() for one in leased]
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The connections that handlers in threads use, as far as they were made."""
+        return [] if self._connections is None else [self._connections[0].pool, self._connections[1]]
+
+    def stuck(self, after: float) -> int:
+        """How many calls still run so many seconds after their time was up."""
+        now = time.monotonic()
+        return sum(now - since >= after for since in list(self._overdue.values()))
+
+    def time_is_up(self, future: asyncio.Future[Any]) -> None:
+        """The time of this call is up. Its thread goes on until the handler returns."""
+        self._overdue[future] = time.monotonic()
 
     def submit(self, call: Callable[[], T], leased: Sequence[Leased]) -> asyncio.Future[T]:
         """Run a call in a thread. No call waits, as there are never more calls than threads."""
@@ -77,6 +94,7 @@ class Threads:
 
     def _forget(self, future: asyncio.Future[Any]) -> None:
         self._running.pop(future, None)
+        self._overdue.pop(future, None)
         if not future.cancelled():
             future.exception()  # seen: what an overdue handler raises in the end is nobody's error any more
 

@@ -16,9 +16,12 @@ from collections.abc import Callable, Set
 from typing import Any
 from uuid import UUID
 
+import msgspec
+
 from busload.commands import rescue
 from busload.commands.rescue import Renewal
 from busload.commands.wording import counted
+from busload.health.health import Condition
 from busload.postgres.connection import Connection
 from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
@@ -33,7 +36,8 @@ class Heartbeat:
     """Says that this worker lives, and takes its number.
 
     `on_renewal` is told of each renewal, and `on_declared_dead` of the leases that are lost and of those that were
-    taken up again after the worker was declared dead: both in the event loop.
+    taken up again after the worker was declared dead: both in the event loop. `condition` tells how the worker is, and
+    is asked from the thread.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Heartbeat:
         name: str,
         on_renewal: Callable[[Renewal], None],
         on_declared_dead: Callable[[Set[UUID], Set[UUID]], None],
+        condition: Callable[[], Condition],
     ) -> None:
         self._shared, self._outage = shared, shared.outage
         lease_for = shared.settings.lease_for
@@ -52,7 +57,7 @@ class Heartbeat:
             "concurrency": shared.settings.concurrency,
             "lease_for": lease_for,
         }
-        self._on_renewal, self._on_declared_dead = on_renewal, on_declared_dead
+        self._on_renewal, self._on_declared_dead, self._condition = on_renewal, on_declared_dead, condition
         # Renew at a third of the lease, so that two renewals may fail before the commands are lost.
         self._every = lease_for.total_seconds() / 3
         self._loop = asyncio.get_running_loop()
@@ -74,6 +79,17 @@ class Heartbeat:
         """
         now, lease_for = time.monotonic(), self._lease_for.total_seconds()
         return now - self._answered_at <= lease_for / 2 and now - self._recovered_at >= lease_for
+
+    @property
+    def reaches(self) -> bool:
+        """Whether a heartbeat has reached the database within half a lease."""
+        return time.monotonic() - self._answered_at <= self._lease_for.total_seconds() / 2
+
+    @property
+    def blocked_for(self) -> float:
+        """Seconds that the event loop has not answered; 0 if that is no longer than the time between two heartbeats."""
+        silent = 0.0 if self._answered.is_set() else time.monotonic() - self._asked_at
+        return silent if silent >= self._every else 0.0
 
     def start(self) -> None:
         """Register the worker; raises if the database cannot be reached at all."""
@@ -117,7 +133,9 @@ class Heartbeat:
     def _once(self, conn: Connection) -> None:
         sent_at = clock()
         # A claim's answer takes milliseconds: what was leased two heartbeats ago and is unknown here never arrived.
-        renewal = perform(conn, rescue.renew(worker=self._shared.number, settled=self._lease_for * 2 / 3))
+        condition = msgspec.json.encode(self._condition()).decode()
+        settled = self._lease_for * 2 / 3
+        renewal = perform(conn, rescue.renew(worker=self._shared.number, settled=settled, condition=condition))
         now = time.monotonic()
         if now - self._answered_at > self._lease_for.total_seconds() / 2:  # else a single heartbeat has failed
             self._recovered_at = now

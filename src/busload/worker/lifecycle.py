@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Set
+from collections.abc import Iterable, Set
 from contextlib import AsyncExitStack
 from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 from uuid import UUID
 
 import psycopg
@@ -20,6 +20,7 @@ from busload.commands.execution import Leased
 from busload.commands.rescue import Renewal
 from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
+from busload.health.health import Health
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.connection import connection_errors_explained
@@ -35,12 +36,13 @@ from busload.sync.plan import perform
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
+from busload.worker.condition import Doctor
 from busload.worker.executor import Executor
 from busload.worker.hand_back import HandBack
 from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
 from busload.worker.line import Line
-from busload.worker.loop import Loop
+from busload.worker.loop import Loop, ends_first
 from busload.worker.metrics import gathered
 from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
@@ -93,7 +95,7 @@ class Run:
             if not bus.database.is_open:
                 self._resources.push_async_callback(bus.close)
             await bus.open(wait=None)
-            if not await _ends_first(_find_database(bus, self._settings.wait_for_database), self._stopping):
+            if not await ends_first(_find_database(bus, self._settings.wait_for_database), self._stopping):
                 raise StoppedEarlyError
             self._assemble()
             undo.push_async_callback(self._unregister)
@@ -195,6 +197,12 @@ class Run:
             broker=None if self._broker is None else self._broker.stats(),
         )
 
+    def _should_run(self) -> list[asyncio.Task[None]]:
+        return [] if self._stopping.is_set() else self._rounds
+
+    def health(self) -> Health:
+        return self._doctor.health(stopping=self._stopping.is_set())
+
     # -- starting
 
     def _assemble(self) -> None:
@@ -247,8 +255,10 @@ class Run:
         self._line = Line(settings.concurrency, settings.most_threads, self._on_low)
         self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
         self._executor = Executor(shared, self._line, self._gatherer, self._settlement, self._outcomes)
-        self._heartbeat = Heartbeat(shared, self._name, self._on_renewal, self._on_declared_dead)
         self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
+        self._doctor = Doctor(self._name, shared, self._settlement, self._broker, self._should_run)
+        listeners = self._on_renewal, self._on_declared_dead
+        self._heartbeat = self._doctor.heartbeat = Heartbeat(shared, self._name, *listeners, self._doctor.condition)
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
@@ -270,7 +280,7 @@ class Run:
         self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
 
     def _start(self, *loops: Loop) -> list[asyncio.Task[None]]:
-        tasks = [asyncio.create_task(loop.run()) for loop in loops]
+        tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
         self._loops += loops
         self._tasks += tasks
         return tasks
@@ -417,7 +427,7 @@ class Run:
         except (psycopg.Error, TimeoutError) as error:
             log.debug("What has not started is handed back with the rest: %r", error)
         self._limiter.refuse_domains(self._domains)
-        await _ends_first(self._line.idle.wait(), self._hurry, graceful.left)
+        await ends_first(self._line.idle.wait(), self._hurry, graceful.left)
         await self._executor.stop(deadline)
         in_vain = self._outage.is_away and not self._settlement.waiting
         last = TimeLimit(BRIEFLY if in_vain else deadline)  # results are worth waiting for
@@ -498,17 +508,3 @@ async def _find_database(bus: CommandBus, wait_for: timedelta | None) -> None:
         conn = await connect_within_async(bus.dsn, seconds)
     async with conn:
         await bus.database.check_schema(conn)
-
-
-async def _ends_first(work: Coroutine[Any, Any, object], event: asyncio.Event, seconds: float | None = None) -> bool:
-    """Work until it is done, the event is set or the time is up. Returns whether it is done."""
-    tasks = [asyncio.create_task(work), asyncio.create_task(event.wait())]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if done := tasks[0].done():
-            tasks[0].result()
-        return done
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

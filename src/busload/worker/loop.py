@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from busload.postgres.backoff import Backoff
 from busload.postgres.outage import Outage
@@ -24,7 +25,7 @@ class Loop:
         outage: Outage | None = None,
         wake: Event | None = None,
     ) -> None:
-        self._name, self._once, self._outage = name, once, outage or Outage()
+        self.name, self._once, self._outage = name, once, outage or Outage()
         self._wake = wake or Event()
         self._stopping = False
         self._backoff = Backoff()
@@ -42,12 +43,26 @@ class Loop:
             self._wake.clear()
             try:
                 pause = await self._once()
-                self._outage.worked(self._name)
+                self._outage.worked(self.name)
                 self._backoff.reset()
             except Exception as error:
                 pause = self._backoff.pause()
-                self._outage.failed(self._name, error)
+                self._outage.failed(self.name, error)
             if pause == 0:
                 await asyncio.sleep(0)
             else:
                 await self._wake.wait(pause)
+
+
+async def ends_first(work: Coroutine[Any, Any, object], event: asyncio.Event, seconds: float | None = None) -> bool:
+    """Work until it is done, the event is set or the time is up. Returns whether it is done."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(event.wait())]
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if done := tasks[0].done():
+            tasks[0].result()
+        return done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

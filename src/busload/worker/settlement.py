@@ -19,6 +19,7 @@ from busload.commands import settle
 from busload.commands.execution import (
     CANCELED,
     COMPLETED,
+    FAILED_ATTEMPT,
     RESULT_INVALID,
     TROUBLESHOOTING,
     Failed,
@@ -57,6 +58,9 @@ log = logging.getLogger("busload")
 Failure: TypeAlias = Failed | Stopped | Unreadable
 
 Flush = Callable[[Sequence[Transition]], Awaitable[None]]
+
+FAILURES = frozenset((FAILED_ATTEMPT, TROUBLESHOOTING))
+"""Outcomes that say that something does not work. FAILED is none: a handler has said no on purpose."""
 
 ROOM_FOR_OTHERS = 0.7
 """The share of the capacity that the results of a large chunk may fill: the rest is for single commands."""
@@ -100,6 +104,8 @@ class Settlement:
         self._room_wanted = False
         self.outcomes: Counter[str] = Counter()
         self.in_transactions = self.late = 0
+        self.failures_in_row, self.failed_at = 0, 0.0
+        """How many of the last attempts have failed, one after the other, and when the last of them was settled."""
 
     @property
     def stats(self) -> CoalescerStats:
@@ -158,6 +164,7 @@ class Settlement:
     def settled_elsewhere(self, leased: Leased, outcome: str = COMPLETED) -> None:
         """The handler's own transaction has settled this one."""
         self.outcomes[outcome] += 1
+        self._count_failures((outcome,))
         self.in_transactions += 1
         self._held.settled([leased])
         self._ran(leased.lease)
@@ -286,8 +293,19 @@ class Settlement:
                 if transition.leased.id not in credited:
                     self._held.refused(transition.leased)
             transitions = [transition for transition in transitions if transition.leased.id in credited]
-        self.outcomes.update(map(attrgetter("outcome"), transitions))
+        outcomes = list(map(attrgetter("outcome"), transitions))
+        self.outcomes.update(outcomes)
+        self._count_failures(outcomes)
         self._tell_settled()
+
+    def _count_failures(self, outcomes: Sequence[str]) -> None:
+        """Only those after the last attempt that has not failed count: most often that is the last of all."""
+        if outcomes and outcomes[-1] in FAILURES:
+            since = next((n for n, outcome in enumerate(reversed(outcomes)) if outcome not in FAILURES), None)
+            self.failures_in_row = self.failures_in_row + len(outcomes) if since is None else since
+            self.failed_at = time.monotonic()
+        elif outcomes:
+            self.failures_in_row = 0
 
     async def _park(self, flush: Flush, transition: Transition, error: Exception) -> None:
         """A result that cannot be stored becomes an error that can: the command waits for a person."""

@@ -16,8 +16,10 @@ from busload.bus import CommandBus
 from busload.commands.checks import refuse, wrong_name
 from busload.commands.execution import Leased
 from busload.errors import InvalidOperationError, kind_of
+from busload.health.health import Health
 from busload.settings import WorkerSettings
 from busload.sync.bus import SyncCommandBus
+from busload.worker.condition import not_running
 from busload.worker.lifecycle import Run, StoppedEarlyError
 from busload.worker.metrics import metrics_text
 from busload.worker.os_signals import Signals
@@ -88,6 +90,15 @@ class Worker:
             "prefetch": f"{settings.prefetch.total_seconds():g}",
         }
         return metrics_text(self.stats, worker=self.name, about=about)
+
+    def health(self) -> Health:
+        """How this worker is, as far as it knows without asking anybody: its threads, its connections, its attempts.
+
+        `bus.health()` tells about all workers and everything around them.
+        """
+        if self._run is None or not self._run.started:
+            return Health.of([not_running(self.name, "has not started" if self._run else "does not run")])
+        return self._run.health()
 
     @property
     def left_behind(self) -> list[tuple[str, UUID]]:

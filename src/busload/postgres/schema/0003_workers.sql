@@ -9,7 +9,8 @@ CREATE TABLE busload.worker (
     started_at  timestamptz NOT NULL DEFAULT now(),
     seen_at     timestamptz NOT NULL DEFAULT now(),
     stopped_at  timestamptz,          -- when it stopped by itself, or a rescue declared it dead
-    lost        boolean     NOT NULL DEFAULT false
+    lost        boolean     NOT NULL DEFAULT false,
+    condition   json                  -- how it is, as its last heartbeat has told: for bus.health()
 ) WITH (fillfactor = 50);
 
 -- Work that one worker does for all from time to time, and when it was done last.

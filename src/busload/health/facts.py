@@ -1,0 +1,40 @@
+"""The facts behind the health of a bus, read at one moment."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished
+from busload.postgres.plan import Plan, Script, execute, many
+from busload.postgres.schema import migrate
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+ONE_MOMENT = b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+
+
+def read() -> Plan[Facts]:
+    """Read all facts; needs a transaction of its own. Refuses a schema that is too old, at every call."""
+    yield Script(ONE_MOMENT)
+    yield from migrate.check()
+    [(now,)] = yield from execute(SQL.now)
+    ready = yield from many(ReadyDomain, SQL.ready)
+    workers = yield from many(_worker, SQL.workers)
+    unpublished = yield from many(Unpublished, SQL.unpublished)
+    return Facts(now, tuple(ready), tuple(workers), tuple(unpublished))
+
+
+def _worker(name: str, alive: bool, seen_at: datetime, held: int, condition: Any) -> SeenWorker:
+    return SeenWorker(name, alive, seen_at, held, _condition(condition))
+
+
+def _condition(told: Any) -> Condition:
+    """A worker of another release may tell something else."""
+    try:
+        return msgspec.convert(told or {}, Condition)
+    except msgspec.ValidationError:
+        return Condition()

@@ -1,0 +1,338 @@
+"""Whether all is well, as the database and the workers tell it: every reason, on both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from busload import (
+    BatchCommand,
+    BusinessRuleError,
+    Command,
+    CommandBus,
+    HandlerContext,
+    RetryPolicy,
+    Settings,
+    SyncCommandBus,
+    WorkerSettings,
+)
+from busload.health import Health, HealthCode, HealthReason, HealthSettings, HealthState
+from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished, judge
+from busload.limits import pause
+from tests.brokers.faulty import AWAY, FaultyTransport
+from tests.faces import FACES, bus_of
+from tests.given import DOMAIN, WITHIN, Database, Given, eventually, raising
+
+NOW = datetime(2026, 11, 17, 12, tzinfo=UTC)
+HEALTHY, DEGRADED, CRITICAL = HealthState
+
+
+@pytest.fixture(params=FACES)
+async def face(request: pytest.FixtureRequest, dsn: str, settings: Settings) -> AsyncIterator[CommandBus]:
+    async with bus_of(request.param, dsn, settings=settings) as bus:
+        yield bus
+
+
+@pytest.fixture
+def hasty(given: Given, worker_settings: WorkerSettings) -> Given:
+    """Workers whose heartbeats come several times a second."""
+    short = replace(worker_settings, lease_for=timedelta(seconds=1), flush_deadline=timedelta(milliseconds=200))
+    return Given(given.bus, given.database, short)
+
+
+def codes(health: Health) -> list[tuple[str, str]]:
+    return [(reason.code.value, reason.state.value) for reason in health.reasons]
+
+
+async def sees(bus: CommandBus, *expected: tuple[str, str]) -> Health:
+    """Wait until the health has exactly these reasons: workers tell theirs with a heartbeat."""
+    while codes(health := await bus.health()) != list(expected):
+        await asyncio.sleep(0.05)
+    return health
+
+
+async def test_a_bus_where_nothing_waits_is_healthy(face: CommandBus) -> None:
+    assert await face.health() == Health(HealthState.HEALTHY, ())
+
+
+async def test_ready_commands_that_nobody_serves_are_degraded_and_after_a_while_critical(
+    face: CommandBus, given: Given, database: Database
+) -> None:
+    await face.send(DOMAIN, "Debit")
+    health = await face.health()
+    assert (health.state, codes(health)) == (DEGRADED, [("NO_WORKER", "DEGRADED")])
+    assert health.reasons[0].domain == DOMAIN
+    assert health.reasons[0].message == "1 command is ready in payments, and no worker serves it."
+    database.rows("UPDATE busload.command SET created_at = now() - interval '6 minutes'")
+    assert codes(await face.health()) == [("NO_WORKER", "CRITICAL")]
+    worker = given.registered_worker()
+    assert (await face.health()).state is HEALTHY
+    given.died(worker)
+    assert codes(await face.health()) == [("NO_WORKER", "CRITICAL")]
+
+
+async def test_ready_commands_of_a_served_domain_are_late_after_an_hour(
+    face: CommandBus, given: Given, database: Database
+) -> None:
+    await face.send(DOMAIN, "Debit")
+    given.registered_worker()
+    database.rows("UPDATE busload.command SET created_at = now() - interval '59 minutes'")
+    assert (await face.health()).state is HEALTHY
+    database.rows("UPDATE busload.command SET created_at = now() - interval '61 minutes'")
+    assert codes(await face.health()) == [("COMMANDS_LATE", "DEGRADED")]
+    database.perform(pause.pause(DOMAIN, reason=None, operator=None))
+    assert (await face.health()).state is HEALTHY, "a paused domain waits on purpose"
+
+
+async def test_a_command_is_late_by_its_run_at_and_not_after_a_retry(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Nor while it is scheduled"""
+    given.registered_worker()
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    await bus.send(DOMAIN, "Debit", run_at=soon)
+    database.rows("UPDATE busload.command SET created_at = now() - interval '9 hours'")
+    assert (await bus.health()).state is HEALTHY
+    database.rows("UPDATE busload.scheduled SET run_at = now() - interval '2 hours'")
+    assert codes(await bus.health()) == [("COMMANDS_LATE", "DEGRADED")], "due, though nobody has promoted it"
+    database.rows("DELETE FROM busload.scheduled")
+    await bus.send(DOMAIN, "Debit")
+    database.rows("UPDATE busload.command SET created_at = now() - interval '9 hours'")
+    database.rows("UPDATE busload.queue SET attempt = 2")
+    assert (await bus.health()).state is HEALTHY
+
+
+async def test_a_silent_worker_that_holds_commands_is_told(bus: CommandBus, given: Given) -> None:
+    await given.batch(3)
+    worker = given.registered_worker()
+    given.claimed(3, by=worker)
+    assert (await bus.health()).state is HEALTHY
+    given.died(worker)
+    health = await bus.health()
+    assert codes(health) == [("WORKER_LOST", "DEGRADED")]
+    assert "holds 3 commands" in health.reasons[0].message
+    given.rescued()
+    assert codes(await bus.health()) == [("NO_WORKER", "DEGRADED")]
+
+
+@pytest.mark.parametrize("name", FACES)
+async def test_a_database_that_is_away_is_critical_and_nothing_is_raised(name: str) -> None:
+    bus = bus_of(name, "postgresql://nobody@127.0.0.1:1/nowhere")
+    await bus.open(wait=None)
+    try:
+        health = await bus.health(timeout=0.5)
+    finally:
+        await bus.close()
+    assert codes(health) == [("DATABASE_UNREACHABLE", "CRITICAL")]
+    assert not health.restart_helps
+
+
+async def test_a_database_without_our_schema_is_critical_also_if_it_had_it_before(
+    face: CommandBus, database: Database
+) -> None:
+    assert (await face.health()).state is HEALTHY
+    database.rows("DELETE FROM busload.migration WHERE version = (SELECT max(version) FROM busload.migration)")
+    assert codes(await face.health()) == [("SCHEMA_OUTDATED", "CRITICAL")]
+    database.rows("DROP SCHEMA busload CASCADE")
+    health = await face.health()
+    assert codes(health) == [("SCHEMA_OUTDATED", "CRITICAL")]
+    assert "busload schema migrate" in health.reasons[0].message
+
+
+@pytest.mark.parametrize("name", FACES)
+async def test_five_vain_waits_for_a_connection_are_critical(name: str, dsn: str, settings: Settings) -> None:
+    small = replace(settings, pool_size=1, pool_timeout=timedelta(milliseconds=20))
+    async with bus_of(name, dsn, settings=small) as bus:
+        taken: Any = bus.pool.getconn(WITHIN)
+        taken = await taken if name == "async" else taken
+        for times in range(1, 6):
+            health = await bus.health()
+            assert codes(health) == [("POOL_EXHAUSTED", "CRITICAL" if times == 5 else "DEGRADED")]
+        assert health.restart_helps
+        given_back: Any = bus.pool.putconn(taken)
+        if name == "async":
+            await given_back
+        assert codes(await bus.health()) == [("POOL_EXHAUSTED", "CRITICAL")], "it is remembered for a while"
+
+
+async def test_ten_failures_in_a_row_degrade_a_worker_until_an_attempt_succeeds(hasty: Given, bus: CommandBus) -> None:
+    hasty.handler("Fail", raising(RuntimeError("no")), retry=RetryPolicy(max_attempts=1))
+    hasty.handler("Debit")
+    async with hasty.running() as worker:
+        await hasty.batch(9, "Fail")
+        await eventually(lambda: worker.stats.settled == 9)
+        assert worker.health().state is HEALTHY
+        await hasty.batch(1, "Fail")
+        await eventually(lambda: worker.stats.settled == 10)
+        assert codes(worker.health()) == [("FAILURES_IN_A_ROW", "DEGRADED")]
+        health = await sees(bus, ("FAILURES_IN_A_ROW", "DEGRADED"))
+        assert health.reasons[0].worker == worker.name
+        await hasty.batch(1)
+        await eventually(lambda: worker.stats.settled == 11)
+        assert worker.health().state is HEALTHY
+        await sees(bus)
+
+
+async def test_a_no_on_purpose_is_no_failure(hasty: Given) -> None:
+    hasty.handler("Refuse", raising(BusinessRuleError("not owed")))
+    async with hasty.running() as worker:
+        await hasty.batch(20, "Refuse")
+        await eventually(lambda: worker.stats.failed == 20)
+        assert worker.health().state is HEALTHY
+
+
+async def test_three_threads_that_do_not_end_are_critical(dsn: str, settings: Settings, hasty: Given) -> None:
+    go, alert = threading.Event(), HealthSettings(stuck_after=timedelta(milliseconds=1))
+    async with CommandBus(dsn, settings=replace(settings, health=alert)) as bus:
+        given = Given(bus, hasty.database, hasty.settings)
+
+        @bus.handler(DOMAIN, "Hang", timeout=0.01, retry=RetryPolicy(max_attempts=1))
+        def hang(command: Any, ctx: Any) -> None:
+            go.wait()
+
+        async with given.running(threads=4) as worker:
+            await given.batch(2, "Hang")
+            await eventually(lambda: codes(worker.health()) == [("STUCK_THREADS", "DEGRADED")])
+            assert not worker.health().restart_helps
+            await given.batch(1, "Hang")
+            await eventually(lambda: codes(worker.health()) == [("STUCK_THREADS", "CRITICAL")])
+            assert worker.health().restart_helps
+            await sees(bus, ("STUCK_THREADS", "CRITICAL"))
+            go.set()
+            await eventually(lambda: worker.health().state is HEALTHY)
+
+
+async def test_a_blocked_event_loop_is_told_by_the_heartbeat(hasty: Given, sync_bus: SyncCommandBus) -> None:
+    told = threading.Event()
+
+    async def block(command: Command, ctx: HandlerContext) -> None:
+        while not told.is_set():
+            time.sleep(0.01)
+
+    def watch() -> None:
+        while ("LOOP_BLOCKED", "DEGRADED") not in codes(sync_bus.health()):
+            time.sleep(0.05)
+        told.set()
+
+    hasty.handler("Block", block)
+    await hasty.sent("Block")
+    watching = asyncio.create_task(asyncio.to_thread(watch))
+    async with hasty.running() as worker:
+        await watching
+        await eventually(lambda: worker.stats.completed == 1)
+
+
+async def test_a_part_of_a_worker_that_has_ended_is_critical(hasty: Given) -> None:
+    hasty.handler()
+    async with hasty.running() as worker:
+        await eventually(lambda: worker._run is not None and worker._run._rounds)
+        assert worker._run is not None
+        worker._run._rounds[1].cancel()
+        await eventually(lambda: codes(worker.health()) == [("STATION_ENDED", "CRITICAL")])
+        assert worker.health().restart_helps
+
+
+async def test_a_worker_that_does_not_run_takes_no_commands(given: Given) -> None:
+    given.handler()
+    worker = given.worker()
+    assert codes(worker.health()) == [("NOT_RUNNING", "CRITICAL")]
+    async with worker:
+        assert worker.health().state is HEALTHY
+        worker.stop()
+        await eventually(lambda: ("NOT_RUNNING", "CRITICAL") in codes(worker.health()))
+    assert not worker.health().restart_helps
+
+
+async def test_publishing_that_fails_and_a_broker_that_is_away_are_told(
+    dsn: str, settings: Settings, worker_settings: WorkerSettings, database: Database, conn: psycopg.AsyncConnection
+) -> None:
+    transport = FaultyTransport(dsn)
+    transport.refuses = lambda index, message: AWAY
+    async with CommandBus(dsn, transport=transport, settings=settings) as bus:
+        async with conn.transaction():
+            await bus.create_batch(DOMAIN, [BatchCommand("Debit")] * 3, conn=conn)
+        await bus.recover()
+        health = await bus.health()
+        assert codes(health) == [("PUBLISHING_FAILS", "DEGRADED")]
+        assert health.reasons[0].message.startswith("3 commands cannot be published to ")
+        database.rows("UPDATE busload.outbox SET since = now() - interval '6 minutes'")
+        assert codes(await bus.health()) == [("PUBLISHING_FAILS", "CRITICAL")]
+        transport.pull()
+        given = Given(bus, database, replace(worker_settings, lease_for=timedelta(seconds=1)))
+        given.handler()
+        async with given.running() as worker:
+            await eventually(lambda: codes(worker.health()) == [("BROKER_UNREACHABLE", "DEGRADED")])
+            await sees(bus, ("PUBLISHING_FAILS", "CRITICAL"), ("BROKER_UNREACHABLE", "DEGRADED"))
+
+
+def test_thresholds_are_settings() -> None:
+    condition = Condition(failures_in_row=10, stuck_threads=3, exhaustions=5, broker_away="nats")
+    facts = Facts(
+        NOW,
+        (
+            ReadyDomain("late", 2, NOW - timedelta(hours=1), 1),
+            ReadyDomain("alone", 2, NOW - timedelta(minutes=5), 0),
+            ReadyDomain("again", 2, None, 0),
+        ),
+        (SeenWorker("w", True, NOW, 0, condition),),
+        (Unpublished("nats", 1, NOW - timedelta(minutes=5), "no route"),),
+    )
+    found = {(reason.code.value, reason.domain): reason.state for reason in judge(facts, HealthSettings())}
+    assert found == {
+        ("COMMANDS_LATE", "late"): DEGRADED,
+        ("NO_WORKER", "alone"): CRITICAL,
+        ("NO_WORKER", "again"): DEGRADED,
+        ("FAILURES_IN_A_ROW", None): DEGRADED,
+        ("STUCK_THREADS", None): CRITICAL,
+        ("POOL_EXHAUSTED", None): CRITICAL,
+        ("BROKER_UNREACHABLE", None): DEGRADED,
+        ("PUBLISHING_FAILS", None): CRITICAL,
+    }
+    longer = timedelta(hours=2)
+    patient = HealthSettings(longer, longer, failures_in_row=11, stuck_threads=4, pool_exhaustions=6)
+    found = {(reason.code.value, reason.domain): reason.state for reason in judge(facts, patient)}
+    assert set(found.values()) == {DEGRADED}
+    assert not {"COMMANDS_LATE", "FAILURES_IN_A_ROW"} & {code for code, _ in found}
+
+
+def test_failures_of_long_ago_do_not_count() -> None:
+    old = SeenWorker("w", True, NOW, 0, Condition(failures_in_row=99, failed_ago=601.0))
+    assert not list(judge(Facts(NOW, workers=(old,)), HealthSettings()))
+
+
+def test_the_worst_reason_decides_and_comes_first() -> None:
+    bad = HealthReason(HealthCode.NO_WORKER, DEGRADED, "a")
+    worse = HealthReason(HealthCode.SCHEMA_OUTDATED, CRITICAL, "b")
+    assert Health.of([bad, worse]) == Health(CRITICAL, (worse, bad))
+    assert Health.of([bad]).state is DEGRADED
+    assert Health.of([]).state is HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"failures_in_row": 0}, "failures_in_row must be a whole number from 1 on, found 0"),
+        ({"stuck_threads": True}, "stuck_threads must be a whole number from 1 on, found True"),
+        ({"late_after": 5}, "late_after must be a timedelta, found 5"),
+        ({"look_back": timedelta(0)}, "look_back must be more than zero"),
+    ],
+)
+def test_thresholds_that_cannot_work_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HealthSettings(**wrong)
+
+
+async def test_a_worker_of_another_release_may_tell_what_we_do_not_know(bus: CommandBus, database: Database) -> None:
+    database.rows(
+        "INSERT INTO busload.worker (name, domains, concurrency, lease_for, condition)"
+        """ VALUES ('a', '{}', 1, '1 min', '{"new": 1}'), ('b', '{}', 1, '1 min', '{"stuck_threads": "x"}')"""
+    )
+    assert (await bus.health()).state is HEALTHY
