@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "src/busload/sync"
 
 SOURCES = {
+    "busload.batches.api": "batches",
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
     "busload.health.api": "health",

@@ -383,6 +383,9 @@ INVARIANTS = {
     "loads of one place do not overlap": """
         SELECT a.hi FROM busload.queue a JOIN busload.queue b
             ON a.hi <> b.hi AND a.lo >> 10 = b.lo >> 10 AND a.lo <= b.hi AND b.lo <= a.hi""",
+    "what is HELD belongs to a batch that is held": """
+        SELECT s.hi FROM busload.scheduled s LEFT JOIN busload.batch b USING (batch_id)
+         WHERE s.reason = 'HELD' AND b.held_at IS NULL""",
     "an event in a group has a command that has not ended": """
         SELECT buffer, group_id
           FROM (SELECT DISTINCT buffer, group_id FROM busload.buffered WHERE group_id IS NOT NULL) b

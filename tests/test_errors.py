@@ -76,6 +76,8 @@ WRITES: dict[str, Callable[[CommandBus], Any]] = {
     "create_job": lambda bus: bus.jobs.create("a b", [Stage("one", [BatchCommand("Debit")])]),
     "seal_batch": lambda bus: bus.seal_batch("a b", uuid4()),
     "cancel_batch": lambda bus: bus.cancel_batch("a b", uuid4(), reason="test"),
+    "hold_batch": lambda bus: bus.hold_batch("a b", uuid4(), reason="test"),
+    "resume_batch": lambda bus: bus.resume_batch("a b", uuid4()),
     "cancel_job": lambda bus: bus.jobs.cancel("a b", uuid4(), reason="test"),
     "resume_job": lambda bus: bus.jobs.resume("a b", uuid4()),
     "pause": lambda bus: bus.domains.pause("a b"),

@@ -11,36 +11,29 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 from uuid import UUID
 
+from busload.batches.api import BatchVerbs
 from busload.batches.batch import (
     BatchCompletionCallback,
     BatchMetadata,
     BatchOptions,
-    BatchStatus,
-    BatchStatusName,
     find_batch,
-    list_batches,
     members,
     new_batch,
 )
 from busload.batches.callbacks import Completions
-from busload.batches.cancel import begin_to_cancel, cancel
 from busload.batches.open_batch import OpenBatch
 from busload.buffers.buffer import Buffer, Buffers
 from busload.buffers.declaration import BufferOptions, BufferSettings, declared
 from busload.commands import search, send
 from busload.commands.api import CommandVerbs
-from busload.commands.checks import check, choice, given, seconds_of
+from busload.commands.checks import check, seconds_of
 from busload.commands.command import (
     AuditEvent,
     BatchCommand,
-    CommandMetadata,
-    CommandStatus,
-    CommandStatusName,
 )
-from busload.commands.ids import JobId
 from busload.commands.send import NO_BROKER, Via
 from busload.commands.send_together import Sending
 from busload.commands.wording import counted
@@ -64,7 +57,6 @@ from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport
@@ -133,7 +125,7 @@ class Bus(HandlerRegistration, ABC):
         return known
 
 
-class CommandBus(Bus, CommandVerbs, HealthVerbs):
+class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
@@ -282,16 +274,6 @@ class CommandBus(Bus, CommandVerbs, HealthVerbs):
             opened=partial(self._call_on_complete, on_complete=on_complete),
         )
 
-    async def seal_batch(self, domain: str, batch_id: UUID, *, conn: AnyConnection | None = None) -> bool:
-        """Let an open batch complete; returns False if it was sealed already."""
-        check(self._limits, domain=domain, batch_id=batch_id)
-        return await self.database.write(patient(partial(send.seal, domain, batch_id), batch_id), conn)
-
-    async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
-        """A batch with its counters; None if the domain has no such batch."""
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id)
-        return await self.database.read(find_batch(domain, batch_id))
-
     async def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
         """How the creation of a batch was published to the broker, and what of it still waits for that.
 
@@ -299,67 +281,6 @@ class CommandBus(Bus, CommandVerbs, HealthVerbs):
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
         return await self.database.read(creation_state.find(domain, batch_id))
-
-    async def list_batches(
-        self,
-        domain: str,
-        *,
-        status: BatchStatus | BatchStatusName | None = None,
-        job_id: JobId | None = None,
-        limit: int = 100,
-        offset: int = 0,
-        after: UUID | None = None,
-    ) -> list[BatchMetadata]:
-        """The batches of a domain, newest first: all, or those of one `status` or one `job_id`.
-
-        `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
-        """
-        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
-        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
-        return await self.database.read(plan)
-
-    async def list_batch_commands(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        status: CommandStatus | CommandStatusName | None = None,
-        limit: int = 100,
-        offset: int = 0,
-        after: UUID | CommandMetadata | None = None,
-    ) -> list[CommandMetadata]:
-        """The commands of a batch in the order in which they were added: all, or those of one `status`.
-
-        `after` is the last command of the page before, or its id. A batch in which two domains have a command of the
-        same id is paged by the command, not by the id.
-        """
-        page: dict[str, Any] = {"limit": limit, "offset": offset}
-        last = search.Last(domain, after)
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page, after=last.command_id)
-        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page, after=last)
-        return await self.database.read(plan)
-
-    async def cancel_batch(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: AnyConnection | None = None,
-    ) -> int:
-        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
-
-        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
-        What waits in troubleshooting stays there for its operator.
-
-        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
-        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
-        """
-        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        begin = partial(begin_to_cancel, domain, batch_id)
-        return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
 
     async def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
         """Return the batch once it is complete.

@@ -15,7 +15,7 @@ BATCH = BatchMetadata(
 )
 
 
-def test_a_batch_has_the_thirteen_fields_that_were_promised_and_its_place_in_a_job() -> None:
+def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_and_what_holds_it() -> None:
     assert [field.name for field in fields(BatchMetadata)] == [
         "batch_id",
         "domain",
@@ -32,6 +32,10 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_and_its_place_in_a_j
         "completed_at",
         "job_id",
         "stage",
+        "held_at",
+        "held_reason",
+        "held_by",
+        "held_note",
     ]
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 from datetime import datetime
+from uuid import UUID
 
 import pytest
 
@@ -97,6 +98,23 @@ def test_watch_ends_with_130_when_interrupted(spawn: Spawn, sync_bus: SyncComman
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=WITHIN) == 130
     process.stdout.close()
+
+
+def test_hold_and_resume_say_what_they_did_and_show_says_who_holds_it(
+    busload: Busload, sync_bus: SyncCommandBus
+) -> None:
+    batch_id = str(sync_bus.create_batch("payments", [BatchCommand("Debit")]))
+    hold = ("batch", "hold", batch_id, "--reason", "the bank complains", "--operator", "ada")
+    assert busload(*hold).stdout == "Held. Nothing more of it starts.\n"
+    assert json.loads(busload(*hold, "--json").stdout)["held"] is False
+    shown = busload("batch", "show", batch_id).stdout
+    assert "OPERATOR" in shown and "ada" in shown and "the bank complains" in shown
+    assert json.loads(busload("batch", "show", batch_id, "--json").stdout)["held_by"] == "ada"
+    assert "held" in busload("batch", "explain", batch_id).stdout
+    assert json.loads(busload("batch", "resume", batch_id, "--json").stdout)["resumed"] is True
+    assert busload("batch", "resume", batch_id).stdout == "It was not held.\n"
+    sync_bus.cancel_batch("payments", UUID(batch_id), reason="test")
+    assert busload(*hold).exit_code == 1
 
 
 def test_cancel_keeps_the_reason_and_the_operator(

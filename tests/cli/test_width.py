@@ -133,6 +133,8 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "batch watch": f"{batches_of_job[0].batch_id}",
             "batch explain": f"{batch_id}",
             "batch dispatch": f"{published}",
+            "batch hold": f"{open_batch} --reason wrong",
+            "batch resume": f"{open_batch}",
             "batch cancel": f"{open_batch} --reason wrong",
             "buffer ls": "",
             "buffer show": BUFFER,

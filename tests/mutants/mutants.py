@@ -83,6 +83,19 @@ MUTANTS = [
         COALESCING + "test_a_late_result_is_not_credited_although_the_new_holder_has_settled_the_same_attempt",
         "A late worker is told that its result counts, although that of the new holder does.",
     ),
+    # -- held batches
+    Mutant(
+        "held-batches-are-claimed",
+        "postgres/schema/0004_batches.sql",
+        "CREATE VIEW busload.ready AS\nSELECT * FROM busload.queue\n WHERE CASE WHEN batch_id = ANY (ARRAY(SELECT "
+        "b.batch_id FROM busload.batch AS b\n                                        WHERE (b.canceling_until IS NOT "
+        "NULL OR b.held_at IS NOT NULL)",
+        "CREATE VIEW busload.ready AS\nSELECT * FROM busload.queue\n WHERE CASE WHEN batch_id = ANY (ARRAY(SELECT "
+        "b.batch_id FROM busload.batch AS b\n                                        WHERE (b.canceling_until IS NOT "
+        "NULL)",
+        "tests/batches/test_hold.py::test_an_operators_retry_waits_with_the_held_batch",
+        "What comes back to a held batch would run, though a person has stopped it.",
+    ),
     # -- counters and completion
     Mutant(
         "batches-are-locked-in-any-order",

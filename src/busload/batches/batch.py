@@ -25,6 +25,8 @@ from busload.settings import InputLimits
 
 BatchStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "COMPLETED_WITH_FAILURES"]
 
+HeldReason = Literal["OPERATOR", "CANARY", "BUDGET"]
+
 
 class BatchStatus(StrEnum):
     PENDING = "PENDING"
@@ -57,6 +59,14 @@ class BatchMetadata:
     job_id: JobId | None = None
     """The job that it is a stage of. A text that is a UUID comes back as a UUID."""
     stage: str | int | None = None
+    held_at: datetime | None = None
+    """Since when the batch is held; None if it is not."""
+    held_reason: HeldReason | None = None
+    """What holds it: a person, its canary or its failure budget."""
+    held_by: str | None = None
+    """The operator who holds it, if one does."""
+    held_note: str | None = None
+    """Why it is held, in words."""
 
     @property
     def finished_count(self) -> int:

@@ -3,7 +3,8 @@
 -- fragment: batch
 -- The columns are in the order of `BatchMetadata`.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
-       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text
+       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text,
+       held_at, held_reason, held_by, held_note
   FROM busload.batch
 
 -- fragment: newest_batches

@@ -117,7 +117,7 @@ def page(
     Returns how many were canceled, and where the next page begins, if there is one. After the last page workers may
     claim from the batch again: a sweep cancels what comes back to it.
     """
-    yield from execute(SQL.hold_batch, batch_id=batch_id, hold=hold)
+    yield from execute(SQL.lock_batch, batch_id=batch_id, hold=hold)
     [(canceled, next_one, _)] = yield from execute(
         SQL.cancel_page, batch_id=batch_id, after=after, limit=PAGE, reason=reason, operator=operator
     )

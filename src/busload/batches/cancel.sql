@@ -5,10 +5,11 @@ FOR UPDATE
 
 -- name: mark_canceled
 -- From here on no command of the batch is tried again, and it takes no more commands. With `in_pages`, nobody
--- claims any of its commands for as long as it is canceled page by page.
+-- claims any of its commands for as long as it is canceled page by page. A hold ends with the cancel.
 WITH marked AS (
     UPDATE busload.batch
        SET canceled_at = now(), sealed_at = coalesce(sealed_at, now()),
+           held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL,
            canceling_until = CASE WHEN %(in_pages)s::boolean THEN now() + %(hold)s::interval END
      WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND completed_at IS NULL
     RETURNING batch_id
@@ -19,7 +20,7 @@ WITH marked AS (
 )
 SELECT batch_id, pg_notify('busload_cancel', batch_id::text) FROM marked;
 
--- name: hold_batch
+-- name: lock_batch
 -- Lock the batch before each page: the row of the batch comes before its loads. Whoever cancels page by page
 -- says how long that may still take.
 UPDATE busload.batch

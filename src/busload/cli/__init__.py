@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 NOUNS = {
-    "batch": "Follow batches, learn why they are not finished, and cancel them.",
+    "batch": "Follow batches, learn why they are not finished, hold and cancel them.",
     "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
     "command": "Find commands, see all that happened to them, wait for and cancel them.",
     "db": "Look after the embedded PostgreSQL.",

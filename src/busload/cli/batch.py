@@ -38,6 +38,7 @@ BATCH = View[BatchMetadata](
     "batch=batch_id domain name custom_data job=job_id stage status total=total_count completed=completed_count"
     " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
+    " held=held_at held_reason held_by held_note"
 )
 TRAIL = View[AuditEvent]("AT EVENT=type OPERATOR DETAILS", nothing="Nothing has happened to it yet.", elastic="DETAILS")
 DISPATCH = View[DispatchReport](
@@ -111,6 +112,34 @@ def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, ope
     canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
     value = {"batch_id": batch_id, "domain": domain, "canceled": canceled}
     return Answer(value, f"Canceled {counted(canceled, 'command')}.")
+
+
+@batch.command()
+@options.reason()
+@options.operator
+@about("batch")
+def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
+    """Start nothing more of a batch until it is resumed; what runs finishes.
+
+    busload batch hold 0198c5d2-7f3a --reason 'the bank complains'
+    busload batch resume 0198c5d2-7f3a
+    """
+    held = bus.hold_batch(domain, batch_id, reason=reason, operator=operator)
+    said = "Held. Nothing more of it starts." if held else "It was held already."
+    return Answer({"batch_id": batch_id, "domain": domain, "held": held}, said)
+
+
+@batch.command()
+@options.operator
+@about("batch")
+def resume(bus: SyncCommandBus, domain: str, batch_id: UUID, *, operator: str) -> Answer:
+    """Let a held batch go on, whatever holds it.
+
+    busload batch resume 0198c5d2-7f3a
+    """
+    resumed = bus.resume_batch(domain, batch_id, operator=operator)
+    said = "Resumed." if resumed else "It was not held."
+    return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed}, said)
 
 
 @batch.command()

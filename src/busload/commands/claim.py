@@ -58,10 +58,11 @@ class DeliveredClaim(Claim):
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """How many loads became ready, and the seconds until the next one is due."""
+    """How many loads became ready, the seconds until the next one is due, and which batches of the worker are held."""
 
     loads: int
     next_due: float | None
+    held: frozenset[UUID] = frozenset()
 
 
 def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True) -> Plan[Claim]:
@@ -100,9 +101,10 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
     )
 
 
-def promote() -> Plan[Promotion]:
-    [row] = yield from execute(SQL.promote)
-    return Promotion(*row)
+def promote(batches: Iterable[UUID] = ()) -> Plan[Promotion]:
+    """Make ready what is due, and say which of these batches are held."""
+    [(loads, next_due, held)] = yield from execute(SQL.promote, batches=list(batches))
+    return Promotion(loads, next_due, frozenset(held))
 
 
 def give_back(

@@ -67,8 +67,8 @@ CROSS JOIN (
 -- before it comes first, then chance decides. So no domain starves behind the backlog of another. Neighbours
 -- that were sent one by one are leased together. A load that was held by a worker when it died is a suspect.
 -- A worker runs one suspect at a time, so that the next crash names its command. `busload.ready` leaves out
--- the batches that are being canceled. A worker that was declared dead gets nothing until its heartbeat has
--- given it a new number.
+-- the batches that are held or being canceled. A worker that was declared dead gets nothing until its
+-- heartbeat has given it a new number.
 WITH alive AS (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), wanted AS (
@@ -236,7 +236,7 @@ SELECT EXISTS (SELECT FROM alive),
 
 -- name: promote
 -- Move loads that have become due into the queue. Every worker that polls does it. Returns how many loads
--- moved, and the seconds until the next one is due.
+-- moved, the seconds until the next one is due, and those of the given batches that are held.
 WITH due AS (
     DELETE FROM busload.scheduled
      WHERE hi IN (
@@ -256,7 +256,10 @@ WITH due AS (
     SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS domains
 )
 SELECT (SELECT count(*) FROM due)::integer,
-       extract(epoch FROM (SELECT min(run_at) FROM busload.scheduled WHERE run_at > now()) - now())::float8
+       extract(epoch FROM (SELECT min(run_at) FROM busload.scheduled
+                            WHERE run_at > now() AND run_at < 'infinity') - now())::float8,
+       ARRAY(SELECT batch_id FROM busload.batch
+              WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL)
   FROM told;
 
 -- fragment: returned_parts

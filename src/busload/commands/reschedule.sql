@@ -17,7 +17,7 @@ WITH unqueued AS (
 ), moved AS (
     UPDATE busload.scheduled
        SET run_at = %(run_at)s::timestamptz,
-           reason = CASE reason WHEN 'LIMITED' THEN 'RUN_AT' ELSE reason END
+           reason = CASE WHEN reason IN ('LIMITED', 'HELD') THEN 'RUN_AT' ELSE reason END
      WHERE hi = %(command)s::bigint AND {later}
 ), due AS (
     DELETE FROM busload.scheduled WHERE hi = %(command)s::bigint AND NOT {later} RETURNING {load}

@@ -15,14 +15,15 @@ AND (%(batch_id)s::uuid IS NULL OR batch_id = %(batch_id)s::uuid)
 -- Hold loads that are to be published and that nobody publishes right now: new ones, those that are due
 -- again, and those of a relay that died. Loads of some domains are left for later.
 UPDATE busload.outbox AS o SET relay = %(relay)s::uuid, due_at = now() + %(hold)s::interval
- WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox WHERE transport = %(transport)s::text AND due_at <= now()
+ WHERE hi = ANY (ARRAY(SELECT hi FROM busload.unmarked
+                        WHERE transport = %(transport)s::text AND due_at <= now()
                           AND domain <> ALL (%(later)b::text[])
                         ORDER BY due_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
 RETURNING lo, hi, domain, batch_id, rounds;
 
 -- name: next_due
 -- Seconds until something is due again for this transport; none if nothing waits.
-SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.outbox
+SELECT extract(epoch FROM min(due_at) - now())::float8 FROM busload.unmarked
  WHERE transport = %(transport)s::text AND domain <> ALL (%(later)b::text[]);
 
 -- name: mark

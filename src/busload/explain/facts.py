@@ -51,13 +51,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER, RATE_LIMITED or LIMITED."""
+    """Commands that are not due, all for one reason: RUN_AT, RETRY, NO_HANDLER, RATE_LIMITED, LIMITED or HELD.
+
+    What is HELD is due at no time.
+    """
 
     reason: str
     count: int
     since: datetime | None
-    next_at: datetime
-    last_at: datetime
+    next_at: datetime | None
+    last_at: datetime | None
     failures: tuple[Failure, ...] = ()
     command_types: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
@@ -132,6 +135,16 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Since when a batch is held, what holds it, which operator, if it is one, and why."""
+
+    since: datetime
+    reason: str
+    operator: str | None
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """The domain of the commands: who serves it, and what else it has to do."""
 
@@ -165,6 +178,8 @@ class Facts:
     stopping_since: datetime | None = None
     """When the command was asked to stop."""
     """When the batch was canceled."""
+    hold: Hold | None = None
+    """What holds the batch, if it is held."""
     total: int = 1
     ended: int
     places: Places = Places()
@@ -207,7 +222,10 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     rows = yield from execute(SQL.batch, domain=domain, batch_id=batch_id)
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
-    now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *ids = rows[0]
+    now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *rest = rows[
+        0
+    ]
+    hold, ids = _hold(*rest[:4]), rest[4:]
     facts = Facts(
         now=now,
         domain=domain,
@@ -220,6 +238,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
         sealed_at=sealed_at,
         canceled_at=canceled_at,
         completed_at=completed_at,
+        hold=hold,
     )
     if completed_at is None:
         return (yield from _with_places_of_all_domains(facts, *ids))
@@ -239,7 +258,7 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
     rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
     if not rows:
         return None
-    now, id, batch_id, command_type, status, created_at, canceled_at, stopping_since, lease_id, items = rows[0]
+    now, id, batch_id, command_type, status, created_at, canceled_at, stopping_since, lease_id, items, *hold = rows[0]
     facts = Facts(
         now=now,
         domain=domain,
@@ -251,6 +270,7 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
         created_at=created_at,
         canceled_at=canceled_at,
         stopping_since=stopping_since,
+        hold=_hold(*hold),
         events=int(items) if items is not None and items.isdecimal() else None,
     )
     return facts if facts.ended else (yield from _with_places(facts, id, id, lease_id))
@@ -267,6 +287,10 @@ def _with_places_of_all_domains(facts: Facts, first: int | None, last: int | Non
     for part in parts:
         places += part.places
     return replace(facts, parts=tuple(parts), places=places, around=own.around)
+
+
+def _hold(since: datetime | None, reason: str, operator: str | None, note: str | None) -> Hold | None:
+    return None if since is None else Hold(since, reason, operator, note)
 
 
 def _with_places(facts: Facts, first: int | None, last: int | None, lease_id: UUID | None = None) -> Plan[Facts]:

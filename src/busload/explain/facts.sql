@@ -16,7 +16,8 @@ greatest(lo, %(first)s::bigint) AS lo, least(hi, %(last)s::bigint) AS hi
 -- its own key, so an explanation reads what waits there, and never what has ended.
 SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.canceled_count,
        b.created_at, b.started_at, b.sealed_at, b.canceled_at, b.completed_at,
-       (b.on_complete ->> 'command_id')::uuid, first.id, last.id | 1023
+       (b.on_complete ->> 'command_id')::uuid, b.held_at, b.held_reason, b.held_by, b.held_note,
+       first.id, last.id | 1023
   FROM busload.batch AS b
   LEFT JOIN LATERAL (SELECT id FROM busload.command
                       WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id LIMIT 1) AS first ON true
@@ -50,7 +51,7 @@ SELECT load.priority, load.commands, c.created_at
 -- What waits for its time, by reason.
 SELECT load.reason, load.commands, c.created_at, load.next_at, load.last_at
   FROM (SELECT reason, sum(hi - lo + 1)::bigint AS commands, min(lo) AS oldest,
-               min(run_at) AS next_at, max(run_at) AS last_at
+               nullif(min(run_at), 'infinity') AS next_at, nullif(max(run_at), 'infinity') AS last_at
           FROM {not_due} AS load
          GROUP BY reason) AS load
   LEFT JOIN busload.command AS c ON c.id = load.oldest
@@ -174,7 +175,8 @@ SELECT now(), s.id, s.batch_id, s.command_type, s.status, s.created_at, b.cancel
        CASE WHEN s.status <> 'IN_TROUBLESHOOTING_QUEUE'
             THEN (SELECT since FROM busload.stopping WHERE command = s.id) END,
        CASE WHEN s.status = 'IN_PROGRESS' THEN (left(s.execution_id::text, 33) || '000')::uuid END,
-       CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END
+       CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END,
+       b.held_at, b.held_reason, b.held_by, b.held_note
   FROM busload.command_status AS s
   LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
  WHERE s.domain = %(domain)s::text AND s.command_id = %(command_id)s::uuid;

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from busload.commands.wording import counted, span
-from busload.explain.facts import Facts, Failure, Parked, Ready, Running, Unconfirmed, Waiting
+from busload.explain.facts import Facts, Failure, Hold, Parked, Ready, Running, Unconfirmed, Waiting
 from busload.limits.pause import Pause
 from busload.tasks.track import TRACKED
 
@@ -29,6 +29,7 @@ class Blocker(StrEnum):
 
     NOT_SEALED = "NOT_SEALED", "not sealed"
     CANCELING = "CANCELING", "being canceled"
+    HELD = "HELD", "held"
     PAUSED = "PAUSED", "paused"
     NO_WORKER = "NO_WORKER", "without a worker"
     NOT_CLAIMED = "NOT_CLAIMED", "not claimed"
@@ -80,12 +81,16 @@ def _reasons(facts: Facts) -> Iterator[Reason]:
         yield from _not_claimed(facts)
         yield from _running_long(facts)
     else:
+        if facts.hold is not None:
+            yield from _held(facts, facts.hold)
         for part in facts.parts or (facts,):
-            for held in part.places.unconfirmed:
-                yield from _in_the_outbox(part, held)
-            yield from _not_taken(part)
+            if facts.hold is None:
+                for held in part.places.unconfirmed:
+                    yield from _in_the_outbox(part, held)
+                yield from _not_taken(part)
             for waiting in part.places.waiting:
-                yield _not_due(part, waiting)
+                if waiting.reason != "HELD" or facts.hold is None:
+                    yield _not_due(part, waiting)
             yield from _running_long(part)
     for part in facts.parts or (facts,):
         yield from _worker_lost(part)
@@ -138,6 +143,25 @@ def _canceling(facts: Facts, what: str, canceled_at: datetime) -> Iterator[Reaso
         if facts.around.anybody
         else f"No worker lives that could cancel the rest. {_start_worker(facts)}",
         {"running": runs, "waiting": waits},
+    )
+
+
+def _held(facts: Facts, hold: Hold) -> Iterator[Reason]:
+    places = facts.places
+    count = sum(part.count for parts in (places.ready, places.waiting, places.unconfirmed) for part in parts)
+    if not count:
+        return
+    by = {"CANARY": " by its canary", "BUDGET": " by its failure budget"}.get(hold.reason, "")
+    by = f" by {hold.operator}" if hold.operator else by
+    why = f": {_line(hold.note)}" if hold.note else ""
+    yield Reason(
+        Blocker.HELD,
+        count,
+        hold.since,
+        f"{_are(count)} waiting, but the batch was held {_ago(facts, hold.since)}{by}{why}.",
+        f"Let it go on: `busload batch resume {facts.batch_id}`; or give it up: `busload batch cancel {facts.batch_id} "
+        "--reason TEXT`.",
+        {"held_at": hold.since, "held_reason": hold.reason, "operator": hold.operator, "reason": hold.note},
     )
 
 
@@ -303,6 +327,11 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
                 "run now, and on which workers."
             )
             details = {"limits": list(waiting.limits)}
+        case "HELD":
+            code = Blocker.HELD
+            message = f"{_are(count)} held back until their batch lets them go."
+            advice = f"Let them go now: `busload batch resume {facts.batch_id}`."
+            details = {}
         case _:
             code = Blocker.RUN_AT
             message = f"{_have(count)} a run_at that has not come: {when}."
@@ -466,5 +495,7 @@ def _ago(facts: Facts, then: datetime) -> str:
     return f"{span(facts.now - then)} ago"
 
 
-def _until(facts: Facts, then: datetime) -> str:
+def _until(facts: Facts, then: datetime | None) -> str:
+    if then is None:
+        return "not planned"
     return f"in {span(then - facts.now)}"

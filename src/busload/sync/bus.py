@@ -6,27 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 from uuid import UUID
 
 from busload.batches.batch import (
     BatchMetadata,
     BatchOptions,
-    BatchStatus,
-    BatchStatusName,
     SyncBatchCompletionCallback,
     find_batch,
-    list_batches,
     members,
     new_batch,
 )
-from busload.batches.cancel import begin_to_cancel
 from busload.buffers.declaration import BufferOptions, declared
 from busload.bus import Bus, _timeout_error
 from busload.commands import search, send
-from busload.commands.checks import check, choice, given, seconds_of
-from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, CommandStatus, CommandStatusName
-from busload.commands.ids import JobId
+from busload.commands.checks import check, seconds_of
+from busload.commands.command import AuditEvent, BatchCommand
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.create_batch import published_by, write_for_relay
@@ -39,11 +34,10 @@ from busload.explain.explanation import Explanation
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import patient
 from busload.retention.prune import Pruned, Pruning
+from busload.sync.batches import BatchVerbs
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
-from busload.sync.cancel import cancel
 from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish
 from busload.sync.database import Database
@@ -57,7 +51,7 @@ from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.troubleshooting import decisions
 
 
-class SyncCommandBus(Bus, CommandVerbs, HealthVerbs):
+class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
@@ -206,16 +200,6 @@ class SyncCommandBus(Bus, CommandVerbs, HealthVerbs):
             opened=partial(self._call_on_complete, on_complete=on_complete),
         )
 
-    def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
-        """Let an open batch complete; returns False if it was sealed already."""
-        check(self._limits, domain=domain, batch_id=batch_id)
-        return self.database.write(patient(partial(send.seal, domain, batch_id), batch_id), conn)
-
-    def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
-        """A batch with its counters; None if the domain has no such batch."""
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id)
-        return self.database.read(find_batch(domain, batch_id))
-
     def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
         """How the creation of a batch was published to the broker, and what of it still waits for that.
 
@@ -223,67 +207,6 @@ class SyncCommandBus(Bus, CommandVerbs, HealthVerbs):
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
         return self.database.read(creation_state.find(domain, batch_id))
-
-    def list_batches(
-        self,
-        domain: str,
-        *,
-        status: BatchStatus | BatchStatusName | None = None,
-        job_id: JobId | None = None,
-        limit: int = 100,
-        offset: int = 0,
-        after: UUID | None = None,
-    ) -> list[BatchMetadata]:
-        """The batches of a domain, newest first: all, or those of one `status` or one `job_id`.
-
-        `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
-        """
-        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
-        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
-        return self.database.read(plan)
-
-    def list_batch_commands(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        status: CommandStatus | CommandStatusName | None = None,
-        limit: int = 100,
-        offset: int = 0,
-        after: UUID | CommandMetadata | None = None,
-    ) -> list[CommandMetadata]:
-        """The commands of a batch in the order in which they were added: all, or those of one `status`.
-
-        `after` is the last command of the page before, or its id. A batch in which two domains have a command of the
-        same id is paged by the command, not by the id.
-        """
-        page: dict[str, Any] = {"limit": limit, "offset": offset}
-        last = search.Last(domain, after)
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page, after=last.command_id)
-        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page, after=last)
-        return self.database.read(plan)
-
-    def cancel_batch(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: Connection | None = None,
-    ) -> int:
-        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
-
-        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
-        What waits in troubleshooting stays there for its operator.
-
-        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
-        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
-        """
-        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        begin = partial(begin_to_cancel, domain, batch_id)
-        return cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
 
     def wait_batch(self, domain: str, batch_id: UUID, timeout: timedelta | float | None = None) -> BatchMetadata:
         """Return the batch once it is complete.

@@ -115,9 +115,16 @@ class Gatherer:
         self._let_go(gathered)
         self._line.on_low()
 
-    def abandon(self, domains: Collection[str] | None = None) -> list[Leased]:
-        """Drop what was gathered of these domains, or of all, and return it: it has to be handed back."""
-        found = [self._close(key) for key in list(self._open) if domains is None or key[0] in domains]
+    def abandon(
+        self, domains: Collection[str] | None = None, *, batches: Collection[UUID] | None = None
+    ) -> list[Leased]:
+        """Drop what was gathered of these domains or batches, or all, and return it: it has to be handed back."""
+        found = [
+            self._close(key)
+            for key, gathered in list(self._open.items())
+            if (domains is None or key[0] in domains)
+            and (batches is None or any(one.lease.batch_id in batches for one in gathered.leased))
+        ]
         for gathered in found:
             self._held[gathered.key[0]] -= len(gathered.leased)
         return [one for gathered in found for one in gathered.leased]

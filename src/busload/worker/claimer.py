@@ -6,9 +6,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
+from uuid import UUID
 
 from busload.commands import claim
 from busload.commands.execution import Leased, Transition
@@ -18,7 +19,7 @@ from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
-from busload.worker.line import Claimed, Gathered, Line
+from busload.worker.line import Claimed, Gathered, Line, commands_of
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
@@ -117,6 +118,10 @@ class Claimer:
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
         self._polled_at = 0.0
+        self.wake: Callable[[], None] = lambda: None
+        """Has the next round begin at once."""
+        self._held_meanwhile: set[UUID] = set()
+        """Batches that were held since the last claim was sent: it may still bring commands of them."""
         self.sent_at: float | None = None
         """When the claim under way was sent; None while there is none."""
         self.emptied = False
@@ -262,14 +267,36 @@ class Claimer:
         self._line.drop(stopping)
         return stopping
 
+    def hear_of_hold(self, payload: str) -> None:
+        """Heed the notification of a hold."""
+        try:
+            self.heed_holds({UUID(payload)})
+        except ValueError:
+            log.debug("Ignored a notification of a hold without an id")
+
+    def heed_holds(self, held: Collection[UUID]) -> None:
+        """Take what belongs to these batches out of the line; the next round hands it back."""
+        self._held_meanwhile.update(held)
+        items = self._line.items
+        self._take_out([item for item in items if any(one.lease.batch_id in held for one in commands_of(item))])
+        self._hand_back.add(self._gatherer.abandon(batches=held))
+        self.wake()
+
     def _take_out(self, items: Collection[Claimed]) -> None:
         """Take these out of the line; the next round hands them back."""
         self._line.drop(items)
         self._hand_back.add(self._gatherer.unpack(items))
 
     async def promote(self) -> float:
-        """Make ready what is due; return the seconds until the next promotion, so that some come together."""
-        promotion = await self._shared.perform(claim.promote())
+        """Make ready what is due; return the seconds until the next promotion, so that some come together.
+
+        It also finds holds of which no notification came.
+        """
+        waiting = [*self._gatherer.gathered, *(one for item in self._line.items for one in commands_of(item))]
+        batches = {one.lease.batch_id for one in waiting if one.lease.batch_id is not None}
+        promotion = await self._shared.perform(claim.promote(batches))
+        if promotion.held:
+            self.heed_holds(promotion.held)
         poll = self._settings.poll_every.total_seconds()
         pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
         return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
@@ -302,6 +329,7 @@ class Claimer:
         if not domains:
             return NOTHING
         number, taken = self._shared.number, NOTHING
+        self._held_meanwhile.clear()
         sent_at = self.sent_at = time.monotonic()
         try:
             if deliveries is None:
@@ -344,6 +372,8 @@ class Claimer:
             raise
         if self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
+        if self._held_meanwhile:
+            self.heed_holds(self._held_meanwhile)
         for transition in refused:
             await self._settlement.put(transition)
         return taken

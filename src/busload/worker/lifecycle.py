@@ -25,7 +25,7 @@ from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.connection import connection_errors_explained
 from busload.postgres.guarded_connection import GuardedAsyncConnection
-from busload.postgres.listen import CANCEL, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
+from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
 from busload.postgres.own_connection import connect_within_async
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
@@ -231,6 +231,7 @@ class Run:
         self._resources.push_async_callback(transactions.close)
         self._resources.callback(self._threads.close)
         self._claiming = Loop("Claiming", self._claim, self._outage)
+        self._claimer.wake = self._claiming.wake
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
@@ -243,7 +244,7 @@ class Run:
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once, self._outage))
-        channels = [READY, CANCEL, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
+        channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
         self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
 
     def _assemble_stations(self, shared: Shared) -> None:
@@ -330,6 +331,8 @@ class Run:
             self._look_everywhere()
         elif channel == CANCEL and payload is not None:
             self._hear_cancel(payload)
+        elif channel == HOLD and payload is not None:
+            self._claimer.hear_of_hold(payload)
         elif channel == PAUSE:
             self._watching_pauses.wake()
         elif channel == LIMIT:
@@ -361,6 +364,7 @@ class Run:
         self._claimer.look_at_queue()
         self._claiming.wake()
         self._watching_pauses.wake()
+        self._promoting.wake()  # it tells of holds
         if self._broker is not None:
             self._broker.hear(None)
         self._heartbeat.renew_soon()  # it tells of cancels

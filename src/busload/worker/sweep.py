@@ -6,7 +6,7 @@ import logging
 
 from psycopg.errors import LockNotAvailable
 
-from busload.batches import cancel
+from busload.batches import cancel, hold
 from busload.commands import cancel as cancel_command
 from busload.commands import rescue
 from busload.commands.wording import counted
@@ -27,6 +27,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     async with pool.connection() as conn:
         returned = await _rescue(conn, worker, judge)
         canceled = await _cancel_stragglers(conn)
+        async with conn.transaction():
+            await perform_async(conn, hold.withhold_stragglers())
         async with conn.transaction():
             stopped = await perform_async(conn, cancel_command.cancel_stragglers())
         await perform_async(conn, rescue.start_batches(worker=worker))

@@ -71,7 +71,8 @@ CREATE TABLE busload.event (
         'LEASE_LOST',     -- the worker was declared dead
         'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
         'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
-        'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED'))
+        'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
+        'BATCH_HELD', 'BATCH_RESUMED'))
 );
 CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;
 CREATE INDEX event_of_batch ON busload.event (batch_id) WHERE lo IS NULL;

@@ -30,6 +30,11 @@ CREATE TABLE busload.batch (
     stage                    jsonb,       -- a text or a number
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
+    -- Since when the batch is held: nothing of it starts until it is resumed. All four are null otherwise.
+    held_at                  timestamptz,
+    held_reason              text,        -- what holds it: a person, its canary or its failure budget
+    held_by                  text,        -- the operator, if a person holds it
+    held_note                text,        -- why, in words for people
     CONSTRAINT valid_status CHECK (
         status IN ('PENDING', 'IN_PROGRESS', 'COMPLETED', 'COMPLETED_WITH_FAILURES')),
     CONSTRAINT exact_counts CHECK (
@@ -38,6 +43,8 @@ CREATE TABLE busload.batch (
         AND canceled_count >= 0
         AND in_troubleshooting_count >= 0
         AND completed_count + failed_count + canceled_count + in_troubleshooting_count <= total_count),
+    CONSTRAINT held_for_a_reason CHECK (
+        (held_at IS NULL) = (held_reason IS NULL) AND held_reason IN ('OPERATOR', 'CANARY', 'BUDGET')),
     CONSTRAINT longest_domain CHECK (length(domain) <= 255),
     CONSTRAINT longest_name CHECK (length(name) <= 255)
 ) WITH (fillfactor = 50);
@@ -46,8 +53,8 @@ CREATE INDEX batch_by_status ON busload.batch (domain, status, created_at DESC, 
 CREATE INDEX batch_of_job    ON busload.batch (job_id, created_at, batch_id) WHERE job_id IS NOT NULL;
 CREATE INDEX batch_canceling ON busload.batch (batch_id)
     WHERE canceled_at IS NOT NULL AND completed_at IS NULL;
-CREATE INDEX batch_in_pages  ON busload.batch (batch_id)
-    WHERE canceling_until IS NOT NULL AND completed_at IS NULL;
+CREATE INDEX batch_withheld  ON busload.batch (batch_id)
+    WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL;
 CREATE INDEX batch_ended     ON busload.batch (completed_at, batch_id)
     WHERE completed_at IS NOT NULL AND pruned_at IS NULL;
 CREATE INDEX batch_pruned    ON busload.batch (batch_id) WHERE pruned_at IS NOT NULL;
@@ -58,18 +65,153 @@ CREATE INDEX batch_of_callback ON busload.batch (((on_complete ->> 'command_id')
 -- A large batch is canceled in pages, each a short transaction. Meanwhile no worker claims commands of it
 -- and no relay publishes them. If the process that cancels dies, the sweep goes on.
 --
--- What may be claimed, and what may be published. The planner takes IS NOT NULL to be true for nearly all
+-- What may be claimed, and what may be published: nothing of a batch that is being canceled in pages, or
+-- that is held. The planner takes IS NOT NULL to be true for nearly all
 -- rows, and it is.
 CREATE VIEW busload.ready AS
 SELECT * FROM busload.queue
  WHERE CASE WHEN batch_id = ANY (ARRAY(SELECT b.batch_id FROM busload.batch AS b
-                                        WHERE b.canceling_until IS NOT NULL AND b.completed_at IS NULL))
+                                        WHERE (b.canceling_until IS NOT NULL OR b.held_at IS NOT NULL)
+                                          AND b.completed_at IS NULL))
             THEN NULL ELSE true END IS NOT NULL;
 CREATE VIEW busload.unmarked AS
 SELECT * FROM busload.outbox
  WHERE CASE WHEN batch_id = ANY (ARRAY(SELECT b.batch_id FROM busload.batch AS b
-                                        WHERE b.canceling_until IS NOT NULL AND b.completed_at IS NULL))
+                                        WHERE (b.canceling_until IS NOT NULL OR b.held_at IS NOT NULL)
+                                          AND b.completed_at IS NULL))
             THEN NULL ELSE true END IS NOT NULL;
+
+-- The first and the last id that commands of these batches can have. Between them the loads of a batch are
+-- found in a place by its key, whatever else waits there.
+CREATE FUNCTION busload.ids_of(batches uuid[]) RETURNS TABLE (batch_id uuid, first bigint, last bigint)
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT b.batch_id, first.id, last.id | 1023
+      FROM unnest(batches) AS b (batch_id)
+     CROSS JOIN LATERAL (SELECT id FROM busload.command
+                          WHERE command.batch_id = b.batch_id AND id & 1023 = 0
+                          ORDER BY id LIMIT 1) AS first
+     CROSS JOIN LATERAL (SELECT id FROM busload.command
+                          WHERE command.batch_id = b.batch_id AND id & 1023 = 0
+                          ORDER BY id DESC LIMIT 1) AS last
+     ORDER BY b.batch_id
+$$;
+
+-- Take the loads of these batches out of the queue and the outbox, so that claims do not have to pass them
+-- by. They are HELD in `scheduled` until somebody resumes the batch. The caller holds the rows of the
+-- batches, so no load can become HELD after its batch was resumed. If a claim is splitting a load, this
+-- waits for it, and moves what is left.
+CREATE FUNCTION busload.withhold(batches uuid[]) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    b record;
+BEGIN
+    FOR b IN SELECT * FROM busload.ids_of(batches) LOOP
+        WITH ready AS (
+            DELETE FROM busload.queue
+             WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                                    WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
+                                    ORDER BY hi FOR UPDATE))
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+        ), unpublished AS (
+            DELETE FROM busload.outbox
+             WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
+                                    WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
+                                    ORDER BY hi FOR UPDATE))
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+        )
+        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority,
+                                       attempt, forgiven, crashes, replies, run_at, reason)
+        SELECT load.*, 'infinity', 'HELD'
+          FROM (SELECT * FROM ready UNION ALL SELECT * FROM unpublished) AS load;
+    END LOOP;
+END $$;
+
+-- Put the HELD loads of these batches into the queue, and tell the workers of their domains. The caller holds
+-- the rows of the batches.
+CREATE FUNCTION busload.release_held(batches uuid[]) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    b record;
+BEGIN
+    FOR b IN SELECT * FROM busload.ids_of(batches) LOOP
+        WITH held AS (
+            DELETE FROM busload.scheduled
+             WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled
+                                    WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
+                                      AND reason = 'HELD'
+                                    ORDER BY hi FOR UPDATE))
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+        )
+        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
+        SELECT * FROM held;
+        PERFORM pg_notify('busload_ready', domain)
+           FROM (SELECT DISTINCT domain FROM busload.queue
+                  WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id) AS domains;
+    END LOOP;
+END $$;
+
+-- Hold batches: nothing of them starts from the commit on, and what runs finishes. `what` holds them:
+-- OPERATOR, CANARY or BUDGET; `who` is null unless it is a person; `why` is for people. A batch that is
+-- held already, canceled or complete stays as it is. Returns those that are held from now on. Workers hand
+-- back what stands in their lines. The rows of the batches are locked in order, as every statement does it.
+CREATE FUNCTION busload.hold_batches(batches uuid[], what text, who text, why text) RETURNS uuid[]
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    held uuid[];
+BEGIN
+    WITH free AS MATERIALIZED (
+        SELECT batch_id FROM busload.batch
+         WHERE batch_id = ANY (batches)
+           AND held_at IS NULL AND canceled_at IS NULL AND completed_at IS NULL
+         ORDER BY batch_id FOR NO KEY UPDATE
+    ), marked AS (
+        UPDATE busload.batch AS b
+           SET held_at = statement_timestamp(), held_reason = what, held_by = who, held_note = why
+          FROM free WHERE b.batch_id = free.batch_id
+        RETURNING b.batch_id
+    ), noted AS (
+        INSERT INTO busload.event (type, batch_id, operator, details)
+        SELECT 'BATCH_HELD', batch_id, who,
+               json_build_object('held_reason', what, 'reason', why)
+          FROM marked
+    )
+    SELECT array_agg(batch_id) INTO held FROM marked;
+    IF held IS NOT NULL THEN
+        PERFORM busload.withhold(held);
+        PERFORM pg_notify('busload_hold', batch_id::text), pg_notify('busload_batch', batch_id::text)
+           FROM unnest(held) AS batch_id;
+    END IF;
+    RETURN held;
+END $$;
+
+-- Let held batches go on. Returns those that were held until now.
+CREATE FUNCTION busload.resume_batches(batches uuid[], who text) RETURNS uuid[]
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    resumed uuid[];
+BEGIN
+    WITH held AS MATERIALIZED (
+        SELECT batch_id, held_at, held_reason FROM busload.batch
+         WHERE batch_id = ANY (batches) AND held_at IS NOT NULL AND completed_at IS NULL
+         ORDER BY batch_id FOR NO KEY UPDATE
+    ), marked AS (
+        UPDATE busload.batch AS b
+           SET held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL
+          FROM held WHERE b.batch_id = held.batch_id
+        RETURNING b.batch_id
+    ), noted AS (
+        INSERT INTO busload.event (type, batch_id, operator, details)
+        SELECT 'BATCH_RESUMED', batch_id, who,
+               json_build_object('held_reason', held_reason, 'held_at', held_at)
+          FROM held
+    )
+    SELECT array_agg(batch_id) INTO resumed FROM marked;
+    IF resumed IS NOT NULL THEN
+        PERFORM busload.release_held(resumed);
+        PERFORM pg_notify('busload_batch', batch_id::text) FROM unnest(resumed) AS batch_id;
+    END IF;
+    RETURN resumed;
+END $$;
 
 -- The first command of a batch runs. The claim that holds the rows of these batches calls this only if it
 -- starts one. A claim that starts none writes no event at all, because even an insert of no rows would run
@@ -100,6 +242,7 @@ BEGIN
            SET completed_at = statement_timestamp(),
                notified_at = now(),
                stalled_at = NULL,
+               held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL,
                status = CASE WHEN failed_count + canceled_count > 0 THEN 'COMPLETED_WITH_FAILURES'
                              ELSE 'COMPLETED' END
          WHERE batch_id = ANY (batches)

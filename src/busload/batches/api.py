@@ -1,0 +1,124 @@
+"""What the bus does with a batch that exists: find it, seal it, hold and resume it, cancel it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from busload.batches import hold
+from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, find_batch, list_batches
+from busload.batches.cancel import begin_to_cancel, cancel
+from busload.commands import search, send
+from busload.commands.checks import check, choice, given
+from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.ids import JobId
+from busload.postgres.connection import AnyConnection
+from busload.postgres.database import Database
+from busload.postgres.write import patient
+from busload.settings import InputLimits
+
+
+class BatchVerbs:
+    """The methods of `CommandBus` for a batch that exists."""
+
+    database: Database
+    _limits: InputLimits
+
+    async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
+        """A batch with its counters; None if the domain has no such batch."""
+        check(self._limits, writes=False, domain=domain, batch_id=batch_id)
+        return await self.database.read(find_batch(domain, batch_id))
+
+    async def list_batches(
+        self,
+        domain: str,
+        *,
+        status: BatchStatus | BatchStatusName | None = None,
+        job_id: JobId | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | None = None,
+    ) -> list[BatchMetadata]:
+        """The batches of a domain, newest first: all, or those of one `status` or one `job_id`.
+
+        `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
+        """
+        page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
+        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
+        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
+        return await self.database.read(plan)
+
+    async def list_batch_commands(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        status: CommandStatus | CommandStatusName | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        after: UUID | CommandMetadata | None = None,
+    ) -> list[CommandMetadata]:
+        """The commands of a batch in the order in which they were added: all, or those of one `status`.
+
+        `after` is the last command of the page before, or its id. A batch in which two domains have a command of the
+        same id is paged by the command, not by the id.
+        """
+        page: dict[str, Any] = {"limit": limit, "offset": offset}
+        last = search.Last(domain, after)
+        check(self._limits, writes=False, domain=domain, batch_id=batch_id, **page, after=last.command_id)
+        plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page, after=last)
+        return await self.database.read(plan)
+
+    async def seal_batch(self, domain: str, batch_id: UUID, *, conn: AnyConnection | None = None) -> bool:
+        """Let an open batch complete; returns False if it was sealed already."""
+        check(self._limits, domain=domain, batch_id=batch_id)
+        return await self.database.write(patient(partial(send.seal, domain, batch_id), batch_id), conn)
+
+    async def hold_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> bool:
+        """Start nothing more of a batch until it is resumed; returns False if it was held already.
+
+        Running commands finish and count. Workers hand back what they have claimed and not begun. Commands may still be
+        added to an open batch, and wait with the others. A held batch can be canceled; what is in troubleshooting can
+        be decided, and a retry waits with the others. A batch that has ended, or was canceled, cannot be held.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
+        plan = partial(hold.hold, domain, batch_id, reason=reason, operator=operator)
+        return await self.database.write(patient(plan, batch_id), conn)
+
+    async def resume_batch(
+        self, domain: str, batch_id: UUID, *, operator: str | None = None, conn: AnyConnection | None = None
+    ) -> bool:
+        """Let a held batch go on, whatever holds it; returns False if it was not held."""
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
+        plan = partial(hold.resume, domain, batch_id, operator=operator)
+        return await self.database.write(patient(plan, batch_id), conn)
+
+    async def cancel_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> int:
+        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
+
+        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
+        What waits in troubleshooting stays there for its operator.
+
+        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
+        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
+        begin = partial(begin_to_cancel, domain, batch_id)
+        return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)

@@ -1,0 +1,48 @@
+"""How one batch is held and resumed: nothing of a held batch starts, and what runs finishes."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from busload.errors import BatchNotFoundError, InvalidOperationError
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+
+def hold(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[bool]:
+    """Hold a batch. Returns False if it was held already: that hold stays as it is. Needs a transaction."""
+    held, canceled = yield from _lock(domain, batch_id)
+    if canceled:
+        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} was canceled, so nothing of it is left to hold.")
+    if not held:
+        yield from execute(SQL.hold, batch_id=batch_id, reason=reason, operator=operator)
+    return not held
+
+
+def resume(domain: str, batch_id: UUID, *, operator: str | None) -> Plan[bool]:
+    """Let a held batch go on. Returns False if it was not held. Needs a transaction."""
+    held, _ = yield from _lock(domain, batch_id)
+    if held:
+        yield from execute(SQL.resume, batch_id=batch_id, operator=operator)
+    return held
+
+
+def _lock(domain: str, batch_id: UUID) -> Plan[tuple[bool, bool]]:
+    """Lock a batch that has not ended, and say whether it is held and canceled."""
+    rows = yield from execute(SQL.lock, domain=domain, batch_id=batch_id)
+    if not rows:
+        raise BatchNotFoundError(domain, batch_id)
+    held, canceled, completed = rows[0]
+    if completed:
+        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} has ended, so it can neither be held nor resumed.")
+    return held, canceled
+
+
+def withhold_stragglers() -> Plan[int]:
+    """Take out of the queue what has come back to held batches; needs a transaction. Returns how many batches."""
+    batches = [batch_id for (batch_id,) in (yield from execute(SQL.held_with_stragglers))]
+    if batches:
+        yield from execute(SQL.withhold, batches=batches)
+    return len(batches)

@@ -1,0 +1,37 @@
+-- name: lock
+-- Lock a batch, and say whether it is held, canceled and complete.
+SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL
+  FROM busload.batch
+ WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
+   FOR NO KEY UPDATE;
+
+-- name: hold
+-- Hold the batch, and take its loads out of the queue and the outbox.
+SELECT busload.hold_batches(ARRAY[%(batch_id)s::uuid], 'OPERATOR', %(operator)s::text, %(reason)s::text);
+
+-- name: resume
+-- Let the batch go on, and put its loads into the queue.
+SELECT busload.resume_batches(ARRAY[%(batch_id)s::uuid], %(operator)s::text);
+
+-- name: held_with_stragglers
+-- Held batches of which something has come back to the queue or the outbox: a retry that was due, a command
+-- of a dead worker, one that was handed back, or that was sent into an open batch. No worker claims these
+-- commands, but claims have to pass them by. Batches that somebody else holds locked are left for later.
+SELECT b.batch_id
+  FROM busload.batch AS b
+ CROSS JOIN LATERAL busload.ids_of(ARRAY[b.batch_id]) AS i
+ WHERE b.held_at IS NOT NULL
+   AND b.completed_at IS NULL
+   AND (
+        EXISTS (SELECT FROM busload.queue AS q
+                 WHERE q.hi BETWEEN i.first AND i.last AND q.batch_id = b.batch_id OFFSET 0)
+        OR EXISTS (SELECT FROM busload.outbox AS o
+                    WHERE o.hi BETWEEN i.first AND i.last AND o.batch_id = b.batch_id OFFSET 0)
+   )
+ ORDER BY b.batch_id
+ LIMIT 100
+   FOR NO KEY UPDATE OF b SKIP LOCKED;
+
+-- name: withhold
+-- Take the loads of these batches out of the queue and the outbox again.
+SELECT busload.withhold(%(batches)b::uuid[]);
