@@ -206,6 +206,7 @@ async def test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards(
     told = await report(bus, batch_id)
     assert (told.status, told.error) == ("success_with_warning", None)
     assert told.warning is not None and "no space" in told.warning
+    assert (told.database_tasks, told.queued_tasks, told.retry_tasks, told.retry_needed) == (50, 50, 0, False)
     database.rows("DROP TRIGGER never ON busload.outbox")
     await all_run_once(bus, database, worker_settings, 50)
     assert (await report(bus, batch_id)).status == "success_with_warning"

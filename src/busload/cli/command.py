@@ -31,7 +31,8 @@ def _details(event: AuditEvent) -> object:
 COMMAND = View[CommandMetadata](
     "command=command_id domain type=command_type status data result last_error batch=batch_id task_key"
     " correlation=correlation_id reply_to priority attempts max_attempts run_at"
-    " created=created_at started=started_at finished=finished_at worker",
+    " created=created_at started=started_at finished=finished_at worker"
+    " checkpoint published=published_at publish_attempts last_publish_error",
     {"last error": lambda c: joined(c.last_error_type, c.last_error_code, c.last_error_message)},
 )
 TRAIL = View[AuditEvent](

@@ -171,6 +171,14 @@ class CommandMetadata(SentCommand):
     result: Any
     last_traceback: str | None = None
     """Where the last error was raised, as Python prints it."""
+    publish_attempts: int = 0
+    """How often a broker was given a message about it, or should have been; 0 where PostgreSQL delivers."""
+    last_publish_error: str | None = None
+    """What the broker said when that failed last."""
+    published_at: datetime | None = None
+    """When the broker has confirmed the last message about it."""
+    checkpoint: str | None = None
+    """Of a batch that was created in checkpoints, the one that it came with: `<job>-cp-<n>`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
           FROM busload.execution AS x
          WHERE x.command = s.id AND x.outcome <> 'COMPLETED'
          ORDER BY x.attempt DESC
-         LIMIT 1)
+         LIMIT 1),
+       s.publish_attempts, s.last_publish_error, s.published_at, s.checkpoint
 
 -- fragment: after_the_last
 -- The commands `c` of a batch that come after the last one of the page before. The `first` command of each

@@ -223,6 +223,7 @@ class CreationRecord:
     def marking(self, pieces: Sequence[Piece], checkpoint: int | None) -> Plan[Any]:
         if self.strategy is Strategy.OPTIMISTIC:
             refused = [piece for piece in pieces if piece.reason is not None]
+            yield from outbox.note_published(pieces)
             return (yield from outbox.take_back(self.transport, refused)) if refused else 0
         marked = yield from outbox.mark(self.relay, pieces)
         if checkpoint is not None and not self.refused:
@@ -246,9 +247,12 @@ class CreationRecord:
             warning=self.warning is not None,
             resumed=self.resumed,
         )
-        times = (self.insert_ms, self.send_ms, self.mark_ms, _ms_since(self.began))
+        times = [round(each, 3) for each in (self.insert_ms, self.send_ms, self.mark_ms, _ms_since(self.began))]
         retry_needed = self.refused > 0 or self.resumed
-        return Outcome(status, retry_needed, self.error, self.warning, *(round(each, 3) for each in times))
+        insert_ms, send_ms, mark_ms, total_ms = times
+        return Outcome(
+            status, retry_needed, self.error, self.warning, insert_ms, send_ms, mark_ms, total_ms, self.confirmed
+        )
 
     def report(self, given: Input) -> DispatchReport:
         batch = self.batch
@@ -259,14 +263,15 @@ class CreationRecord:
             total_tasks=given.total,
             database_tasks=given.position,
             queued_tasks=given.position - self.refused,
-            checkpoints=tuple(checkpoint_name(batch.batch_id, number) for number in self.checkpoints),
+            checkpoints=tuple(checkpoint_name(batch.job_id or batch.batch_id, number) for number in self.checkpoints),
             failed_checkpoint=None,
             rounds=min(self.refused, 1),
             created_at=self.created_at,
             published_at=None,
             job_id=batch.job_id,
             stage=batch.stage,
-            **asdict(self.outcome()) | {"retry_needed": self.refused > 0},
+            **{name: value for name, value in asdict(self.outcome()).items() if name != "confirmed"}
+            | {"retry_needed": self.refused > 0},
         )
 
     def event(self, outcome: Outcome) -> str:

@@ -33,6 +33,8 @@ class Outcome:
     send_ms: float
     mark_ms: float
     total_ms: float
+    confirmed: int = 0
+    """Commands whose messages the broker has confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,9 @@ def _report(*columns: Any) -> DispatchReport:
         found,
         strategy=Strategy(found.strategy),
         status=DispatchStatus(found.status),
-        checkpoints=tuple(checkpoint_name(found.batch_id, int(number)) for number in found.checkpoints),
+        checkpoints=tuple(checkpoint_name(found.job_id or found.batch_id, int(number)) for number in found.checkpoints),
         job_id=job_id_of(found.job_id),
         stage=readable(cast(str | None, found.stage)),
-        failed_checkpoint=found.failed_checkpoint and checkpoint_name(found.batch_id, int(found.failed_checkpoint)),
+        failed_checkpoint=found.failed_checkpoint
+        and checkpoint_name(found.job_id or found.batch_id, int(found.failed_checkpoint)),
     )

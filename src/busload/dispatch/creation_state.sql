@@ -11,6 +11,7 @@ UPDATE busload.dispatch
                      WHEN status = 'recovered' OR retry_needed OR %(retry_needed)s::boolean THEN 'recovered'
                      WHEN %(status)s::text = 'success_with_warning' THEN %(status)s::text ELSE 'success' END,
        retry_needed = retry_needed OR %(retry_needed)s::boolean,
+       confirmed = least(confirmed + %(confirmed)s::integer, written),
        error = %(error)s::text,
        warning = %(warning)s::text,
        insert_ms = %(insert_ms)s::float8,
@@ -58,9 +59,11 @@ WITH closed AS (
 SELECT batch_id FROM closed;
 
 -- name: find
--- How a creation went, and what is still in the outbox now. A batch that was sealed before all of it was
+-- How a creation went, and what is still in the outbox now. What the broker has confirmed was published, also
+-- while it could not be marked. A batch that was sealed before all of it was
 -- written is given up: the rest is never written.
-SELECT d.batch_id, d.transport, d.strategy, s.status, d.total, d.written, d.written - o.commands,
+SELECT d.batch_id, d.transport, d.strategy, s.status, d.total, d.written,
+       greatest(d.written - o.commands, d.confirmed),
        o.failed > 0, c.confirmed, CASE WHEN s.status <> 'pending' THEN c.unconfirmed END,
        coalesce(d.error, o.error), d.warning, d.rounds, d.insert_ms, d.send_ms, d.mark_ms, d.total_ms,
        d.created_at, d.published_at, b.job_id, b.stage::text, s.given_up
@@ -105,8 +108,9 @@ SELECT d.strategy, d.total, coalesce(c.checkpoints, 0)::integer, coalesce(c.comm
 -- The cursor moves together with the commands, in one transaction. With the last checkpoint the total is
 -- known.
 WITH written AS (
-    INSERT INTO busload.checkpoint (batch_id, checkpoint, commands, last_command)
-    VALUES (%(batch_id)s::uuid, %(checkpoint)s::integer, %(commands)s::integer, %(last_command)s::uuid)
+    INSERT INTO busload.checkpoint (batch_id, checkpoint, commands, last_command, last_load)
+    VALUES (%(batch_id)s::uuid, %(checkpoint)s::integer, %(commands)s::integer, %(last_command)s::uuid,
+            currval('busload.load_number'))
 )
 UPDATE busload.dispatch
    SET written = written + %(commands)s::integer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -29,13 +29,16 @@ class Unpublished:
     domain: str
     batch_id: UUID | None
     rounds: int
+    error: str | None = None
+    """What the broker said in the last round that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What became of the message about a part of a load: confirmed, or to be repeated after `pause` seconds.
 
-    `after` are the seconds that the broker asked for.
+    `after` are the seconds that the broker asked for. `published` is what the audit trail tells of a confirmed message:
+    JSON with the transport, the rounds it took, and a text by which the same news is known if it comes twice.
     """
 
     load: Load
@@ -43,6 +46,7 @@ class Piece:
     error: str | None = None
     pause: float = 0.0
     after: float | None = None
+    published: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,11 @@ def take_back(transport: str, pieces: Sequence[Piece]) -> Plan[int]:
     if failed:
         yield from creation_state.failed_round(failed)
     return int(again)
+
+
+def note_published(pieces: Sequence[Piece]) -> Plan[None]:
+    """Record that the broker has confirmed messages about loads that were ready before."""
+    yield from execute(SQL.note_published, **_arrays([piece for piece in pieces if piece.reason is None]))
 
 
 def hurry(transport: str) -> Plan[None]:
@@ -186,8 +195,8 @@ def lag() -> Plan[list[Lag]]:
     return many(Lag, SQL.lag)
 
 
-def _unpublished(lo: int, hi: int, domain: str, batch_id: UUID | None, rounds: int) -> Unpublished:
-    return Unpublished(Load(lo, hi), domain, batch_id, rounds)
+def _unpublished(lo: int, hi: int, domain: str, batch_id: UUID | None, rounds: int, error: str | None) -> Unpublished:
+    return Unpublished(Load(lo, hi), domain, batch_id, rounds, error)
 
 
 def _ends(loads: Sequence[Load]) -> dict[str, list[int]]:
@@ -200,4 +209,5 @@ def _arrays(pieces: Sequence[Piece]) -> dict[str, list[Any]]:
         "reasons": unless_all_null(piece.reason for piece in pieces),
         "errors": unless_all_null(piece.error for piece in pieces),
         "pauses": [piece.pause for piece in pieces],
+        "published": unless_all_null(piece.published for piece in pieces),
     }

@@ -4,8 +4,29 @@
 -- What became of messages: neighbouring commands, and why the broker has refused their message, if it has.
 SELECT *
   FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(reasons)b::text[], %(errors)b::text[],
-              %(pauses)b::float8[])
-    AS p (lo, hi, reason, error, pause)
+              %(pauses)b::float8[], %(published)b::text[])
+    AS p (lo, hi, reason, error, pause, published)
+
+-- fragment: noted
+-- The audit trail tells of each message that was confirmed: also if a worker was faster than this report, and
+-- once only, although the report may come twice.
+noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, details)
+    SELECT 'PUBLISHED', p.lo, p.hi, c.batch_id, p.published::json
+      FROM piece AS p JOIN busload.command AS c ON c.id = p.lo
+     WHERE p.published IS NOT NULL AND p.reason IS NULL
+       AND NOT EXISTS (SELECT FROM busload.event AS v
+                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi AND v.type = 'PUBLISHED'
+                          AND v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0)
+)
+
+-- fragment: noted_again
+noted AS (
+    INSERT INTO busload.event (type, lo, hi, batch_id, details)
+    SELECT 'PUBLISHED_AGAIN', lo, hi, batch_id, json_build_object('transport', transport, 'attempts', 1)
+      FROM again
+)
+SELECT lo, hi, domain, batch_id, publications, NULL FROM again
 
 -- fragment: of_domain_and_batch
 (%(domain)s::text IS NULL OR domain = %(domain)s::text)
@@ -19,7 +40,7 @@ UPDATE busload.outbox AS o SET relay = %(relay)s::uuid, due_at = now() + %(hold)
                         WHERE transport = %(transport)s::text AND due_at <= now()
                           AND domain <> ALL (%(later)b::text[])
                         ORDER BY due_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
-RETURNING lo, hi, domain, batch_id, rounds;
+RETURNING lo, hi, domain, batch_id, rounds, error;
 
 -- name: next_due
 -- Seconds until something is due again for this transport; none if nothing waits.
@@ -59,11 +80,11 @@ WITH piece AS (
     SELECT {load}, transport, now(), 1 FROM told WHERE reason IS NULL
 ), again AS (
     INSERT INTO busload.outbox ({load}, transport, since, due_at,
-                                rounds, reason, error)
+                                rounds, reason, error, failed_at)
     SELECT {load}, transport, since,
-           now() + pause * interval '1 second', rounds + 1, reason, error
+           now() + pause * interval '1 second', rounds + 1, reason, error, now()
       FROM told WHERE reason IS NOT NULL
-)
+), {noted}
 SELECT coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NULL), 0)::integer,
        coalesce(sum(hi - lo + 1) FILTER (WHERE reason IS NOT NULL), 0)::integer,
        coalesce(array_agg(DISTINCT batch_id) FILTER (WHERE reason IS NOT NULL AND batch_id IS NOT NULL), '{}')
@@ -101,15 +122,22 @@ WITH piece AS (
     INSERT INTO busload.queue ({load}, transport, published_at, publications)
     SELECT {load}, transport, published_at, 1 FROM rest
 ), again AS (
-    INSERT INTO busload.outbox ({load}, transport, due_at, rounds, reason, error)
+    INSERT INTO busload.outbox ({load}, transport, due_at, rounds, reason, error, failed_at)
     SELECT greatest(lo, piece_lo), least(hi, piece_hi), domain, batch_id, priority, attempt, forgiven,
-           crashes, replies, transport, now() + pause * interval '1 second', 1, reason, error
+           crashes, replies, transport, now() + pause * interval '1 second', 1, reason, error, now()
       FROM told
     RETURNING lo, hi, batch_id
 )
 SELECT coalesce(sum(hi - lo + 1), 0)::integer,
        coalesce(array_agg(DISTINCT batch_id) FILTER (WHERE batch_id IS NOT NULL), '{}')
   FROM again;
+
+-- name: note_published
+-- The broker has confirmed messages about loads that were ready before.
+WITH piece AS (
+    {pieces}
+), {noted}
+SELECT count(*) FROM piece;
 
 -- name: hurry
 -- The broker can be reached again: loads that waited only for that are due now.
@@ -122,14 +150,16 @@ UPDATE busload.outbox SET due_at = now()
 -- name: unclaimed
 -- Ready loads whose message was confirmed long ago, and that nobody has claimed: publish them again. The
 -- pause doubles each time.
-UPDATE busload.queue SET published_at = now(), publications = least(coalesce(publications, 1), 30) + 1
- WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
-                        WHERE transport = %(transport)s::text
-                          AND published_at < now() - %(bound)s::interval
-                          AND published_at < now() - %(bound)s::interval
-                              * 2::float8 ^ (least(coalesce(publications, 1), 16) - 1)::float8
-                        ORDER BY published_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
-RETURNING lo, hi, domain, batch_id, publications;
+WITH again AS (
+    UPDATE busload.queue SET published_at = now(), publications = least(coalesce(publications, 1), 30) + 1
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                            WHERE transport = %(transport)s::text
+                              AND published_at < now() - %(bound)s::interval
+                              AND published_at < now() - %(bound)s::interval
+                                  * 2::float8 ^ (least(coalesce(publications, 1), 16) - 1)::float8
+                            ORDER BY published_at, hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
+    RETURNING *
+), {noted_again};
 
 -- name: identity
 -- Eight hex digits that tell this database from others.
@@ -167,7 +197,7 @@ WITH gone AS (
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
     SELECT 'REROUTED', lo, hi, batch_id, attempt, %(operator)s::text,
-           json_build_object('transport', transport, 'rounds', rounds, 'error', error)
+           json_build_object('transport', transport, 'attempts', rounds, 'last_error', error)
       FROM gone
 )
 SELECT coalesce(sum(hi - lo + 1), 0)::integer,
@@ -221,12 +251,14 @@ SELECT EXISTS (SELECT FROM busload.command WHERE id BETWEEN first AND first | 10
 
 -- name: publish_again
 -- Ready loads that are published again, because the broker has too few messages about them.
-UPDATE busload.queue SET published_at = now(), publications = least(coalesce(publications, 1), 30) + 1
- WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
-                        WHERE hi = ANY (%(his)b::bigint[]) AND transport = %(transport)s::text
-                          AND published_at IS NOT NULL
-                        ORDER BY hi FOR UPDATE SKIP LOCKED))
-RETURNING lo, hi, domain, batch_id, publications;
+WITH again AS (
+    UPDATE busload.queue SET published_at = now(), publications = least(coalesce(publications, 1), 30) + 1
+     WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                            WHERE hi = ANY (%(his)b::bigint[]) AND transport = %(transport)s::text
+                              AND published_at IS NOT NULL
+                            ORDER BY hi FOR UPDATE SKIP LOCKED))
+    RETURNING *
+), {noted_again};
 
 -- name: lag
 -- Per transport: commands that wait, those after a failed round, seconds the oldest has waited, most rounds.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import math
 import random
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -130,7 +132,7 @@ class Publisher:
         With `again`, the loads were published before and nobody has claimed them: the broker must not take their
         messages for repetitions.
         """
-        page = Page(loads, again=again)
+        page = Page(loads, self.transport.name, again=again)
         queues = {self.queue(one.domain) for one in loads}
         page.unusable |= {queue: why for queue, why in self._unresponsive.left_alone().items() if queue in queues}
         return page.pieces(page.away(queues) or await self._publish_page(page, queues))
@@ -286,8 +288,10 @@ def _unreachable(error: Exception) -> Refusal:
 class Page:
     """Loads that are published together, and what is known of each command's message so far."""
 
-    def __init__(self, loads: Sequence[Unpublished], *, again: bool) -> None:
+    def __init__(self, loads: Sequence[Unpublished], transport: str, *, again: bool) -> None:
         self.loads, self.again = loads, again
+        self._transport, self._publication = transport, secrets.token_hex(4)
+        self._last_error = {one.load.number: one.error for one in loads if one.error is not None}
         self.rounds = {one.load.number: one.rounds for one in loads}
         self.deadline = asyncio.get_running_loop().time() + WITHIN
         self.unusable: dict[str, Refusal] = {}
@@ -302,7 +306,7 @@ class Page:
     def record(self, loads: Iterable[Load], refusal: Refusal | None) -> None:
         for load in loads:
             if refusal is None:
-                self._pieces.append(Piece(load))
+                self._pieces.append(Piece(load, published=self._published(load.number)))
             else:
                 wait = pause(self.rounds.get(load.number, 0), refusal.after)
                 self._pieces.append(
@@ -316,6 +320,11 @@ class Page:
         """
         self.record(list(self._unrecorded()), left)
         return _joined(self._pieces)
+
+    def _published(self, load: int) -> str:
+        told = {"transport": self._transport, "attempts": self.rounds.get(load, 0) + 1}
+        error = self._last_error.get(load)
+        return json.dumps(told | ({"last_error": error} if error else {}) | {"publication": self._publication})
 
     def _unrecorded(self) -> Iterator[Load]:
         recorded: dict[int, list[Load]] = defaultdict(list)
@@ -333,7 +342,7 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
         load = last.load.join(piece.load) if last else None
         if last and load and (last.reason, last.error) == (piece.reason, piece.error):
             after = max(last.after or 0.0, piece.after or 0.0) or None
-            joined[-1] = Piece(load, last.reason, last.error, max(last.pause, piece.pause), after)
+            joined[-1] = Piece(load, last.reason, last.error, max(last.pause, piece.pause), after, last.published)
         else:
             joined.append(piece)
     return joined

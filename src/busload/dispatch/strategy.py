@@ -56,11 +56,11 @@ class DispatchReport:
     database_tasks: int
     """Commands in the database: all, unless checkpoints are missing."""
     queued_tasks: int
-    """Commands that were published, as of now."""
+    """Commands that were published, as of now: those that left the outbox, or that the broker has confirmed."""
     retry_needed: bool
     """Whether commands wait for another round, as of now."""
     checkpoints: tuple[str, ...]
-    """Checkpoints that the broker has confirmed: `<batch>-cp-<n>`."""
+    """Checkpoints that the broker has confirmed: `<job>-cp-<n>`, or `<batch>-cp-<n>` of a batch without a job."""
     failed_checkpoint: str | None
     error: str | None
     warning: str | None
@@ -102,5 +102,6 @@ class DispatchReport:
         return self.retry_tasks > 0
 
 
-def checkpoint_name(batch_id: UUID, checkpoint: int) -> str:
-    return f"{batch_id}-cp-{checkpoint}"
+def checkpoint_name(of: JobId, checkpoint: int) -> str:
+    """The name of a checkpoint `of` a job or, without one, of a batch."""
+    return f"{of}-cp-{checkpoint}"

@@ -71,6 +71,8 @@ CREATE TABLE busload.event (
         'LEASE_LOST',     -- the worker was declared dead
         'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
         'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
+        'PUBLISHED',         -- a broker has confirmed a message about them
+        'PUBLISHED_AGAIN',   -- nobody came for them: another message
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
         'BATCH_HELD', 'BATCH_RESUMED'))
 );

@@ -66,6 +66,7 @@ CREATE TABLE busload.outbox (
     rounds    integer     NOT NULL DEFAULT 0,       -- how many rounds of publishing have failed
     reason    text,                                 -- why the last round failed
     error     text,
+    failed_at timestamptz,                          -- when the last round failed
     PRIMARY KEY (hi)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX outbox_due      ON busload.outbox (transport, due_at, hi);

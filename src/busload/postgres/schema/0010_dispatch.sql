@@ -16,6 +16,7 @@ CREATE TABLE busload.dispatch (
     status       text        NOT NULL,
     total        integer,                          -- null while an iterator of commands has not ended
     written      integer     NOT NULL,             -- fewer than total while checkpoints are missing
+    confirmed    integer     NOT NULL DEFAULT 0,   -- what the broker has confirmed to the creator
     rounds       integer     NOT NULL DEFAULT 0,   -- rounds of publishing that have failed
     retry_needed boolean     NOT NULL DEFAULT false,
     error        text,
@@ -36,6 +37,7 @@ CREATE TABLE busload.checkpoint (
     checkpoint   integer     NOT NULL,   -- counted from 1
     commands     integer     NOT NULL,
     last_command uuid        NOT NULL,
+    last_load    bigint      NOT NULL,   -- the number of its last load: a command is found by it
     written_at   timestamptz NOT NULL DEFAULT now(),
     confirmed_at timestamptz,            -- null: not confirmed in time, so the relay publishes it
     PRIMARY KEY (batch_id, checkpoint)

@@ -47,7 +47,25 @@ SELECT c.id,
             WHEN f.type = 'OPERATOR_COMPLETED' THEN f.details -> 'result' END AS result,
        t.reason AS troubleshooting_reason,
        t.since AS troubleshooting_since,
-       s.reason AS scheduled_reason
+       s.reason AS scheduled_reason,
+       coalesce(o.rounds, 0) + greatest(
+           (SELECT coalesce(sum((p.details ->> 'attempts')::integer), 0)::integer FROM busload.event AS p
+             WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
+               AND p.type IN ('PUBLISHED', 'PUBLISHED_AGAIN', 'REROUTED')),
+           CASE WHEN q.published_at IS NULL THEN 0 ELSE 1 END) AS publish_attempts,
+       coalesce(o.error,
+                (SELECT p.details ->> 'last_error' FROM busload.event AS p
+                  WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
+                    AND p.type IN ('PUBLISHED', 'REROUTED') AND p.details ->> 'last_error' IS NOT NULL
+                  ORDER BY p.event DESC LIMIT 1)) AS last_publish_error,
+       coalesce((SELECT max(p.at) FROM busload.event AS p
+                  WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
+                    AND p.type IN ('PUBLISHED', 'PUBLISHED_AGAIN')),
+                q.published_at) AS published_at,
+       (SELECT coalesce(b.job_id, b.batch_id::text) || '-cp-' || min(k.checkpoint)
+          FROM busload.batch AS b JOIN busload.checkpoint AS k USING (batch_id)
+         WHERE b.batch_id = c.batch_id AND k.last_load >= c.id >> 10
+         GROUP BY b.batch_id) AS checkpoint
   FROM busload.command AS c
   LEFT JOIN busload.troubleshooting AS t ON t.command = c.id
   LEFT JOIN LATERAL (SELECT * FROM busload.queue AS q
@@ -103,6 +121,12 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
            v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, NULL, NULL
       FROM busload.event AS v
      WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi AND v.type IN ('LEASE_LOST', 'RELEASED')
+    UNION ALL
+    SELECT o.failed_at, 3, 'PUBLISH_FAILED', NULL, NULL, NULL, NULL,   -- the last round, until one succeeds
+           json_build_object('transport', o.transport, 'attempts', o.rounds,
+                             'reason', o.reason, 'last_error', o.error)
+      FROM busload.outbox AS o
+     WHERE o.hi BETWEEN c.id AND (c.id | 1023) AND o.lo <= c.id AND o.rounds > 0
     UNION ALL
     SELECT v.at, 3, CASE v.type WHEN 'PARKED' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE v.type END,
            v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, v.operator, v.details
