@@ -83,3 +83,32 @@ async def test_wait_prints_the_result_and_ends_with_one_if_there_is_none(busload
     failed = busload("command", "wait", parked, "--no-operator", "--json")
     assert failed.exit_code == 1
     assert (json.loads(failed.stdout)["code"], json.loads(failed.stdout)["message"]) == ("CLOSED", "account closed")
+
+
+async def test_ls_lists_what_was_asked_for_newest_first(busload: Busload, given: Given) -> None:
+    batch_id, [parked] = await given.in_troubleshooting()
+    others = [await given.sent(task_key=f"t:{n}") for n in range(3)]
+
+    found = json.loads(busload("command", "ls", "--json").stdout)
+    assert [one["command_id"] for one in found] == [*map(str, others[::-1]), str(parked)]
+
+    first = busload("command", "ls", "--type", "Debit", "--limit", 2)
+    assert first.stdout.splitlines()[1].startswith(str(others[2]))
+    assert len(first.stdout.splitlines()) == 3
+    cursor = first.stderr.removeprefix("There may be more: --after ").strip()
+    rest = json.loads(busload("command", "ls", "--type", "Debit", "--after", cursor, "--json").stdout)
+    assert [one["command_id"] for one in rest] == [str(others[0])]
+
+    def ids(*filters: object) -> list[str]:
+        answer = busload("command", "ls", "--json", *filters)
+        assert answer.exit_code == 0, answer.stderr
+        return [one["command_id"] for one in json.loads(answer.stdout)]
+
+    assert ids("--error", "ACCOUNT closed") == [str(parked)]
+    assert ids("--status", "in_troubleshooting_queue") == [str(parked)]
+    assert ids("--batch", str(batch_id)) == [str(parked)]
+    assert ids("--task-key", "t:1", "--domain", DOMAIN) == [str(others[1])]
+    assert ids("--since", "1h", "--until", "now", "--error", "account") == [str(parked)]
+    assert ids("--until", "1d") == []
+    assert busload("command", "ls", "--until", "1d").stderr == "There are no such commands.\n"
+    assert busload("command", "ls", "--after", "17x").exit_code == 2

@@ -124,6 +124,8 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     await asyncio.to_thread(track, given)
     fingerprint = (await bus.troubleshooting.groups(DOMAIN))[0].fingerprint
     batches_of_job = await bus.list_batches(DOMAIN, job_id=jobs[0])
+    done = (await bus.list_batch_commands(DOMAIN, batch_id, status="COMPLETED"))[0].command_id
+    waiting = [await given.sent("DebitAccount", {"n": n}) for n in range(2)]
     some, other = [item.command_id for item in trouble if item.command_id != traced][:2]
     return {
         name: line.split()
@@ -140,7 +142,11 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "buffer show": BUFFER,
             "buffer flush": f"{BUFFER} --dry-run",
             "buffer ddl": f"{TABLE} --all --key contact_activity_id",
+            "command ls": "--limit 5",
             "command show": f"{traced}",
+            "command wait": f"{done}",
+            "command cancel": f"{waiting[0]} --reason wrong",
+            "command reschedule": f"{waiting[1]} --run-at 2h",
             "command explain": f"{traced}",
             "db info": "",
             "domain ls": "",
@@ -160,6 +166,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "outbox reroute": "--dry-run",
             "outbox reconcile": f"--transport {dsn}",
             "prune": "--older-than 30d --dry-run",
+            "send": f"{DOMAIN} DebitAccount",
             "schema migrate": "",
             "schema status": "",
             "schema print": "",

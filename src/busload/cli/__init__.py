@@ -29,6 +29,7 @@ NOUNS = {
     "outbox": "See what waits for a broker, try again, or go without it.",
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",
+    "send": "Send a command.",
     "trace": "Draw every attempt at a task, by its key.",
     "tracker": "Follow tasks that other queues run.",
     "troubleshooting": "Resolve what waits for a person.",
@@ -49,7 +50,8 @@ class _Nouns(click.Group):
         if name not in NOUNS:
             return None
         command: click.Command = getattr(import_module(f"busload.cli.{name}"), name)
-        _prepare(command)
+        for one in (command, *getattr(command, "verbs", {}).values()):
+            _prepare(one)
         return command
 
     def resolve_command(

@@ -8,13 +8,16 @@ from typing import Any
 from uuid import UUID
 
 import click
+import msgspec
 
 from busload.cli import Seconds, noun, options
-from busload.cli.answer import Answer, about
-from busload.cli.output import echo_json, joined, paragraph, shown, tracebacks
+from busload.cli.answer import Answer, about, answers
+from busload.cli.find import find_one
+from busload.cli.output import joined, paragraph, shown, tracebacks
 from busload.cli.text_table import View
 from busload.commands.cancel import Cancellation
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
+from busload.commands.search import IdRange
 from busload.errors import CommandFailedError, CommandNotFoundError, InvalidOperationError
 from busload.explain.explanation import Explanation
 from busload.sync.bus import SyncCommandBus
@@ -35,6 +38,13 @@ COMMAND = View[CommandMetadata](
     " checkpoint published=published_at publish_attempts last_publish_error",
     {"last error": lambda c: joined(c.last_error_type, c.last_error_code, c.last_error_message)},
 )
+COMMANDS = View[CommandMetadata](
+    "COMMAND=command_id DOMAIN TYPE=command_type STATUS ATTEMPTS ERROR CREATED=created_at",
+    {"ERROR": lambda c: joined(c.last_error_code or c.last_error_type, c.last_error_message)},
+    nothing="There are no such commands.",
+    elastic="ERROR",
+    spare=("ATTEMPTS", "TYPE"),
+)
 TRAIL = View[AuditEvent](
     "AT EVENT=type ATTEMPT BY DETAILS",
     {"BY": lambda event: event.operator or event.worker, "DETAILS": _details},
@@ -43,7 +53,48 @@ TRAIL = View[AuditEvent](
 )
 
 
-command = noun("command", "show 0198c5d2-8000", "wait 0198c5d2-8000", "cancel 0198c5d2-8000 --reason 'paid twice'")
+command = noun(
+    "command",
+    "ls --status FAILED",
+    "show 0198c5d2-8000",
+    "wait 0198c5d2-8000",
+    "cancel 0198c5d2-8000 --reason 'paid twice'",
+)
+
+
+@command.command()
+@options.domain
+@options.status(CommandStatus)
+@options.command_type
+@options.batch
+@click.option("--task-key", metavar="KEY", help="Only commands of this task.")
+@options.moment("--since", "created_after", "Only commands that were sent then or later: a time, or 2h ago.")
+@options.moment("--until", "created_before", "Only commands that were sent earlier than that.")
+@click.option("--error", metavar="TEXT", help="Only commands in whose last error this text occurs.")
+@options.limit(20)
+@click.option("--after", metavar="CURSOR", help="Go on where a list before has ended.")
+@answers
+def ls(bus: SyncCommandBus, batch: IdRange | None, limit: int, after: str | None, **wanted: Any) -> Answer:
+    """List commands, newest first.
+
+    All that is asked for must hold. An index finds commands by batch, task key, and any status of those that have not
+    ended; for all else, commands are read from the newest on until the list is full.
+
+        busload command ls --domain payments --status FAILED --since 1d
+        busload command ls --error 'account closed' --limit 5
+        busload command ls --batch 0198c5d2-7f3a --json | jq -r '.[].command_id'
+    """
+    wanted["batch_id"] = None if batch is None else find_one(bus, "batch", batch, None)[1]
+    found: list[CommandMetadata] = []
+    while len(found) < limit:
+        page = bus.list_commands(limit=limit - len(found), after=after, **wanted)
+        found += page
+        after = page.next
+        if after is None:
+            break
+    if after is not None:
+        click.echo(f"There may be more: --after {after}", err=True)
+    return COMMANDS.list(found)
 
 
 @command.command()
@@ -124,7 +175,7 @@ def wait(bus: SyncCommandBus, domain: str, command_id: UUID, *, timeout: float |
     except CommandFailedError as error:
         value |= {"status": error.status, "error_type": error.error_type, "code": error.code}
         return Answer(value | {"message": error.error_message}, str(error), ok=False)
-    return Answer(value | {"status": CommandStatus.COMPLETED, "result": result}, lambda: echo_json(result))
+    return Answer(value | {"status": CommandStatus.COMPLETED, "result": result}, msgspec.json.encode(result).decode())
 
 
 def explained(found: Explanation) -> Answer:

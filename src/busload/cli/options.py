@@ -5,9 +5,11 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
@@ -106,14 +108,40 @@ def _time(ctx: click.Context, param: click.Parameter, text: str | None) -> datet
         raise click.BadParameter(f"found {text!r:.80}, wanted {wanted}") from None
 
 
+def text_of(argument: str, option: str) -> str | bytes:
+    """What was given at the shell, stands in the file that it names with `@`, or comes by stdin for `-`."""
+    if argument == "-":
+        return sys.stdin.buffer.read()
+    if not argument.startswith("@"):
+        return argument
+    try:
+        return Path(argument[1:]).read_bytes()
+    except OSError as error:
+        raise click.BadParameter(f"{argument[1:]} cannot be read: {error.strerror}", param_hint=option) from None
+
+
+def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
+    """As `_time`, but a span is from now back."""
+    time, now = _time(ctx, param, text), datetime.now(UTC)
+    is_span = text is not None and re.fullmatch(r"\d+ ?[smhdwSMHDW]", text.strip())
+    return now - (time - now) if time is not None and is_span else time
+
+
+def moment(option: str, name: str, help: str) -> Decorator:
+    return click.option(option, name, callback=_moment, metavar="TIME", help=help)
+
+
 def run_at(*, required: bool = False) -> Decorator:
     about = "When to run it: now, in so long (30s, 2h, 1d), or a time such as 2030-01-01T08:00."
     return click.option("--run-at", callback=_time, metavar="TIME", required=required, help=about)
 
 
 def status(statuses: type[StrEnum]) -> Decorator:
-    choice = click.Choice([status.value for status in statuses], case_sensitive=False)
-    return click.option("--status", type=choice, help="Only those with this status.")
+    """One of these; where they are too many for a line, the help has them below."""
+    names = [status.value for status in statuses]
+    choice, many = click.Choice(names, case_sensitive=False), len(names) > 6
+    about = f"Only those with this status: {', '.join(names)}." if many else "Only those with this status."
+    return click.option("--status", type=choice, metavar="STATUS" if many else None, help=about)
 
 
 def reason(*, required: bool = True) -> Decorator:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
@@ -138,7 +137,7 @@ def retry(bus: SyncCommandBus, patch: str | None, **given: Any) -> None:
         busload troubleshooting retry --group 4f0c2b7a91de --dry-run \\
             --patch '[{"op": "replace", "path": "/currency", "value": "EUR"}]'
     """
-    operations = None if patch is None else decode_strict(_text(patch), path="/patch")
+    operations = None if patch is None else decode_strict(options.text_of(patch, "--patch"), path="/patch")
     _decide(bus, "retry", {}, patch=operations, **given)
 
 
@@ -243,13 +242,3 @@ def _print_action(verb: Verb, domain: str, action: GroupAction, *, dry_run: bool
         table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
     else:
         paragraph(f"Batch {action.batch_id} will {verb} {commands} in {domain}.")
-
-
-def _text(argument: str) -> str | bytes:
-    """What was given at the shell, or stands in the file that it names."""
-    if not argument.startswith("@"):
-        return argument
-    try:
-        return Path(argument[1:]).read_bytes()
-    except OSError as error:
-        raise click.BadParameter(f"{argument[1:]} cannot be read: {error.strerror}", param_hint="--patch") from None

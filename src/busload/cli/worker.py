@@ -26,6 +26,7 @@ from busload.bus import CommandBus
 from busload.cli import WAIT, Seconds, did_you_mean, options
 from busload.cli.metrics_server import Address, address, pages, serve_pages
 from busload.cli.options import Decorator
+from busload.cli.worker_list import WithList
 from busload.errors import kind_of
 from busload.postgres.connection import connection_errors_explained
 from busload.postgres.waiting import Event
@@ -72,7 +73,7 @@ def _time(option: str, setting: str, help: str, least: float = 0) -> Decorator:
     )
 
 
-@click.command()
+@click.command(cls=WithList)
 @click.argument("application", metavar="MODULE:BUS")
 @click.option("--domains", metavar="D1,D2", help="Which domains to serve; default all that have handlers.")
 @options.transport
@@ -138,6 +139,8 @@ def worker(
         busload worker app:bus
         busload worker app:bus --domains payments,crm --processes 2
         busload worker app:bus --metrics 127.0.0.1:9464
+
+    Which workers there are, is told by `busload worker ls`.
     """
     if parent is not None:
         end_with_parent(parent)

@@ -2,10 +2,12 @@
 
 from busload.commands.cancel import Cancellation
 from busload.commands.execution import ExecutionStatus, OperatorAction
+from busload.commands.listing import CommandPage
 from busload.settings import InputLimits, PayloadLimits
 
 __all__ = [
     "Cancellation",
+    "CommandPage",
     "ExecutionStatus",
     "InputLimits",
     "OperatorAction",

@@ -15,6 +15,7 @@ from busload.commands.checks import check, check_all, check_one, given, refuse, 
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, SendOptions, SendResult, new_command
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
+from busload.commands.listing import CommandFilter, CommandPage, list_commands
 from busload.commands.reschedule import reschedule
 from busload.commands.search import has_ended, result_of
 from busload.commands.send import Via
@@ -181,6 +182,16 @@ class CommandVerbs:
         """A command and how far it has come; None if the domain has no such command."""
         check(self._limits, writes=False, domain=domain, command_id=command_id)
         return await self.database.read(search.command(domain, command_id))
+
+    async def list_commands(
+        self, domain: str | None = None, *, limit: int = 100, after: str | None = None, **wanted: Unpack[CommandFilter]
+    ) -> CommandPage:
+        """Search the commands of a domain, or of all domains, newest first; `CommandFilter` says by what.
+
+        A page has up to `limit` commands, and `next`, to be passed as `after` for the page behind it. It looks at no
+        more than 20,000 commands, so it may be short, or empty, though `next` says that there are more.
+        """
+        return await self.database.read(list_commands(self._limits, domain, wanted, limit=limit, after=after))
 
     async def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
         """Everything that happened to a command, oldest first; empty for an unknown one."""

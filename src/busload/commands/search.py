@@ -71,7 +71,7 @@ class Last:
 
 
 def command(domain: str, command_id: UUID) -> Plan[CommandMetadata | None]:
-    return one(_command, SQL.command, domain=domain, command_id=command_id)
+    return one(command_of_row, SQL.command, domain=domain, command_id=command_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def result_of(domain: str, command_id: UUID, ending: Ending) -> Any:
 
 def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetadata]]:
     """Those that exist, in any order."""
-    return many(_command, SQL.commands, domain=domain, command_ids=list(command_ids))
+    return many(command_of_row, SQL.commands, domain=domain, command_ids=list(command_ids))
 
 
 def batch_commands(
@@ -118,8 +118,8 @@ def batch_commands(
     where = {"domain": domain, "batch_id": batch_id, "limit": limit, "offset": offset}
     where |= {"after": after.command_id, "after_domain": after.domain}
     if status is None:
-        return many(_command, SQL.batch_commands, **where)
-    return many(_command, SQL.batch_commands_in, status=status.value, **where)
+        return many(command_of_row, SQL.batch_commands, **where)
+    return many(command_of_row, SQL.batch_commands_in, status=status.value, **where)
 
 
 def troubleshooting(
@@ -177,6 +177,27 @@ def living_workers(domain: str) -> Plan[list[str]]:
     return many(str, SQL.living_workers, domain=domain)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownWorker:
+    """A worker as the database knows it, and how much it holds."""
+
+    name: str
+    domains: list[str]
+    concurrency: int
+    started_at: datetime
+    seen_at: datetime
+    stopped_at: datetime | None
+    state: str
+    """ALIVE, SILENT for longer than its leases last, STOPPED by itself, or LOST: declared dead."""
+    leases: int
+    commands: int
+
+
+def workers(*, domain: str | None, stopped_too: bool, limit: int) -> Plan[list[KnownWorker]]:
+    """The workers, newest first; without `stopped_too` only those that have not stopped."""
+    return many(KnownWorker, SQL.workers, domain=domain, stopped_too=stopped_too, limit=limit)
+
+
 def _reader(kind: type[T], **conversions: Callable[[Any], Any]) -> Callable[..., T]:
     """Makes values of a dataclass from rows, whose columns stand in the order of its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -197,7 +218,7 @@ def _actions(text: str | None) -> tuple[OperatorAction, ...]:
     )
 
 
-_command = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable)
+command_of_row = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable)
 _ending = _reader(Ending, status=CommandStatus, result=readable)
 _troubleshooting_item = _reader(TroubleshootingItem, data=readable, details=readable)
 _audit_event = _reader(AuditEvent, details=readable)

@@ -270,6 +270,21 @@ SELECT name FROM busload.worker
  WHERE stopped_at IS NULL AND seen_at > now() - lease_for AND %(domain)s::text = ANY (domains)
  ORDER BY name;
 
+-- name: workers
+-- The workers that have not stopped, or all of them, the newest first, and what they hold.
+SELECT w.name, w.domains, w.concurrency, w.started_at, w.seen_at, w.stopped_at,
+       CASE WHEN w.lost THEN 'LOST'
+            WHEN w.stopped_at IS NOT NULL THEN 'STOPPED'
+            WHEN w.seen_at > now() - w.lease_for THEN 'ALIVE'
+            ELSE 'SILENT' END,
+       l.leases, l.commands
+  FROM busload.worker AS w
+ CROSS JOIN LATERAL (SELECT count(*)::integer AS leases, coalesce(sum(open), 0)::integer AS commands
+                       FROM busload.lease WHERE worker = w.worker) AS l
+ WHERE (%(stopped_too)s::boolean OR w.stopped_at IS NULL)
+   AND (%(domain)s::text IS NULL OR %(domain)s::text = ANY (w.domains))
+ ORDER BY w.worker DESC LIMIT %(limit)s::integer;
+
 -- name: find_batch
 -- Batches by the beginning of their id, which is a range of ids.
 SELECT domain, batch_id, concat_ws(', ', name, status) FROM busload.batch
