@@ -25,6 +25,8 @@ HOME = Path("~/.local/share/busload")
 SERVER_HOME = Path("/var/lib/busload")
 LONGEST = timedelta(days=36525)
 """The longest time that an age, a window or a wait may have: a century, so that no date overflows."""
+LONGEST_FLUSH_EVERY = timedelta(seconds=5)
+"""How long a result may wait for others at most: counters are as late as that."""
 
 _MAY_BE_ZERO = ("grace", "lock_timeout", "no_handler_pause", "pool_timeout", "prefetch", "wait_for_database")
 
@@ -96,6 +98,11 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         _check_counts(concurrency=self.concurrency, threads=self.most_threads, flush_size=self.flush_size)
         _check_times(self)
+        if self.flush_every > LONGEST_FLUSH_EVERY:
+            raise ValueError(
+                f"flush_every must be at most {LONGEST_FLUSH_EVERY.total_seconds():g} seconds, found "
+                f"{self.flush_every}: counters would be that late. For fewer and larger flushes, raise flush_size."
+            )
         if self.prefetch > self.lease_for / 4:
             raise ValueError(
                 f"prefetch ({self.prefetch}) must be from zero to a quarter of the lease ({self.lease_for}): "

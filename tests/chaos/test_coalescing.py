@@ -384,7 +384,7 @@ async def poisoned(given: Given, sqlstate: str, *, commands: int) -> int:
 
     given.handler("Debit", together)
     batch_id = await given.batch(commands=commands)
-    settings = replace(given.settings, flush_size=commands, flush_every=timedelta(seconds=20))
+    settings = replace(given.settings, flush_size=commands, flush_every=timedelta(seconds=5))
     with Auditor(given.bus.dsn) as auditor:
         assert await given.drained(settings=settings, concurrency=commands) == commands
     assert auditor.mismatches == []
@@ -424,7 +424,7 @@ async def test_one_result_that_cannot_be_stored_is_parked_alone(
 
 
 async def test_the_last_results_of_a_batch_do_not_wait_for_others_to_join_them(
-    given: Given, database: Database
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour between flushes, and work that goes on, do not keep a batch from completing."""
     gate = asyncio.Event()
@@ -435,6 +435,7 @@ async def test_the_last_results_of_a_batch_do_not_wait_for_others_to_join_them(
     given.handler("Long", wait)
     given.handler()
     await given.batch(commands=3, command_type="Long")
+    monkeypatch.setattr("busload.settings.LONGEST_FLUSH_EVERY", timedelta(hours=1))
     async with given.running(settings=replace(given.settings, flush_every=timedelta(hours=1))):
         for _ in range(3):
             batch_id = await given.batch(commands=7)

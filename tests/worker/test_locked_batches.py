@@ -68,9 +68,13 @@ async def test_a_batch_that_somebody_holds_does_not_fill_up_the_worker(
     async with sending_into(bus, dsn, held) as conn, given.running(concurrency=10) as worker:
         assert (await bus.wait_batch(DOMAIN, free, timeout=30)).completed_count == 200
         assert worker.stats.settlement.capacity == 50
+        await eventually(lambda: (worker.stats.settlement.apart, worker.stats.settlement.items) == (400, 200))
+        assert (worker.stats.settled, worker.stats.finished) == (200, 600)
         await conn.rollback()
         completed = "SELECT completed_count FROM busload.batch WHERE batch_id = %s"
         await eventually(lambda: database.value(completed, held) == 400)
+    settlement = worker.stats.settlement
+    assert (settlement.items, settlement.taken, settlement.apart, settlement.refused) == (600, 600, 0, 0)
     assert len({command.command_id for command in seen}) == len(seen) == 600
     database.check_invariants()
 

@@ -26,6 +26,13 @@ from busload.worker.settlement import Settlement, fold
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, counts, eventually
 
 NEVER = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def flushes_may_be_hours_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busload.settings.LONGEST_FLUSH_EVERY", NEVER)
+
+
 Settling: TypeAlias = Callable[..., Awaitable[Settlement]]
 
 

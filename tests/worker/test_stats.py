@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -16,6 +17,7 @@ import pytest
 
 from busload import BusinessRuleError, Command, CommandBus, HandlerContext, PermanentCommandError, TransientCommandError
 from busload.commands import claim, rescue
+from busload.settings import LONGEST_FLUSH_EVERY
 from busload.sync.plan import perform
 from busload.worker import Coalescer, CoalescerStats, WorkerStats
 from busload.worker import stats as stats_module
@@ -83,12 +85,14 @@ async def test_latency_is_from_put_to_the_end_of_the_flush() -> None:
     assert coalescer.stats.measured_seconds == pytest.approx(sum(map(coalescer.stats.latency, (50, 99))))
 
 
-async def test_every_sixteenth_item_of_a_long_line_is_measured() -> None:
+async def test_every_sixteenth_item_of_a_long_line_is_timed_and_stands_for_those_after_it() -> None:
+    """The first 64 are timed one by one: small flushes have exact figures."""
     coalescer = Coalescer(opened(), max_size=100, max_interval=NEVER)
     for item in range(100):
         await coalescer.put(item)
     await coalescer.close()
-    assert coalescer.stats.measured == 7
+    assert [count for _, count in coalescer.stats._waits] == [1] * 64 + [16, 16, 4]
+    assert coalescer.stats.measured == 100
 
 
 async def test_an_item_is_measured_by_the_flush_that_wrote_it_and_no_earlier_one() -> None:
@@ -113,9 +117,13 @@ async def test_an_item_is_measured_by_the_flush_that_wrote_it_and_no_earlier_one
 
 @pytest.mark.parametrize(("percent", "expected"), [(1, 1), (50, 50), (95, 95), (99, 99), (100, 100), (0, 1)])
 def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(percent: float, expected: float) -> None:
-    assert percentile(range(1, 101), percent) == expected
-    assert percentile([7.0], percent) == 7
+    assert percentile([(value, 1) for value in range(1, 101)], percent) == expected
+    assert percentile([(7.0, 3)], percent) == 7
     assert percentile([], percent) == 0
+
+
+def test_a_value_that_stands_for_many_weighs_as_much_as_they_do() -> None:
+    assert [percentile([(1.0, 4), (5.0, 16)], percent) for percent in (20, 21, 50, 99)] == [1, 5, 5, 5]
 
 
 async def test_the_rate_is_what_was_flushed_per_second() -> None:
@@ -215,7 +223,7 @@ async def test_every_flush_says_its_size_and_duration_to_whoever_debugs(caplog: 
     for item in range(3):
         await coalescer.put(item)
     await coalescer.close()
-    assert re.search(r"The ledger flushed 3 items in \d+\.\d ms", caplog.text)
+    assert re.search(r"The ledger flushed 3 items in \d+\.\d ms and wrote 3", caplog.text)
 
 
 async def test_a_snapshot_stays_and_since_tells_what_came_after_it() -> None:
@@ -231,7 +239,8 @@ async def test_a_snapshot_stays_and_since_tells_what_came_after_it() -> None:
     assert (earlier.items, earlier.flushes, earlier.failures, earlier.waiting) == (4, 2, 1, 0)
     period = coalescer.stats.since(earlier)
     assert (period.items, period.flushes, period.failures, period.flush_size) == (6, 3, 0, 2)
-    assert period.measured == coalescer.stats.measured - earlier.measured == len(period._waits)
+    assert period.measured == coalescer.stats.measured - earlier.measured == 6
+    assert sum(count for _, count in period._waits) == 6
     assert coalescer.stats.items == 10
 
 
@@ -270,8 +279,26 @@ def under_load(per_minute: int, minutes: int, **options: Any) -> tuple[Coalescer
         await coalescer.close()
         return coalescer.stats
 
-    with asyncio.Runner(loop_factory=Hurried) as runner:
+    with asyncio.Runner(loop_factory=Hurried) as runner, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("busload.worker.stats.time", SimpleNamespace(monotonic=runner.get_loop().time))
         return runner.run(load()), sorted(waits)
+
+
+def true_percentile(waits: list[float], percent: float) -> float:
+    return percentile([(wait, 1) for wait in waits], percent)
+
+
+@pytest.mark.parametrize(
+    ("per_minute", "size"), [(120, 100), (240, 100), (600, 100), (720, 100), (2400, 200), (2400, 50), (9600, 1000)]
+)
+def test_latencies_err_upwards_and_by_sixteen_items_at_most(per_minute: int, size: int) -> None:
+    """Of flushes that are timed item by item the figures are exact."""
+    stats, waits = under_load(per_minute, 1, max_size=size, max_interval=timedelta(seconds=5), capacity=5 * size)
+    most = 15 * 60 / per_minute if min(size, per_minute / 12) > 64 else 0
+    for percent in (1, 50, 95, 99, 100):
+        true = true_percentile(waits, percent)
+        assert true - 1e-6 <= stats.latency(percent) <= true + most + 1e-6, percent
+    assert sum(waits) - 1e-6 <= stats.measured_seconds and stats.measured == len(waits)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +314,7 @@ def test_the_promised_figures_hold_under_the_promised_load(
     assert a_minute[0] <= stats.flushes / 10 <= a_minute[1]
     assert stats.saved_share >= 0.95
     assert stats.most_waiting < 0.8 * stats.capacity
-    assert 2 <= percentile(waits, 50) <= percentile(waits, 95) <= percentile(waits, 99) <= 5 + 1e-6
+    assert 2 <= stats.latency(50) <= stats.latency(95) <= stats.latency(99) <= 5 + 1e-6
     assert stats.items == len(waits) == 10 * per_minute
 
 
@@ -300,7 +327,7 @@ def test_a_flush_grows_with_the_load_until_it_is_full(per_minute: int, size: int
     stats, waits = under_load(per_minute, 1, max_size=100, max_interval=timedelta(milliseconds=100), capacity=500)
     assert 0.9 * size <= stats.flush_size <= 1.1 * size
     assert stats.saved_share >= saved
-    assert percentile(waits, 99) <= 0.1 + 1e-6
+    assert true_percentile(waits, 99) <= 0.1 + 1e-6
 
 
 # The worker's figures
@@ -358,7 +385,8 @@ async def test_an_immediate_result_does_not_wait_for_others(given: Given) -> Non
     given.handler("Wait", wait)
     given.handler()
     await given.sent("Wait")
-    async with given.running(settings=replace(given.settings, settle="immediate", flush_every=NEVER)) as worker:
+    settings = replace(given.settings, settle="immediate", flush_every=LONGEST_FLUSH_EVERY)
+    async with given.running(settings=settings) as worker:
         await eventually(lambda: worker.stats.in_hand == 1)
         await given.sent()
         await eventually(lambda: worker.stats.completed == 1)
@@ -452,7 +480,11 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back_counted_and_does_no
         await eventually(lambda: worker.stats.completed == 700)
 
 
-async def test_a_lost_lease_and_its_late_results_are_counted(given: Given, database: Database) -> None:
+async def test_a_lost_lease_and_its_late_results_are_counted(
+    given: Given, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As refused, and never as settled: in the figures, the metrics and the log."""
+    caplog.set_level(logging.DEBUG, "busload")
     started, go = asyncio.Event(), asyncio.Event()
 
     async def wait(command: Command, ctx: HandlerContext) -> None:
@@ -467,8 +499,15 @@ async def test_a_lost_lease_and_its_late_results_are_counted(given: Given, datab
         database.rows("DELETE FROM busload.lease")
         await eventually(lambda: worker.stats.lost_leases == 1)
         go.set()
-        await eventually(lambda: worker.stats.late == 3)
-        assert worker.stats.settled == 0
+        await eventually(lambda: worker.stats.settlement.taken == 3)
+        stats = worker.stats
+        assert (stats.late, stats.settled, stats.finished) == (3, 0, 3)
+        assert (stats.settlement.items, stats.settlement.refused) == (0, 3)
+        text = metrics_text(stats, worker="w")
+        assert 'busload_settlement_results_total{worker="w"} 0\n' in text
+        assert 'busload_settlement_refused_total{worker="w"} 3\n' in text
+    assert re.search(r"The settlement flushed \d items? in \d+\.\d ms and wrote 0", caplog.text)
+    assert re.search(r"In this run 0 results were settled in .*, 3 results refused", caplog.text)
 
 
 async def test_a_worker_that_was_declared_dead_has_lost_what_others_have_begun(given: Given, dsn: str) -> None:

@@ -18,7 +18,7 @@ from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.postgres.backoff import Backoff
 from busload.postgres.outage import Outage
-from busload.worker.stats import EVERY, CoalescerStats
+from busload.worker.stats import EVERY, FIRST, CoalescerStats
 
 log = logging.getLogger("busload")
 
@@ -45,7 +45,7 @@ class Coalescer(Generic[T]):
     A flush begins when `max_size` items wait, when the oldest has waited `max_interval`, on `flush_soon()` and on
     close. While one is under way the next items gather. Items are kept until `flush` has returned: if it raises, the
     same items are passed again, after a pause that grows, so `flush` must be safe to repeat. When `capacity` items are
-    held, `put` waits; nothing is ever dropped.
+    held, `put` waits; nothing is ever dropped. `flush` may return how many of the items it has written; None means all.
 
     `weigh` says how many bytes an item takes: a flush then also ends at `max_bytes`, and `put` waits while four times
     as many are held. `merge` may fold the items of a flush before it. With `on_refused`, a flush that fails by a
@@ -57,7 +57,7 @@ class Coalescer(Generic[T]):
 
     def __init__(
         self,
-        flush: Callable[[Sequence[T]], Awaitable[None]],
+        flush: Callable[[Sequence[T]], Awaitable[int | None]],
         *,
         max_size: int = 100,
         max_interval: timedelta = timedelta(milliseconds=100),
@@ -122,7 +122,7 @@ class Coalescer(Generic[T]):
         stats.waiting += 1
         self._items.append(item)
         count = len(self._items)
-        if count % EVERY == 1:
+        if count <= FIRST or count % EVERY == 1:
             stats.mark()
         if count == self._max_size:
             self._due.set()
@@ -180,6 +180,13 @@ class Coalescer(Generic[T]):
         """Flush some items until it succeeds. A part that never can is halved until the bad items stand alone."""
         items, merge, on_refused = self._next_items(), self._merge, self._on_refused
         parts: list[Sequence[T]] = [items]
+        unwritten = 0
+
+        async def flush(part: Sequence[T]) -> None:
+            nonlocal unwritten
+            written = await self._flush(part)
+            unwritten += len(part) - written if isinstance(written, int) else 0
+
         began = time.monotonic()
         self._watch(began)
         try:
@@ -191,7 +198,7 @@ class Coalescer(Generic[T]):
                 await self._insist(fold, len(items), halve=False)
             while parts:
                 part = parts[0]
-                refused = await self._insist(partial(self._flush, part), len(part), halve=on_refused is not None)
+                refused = await self._insist(partial(flush, part), len(part), halve=on_refused is not None)
                 if refused is not None and len(part) > 1:
                     middle = len(part) // 2
                     parts[:1] = [part[:middle], part[middle:]]
@@ -206,9 +213,10 @@ class Coalescer(Generic[T]):
             if self._watching is not None:
                 self._watching.cancel()
         weight = sum(map(self._weigh, items)) if self._weigh and self.stats.waiting_bytes else 0
-        self.stats.flushed(len(items), weight, time.monotonic() - began)
-        flushed = counted(len(items), "item")
-        log.debug("The %s flushed %s in %.1f ms", self._name, flushed, 1000 * self.stats.last_flush)
+        written = len(items) - unwritten
+        self.stats.flushed(len(items), weight, time.monotonic() - began, written)
+        flushed, took = counted(len(items), "item"), 1000 * self.stats.last_flush
+        log.debug("The %s flushed %s in %.1f ms and wrote %d", self._name, flushed, took, written)
         if self.stats.waiting < self._capacity:
             self._room.set()
         return len(items)

@@ -57,7 +57,7 @@ log = logging.getLogger("busload")
 
 Failure: TypeAlias = Failed | Stopped | Unreadable
 
-Flush = Callable[[Sequence[Transition]], Awaitable[None]]
+Flush = Callable[[Sequence[Transition]], Awaitable[int]]
 
 FAILURES = frozenset((FAILED_ATTEMPT, TROUBLESHOOTING))
 """Outcomes that say that something does not work. FAILED is none: a handler has said no on purpose."""
@@ -219,8 +219,8 @@ class Settlement:
             self._last_batches.discard(lease.batch_id)
             self._results.flush_soon()
 
-    async def _flush(self, transitions: Sequence[Transition]) -> None:
-        """Settle these, except for those whose batch others hold."""
+    async def _flush(self, transitions: Sequence[Transition]) -> int:
+        """Settle these, except for those whose batch others hold; returns how many now count."""
         if self._held_up:
             for key in [key for key, line in self._held_up.items() if not line.stats.waiting]:
                 await self._held_up[key].close()
@@ -228,15 +228,16 @@ class Settlement:
             transitions = await self._set_aside(transitions, self._held_up.keys())
         transitions = [one for one in transitions if not one.held_up]  # by a flush that failed for another reason
         try:
-            if transitions:
-                await self._settle(transitions, min(PATIENCE, self._deadline.total_seconds() / 2))
+            if not transitions:
+                return 0
+            return await self._settle(transitions, min(PATIENCE, self._deadline.total_seconds() / 2))
         except LockNotAvailable:
             async with self._pool.connection() as conn:
                 locked = await perform_async(conn, settle.locked(transitions))
             rest = await self._set_aside(transitions, locked)
             if len(rest) == len(transitions):
                 raise
-            await self._flush(rest)
+            return await self._flush(rest)
 
     async def _set_aside(self, transitions: Sequence[Transition], locked: Set[UUID]) -> list[Transition]:
         """Let the results of locked leases and batches wait in lines of their own; return the others."""
@@ -247,6 +248,7 @@ class Settlement:
                 rest.append(transition)
             elif not transition.held_up:
                 transition.held_up = True
+                self.stats.apart += 1
                 await self._line(lease.batch_id or lease.lease_id).put(transition)
         if len(rest) < len(transitions):
             self._tell_settled()  # there is room for others
@@ -266,21 +268,25 @@ class Settlement:
             self._held_up[key] = line
         return line
 
-    async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> None:
+    async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> int:
         """Wait for a batch that others hold, one such batch at a time: all of them together take one connection."""
         while True:
             async with self._turn:
                 turn = max(SHORTEST_TURN, LONGEST_TURN / len(self._held_up or [key]))
                 try:
-                    await self._settle(transitions, min(turn, self._deadline.total_seconds() / 2))
-                    return
+                    written = await self._settle(transitions, min(turn, self._deadline.total_seconds() / 2))
+                    self.stats.written_apart(len(transitions), written)
+                    return written
                 except LockNotAvailable:
                     refuse_cancelled()
                     results = counted(len(transitions), "result")
                     log.debug("%s for batch %s must wait: others hold it", results, key)
 
-    async def _settle(self, transitions: Sequence[Transition], patience: float) -> None:
-        """Safe to repeat after a lost answer. A flush that takes too long is halved; a single result has more time."""
+    async def _settle(self, transitions: Sequence[Transition], patience: float) -> int:
+        """Settle these, and return how many of the results count. Safe to repeat after a lost answer.
+
+        A flush that takes too long is halved; a single result has more time.
+        """
         deadline = self._deadline if len(transitions) > 1 else 4 * self._deadline
         plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
         async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
@@ -297,6 +303,7 @@ class Settlement:
         self.outcomes.update(outcomes)
         self._count_failures(outcomes)
         self._tell_settled()
+        return len(transitions)
 
     def _count_failures(self, outcomes: Sequence[str]) -> None:
         """Only those after the last attempt that has not failed count: most often that is the last of all."""

@@ -8,17 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from busload.commands.wording import counted
 from busload.worker.metrics import counter, derived, figure, figures_of, gauge
 
 log = logging.getLogger("busload")
 
-SAMPLES = 1024
+SAMPLES = 2048
 """How many recent waits the percentiles are taken from."""
-EVERY = 16
-"""The wait is measured for the first item of a flush and for every sixteenth item after it, at little cost."""
+FIRST, EVERY = 64, 16
+"""Of the items that gather, the first 64 are timed, and every sixteenth after them. An item that is not timed came
+after the one before it that is, so it has waited at most as long as that one."""
 RECENT = 10
 """Seconds that `rate` looks back."""
 REPORT_EVERY = 60.0
@@ -32,20 +33,27 @@ class CoalescerStats:
 
     capacity: int = gauge("Items that may be held; then no more are taken.", "settlement_capacity", default=MISSING)
     capacity_bytes: int | None = figure("Bytes that these may have, if items are weighed.", default=None)
-    items: int = counter("Items that were flushed.", "settlement_results_total")
+    items: int = counter("Items that flushes have written.", "settlement_results_total")
+    taken: int = counter("Items that flushes have taken: those that they wrote, refused, or set apart.")
     flushes: int = counter("Flushes, one transaction each.", "settlement_flushes_total")
     failures: int = counter("Flushes that were rolled back and repeated.", "settlement_failures_total")
     waiting: int = gauge("Items that are held, those being flushed included.", "settlement_waiting")
+    apart: int = gauge("Items that wait apart, for a batch that somebody holds.", "settlement_apart")
     waiting_bytes: int = gauge("Bytes of the items that are held, if items are weighed.", "settlement_waiting_bytes")
     most_waiting: int = figure("The largest `waiting` that a flush has met.")
     last_flush: float = figure("Seconds that the last flush took.", default=0.0)
     flush_seconds: float = counter(
         "Seconds that all flushes took together.", "settlement_flush_seconds_total", default=0.0
     )
-    measured: int = counter("Items whose latency was measured: of those that gather, one in sixteen.")
+    measured: int = counter("Items whose latency is known: measured, or at most that of the item timed before it.")
     measured_seconds: float = counter("The sum of these latencies in seconds.", default=0.0)
     _marks: deque[tuple[int, float]] = field(default_factory=deque, repr=False)
-    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
+    """The number and the time of each item that is timed and not flushed yet."""
+    _last_mark: float | None = field(default=None, repr=False)
+    """The time of the last timed item that was flushed: those that came with it may be flushed later."""
+    _samples: int = field(default=0, repr=False)
+    _waits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
+    """How long items have waited at most, and how many of them."""
     _born: float = field(default_factory=time.monotonic, repr=False)
     _seconds: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT), repr=False)
     """A second of the clock and what was flushed in it, for the last ten in which something was."""
@@ -60,22 +68,28 @@ class CoalescerStats:
         return max(self.waiting / self.capacity, by_bytes)
 
     @property
+    @derived("settlement_refused_total", "counter")
+    def refused(self) -> int:
+        """Items that a flush has not written: results that came after their lease was lost."""
+        return max(0, self.taken - self.items - self.apart)
+
+    @property
     @derived()
     def flush_size(self) -> float:
         """Items per flush, on average."""
-        return self.items / self.flushes if self.flushes else 0.0
+        return self.taken / self.flushes if self.flushes else 0.0
 
     @property
     @derived("settlement_saved_transactions_total", "counter")
     def saved(self) -> int:
         """Transactions that one write per item would have taken in addition."""
-        return self.items - self.flushes
+        return self.taken - self.flushes
 
     @property
     @derived()
     def saved_share(self) -> float:
         """The share of transactions that was saved: 0.95 is one flush for every 20 items."""
-        return self.saved / self.items if self.items else 0.0
+        return self.saved / self.taken if self.taken else 0.0
 
     @property
     @derived()
@@ -94,7 +108,10 @@ class CoalescerStats:
 
     @derived("settlement_latency_seconds", "summary")
     def latency(self, percent: float) -> float:
-        """Seconds from `put` to the end of the flush that wrote the item: a percentile over the last measured items."""
+        """Seconds from `put` to the end of the flush that took the item: a percentile over the last flushes.
+
+        It errs upwards: an item that is not timed counts with the wait of the timed item before it.
+        """
         return percentile(sorted(self._waits), percent)
 
     def snapshot(self) -> CoalescerStats:
@@ -107,35 +124,58 @@ class CoalescerStats:
         period = self.snapshot()
         for name in _COUNTED:
             setattr(period, name, getattr(self, name) - getattr(earlier, name))
-        older = max(0, len(self._waits) - period.measured)
+        older = max(0, len(self._waits) - (self._samples - earlier._samples))
         period._waits = deque(islice(self._waits, older, None), maxlen=SAMPLES)
         return period
 
     def mark(self) -> None:
         """The item that has just come is one whose wait is measured."""
-        self._marks.append((self.items + self.waiting, time.monotonic()))
+        self._marks.append((self.taken + self.waiting, time.monotonic()))
 
-    def flushed(self, count: int, weight: int, seconds: float) -> None:
-        """The oldest so many items were flushed in so many seconds."""
+    def flushed(self, count: int, weight: int, seconds: float, written: int | None = None) -> None:
+        """The oldest so many items were flushed in so many seconds; if `written` is None, all of them were written."""
         now = time.monotonic()
         self.most_waiting = max(self.most_waiting, self.waiting)
         self.waiting -= count
         self.waiting_bytes -= weight
-        self.items += count
+        self._measure(count, now)
+        self.taken += count
+        self.items += count if written is None else written
         self.flushes += 1
         self.last_flush = seconds
         self.flush_seconds += seconds
-        while self._marks and self._marks[0][0] <= self.items:
-            wait = now - self._marks.popleft()[1]
-            self._waits.append(wait)
-            self.measured += 1
-            self.measured_seconds += wait
         if self._seconds and self._seconds[-1][0] == int(now):
             count += self._seconds.pop()[1]
         self._seconds.append((int(now), count))
 
+    def written_apart(self, count: int, written: int) -> None:
+        """So many items that waited apart were flushed, and so many of them written."""
+        self.apart -= count
+        self.items += written
 
-_COUNTED = [name for name, one in figures_of(CoalescerStats).items() if one.kind == "counter" and name != "saved"]
+    def _measure(self, count: int, now: float) -> None:
+        """Note how long the oldest so many items have waited: each as long as the timed item at or before it."""
+        done, end = self.taken, self.taken + count
+        while self._marks and self._marks[0][0] <= end:
+            number, at = self._marks.popleft()
+            self._note_wait(number - 1 - done, now)
+            done, self._last_mark = number - 1, at
+        self._note_wait(end - done, now)
+
+    def _note_wait(self, count: int, now: float) -> None:
+        if count and self._last_mark is not None:
+            wait = now - self._last_mark
+            self._waits.append((wait, count))
+            self._samples += 1
+            self.measured += count
+            self.measured_seconds += count * wait
+
+
+_COUNTED = [
+    name
+    for name, one in figures_of(CoalescerStats).items()
+    if one.kind == "counter" and name not in ("saved", "refused")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +285,7 @@ class WorkerStats:
     @derived("worker_finished_total", "counter")
     def finished(self) -> int:
         """Attempts that have a result, whether it is settled or still waits for its flush."""
-        return self.settlement.items + self.settlement.waiting + self.in_transactions
+        return self.settlement.taken + self.settlement.waiting + self.in_transactions
 
     @property
     @derived()
@@ -270,21 +310,27 @@ class Report:
         _log_period("In this run", self._first, self._stats())
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed; 0 if there is none."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
+def percentile(ordered: Sequence[tuple[float, int]], percent: float) -> float:
+    """The smallest value that so many percent of the items do not exceed; 0 if there is none.
+
+    Each value is given with the number of items that it stands for.
+    """
+    wanted = max(1, math.ceil(sum(count for _, count in ordered) * percent / 100))
+    reached = accumulate(count for _, count in ordered)
+    return next((value for (value, _), items in zip(ordered, reached, strict=True) if items >= wanted), 0.0)
 
 
 def _log_period(when: str, earlier: WorkerStats, now: WorkerStats) -> None:
     flushed = now.settlement.since(earlier.settlement)
     alone = now.in_transactions - earlier.in_transactions
-    if not flushed.items and not alone:
+    if not flushed.taken and not alone:
         return
+    refused = f", {counted(flushed.refused, 'result')} refused" if flushed.refused else ""
     p50, p95, p99 = (1000 * flushed.latency(percent) for percent in (50, 95, 99))
     log.info(
         "%s %s settled in %s of %.1f on average, %d by handlers' own transactions; "
-        "from result to commit p50 %.1f ms, p95 %.1f ms, p99 %.1f ms; %.0f %% full, %s repeated",
+        "from result to commit p50 %.1f ms, p95 %.1f ms, p99 %.1f ms; %.0f %% full, %s repeated%s",
         *(when, counted(flushed.items, "result was", "results were")),
         *(counted(flushed.flushes, "flush", "flushes"), flushed.flush_size, alone),
-        *(p50, p95, p99, 100 * flushed.fullness, counted(flushed.failures, "flush", "flushes")),
+        *(p50, p95, p99, 100 * flushed.fullness, counted(flushed.failures, "flush", "flushes"), refused),
     )
