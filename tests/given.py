@@ -386,6 +386,14 @@ INVARIANTS = {
     "what is HELD belongs to a batch that is held": """
         SELECT s.hi FROM busload.scheduled s LEFT JOIN busload.batch b USING (batch_id)
          WHERE s.reason = 'HELD' AND b.held_at IS NULL""",
+    "what waits for a canary belongs to a batch whose canary has not ended": """
+        SELECT s.hi FROM busload.scheduled s LEFT JOIN busload.batch b USING (batch_id)
+         WHERE s.reason = 'CANARY' AND (b.canary_until IS NULL OR b.canary_ended_at IS NOT NULL)""",
+    "a batch whose budget is exceeded is held or has ended": """
+        SELECT batch_id FROM busload.batch
+         WHERE held_at IS NULL AND canceled_at IS NULL AND completed_at IS NULL AND NOT budget_per_cause
+           AND failed_count + in_troubleshooting_count - budget_from
+               > busload.failures_allowed(budget_share, budget_at_least, total_count)""",
     "an event in a group has a command that has not ended": """
         SELECT buffer, group_id
           FROM (SELECT DISTINCT buffer, group_id FROM busload.buffered WHERE group_id IS NOT NULL) b

@@ -19,6 +19,7 @@ from busload.batches.batch import (
     BatchCompletionCallback,
     BatchMetadata,
     BatchOptions,
+    CreateOptions,
     find_batch,
     members,
     new_batch,
@@ -206,7 +207,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         dispatch: Strategy | DispatchName | None = None,
         checkpoint_size: int = 1000,
         conn: AnyConnection | None = None,
-        **options: Unpack[BatchOptions],
+        **options: Unpack[CreateOptions],
     ) -> UUID:
         """Create a batch with all its `commands` in one transaction, and return its id.
 
@@ -225,12 +226,15 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         """
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
-        batch = new_batch("create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS)
+        batch = new_batch(
+            "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
+        )
         checked = partial(members, self._limits, batch)
         if self.transport is None and dispatch is None:
             await self.database.write(send.write_batch(batch, checked(commands), dedup), conn)
         else:
-            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, dedup=dedup is not None)
+            waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
+            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
             if strategy is Strategy.RELAY:
                 await self.database.write(write_for_relay(batch, checked(commands), dedup, self.via), conn)
             else:

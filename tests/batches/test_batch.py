@@ -36,6 +36,11 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_a
         "held_reason",
         "held_by",
         "held_note",
+        "canary_count",
+        "canary_until",
+        "canary_ended_at",
+        "failure_budget",
+        "failure_budget_used",
     ]
 
 

@@ -14,7 +14,7 @@ from busload import BatchCommand, BatchNotFoundError, Chunk, ChunkContext, Comma
 from busload.batches import hold
 from busload.commands.execution import FAILED_ATTEMPT
 from busload.errors import InvalidCommandError, InvalidOperationError
-from busload.explain.reasons import Blocker
+from busload.explain.blockers import Blocker
 from tests.given import DOMAIN, Database, Given, beside, counts, eventually, until
 
 pytestmark = pytest.mark.usefixtures("invariants")

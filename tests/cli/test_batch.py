@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 import pytest
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
+from busload.batches import Canary, FailureBudget
 from tests.cli.conftest import Busload, Spawn
 from tests.given import DOMAIN, WITHIN, Database, Given
 
@@ -115,6 +117,22 @@ def test_hold_and_resume_say_what_they_did_and_show_says_who_holds_it(
     assert busload("batch", "resume", batch_id).stdout == "It was not held.\n"
     sync_bus.cancel_batch("payments", UUID(batch_id), reason="test")
     assert busload(*hold).exit_code == 1
+
+
+def test_show_tells_of_canary_and_budget_and_resume_raises_the_budget(
+    busload: Busload, sync_bus: SyncCommandBus
+) -> None:
+    guards: Any = {"canary": Canary(2), "budget": FailureBudget(0.5)}
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit") for _ in range(10)], **guards)
+    shown = json.loads(busload("batch", "show", str(batch_id), "--json").stdout)
+    assert (shown["canary_count"], shown["failure_budget"], shown["failure_budget_used"]) == (2, 5, 0)
+    assert "failure budget" in busload("batch", "show", str(batch_id)).stdout
+    assert "behind a canary" in busload("batch", "explain", str(batch_id)).stdout
+    sync_bus.hold_batch("payments", batch_id, reason="lunch")
+    assert busload("batch", "resume", str(batch_id), "--budget", "0.7", "--at-least", "8").stdout == "Resumed.\n"
+    found = sync_bus.get_batch("payments", batch_id)
+    assert found is not None and found.failure_budget == 8
+    assert busload("batch", "resume", str(batch_id), "--budget", "7").exit_code == 2
 
 
 def test_cancel_keeps_the_reason_and_the_operator(

@@ -10,6 +10,7 @@ from uuid import UUID
 import pytest
 
 from busload.commands.wording import span
+from busload.explain.blockers import Blocker
 from busload.explain.explanation import Explanation, explain
 from busload.explain.facts import (
     Facts,
@@ -23,7 +24,6 @@ from busload.explain.facts import (
     Waiting,
     longer_than,
 )
-from busload.explain.reasons import Blocker
 from busload.limits.pause import Pause
 
 NOW = datetime(2026, 11, 16, 12, tzinfo=UTC)

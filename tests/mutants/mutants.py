@@ -147,6 +147,32 @@ MUTANTS = [
         "test_commands_run_in_their_own_domains_and_are_counted_by_their_batch[in one statement]",
         "A command runs in its own domain, not in that of its batch.",
     ),
+    # -- canary and failure budget
+    Mutant(
+        "the-canary-lets-the-rest-go-too-early",
+        "postgres/schema/0004_batches.sql",
+        "ELSIF b.completed_count >= b.canary_count THEN",
+        "ELSIF b.completed_count > 0 THEN",
+        "tests/batches/test_guards.py::test_when_the_canary_has_completed_the_rest_runs",
+        "All commands of the canary must have completed before the others start.",
+    ),
+    Mutant(
+        "the-budget-is-exceeded-one-failure-late",
+        "postgres/schema/0004_batches.sql",
+        "        IF used > allowed THEN",
+        "        IF used > allowed + 1 THEN",
+        "tests/batches/test_guards.py::test_the_failure_that_exceeds_the_budget_holds_the_batch[FAILED]",
+        "The failure that exceeds the budget holds the batch.",
+    ),
+    Mutant(
+        "a-resumed-budget-holds-at-once-again",
+        "postgres/schema/0004_batches.sql",
+        "THEN b.failed_count + b.in_troubleshooting_count\n                                  ELSE b.budget_from END\n"
+        "          FROM held",
+        "THEN 0\n                                  ELSE b.budget_from END\n          FROM held",
+        "tests/batches/test_guards.py::test_after_a_resume_the_budget_starts_anew",
+        "A person has decided about what had failed by then.",
+    ),
     # -- settling
     Mutant(
         "repetition-is-not-looked-up",

@@ -7,8 +7,16 @@ from typing import Any
 from uuid import UUID
 
 from busload.batches import hold
-from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, find_batch, list_batches
+from busload.batches.batch import (
+    BatchMetadata,
+    BatchStatus,
+    BatchStatusName,
+    budget_columns,
+    find_batch,
+    list_batches,
+)
 from busload.batches.cancel import begin_to_cancel, cancel
+from busload.batches.guards import FailureBudget
 from busload.commands import search, send
 from busload.commands.checks import check, choice, given
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
@@ -95,11 +103,22 @@ class BatchVerbs:
         return await self.database.write(patient(plan, batch_id), conn)
 
     async def resume_batch(
-        self, domain: str, batch_id: UUID, *, operator: str | None = None, conn: AnyConnection | None = None
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        operator: str | None = None,
+        budget: FailureBudget | None = None,
+        conn: AnyConnection | None = None,
     ) -> bool:
-        """Let a held batch go on, whatever holds it; returns False if it was not held."""
+        """Let a held batch go on, whatever holds it; returns False if it was not held.
+
+        A failure budget that holds it counts from here on. With `budget`, the batch has this one from here on. A
+        canary that holds it is over, and all commands may start.
+        """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
-        plan = partial(hold.resume, domain, batch_id, operator=operator)
+        raised = budget_columns(self._limits, domain, budget)
+        plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
         return await self.database.write(patient(plan, batch_id), conn)
 
     async def cancel_batch(

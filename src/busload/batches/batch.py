@@ -12,12 +12,14 @@ from uuid import UUID
 
 import msgspec
 
-from busload.commands.checks import check_all, encoded, given, problems_of, refuse, wrong
+from busload.batches.guards import NO_GUARDS, Canary, FailureBudget
+from busload.commands.checks import check_all, encoded, given, problems_of, refuse, refuse_repeated_ids, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
 from busload.commands.ids import JobId, job_id_of, new_id
 from busload.commands.payload import WIDEST, readable
 from busload.commands.send import NewBatch
+from busload.commands.wording import counted
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
@@ -67,6 +69,16 @@ class BatchMetadata:
     """The operator who holds it, if one does."""
     held_note: str | None = None
     """Why it is held, in words."""
+    canary_count: int | None = None
+    """How many commands run before all others; None without a canary."""
+    canary_until: datetime | None = None
+    """By when these are to have completed."""
+    canary_ended_at: datetime | None = None
+    """When the others were let go; None before that."""
+    failure_budget: int | None = None
+    """How many commands may fail before the batch is held, at its present size; None without a budget."""
+    failure_budget_used: int | None = None
+    """How many of them have failed or wait in troubleshooting, or for the worst cause with `per_cause`."""
 
     @property
     def finished_count(self) -> int:
@@ -127,25 +139,70 @@ class BatchOptions(TypedDict, total=False):
     its batches."""
     stage: str | int | None
     """The stage of that job: its name or its number."""
+    budget: FailureBudget | None
+    """Hold the batch when more of it has failed than this. In an open batch it is a share of what was added so far."""
+
+
+class CreateOptions(BatchOptions, total=False):
+    """What may be said about a batch that is created with all its commands."""
+
+    canary: Canary | None
+    """Run some commands, spread over the batch, before all others."""
 
 
 def new_batch(
-    call: str, limits: InputLimits, domain: str, options: BatchOptions, on_complete: object, *, awaits: bool
+    call: str,
+    limits: InputLimits,
+    domain: str,
+    options: BatchOptions,
+    on_complete: object,
+    *,
+    awaits: bool,
+    known: type = BatchOptions,
 ) -> NewBatch:
-    """Check everything about a new batch but its commands. `awaits` says that an async function may be its callback."""
-    refuse_unknown(call, options, BatchOptions)
+    """Check everything about a new batch but its commands. `awaits` says that an async function may be its callback.
+
+    `known` are all options of the call.
+    """
+    refuse_unknown(call, options, known)
+    canary, budget = cast(CreateOptions, options).get("canary"), options.get("budget")
     name, custom_data, stage = options.get("name"), options.get("custom_data"), options.get("stage")
     chosen = given(batch_id=options.get("batch_id"), job_of_batch=options.get("job_id"))
     problems = problems_of(limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data)
     callback, callback_id = None, None
     if not isinstance(on_complete, BatchCommand | None):
         problems += _wrong_function(on_complete, awaits=awaits)
+    problems += _wrong_guards(canary, budget)
     refuse(problems + problems_of(limits, dedup=options.get("dedup")))
     if isinstance(on_complete, BatchCommand):
         callback, callback_id = callback_of(limits, domain, on_complete)
     text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
     batch_id = options.get("batch_id") or new_id()
-    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id_of(options.get("job_id")), stage)
+    if callback_id is not None and budget is not None and budget.on_exceeded is not None:
+        refuse_repeated_ids(domain, [callback_id, *given(id=budget.on_exceeded.command_id).values()])
+    guards = None
+    if canary is not None or budget is not None:
+        guards = NO_GUARDS | (budget_columns(limits, domain, budget) or {}) | (canary.columns() if canary else {})
+    job_id = job_id_of(options.get("job_id"))
+    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id, stage, guards)
+
+
+def _wrong_guards(canary: object, budget: object) -> list[Problem]:
+    problems = []
+    if not isinstance(canary, Canary | None):
+        problems.append(wrong(canary, "canary", "a Canary, for example Canary(size=50)"))
+    if not isinstance(budget, FailureBudget | None):
+        problems.append(wrong(budget, "budget", "a FailureBudget, for example FailureBudget(share=0.02)"))
+    return problems
+
+
+def budget_columns(limits: InputLimits, domain: str, budget: FailureBudget | None) -> dict[str, Any] | None:
+    """Check a failure budget: what the row of its batch keeps of it, if there is one."""
+    refuse(_wrong_guards(None, budget))
+    if budget is None:
+        return None
+    asked = budget.on_exceeded
+    return budget.columns(None if asked is None else callback_of(limits, domain, asked, path="budget/on_exceeded")[0])
 
 
 def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchCommand], first: int = 0) -> list[NewCommand]:
@@ -163,13 +220,19 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     if not checked and not first:
         message = "found no commands, wanted at least one; open_batch may stay empty"
         raise InvalidCommandError([Problem("EMPTY_BATCH", "/commands", message)])
+    size = None if batch.guards is None else batch.guards["canary"]
+    if size is not None and size > len(checked):
+        message = f"found {size:,}, but the batch has {counted(len(checked), 'command')}; wanted no more than that"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/canary/size", message)])
     taken = (command.command_id for command in checked if command.domain is None)
     if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
     return checked
 
 
-def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str = "batch") -> tuple[str, UUID | None]:
+def callback_of(
+    limits: InputLimits, domain: str, command: BatchCommand, of: str = "batch", path: str = "on_complete"
+) -> tuple[str, UUID | None]:
     """The command that is sent on completion, as the row of its batch or job keeps it, and its id if it was chosen.
 
     The completed batch, or job, is added to its data when it is sent.
@@ -177,21 +240,21 @@ def callback_of(limits: InputLimits, domain: str, command: BatchCommand, of: str
     data = {} if command.data is None else command.data
     if not isinstance(data, dict) or of in data:
         message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/data", message)])
+        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
     if command.run_at is not None:
         message = f"a callback is sent when its {of} completes and cannot have a time of its own"
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/run_at", message)])
+        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/run_at", message)])
     if command.domain is not None:
         message = f"a callback runs in the domain of its {of} and cannot have one of its own"
-        raise InvalidCommandError([Problem("INVALID_OPTION", "/on_complete/domain", message)])
+        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/domain", message)])
     try:
         [checked] = check_all(domain, [command], limits)
     except InvalidCommandError as refused:
-        problems = [replace(p, path=f"/on_complete{p.path}", index=None) for p in refused.problems]
+        problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data}
     del row["run_at"], row["domain"]
-    return encoded(row, "/on_complete", WIDEST), command.command_id
+    return encoded(row, f"/{path}", WIDEST), command.command_id
 
 
 def _wrong_function(on_complete: object, *, awaits: bool) -> list[Problem]:

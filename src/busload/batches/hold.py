@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 from uuid import UUID
 
 from busload.errors import BatchNotFoundError, InvalidOperationError
@@ -21,10 +23,15 @@ def hold(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> P
     return not held
 
 
-def resume(domain: str, batch_id: UUID, *, operator: str | None) -> Plan[bool]:
-    """Let a held batch go on. Returns False if it was not held. Needs a transaction."""
+def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping[str, Any] | None = None) -> Plan[bool]:
+    """Let a held batch go on, with another failure budget if one is given, as columns. Needs a transaction.
+
+    Returns False if the batch was not held: then nothing changes.
+    """
     held, _ = yield from _lock(domain, batch_id)
     if held:
+        if budget is not None:
+            yield from execute(SQL.set_budget, batch_id=batch_id, **budget)
         yield from execute(SQL.resume, batch_id=batch_id, operator=operator)
     return held
 

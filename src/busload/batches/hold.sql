@@ -9,6 +9,20 @@ SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL
 -- Hold the batch, and take its loads out of the queue and the outbox.
 SELECT busload.hold_batches(ARRAY[%(batch_id)s::uuid], 'OPERATOR', %(operator)s::text, %(reason)s::text);
 
+-- name: set_budget
+-- Give a batch another failure budget, which counts from here. The command to send when it is exceeded stays
+-- unless there is a new one.
+WITH forgotten AS (
+    DELETE FROM busload.batch_cause WHERE batch_id = %(batch_id)s::uuid
+)
+UPDATE busload.batch
+   SET budget_share = %(share)s::float8::numeric,
+       budget_at_least = %(at_least)s::integer,
+       budget_per_cause = %(per_cause)s::boolean,
+       budget_from = failed_count + in_troubleshooting_count,
+       on_exceeded = coalesce(%(on_exceeded)s::text::json, on_exceeded)
+ WHERE batch_id = %(batch_id)s::uuid;
+
 -- name: resume
 -- Let the batch go on, and put its loads into the queue.
 SELECT busload.resume_batches(ARRAY[%(batch_id)s::uuid], %(operator)s::text);

@@ -101,7 +101,7 @@ class OpenBatch:
         self._sealed = True
 
     async def __aenter__(self) -> Self:
-        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=True)
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
         await self._database.write(opening, self._conn)
         self._opened(self.batch_id)
         self._entered = True

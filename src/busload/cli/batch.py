@@ -11,6 +11,7 @@ from uuid import UUID
 import click
 
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName
+from busload.batches.guards import FailureBudget
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
 from busload.cli.command import explained
@@ -39,6 +40,7 @@ BATCH = View[BatchMetadata](
     " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
     " held=held_at held_reason held_by held_note"
+    " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
 )
 TRAIL = View[AuditEvent]("AT EVENT=type OPERATOR DETAILS", nothing="Nothing has happened to it yet.", elastic="DETAILS")
 DISPATCH = View[DispatchReport](
@@ -130,14 +132,22 @@ def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, opera
 
 
 @batch.command()
+@click.option("--budget", type=float, metavar="SHARE", help="From here on this share of all commands may fail.")
+@click.option("--at-least", type=int, default=0, metavar="N", help="With --budget: so many may fail in any case.")
 @options.operator
 @about("batch")
-def resume(bus: SyncCommandBus, domain: str, batch_id: UUID, *, operator: str) -> Answer:
+def resume(
+    bus: SyncCommandBus, domain: str, batch_id: UUID, *, operator: str, budget: float | None, at_least: int
+) -> Answer:
     """Let a held batch go on, whatever holds it.
 
-    busload batch resume 0198c5d2-7f3a
+    A failure budget that holds it counts from here on.
+
+        busload batch resume 0198c5d2-7f3a
+        busload batch resume 0198c5d2-7f3a --budget 0.05 --at-least 100
     """
-    resumed = bus.resume_batch(domain, batch_id, operator=operator)
+    raised = None if budget is None else FailureBudget(budget, at_least)
+    resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
     said = "Resumed." if resumed else "It was not held."
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed}, said)
 

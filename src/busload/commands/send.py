@@ -53,6 +53,8 @@ class NewBatch:
     """The id of the callback, if the caller chose it."""
     job_id: JobId | None = None
     stage: str | int | None = None
+    guards: Mapping[str, Any] | None = None
+    """Its canary and its failure budget, as columns, if it has any."""
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -187,7 +189,8 @@ def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | 
     ids = [command.command_id for command in commands]
     if dedup is not None:
         return patient(lambda: create_batch_once(batch, commands, dedup), batch.batch_id, ids)
-    return Write(create_batch(batch, commands), batch.batch_id, ids, one_statement=in_one_statement(commands))
+    one_statement = batch.guards is None and in_one_statement(commands)
+    return Write(create_batch(batch, commands), batch.batch_id, ids, one_statement=one_statement)
 
 
 def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int, via: Via = NO_BROKER) -> Plan[None]:
@@ -333,6 +336,7 @@ def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_
         if violation.diag.table_name == "batch":
             raise already_exists(batch.batch_id) from None
         yield from _refuse_existing(batch.domain, commands)
+    yield from _guard(batch, via)
     return placed
 
 
@@ -357,6 +361,18 @@ def open_batch(batch: NewBatch) -> Plan[None]:
         yield from execute(SQL.open_batch, **batch.columns(), total=0, sealed=False)
     except pg.UniqueViolation:
         raise already_exists(batch.batch_id) from None
+    yield from _guard(batch, NO_BROKER)
+
+
+def _guard(batch: NewBatch, via: Via) -> Plan[None]:
+    """Give a new batch its canary and its budget: statements that only batches which have one need."""
+    if batch.guards is None:
+        return
+    about = {"batch_id": batch.batch_id, **batch.guards}
+    if about["share"] is not None:
+        yield from execute(SQL.give_budget, **about)
+    if about["canary"] is not None:
+        yield from execute(SQL.begin_canary, transport=via.transport, **about)
 
 
 def seal(domain: str, batch_id: UUID) -> Plan[bool]:

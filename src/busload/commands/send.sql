@@ -238,6 +238,21 @@ WITH opened AS (
 INSERT INTO busload.event (type, batch_id)
 SELECT 'BATCH_SEALED', batch_id FROM opened WHERE sealed_at IS NOT NULL;
 
+-- name: give_budget
+-- Give a batch that was just written its failure budget.
+UPDATE busload.batch
+   SET budget_share = %(share)s::float8::numeric,
+       budget_at_least = %(at_least)s::integer,
+       budget_per_cause = %(per_cause)s::boolean,
+       budget_from = 0,
+       on_exceeded = %(on_exceeded)s::text::json
+ WHERE batch_id = %(batch_id)s::uuid;
+
+-- name: begin_canary
+-- Have some commands of a batch that was just written run before all others.
+SELECT busload.begin_canary(%(batch_id)s::uuid, %(canary)s::integer, %(within)s::interval,
+                            %(transport)s::text);
+
 -- name: raise_total
 -- Whoever writes commands of a batch raises the total of the batch first. No row: there is no such batch, or
 -- it is sealed.

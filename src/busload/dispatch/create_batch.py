@@ -66,14 +66,16 @@ def default_strategy(named: str | None, transport: object) -> Strategy | None:
     return Strategy(named)
 
 
-def published_by(asked: str | None, default: Strategy | None, via: Via, *, joins: bool, dedup: bool) -> Strategy | None:
+def published_by(
+    asked: str | None, default: Strategy | None, via: Via, *, joins: bool, waits: Sequence[str]
+) -> Strategy | None:
     """How a batch is published; if None, the number of its commands decides that.
 
     `joins` says that the batch is written in a transaction of the caller's: then the relay publishes it, since nothing
-    is published before the commit.
+    is published before the commit. `waits` are options with which the relay publishes, too.
     """
     if asked is None:
-        return Strategy.RELAY if joins or dedup else default
+        return Strategy.RELAY if joins or waits else default
     strategy = choice(Strategy, asked, "dispatch", writes=True)
     why = None
     if via.transport is None:
@@ -82,8 +84,8 @@ def published_by(asked: str | None, default: Strategy | None, via: Via, *, joins
         return strategy
     elif joins:
         why = "conn= was given too, and nothing is published before your commit; leave it out, a relay publishes"
-    elif dedup:
-        why = "dedup= was given too, with which the relay publishes; leave one of them out"
+    elif waits:
+        why = f"{waits[0]}= was given too, with which the relay publishes; leave one of them out"
     if why is not None:
         refuse([Problem("INVALID_OPTION", "/dispatch", f"found {str(asked)!r}, but {why}")])
     return strategy

@@ -1,7 +1,7 @@
 """Why a batch or a command is not finished."""
 
+from busload.explain.blockers import Blocker, Reason
 from busload.explain.explanation import Explanation
-from busload.explain.reasons import Blocker, Reason
 
 __all__ = [
     "Blocker",

@@ -9,8 +9,9 @@ from datetime import datetime
 from uuid import UUID
 
 from busload.commands.wording import counted, span
+from busload.explain.blockers import Blocker, Reason
 from busload.explain.facts import Facts, read_batch, read_command
-from busload.explain.reasons import Blocker, Reason, reasons_of
+from busload.explain.reasons import reasons_of
 from busload.postgres.plan import Plan
 
 

@@ -145,6 +145,15 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """How many commands of a batch run before all others, how many have completed, and by when they are to."""
+
+    size: int | None
+    completed: int | None
+    until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """The domain of the commands: who serves it, and what else it has to do."""
 
@@ -180,6 +189,8 @@ class Facts:
     """When the batch was canceled."""
     hold: Hold | None = None
     """What holds the batch, if it is held."""
+    canary: Canary = Canary(None, None, None)
+    """The canary of the batch, if it has one."""
     total: int = 1
     ended: int
     places: Places = Places()
@@ -225,7 +236,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *rest = rows[
         0
     ]
-    hold, ids = _hold(*rest[:4]), rest[4:]
+    hold, ids, canary = _hold(*rest[:4]), rest[4:6], Canary(*rest[6:])
     facts = Facts(
         now=now,
         domain=domain,
@@ -239,6 +250,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
         canceled_at=canceled_at,
         completed_at=completed_at,
         hold=hold,
+        canary=canary,
     )
     if completed_at is None:
         return (yield from _with_places_of_all_domains(facts, *ids))
@@ -258,7 +270,7 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
     rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
     if not rows:
         return None
-    now, id, batch_id, command_type, status, created_at, canceled_at, stopping_since, lease_id, items, *hold = rows[0]
+    now, id, batch_id, command_type, status, created_at, canceled_at, stopping_since, lease_id, items, *rest = rows[0]
     facts = Facts(
         now=now,
         domain=domain,
@@ -270,7 +282,8 @@ def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
         created_at=created_at,
         canceled_at=canceled_at,
         stopping_since=stopping_since,
-        hold=_hold(*hold),
+        hold=_hold(*rest[:4]),
+        canary=Canary(*rest[4:]),
         events=int(items) if items is not None and items.isdecimal() else None,
     )
     return facts if facts.ended else (yield from _with_places(facts, id, id, lease_id))

@@ -17,7 +17,7 @@ greatest(lo, %(first)s::bigint) AS lo, least(hi, %(last)s::bigint) AS hi
 SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.canceled_count,
        b.created_at, b.started_at, b.sealed_at, b.canceled_at, b.completed_at,
        (b.on_complete ->> 'command_id')::uuid, b.held_at, b.held_reason, b.held_by, b.held_note,
-       first.id, last.id | 1023
+       first.id, last.id | 1023, b.canary_count, b.completed_count, b.canary_until
   FROM busload.batch AS b
   LEFT JOIN LATERAL (SELECT id FROM busload.command
                       WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id LIMIT 1) AS first ON true
@@ -176,7 +176,7 @@ SELECT now(), s.id, s.batch_id, s.command_type, s.status, s.created_at, b.cancel
             THEN (SELECT since FROM busload.stopping WHERE command = s.id) END,
        CASE WHEN s.status = 'IN_PROGRESS' THEN (left(s.execution_id::text, 33) || '000')::uuid END,
        CASE WHEN s.command_type = 'busload.Group' THEN s.data ->> 'items' END,
-       b.held_at, b.held_reason, b.held_by, b.held_note
+       b.held_at, b.held_reason, b.held_by, b.held_note, b.canary_count, b.completed_count, b.canary_until
   FROM busload.command_status AS s
   LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
  WHERE s.domain = %(domain)s::text AND s.command_id = %(command_id)s::uuid;

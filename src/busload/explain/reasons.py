@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 from busload.commands.wording import counted, span
+from busload.explain.blockers import Blocker, Reason
 from busload.explain.facts import Facts, Failure, Hold, Parked, Ready, Running, Unconfirmed, Waiting
 from busload.limits.pause import Pause
 from busload.tasks.track import TRACKED
@@ -17,48 +16,8 @@ NOT_RELAYED = timedelta(seconds=10)
 """A load may be due in the outbox for this long before an explanation says that nobody relays it."""
 
 
-class Blocker(StrEnum):
-    """What keeps a batch or a command from being finished, the most urgent first."""
-
-    label: str
-
-    def __new__(cls, code: str, label: str) -> Self:
-        blocker = str.__new__(cls, code)
-        blocker._value_, blocker.label = code, label
-        return blocker
-
-    NOT_SEALED = "NOT_SEALED", "not sealed"
-    CANCELING = "CANCELING", "being canceled"
-    HELD = "HELD", "held"
-    PAUSED = "PAUSED", "paused"
-    NO_WORKER = "NO_WORKER", "without a worker"
-    NOT_CLAIMED = "NOT_CLAIMED", "not claimed"
-    NOT_CONFIRMED = "NOT_CONFIRMED", "refused by the broker"
-    NOT_PUBLISHED = "NOT_PUBLISHED", "not published"
-    IN_TROUBLESHOOTING = "IN_TROUBLESHOOTING", "waiting for a person"
-    NO_HANDLER = "NO_HANDLER", "without a handler"
-    WORKER_LOST = "WORKER_LOST", "held by a lost worker"
-    RUNNING_LONG = "RUNNING_LONG", "running long"
-    IN_NO_PLACE = "IN_NO_PLACE", "in no place"
-    RATE_LIMITED = "RATE_LIMITED", "held up by a rate limit"
-    LIMITED = "LIMITED", "waiting for a concurrency limit"
-    BACKOFF = "BACKOFF", "waiting for the next attempt"
-    RUN_AT = "RUN_AT", "waiting for their time"
-    BEHIND_PRIORITY = "BEHIND_PRIORITY", "behind higher priority"
-    CALLBACK_FAILING = "CALLBACK_FAILING", "callback failing"
-    CALLBACK_WAITING = "CALLBACK_WAITING", "callback waiting"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """One thing that is in the way: of how many commands, since when, and what to do about it."""
-
-    code: Blocker
-    count: int
-    since: datetime | None
-    message: str
-    advice: str
-    details: dict[str, Any] = field(default_factory=dict)
+_HOLDS = {"CANARY": Blocker.CANARY, "BUDGET": Blocker.BUDGET}
+"""The code of a hold that no person has ordered."""
 
 
 def reasons_of(facts: Facts) -> tuple[Reason, ...]:
@@ -89,7 +48,7 @@ def _reasons(facts: Facts) -> Iterator[Reason]:
                     yield from _in_the_outbox(part, held)
                 yield from _not_taken(part)
             for waiting in part.places.waiting:
-                if waiting.reason != "HELD" or facts.hold is None:
+                if waiting.reason not in ("HELD", "CANARY") or facts.hold is None:
                     yield _not_due(part, waiting)
             yield from _running_long(part)
     for part in facts.parts or (facts,):
@@ -155,7 +114,7 @@ def _held(facts: Facts, hold: Hold) -> Iterator[Reason]:
     by = f" by {hold.operator}" if hold.operator else by
     why = f": {_line(hold.note)}" if hold.note else ""
     yield Reason(
-        Blocker.HELD,
+        _HOLDS.get(hold.reason, Blocker.HELD),
         count,
         hold.since,
         f"{_are(count)} waiting, but the batch was held {_ago(facts, hold.since)}{by}{why}.",
@@ -327,6 +286,15 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
                 "run now, and on which workers."
             )
             details = {"limits": list(waiting.limits)}
+        case "CANARY":
+            code, canary = Blocker.CANARY, facts.canary
+            until = "" if canary.until is None else f"; they are to have completed {_until(facts, canary.until)}"
+            message = (
+                f"{_are(count)} waiting for the canary of their batch: {canary.completed or 0:,} of the "
+                f"{counted(canary.size or 0, 'command')} that run first have completed{until}."
+            )
+            advice = "Nothing to do: when all of these have completed, the others are let go."
+            details = {"canary": canary.size, "completed": canary.completed, "until": canary.until}
         case "HELD":
             code = Blocker.HELD
             message = f"{_are(count)} held back until their batch lets them go."

@@ -12,6 +12,7 @@ from uuid import UUID
 from busload.batches.batch import (
     BatchMetadata,
     BatchOptions,
+    CreateOptions,
     SyncBatchCompletionCallback,
     find_batch,
     members,
@@ -132,7 +133,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         dispatch: Strategy | DispatchName | None = None,
         checkpoint_size: int = 1000,
         conn: Connection | None = None,
-        **options: Unpack[BatchOptions],
+        **options: Unpack[CreateOptions],
     ) -> UUID:
         """Create a batch with all its `commands` in one transaction, and return its id.
 
@@ -151,12 +152,15 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         """
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
-        batch = new_batch("create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS)
+        batch = new_batch(
+            "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
+        )
         checked = partial(members, self._limits, batch)
         if self.transport is None and dispatch is None:
             self.database.write(send.write_batch(batch, checked(commands), dedup), conn)
         else:
-            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, dedup=dedup is not None)
+            waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
+            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
             if strategy is Strategy.RELAY:
                 self.database.write(write_for_relay(batch, checked(commands), dedup, self.via), conn)
             else:

@@ -99,7 +99,7 @@ class SyncOpenBatch:
         self._sealed = True
 
     def __enter__(self) -> Self:
-        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=True)
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
         self._database.write(opening, self._conn)
         self._opened(self.batch_id)
         self._entered = True

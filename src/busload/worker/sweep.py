@@ -6,7 +6,7 @@ import logging
 
 from psycopg.errors import LockNotAvailable
 
-from busload.batches import cancel, hold
+from busload.batches import cancel, guards, hold
 from busload.commands import cancel as cancel_command
 from busload.commands import rescue
 from busload.commands.wording import counted
@@ -28,6 +28,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         returned = await _rescue(conn, worker, judge)
         canceled = await _cancel_stragglers(conn)
         async with conn.transaction():
+            overdue = await perform_async(conn, guards.hold_overdue())
             await perform_async(conn, hold.withhold_stragglers())
         async with conn.transaction():
             stopped = await perform_async(conn, cancel_command.cancel_stragglers())
@@ -41,6 +42,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         )
     if stopped:
         log.info("Canceled %s that were handed back after they had been asked to stop", counted(stopped, "command"))
+    if overdue:
+        log.warning("Held %s whose canary has not ended in its time", counted(overdue, "batch", "batches"))
     if canceled:
         log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
 

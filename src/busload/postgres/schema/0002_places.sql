@@ -40,15 +40,16 @@ CREATE TABLE busload.scheduled (
     LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
     run_at timestamptz NOT NULL,
     reason text        NOT NULL
-           CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD')),
+           CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD', 'CANARY')),
     -- Of LIMITED: the concurrency limit and the value of its `by` that the command waits for, and how many
     -- commands one call takes.
     limit_name    text,
     limit_subject text,
     per_call      integer,
     PRIMARY KEY (hi),
-    -- What is HELD is never due: whoever resumes its batch puts it into the queue.
-    CONSTRAINT held_for_ever CHECK ((reason = 'HELD') = (run_at = 'infinity'))
+    -- What is HELD, or waits for the CANARY of its batch, is never due: whoever lets it go puts it into the
+    -- queue.
+    CONSTRAINT held_for_ever CHECK ((reason IN ('HELD', 'CANARY')) = (run_at = 'infinity'))
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX scheduled_due ON busload.scheduled (run_at);
 CREATE INDEX scheduled_limited ON busload.scheduled (limit_name, limit_subject, hi) WHERE reason = 'LIMITED';

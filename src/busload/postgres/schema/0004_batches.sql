@@ -35,6 +35,18 @@ CREATE TABLE busload.batch (
     held_reason              text,        -- what holds it: a person, its canary or its failure budget
     held_by                  text,        -- the operator, if a person holds it
     held_note                text,        -- why, in words for people
+    -- The canary: how many commands run before all others, and by when they are to have completed. The others
+    -- were let go at canary_ended_at.
+    canary_count             integer,
+    canary_until             timestamptz,
+    canary_ended_at          timestamptz,
+    -- The failure budget: how large a share of all commands may fail, and how many at least. Failures before
+    -- the last resume, budget_from, no longer count.
+    budget_share             numeric,
+    budget_at_least          integer,
+    budget_per_cause         boolean,
+    budget_from              integer,
+    on_exceeded              json,        -- the command to send when the budget is exceeded
     CONSTRAINT valid_status CHECK (
         status IN ('PENDING', 'IN_PROGRESS', 'COMPLETED', 'COMPLETED_WITH_FAILURES')),
     CONSTRAINT exact_counts CHECK (
@@ -55,6 +67,8 @@ CREATE INDEX batch_canceling ON busload.batch (batch_id)
     WHERE canceled_at IS NOT NULL AND completed_at IS NULL;
 CREATE INDEX batch_withheld  ON busload.batch (batch_id)
     WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL;
+CREATE INDEX batch_canary    ON busload.batch (canary_until)
+    WHERE canary_until IS NOT NULL AND canary_ended_at IS NULL AND completed_at IS NULL;
 CREATE INDEX batch_ended     ON busload.batch (completed_at, batch_id)
     WHERE completed_at IS NOT NULL AND pruned_at IS NULL;
 CREATE INDEX batch_pruned    ON busload.batch (batch_id) WHERE pruned_at IS NOT NULL;
@@ -126,9 +140,10 @@ BEGIN
     END LOOP;
 END $$;
 
--- Put the HELD loads of these batches into the queue, and tell the workers of their domains. The caller holds
--- the rows of the batches.
-CREATE FUNCTION busload.release_held(batches uuid[]) RETURNS void
+-- Put the loads of these batches that wait for `what`, HELD or CANARY, into the queue, and tell the workers
+-- of their domains. A load that has waited for the canary may have a run_at that has not come. The caller
+-- holds the rows of the batches.
+CREATE FUNCTION busload.release_held(batches uuid[], what text) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     b record;
@@ -138,12 +153,20 @@ BEGIN
             DELETE FROM busload.scheduled
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled
                                     WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
-                                      AND reason = 'HELD'
+                                      AND reason = what
                                     ORDER BY hi FOR UPDATE))
             RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+        ), load AS MATERIALIZED (
+            SELECT held.*, c.run_at
+              FROM held LEFT JOIN busload.command AS c ON c.id = held.lo AND what = 'CANARY'
+        ), later AS (
+            INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority,
+                                           attempt, forgiven, crashes, replies, run_at, reason)
+            SELECT load.*, 'RUN_AT' FROM load WHERE run_at > now()
         )
         INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
-        SELECT * FROM held;
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+          FROM load WHERE run_at IS NULL OR run_at <= now();
         PERFORM pg_notify('busload_ready', domain)
            FROM (SELECT DISTINCT domain FROM busload.queue
                   WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id) AS domains;
@@ -168,11 +191,15 @@ BEGIN
         UPDATE busload.batch AS b
            SET held_at = statement_timestamp(), held_reason = what, held_by = who, held_note = why
           FROM free WHERE b.batch_id = free.batch_id
-        RETURNING b.batch_id
+        RETURNING b.*
     ), noted AS (
         INSERT INTO busload.event (type, batch_id, operator, details)
         SELECT 'BATCH_HELD', batch_id, who,
-               json_build_object('held_reason', what, 'reason', why)
+               CASE what WHEN 'OPERATOR' THEN json_build_object('held_reason', what, 'reason', why)
+                    ELSE json_build_object(
+                        'held_reason', what, 'reason', why, 'total', total_count,
+                        'completed', completed_count, 'failed', failed_count,
+                        'canceled', canceled_count, 'in_troubleshooting', in_troubleshooting_count) END
           FROM marked
     )
     SELECT array_agg(batch_id) INTO held FROM marked;
@@ -184,11 +211,13 @@ BEGIN
     RETURN held;
 END $$;
 
--- Let held batches go on. Returns those that were held until now.
+-- Let held batches go on. Returns those that were held until now. If a canary or a budget held them, a person
+-- has decided: the canary is over, and the budget counts from here.
 CREATE FUNCTION busload.resume_batches(batches uuid[], who text) RETURNS uuid[]
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     resumed uuid[];
+    decided uuid[];     -- those that a canary or a budget held
 BEGIN
     WITH held AS MATERIALIZED (
         SELECT batch_id, held_at, held_reason FROM busload.batch
@@ -196,18 +225,30 @@ BEGIN
          ORDER BY batch_id FOR NO KEY UPDATE
     ), marked AS (
         UPDATE busload.batch AS b
-           SET held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL
+           SET held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL,
+               canary_ended_at = CASE WHEN b.canary_until IS NOT NULL AND held.held_reason <> 'OPERATOR'
+                                      THEN coalesce(b.canary_ended_at, statement_timestamp())
+                                      ELSE b.canary_ended_at END,
+               budget_from = CASE WHEN b.budget_share IS NOT NULL AND held.held_reason = 'BUDGET'
+                                  THEN b.failed_count + b.in_troubleshooting_count
+                                  ELSE b.budget_from END
           FROM held WHERE b.batch_id = held.batch_id
-        RETURNING b.batch_id
+        RETURNING b.batch_id, held.held_reason
     ), noted AS (
         INSERT INTO busload.event (type, batch_id, operator, details)
         SELECT 'BATCH_RESUMED', batch_id, who,
                json_build_object('held_reason', held_reason, 'held_at', held_at)
           FROM held
     )
-    SELECT array_agg(batch_id) INTO resumed FROM marked;
+    SELECT array_agg(batch_id), array_agg(batch_id) FILTER (WHERE held_reason <> 'OPERATOR')
+      INTO resumed, decided FROM marked;
     IF resumed IS NOT NULL THEN
-        PERFORM busload.release_held(resumed);
+        PERFORM busload.release_held(resumed, 'HELD');
+        IF decided IS NOT NULL THEN
+            PERFORM busload.release_held(decided, 'CANARY');
+            DELETE FROM busload.batch_cause WHERE batch_id = ANY (decided);
+        END IF;
+        PERFORM busload.guard(resumed);   -- while a person held them, a canary may have ended
         PERFORM pg_notify('busload_batch', batch_id::text) FROM unnest(resumed) AS batch_id;
     END IF;
     RETURN resumed;
@@ -226,6 +267,166 @@ CREATE FUNCTION busload.start_batches(batches uuid[], by bigint) RETURNS void
     INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, by FROM started
 $$;
 
+-- How many commands of a batch may fail before its budget is exceeded; null without a budget.
+CREATE FUNCTION busload.failures_allowed(share numeric, at_least integer, total integer) RETURNS integer
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN greatest(at_least, floor(share * total)::integer);
+
+-- Causes of failures in batches that have a budget for each cause, and how often each was the cause.
+CREATE TABLE busload.batch_cause (
+    batch_id    uuid    NOT NULL REFERENCES busload.batch ON DELETE CASCADE,
+    fingerprint text    NOT NULL,
+    failed      integer NOT NULL,
+    PRIMARY KEY (batch_id, fingerprint)
+);
+
+-- Begin the canary of a batch, in the transaction that has written it: all its loads wait, but for `size`
+-- commands, spread evenly over the batch, which are ready, or go to the outbox if there is a broker. The load
+-- that such a command was in is parted around it.
+CREATE FUNCTION busload.begin_canary(guarded uuid, size integer, within interval, broker text) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    b   record;
+    ids bigint[];     -- the canary's commands
+BEGIN
+    SELECT * INTO b FROM busload.ids_of(ARRAY[guarded]);
+    PERFORM busload.withhold(ARRAY[guarded]);
+    UPDATE busload.scheduled AS s SET reason = 'CANARY', run_at = 'infinity'
+     WHERE s.hi BETWEEN b.first AND b.last AND s.batch_id = guarded;
+    WITH load AS MATERIALIZED (
+        SELECT lo, hi, (sum(hi - lo + 1) OVER (ORDER BY hi))::bigint - (hi - lo + 1) AS before
+          FROM busload.scheduled AS s WHERE s.hi BETWEEN b.first AND b.last AND s.batch_id = guarded
+    ), total AS MATERIALIZED (
+        SELECT sum(hi - lo + 1)::bigint AS commands, least(size, sum(hi - lo + 1))::bigint AS chosen FROM load
+    )
+    SELECT array_agg(load.lo + n.nth - load.before ORDER BY n.nth) INTO ids
+      FROM (SELECT (2 * i + 1) * commands / (2 * chosen) AS nth
+              FROM total CROSS JOIN LATERAL generate_series(0, chosen - 1) AS i) AS n
+      JOIN load ON n.nth BETWEEN load.before AND load.before + load.hi - load.lo;
+    UPDATE busload.batch SET canary_count = cardinality(ids), canary_until = now() + within
+     WHERE batch_id = guarded;
+
+    WITH parted AS (
+        DELETE FROM busload.scheduled AS s
+         WHERE s.hi BETWEEN b.first AND b.last AND s.batch_id = guarded
+           AND EXISTS (SELECT FROM unnest(ids) AS id WHERE id BETWEEN s.lo AND s.hi)
+        RETURNING s.*
+    ), canary AS MATERIALIZED (
+        SELECT p.*, c.id, c.run_at AS later,
+               coalesce(lag(c.id) OVER around + 1, p.lo) AS after,
+               lead(c.id) OVER around IS NULL AS last
+          FROM parted AS p
+          JOIN unnest(ids) AS i (id) ON i.id BETWEEN p.lo AND p.hi
+          JOIN busload.command AS c ON c.id = i.id
+        WINDOW around AS (PARTITION BY p.hi ORDER BY c.id)
+    ), rest AS (
+        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
+        SELECT after, id - 1, domain, batch_id, priority, replies, run_at, reason
+          FROM canary WHERE after < id
+        UNION ALL
+        SELECT id + 1, hi, domain, batch_id, priority, replies, run_at, reason
+          FROM canary WHERE last AND id < hi
+        UNION ALL
+        SELECT id, id, domain, batch_id, priority, replies, later, 'RUN_AT'
+          FROM canary WHERE later > now()
+    ), published AS (
+        INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport)
+        SELECT id, id, domain, batch_id, priority, replies, broker
+          FROM canary WHERE broker IS NOT NULL AND (later IS NULL OR later <= now())
+    )
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
+    SELECT id, id, domain, batch_id, priority, replies
+      FROM canary WHERE broker IS NULL AND (later IS NULL OR later <= now());
+END $$;
+
+-- Look after batches that have a canary or a failure budget. The caller holds their rows. A batch is held
+-- when its budget is exceeded, or when a command of its canary has failed. When the canary has completed,
+-- the others are let go.
+CREATE FUNCTION busload.guard(batches uuid[]) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    b        busload.batch;
+    failures integer;
+    allowed  integer;
+    used     integer;
+BEGIN
+    FOR b IN SELECT * FROM busload.batch
+              WHERE batch_id = ANY (batches)
+                AND held_at IS NULL AND canceled_at IS NULL AND completed_at IS NULL
+              ORDER BY batch_id LOOP
+        failures := b.failed_count + b.in_troubleshooting_count;
+        allowed := busload.failures_allowed(b.budget_share, b.budget_at_least, b.total_count);
+        used := CASE WHEN b.budget_per_cause
+                     THEN (SELECT max(failed) FROM busload.batch_cause AS c WHERE c.batch_id = b.batch_id)
+                     ELSE failures - b.budget_from END;
+        IF used > allowed THEN
+            PERFORM busload.hold_batches(ARRAY[b.batch_id], 'BUDGET', NULL, format(
+                '%s of %s commands have failed or wait for a person%s, and its budget allows %s.',
+                used, b.total_count,
+                CASE WHEN b.budget_per_cause THEN ' for one cause'
+                     WHEN b.budget_from > 0 THEN ' since it was resumed' ELSE '' END, allowed));
+            IF b.on_exceeded IS NOT NULL THEN   -- the id that was chosen serves the first time
+                PERFORM busload.send_callback(h, h.on_exceeded, CASE
+                            WHEN EXISTS (SELECT FROM busload.command AS c
+                                          WHERE c.domain = h.domain
+                                            AND c.command_id = (h.on_exceeded ->> 'command_id')::uuid)
+                            THEN gen_random_uuid() ELSE (h.on_exceeded ->> 'command_id')::uuid END)
+                   FROM busload.batch AS h WHERE h.batch_id = b.batch_id;
+            END IF;
+        ELSIF b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL THEN
+            IF failures > 0 THEN
+                PERFORM busload.hold_batches(ARRAY[b.batch_id], 'CANARY', NULL, format(
+                    '%s of the %s commands that run first %s failed or %s for a person.',
+                    failures, b.canary_count, CASE failures WHEN 1 THEN 'has' ELSE 'have' END,
+                    CASE failures WHEN 1 THEN 'waits' ELSE 'wait' END));
+            ELSIF b.completed_count >= b.canary_count THEN
+                UPDATE busload.batch SET canary_ended_at = statement_timestamp() WHERE batch_id = b.batch_id;
+                INSERT INTO busload.event (type, batch_id, details)
+                VALUES ('BATCH_CANARY_PASSED', b.batch_id,
+                        json_build_object('canary', b.canary_count, 'completed', b.completed_count));
+                PERFORM busload.release_held(ARRAY[b.batch_id], 'CANARY');
+                PERFORM pg_notify('busload_batch', b.batch_id::text);
+            END IF;
+        END IF;
+    END LOOP;
+END $$;
+
+-- Send the callback of a batch, which is `asked` for with this id, with the batch in its data. If somebody
+-- has used the id meanwhile, there is no callback.
+CREATE FUNCTION busload.send_callback(done busload.batch, asked json, chosen uuid) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    callback bigint := nextval('busload.load_number') * 1024;
+BEGIN
+    INSERT INTO busload.command (id, domain, command_id, command_type, data,
+                                 correlation_id, reply_to, task_key, priority, max_attempts)
+    SELECT callback, done.domain, chosen, c.command_type,
+           (SELECT json_object_agg(key, value) FROM (
+                SELECT key, value FROM json_each(c.data)
+                UNION ALL
+                SELECT 'batch', json_build_object(
+                    'batch_id', done.batch_id,
+                    'name', done.name,
+                    'custom_data', done.custom_data,
+                    'status', done.status,
+                    'total_count', done.total_count,
+                    'completed_count', done.completed_count,
+                    'failed_count', done.failed_count,
+                    'canceled_count', done.canceled_count,
+                    'in_troubleshooting_count', done.in_troubleshooting_count,
+                    'created_at', done.created_at,
+                    'started_at', done.started_at,
+                    'completed_at', done.completed_at)) AS pair),
+           c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts
+      FROM json_to_record(asked)
+           AS c (command_type text, data json, correlation_id uuid,
+                 reply_to text, task_key text, priority smallint, max_attempts smallint)
+        ON CONFLICT ON CONSTRAINT command_once DO NOTHING;
+    INSERT INTO busload.queue (lo, hi, domain, priority, replies)
+    SELECT id, id, domain, priority, reply_to IS NOT NULL FROM busload.command WHERE id = callback;
+    PERFORM pg_notify('busload_ready', done.domain);
+END $$;
+
 -- Completion is decided here and nowhere else, in the transaction of the transition that ended the last
 -- command. The caller holds the rows of these batches. All of them are completed together; only callbacks
 -- are sent one by one.
@@ -235,7 +436,6 @@ DECLARE
     completed integer;
     awaited   uuid[];     -- those that completed and have a callback
     done      busload.batch;
-    callback  bigint;
 BEGIN
     WITH ended AS (
         UPDATE busload.batch
@@ -258,36 +458,8 @@ BEGIN
       FROM ended;
 
     FOR done IN SELECT * FROM busload.batch WHERE batch_id = ANY (awaited) LOOP
-        -- The command_id was chosen when the batch was created, so there is never a second callback. If
-        -- somebody has used the id meanwhile, the batch completes without a callback.
-        callback := nextval('busload.load_number') * 1024;
-        INSERT INTO busload.command (id, domain, command_id, command_type, data,
-                                     correlation_id, reply_to, task_key, priority, max_attempts)
-        SELECT callback, done.domain, c.command_id, c.command_type,
-               (SELECT json_object_agg(key, value) FROM (
-                    SELECT key, value FROM json_each(c.data)
-                    UNION ALL
-                    SELECT 'batch', json_build_object(
-                        'batch_id', done.batch_id,
-                        'name', done.name,
-                        'custom_data', done.custom_data,
-                        'status', done.status,
-                        'total_count', done.total_count,
-                        'completed_count', done.completed_count,
-                        'failed_count', done.failed_count,
-                        'canceled_count', done.canceled_count,
-                        'in_troubleshooting_count', done.in_troubleshooting_count,
-                        'created_at', done.created_at,
-                        'started_at', done.started_at,
-                        'completed_at', done.completed_at)) AS pair),
-               c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts
-          FROM json_to_record(done.on_complete)
-               AS c (command_id uuid, command_type text, data json, correlation_id uuid,
-                     reply_to text, task_key text, priority smallint, max_attempts smallint)
-            ON CONFLICT ON CONSTRAINT command_once DO NOTHING;
-        INSERT INTO busload.queue (lo, hi, domain, priority, replies)
-        SELECT id, id, domain, priority, reply_to IS NOT NULL FROM busload.command WHERE id = callback;
-        PERFORM pg_notify('busload_ready', done.domain);
+        -- The command_id was chosen when the batch was created, so there is never a second callback.
+        PERFORM busload.send_callback(done, done.on_complete, (done.on_complete ->> 'command_id')::uuid);
     END LOOP;
     IF completed = cardinality(batches) THEN
         RETURN;
@@ -322,6 +494,7 @@ CREATE FUNCTION busload.fold(batches uuid[], completed bigint[], failed bigint[]
 DECLARE
     begun uuid[];     -- a claim that could not have the row of the batch at once leaves the start to us
     ended uuid[];     -- nothing of these is left to run
+    tested uuid[];    -- these have a canary that has not ended, or have used up their failure budget
     heard uuid[];
 BEGIN
     WITH before AS MATERIALIZED (
@@ -340,7 +513,11 @@ BEGIN
                stalled_at  = CASE WHEN d.completed + d.canceled + d.troubleshooting < 0 THEN NULL
                                   ELSE b.stalled_at END,
                notified_at = CASE WHEN b.notified_at < now() - interval '100 ms' THEN now()
-                                  ELSE b.notified_at END
+                                  ELSE b.notified_at END,
+               budget_from = CASE WHEN b.budget_from > 0   -- what is tried again is no failure now
+                                  THEN least(b.budget_from, b.failed_count + d.failed
+                                             + b.in_troubleshooting_count + d.troubleshooting)
+                                  ELSE b.budget_from END
           FROM before
           JOIN unnest(batches, completed, failed, canceled, troubleshooting)
                AS d (batch_id, completed, failed, canceled, troubleshooting) ON d.batch_id = before.batch_id
@@ -350,8 +527,13 @@ BEGIN
     SELECT array_agg(batch_id) FILTER (WHERE begins),
            array_agg(batch_id) FILTER (
               WHERE completed_count + failed_count + canceled_count + in_troubleshooting_count = total_count),
+           array_agg(batch_id) FILTER (
+              WHERE held_at IS NULL
+                AND (canary_until IS NOT NULL AND canary_ended_at IS NULL
+                     OR failed_count + in_troubleshooting_count - budget_from
+                        > busload.failures_allowed(budget_share, budget_at_least, total_count))),
            array_agg(batch_id) FILTER (WHERE notified_at = now())
-      INTO begun, ended, heard
+      INTO begun, ended, tested, heard
       FROM counted;
 
     IF begun IS NOT NULL THEN
@@ -360,6 +542,9 @@ BEGIN
     END IF;
     IF ended IS NOT NULL THEN
         PERFORM busload.decide(ended);
+    END IF;
+    IF tested IS NOT NULL THEN
+        PERFORM busload.guard(tested);
     END IF;
     IF heard IS NOT NULL THEN
         PERFORM pg_notify('busload_batch', batch_id::text) FROM unnest(heard) AS batch_id;
@@ -372,7 +557,8 @@ DECLARE
     d record;
 BEGIN
     SELECT array_agg(batch_id) AS batches, array_agg(completed) AS completed, array_agg(failed) AS failed,
-           array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting
+           array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting,
+           bool_or(failed + troubleshooting > 0) AS failing
       INTO d
       FROM (SELECT batch_id,
                    count(*) FILTER (WHERE outcome = 'COMPLETED')       AS completed,
@@ -385,6 +571,17 @@ BEGIN
     IF d.batches IS NOT NULL THEN
         PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, true);
     END IF;
+    IF d.failing THEN   -- few batches have a budget for each cause, and nothing is written for the others
+        INSERT INTO busload.batch_cause AS c (batch_id, fingerprint, failed)
+        SELECT f.batch_id, busload.fingerprint(f.details), count(*)
+          FROM fresh AS f JOIN busload.batch AS b USING (batch_id)
+         WHERE b.budget_per_cause AND f.outcome IN ('FAILED', 'TROUBLESHOOTING')
+         GROUP BY 1, 2 ORDER BY 1, 2
+            ON CONFLICT (batch_id, fingerprint) DO UPDATE SET failed = c.failed + excluded.failed;
+        IF FOUND THEN
+            PERFORM busload.guard(d.batches);
+        END IF;
+    END IF;
     RETURN NULL;
 END $$;
 
@@ -394,7 +591,8 @@ DECLARE
     d record;
 BEGIN
     SELECT array_agg(batch_id) AS batches, array_agg(completed) AS completed, array_agg(0::bigint) AS failed,
-           array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting
+           array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting,
+           bool_or(troubleshooting > 0) AS failing
       INTO d
       FROM (SELECT batch_id,
                    sum(CASE WHEN type = 'OPERATOR_COMPLETED' THEN hi - lo + 1
@@ -411,6 +609,17 @@ BEGIN
              GROUP BY batch_id) AS delta;
     IF d.batches IS NOT NULL THEN
         PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, false);
+    END IF;
+    IF d.failing THEN   -- crashes are one cause
+        INSERT INTO busload.batch_cause AS c (batch_id, fingerprint, failed)
+        SELECT f.batch_id, 'CRASHED', sum(f.hi - f.lo + 1)
+          FROM fresh AS f JOIN busload.batch AS b USING (batch_id)
+         WHERE b.budget_per_cause AND f.type = 'PARKED'
+         GROUP BY 1 ORDER BY 1
+            ON CONFLICT (batch_id, fingerprint) DO UPDATE SET failed = c.failed + excluded.failed;
+        IF FOUND THEN
+            PERFORM busload.guard(d.batches);
+        END IF;
     END IF;
     RETURN NULL;
 END $$;
