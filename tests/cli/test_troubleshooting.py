@@ -291,3 +291,24 @@ async def test_a_group_is_named_instead_of_commands_and_exists(busload: Busload,
         assert (refused.exit_code, refused.stdout) == (exit_code, ""), arguments
         assert "Error: " in refused.stderr
     assert given.database.everything() == before
+
+
+async def test_all_domains_are_listed_together_with_their_total(busload: Busload, given: Given) -> None:
+    _, command_ids = await given.in_troubleshooting(3)
+    given.database.rows("UPDATE busload.command SET domain = 'crm' WHERE command_id = %s", command_ids[1])
+    given.database.rows(
+        "UPDATE busload.troubleshooting SET domain = c.domain FROM busload.command AS c WHERE c.id = command"
+    )
+
+    first = busload("troubleshooting", "ls", "--limit", 2)
+    assert len(first.stdout.splitlines()) == 3
+    assert first.stderr == "2 of 3 commands.\n"
+    assert busload("troubleshooting", "ls").stderr == ""
+    assert "1 of 2 commands." in busload("troubleshooting", "ls", "--domain", DOMAIN, "--limit", 1).stderr
+
+    found = json.loads(busload("troubleshooting", "domains", "--json").stdout)
+    assert [(each["domain"], each["count"]) for each in found] == [(DOMAIN, 2), ("crm", 1)]
+    said = busload("troubleshooting", "domains")
+    assert said.stdout.splitlines()[1].split()[:2] == [DOMAIN, "2"]
+    assert said.stderr == "3 commands in 2 domains.\n"
+    assert busload("troubleshooting", "domains", "--type", "Debit").stderr == "Nothing waits for a person.\n"

@@ -174,6 +174,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "tracker compare": "--table legacy.task_tracker",
             "tracker recover": f"--queue {QUEUE} --waiting-for 1s --dry-run",
             "troubleshooting ls": "--limit 5",
+            "troubleshooting domains": "",
             "troubleshooting groups": "",
             "troubleshooting show": f"{traced}",
             "troubleshooting retry": f"--group {fingerprint} --dry-run",

@@ -13,12 +13,12 @@ import click
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
 from busload.cli.batch import follow
-from busload.cli.find import find_one, id_or_beginning, newest
+from busload.cli.find import find_one, id_or_beginning
 from busload.cli.output import joined, paragraph, shown, tracebacks
 from busload.cli.text_table import View, table
 from busload.commands import search
 from busload.commands.checks import FINGERPRINT
-from busload.commands.command import TroubleshootingItem
+from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode_strict
 from busload.commands.search import IdRange
 from busload.commands.wording import counted
@@ -37,6 +37,7 @@ ITEMS = View[TroubleshootingItem](
     elastic="ERROR",
     spare=("SINCE", "TYPE"),
 )
+DOMAINS = View[TroubledDomain]("DOMAIN COUNT OLDEST NEWEST", nothing="Nothing waits for a person.")
 ITEM = View[TroubleshootingItem](
     "command=command_id domain type=command_type data reason since attempts error details cause=fingerprint"
     " batch=batch_id task_key correlation=correlation_id reply_to",
@@ -79,15 +80,32 @@ def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, li
 @options.command_type
 @options.page(100)
 @answers
-def ls(bus: SyncCommandBus, command_type: str | None, **page: Any) -> Answer:
-    """List what waits for a person, newest first.
+def ls(bus: SyncCommandBus, domain: str | None, command_type: str | None, limit: int, offset: int) -> Answer:
+    """List what waits for a person, newest first, in one domain or in all.
 
         busload troubleshooting ls
         busload troubleshooting ls --json | jq -r '.[].command_id' \\
             | xargs busload troubleshooting retry
     """
-    ask = partial(bus.troubleshooting.list, command_type=command_type)
-    return ITEMS.list(newest(bus, ask, "since", **page))
+    found = bus.troubleshooting.list(domain, command_type=command_type, limit=limit, offset=offset)
+    total = bus.troubleshooting.count(domain, command_type=command_type)
+    notes = [f"{len(found):,} of {counted(total, 'command')}."] if len(found) < total else []
+    return ITEMS.list(found, notes=notes)
+
+
+@troubleshooting.command()
+@options.command_type
+@answers
+def domains(bus: SyncCommandBus, command_type: str | None) -> Answer:
+    """List the domains in which commands wait for a person, those with most first, and the total.
+
+    busload troubleshooting domains
+    busload troubleshooting domains --json | jq 'map(.count) | add'
+    """
+    found = bus.troubleshooting.domains(command_type=command_type)
+    total = sum(each.count for each in found)
+    notes = [f"{counted(total, 'command')} in {counted(len(found), 'domain')}."] if found else []
+    return DOMAINS.list(found, notes=notes)
 
 
 @troubleshooting.command()

@@ -199,6 +199,16 @@ class TroubleshootingItem(SentCommand):
 
 
 @dataclass(frozen=True, slots=True)
+class TroubledDomain:
+    """A domain in which commands wait for a person: how many, and since when the oldest and the newest of them."""
+
+    domain: str
+    count: int
+    oldest: datetime
+    newest: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class AuditEvent:
     """Something that happened to a command, or to a batch."""
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Literal, TypeVar
 from uuid import UUID
 
-from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubleshootingItem
+from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubledDomain, TroubleshootingItem
 from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
 from busload.commands.ids import JobId, job_id_of
 from busload.commands.payload import readable
@@ -123,16 +123,23 @@ def batch_commands(
 
 
 def troubleshooting(
-    domain: str, *, command_type: str | None, limit: int, offset: int
+    domain: str | None, *, command_type: str | None, limit: int, offset: int
 ) -> Plan[list[TroubleshootingItem]]:
-    return many(
-        _troubleshooting_item,
-        SQL.troubleshooting,
-        domain=domain,
-        command_type=command_type,
-        limit=limit,
-        offset=offset,
-    )
+    """Those of one domain or, without one, of all domains together."""
+    page = {"command_type": command_type, "limit": limit, "offset": offset}
+    if domain is None:
+        return many(_troubleshooting_item, SQL.troubleshooting_everywhere, **page)
+    return many(_troubleshooting_item, SQL.troubleshooting, domain=domain, **page)
+
+
+def troubleshooting_domains(domain: str | None, *, command_type: str | None) -> Plan[list[TroubledDomain]]:
+    """The domains in which commands wait for a person, those with most first."""
+    return many(TroubledDomain, SQL.troubleshooting_domains, domain=domain, command_type=command_type)
+
+
+def troubleshooting_find(command_id: UUID) -> Plan[list[TroubleshootingItem]]:
+    """The commands with this id that wait for a person, in whatever domain."""
+    return many(_troubleshooting_item, SQL.troubleshooting_find, command_id=command_id)
 
 
 def troubleshooting_item(domain: str, command_id: UUID) -> Plan[TroubleshootingItem | None]:

@@ -134,6 +134,60 @@ WITH {last_of_page}
  ORDER BY t.since DESC, t.command DESC
  {page};
 
+-- fragment: troubled
+-- The domains in which commands wait for a person. An index finds each next one.
+troubled (domain) AS (
+    SELECT min(domain) FROM busload.troubleshooting
+    UNION ALL
+    SELECT (SELECT min(t.domain) FROM busload.troubleshooting AS t WHERE t.domain > d.domain)
+      FROM troubled AS d
+     WHERE d.domain IS NOT NULL
+)
+
+-- name: troubleshooting_everywhere
+-- The commands of all domains in troubleshooting, the newest first: so many of each domain, merged.
+WITH RECURSIVE {troubled}, newest AS MATERIALIZED (
+    SELECT t.command, t.since
+      FROM troubled AS d
+     CROSS JOIN LATERAL (
+        SELECT t.command, t.since
+          FROM busload.troubleshooting AS t
+         WHERE t.domain = d.domain
+           AND (%(command_type)s::text IS NULL
+                OR EXISTS (SELECT FROM busload.command AS c
+                            WHERE c.id = t.command AND c.command_type = %(command_type)s::text OFFSET 0))
+         ORDER BY t.since DESC, t.command DESC
+         LIMIT %(limit)s::integer + %(offset)s::integer) AS t
+     ORDER BY t.since DESC, t.command DESC
+     {page}
+)
+{item}
+  FROM newest AS n
+ CROSS JOIN LATERAL (SELECT * FROM busload.troubleshooting WHERE command = n.command OFFSET 0) AS t
+ CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id = n.command OFFSET 0) AS c
+ ORDER BY t.since DESC, t.command DESC;
+
+-- name: troubleshooting_domains
+-- How many commands of each domain, of one type or of any, wait for a person, and since when.
+SELECT t.domain, count(*)::integer, min(t.since), max(t.since)
+  FROM busload.troubleshooting AS t
+ WHERE (%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
+   AND (%(command_type)s::text IS NULL
+        OR EXISTS (SELECT FROM busload.command AS c
+                    WHERE c.id = t.command AND c.command_type = %(command_type)s::text OFFSET 0))
+ GROUP BY t.domain
+ ORDER BY count(*) DESC, t.domain;
+
+-- name: troubleshooting_find
+-- Commands in troubleshooting that have this id, in whatever domain.
+WITH RECURSIVE {troubled}
+{item}
+  FROM troubled AS d
+ CROSS JOIN LATERAL (SELECT * FROM busload.command
+                      WHERE domain = d.domain AND command_id = %(command_id)s::uuid OFFSET 0) AS c
+ CROSS JOIN LATERAL (SELECT * FROM busload.troubleshooting WHERE command = c.id OFFSET 0) AS t
+ ORDER BY c.domain;
+
 -- name: troubleshooting_item
 -- One command in troubleshooting.
 {item}

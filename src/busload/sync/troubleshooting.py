@@ -8,8 +8,8 @@ from typing import Any, Unpack
 from uuid import UUID
 
 from busload.commands import search
-from busload.commands.checks import check, encoded
-from busload.commands.command import TroubleshootingItem
+from busload.commands.checks import check, encoded, given
+from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode
 from busload.postgres.connection import Connection
 from busload.postgres.write import patient
@@ -39,15 +39,39 @@ class SyncTroubleshooting:
         return self._database.read(causes.groups(domain, command_type=command_type, limit=limit))
 
     def list(
-        self, domain: str, *, command_type: str | None = None, limit: int = 100, offset: int = 0
+        self, domain: str | None, *, command_type: str | None = None, limit: int = 100, offset: int = 0
     ) -> list[TroubleshootingItem]:
-        """Commands that wait for a person, newest first, with their original data.
+        """Commands that wait for a person, newest first, with their original data; of all domains if it is None.
 
-        At most `limit` of them, after the first `offset`. With `command_type` only commands of that type.
+        At most `limit` of them, after the first `offset`. With `command_type` only commands of that type. `count` tells
+        how many there are.
         """
-        check(self._limits, writes=False, domain=domain, command_type=command_type, limit=limit, offset=offset)
-        plan = search.troubleshooting(domain, command_type=command_type, limit=limit, offset=offset)
+        page: dict[str, Any] = {"command_type": command_type, "limit": limit, "offset": offset}
+        check(self._limits, writes=False, **given(domain=domain), **page)
+        plan = search.troubleshooting(domain, **page)
         return self._database.read(plan)
+
+    def count(self, domain: str | None = None, *, command_type: str | None = None) -> int:
+        """How many commands wait for a person: in a domain or in all, of one `command_type` or of any."""
+        check(self._limits, writes=False, **given(domain=domain), command_type=command_type)
+        plan = search.troubleshooting_domains(domain, command_type=command_type)
+        return sum(each.count for each in self._database.read(plan))
+
+    def domains(self, *, command_type: str | None = None) -> Sequence[TroubledDomain]:
+        """The domains in which commands wait for a person, and how many, those with most first.
+
+        With `command_type` only commands of that type count.
+        """
+        check(self._limits, writes=False, command_type=command_type)
+        return self._database.read(search.troubleshooting_domains(None, command_type=command_type))
+
+    def find(self, command_id: UUID) -> Sequence[TroubleshootingItem]:
+        """The command with this id that waits for a person, whatever its domain is; empty if there is none.
+
+        Ids are unique in a domain only, so there may be several.
+        """
+        check(self._limits, writes=False, command_id=command_id)
+        return self._database.read(search.troubleshooting_find(command_id))
 
     def get(self, domain: str, command_id: UUID) -> TroubleshootingItem | None:
         """One command that waits for a person; None if it does not."""
