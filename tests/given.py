@@ -374,7 +374,8 @@ INVARIANTS = {
         SELECT b.batch_id, 'BATCH_COMPLETED' FROM busload.batch b WHERE b.completed_at IS NOT NULL
            AND NOT EXISTS (SELECT FROM busload.event e WHERE e.batch_id = b.batch_id AND e.type = 'BATCH_COMPLETED')
         UNION ALL
-        SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND b.pruned_at IS NULL AND
+        SELECT b.batch_id, 'callback' FROM busload.batch b WHERE b.on_complete IS NOT NULL AND b.pruned_at IS NULL
+           AND (b.on_complete -> 'stalled_too' IS NULL OR b.stalled_at IS NULL) AND
                (b.completed_at IS NOT NULL)::int <> (SELECT count(*) FROM busload.command c
                  WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid)""",
     "one final execution at most": """

@@ -73,6 +73,13 @@ EXPECTED = {
         "  NO_HANDLER 1: 1 command is of a type that no worker had a handler for: Report. …",
         "  BACKOFF 2: 2 commands failed and will be tried again: … The last error was ConnectionError: The bank …",
     ],
+    "saga.py": [
+        "book flight",
+        "book hotel",
+        "unbook hotel",
+        "unbook flight",
+        "Trip is FAILED, failures of its compensation: 0",
+    ],
     "nightly_job.py": [
         "Large: 120 in the north",
         "Large: 300 in the west",

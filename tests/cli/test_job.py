@@ -104,3 +104,20 @@ def test_the_shell_finds_batches_by_any_id_of_a_job(sync_bus: SyncCommandBus, bu
     assert '"stage": 3' in ls("import-7").replace('"stage":3', '"stage": 3')
     assert ls("import").strip() == "[]"
     assert "import-7" in busload("batch", "show", batches[0]).stdout
+
+
+async def test_a_compensated_job_shows_what_was_undone(busload: Busload, given: Given) -> None:
+    given.handler()
+    given.handler("Refuse", raising(BusinessRuleError("no")))
+    undo = [BatchCommand("Debit"), BatchCommand("Refuse")]
+    stages = [Stage("one", [BatchCommand("Debit")], compensate=undo), Stage("two", [BatchCommand("Refuse")])]
+    job_id = await given.bus.jobs.create(DOMAIN, stages)
+    await given.drained()
+    rows = lines(busload("job", "show", job_id))
+    assert ["status", "FAILED"] in rows
+    assert ["compensation", "failures", "1"] in rows
+    assert ["compensated", "at"] in [row[:2] for row in rows]
+    found = json.loads(busload("job", "show", job_id, "--json").stdout)
+    batch_id = found["stages"][0]["compensation"]["batch_id"]
+    assert ["one", "COMPLETED", "1/2", batch_id] in [[*row[:2], *row[-2:]] for row in rows]
+    assert found["stages"][1]["compensation"] is None

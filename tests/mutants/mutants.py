@@ -567,6 +567,23 @@ MUTANTS = [
         CONCURRENCY + "test_however_many_ask_at_once_no_permit_is_given_twice",
         "Two workers that ask at the same moment would both get the last permit.",
     ),
+    # -- compensation
+    Mutant(
+        "stages-are-undone-in-the-order-they-were-done",
+        "jobs/progress.py",
+        "for stage in reversed(stages[: job.position + 1]):",
+        "for stage in stages[: job.position + 1]:",
+        "tests/jobs/test_compensation.py::test_a_job_that_fails_undoes_its_stages_in_reverse",
+        "A flight would be given back before the hotel that was booked for it.",
+    ),
+    Mutant(
+        "a-parked-compensation-stops-the-rest",
+        "postgres/schema/0004_batches.sql",
+        "awaited || array_agg(batch_id) FILTER (WHERE goes_on)",
+        "awaited",
+        "tests/jobs/test_compensation.py::test_a_compensation_that_fails_is_recorded_and_does_not_stop_the_rest",
+        "What other stages have done would stay until a person looks.",
+    ),
     # -- methods as handlers
     Mutant(
         "half-an-object-is-registered",

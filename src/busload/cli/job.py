@@ -29,6 +29,18 @@ def _step(job: JobMetadata) -> str | None:
     return None if step is None else f"{step.command_type} {step.command_id}, {step.status}"
 
 
+def _compensation_failures(job: JobMetadata) -> int | None:
+    return job.compensation_failures or None
+
+
+def _compensation(stage: StageMetadata) -> str | None:
+    """How far it was undone."""
+    if (batch := stage.compensation) is None:
+        return None
+    parked = f", {batch.in_troubleshooting_count:,} in troubleshooting" if batch.in_troubleshooting_count else ""
+    return f"{batch.completed_count:,}/{batch.total_count:,} {batch.batch_id}{parked}"
+
+
 JOBS = View[JobMetadata](
     "JOB=job_id DOMAIN NAME STATUS STAGE CREATED=created_at",
     {"STAGE": _stage},
@@ -38,12 +50,13 @@ JOBS = View[JobMetadata](
 )
 JOB = View[JobMetadata](
     "job=job_id domain name custom_data status operator reason created=created_at started=started_at completed_at"
-    " waits_for last_error=step.last_error_message",
-    {"waits for": _step},
+    " compensated_at compensation_failures waits_for last_error=step.last_error_message",
+    {"waits for": _step, "compensation failures": _compensation_failures},
 )
 STAGES = View[StageMetadata](
     "STAGE=name STATUS BATCH=batch.batch_id TOTAL=batch.total_count COMPLETED=batch.completed_count"
-    " FAILED=batch.failed_count CANCELED=batch.canceled_count TROUBLE=batch.in_troubleshooting_count",
+    " FAILED=batch.failed_count CANCELED=batch.canceled_count TROUBLE=batch.in_troubleshooting_count COMPENSATION",
+    {"COMPENSATION": _compensation},
     nothing="It has no stages.",
     elastic="STAGE",
 )
@@ -75,7 +88,9 @@ def show(bus: SyncCommandBus, domain: str, job_id: UUID) -> Answer:
     busload job show 0198c5d2-7f3a --json | jq -r '.stages[].status'
     """
     found = _get(bus, domain, job_id)
-    return JOB.one(found, below=STAGES.list(found.stages))
+    compensated = any(stage.compensation for stage in found.stages)
+    stages = STAGES if compensated else STAGES.without("COMPENSATION")
+    return JOB.one(found, below=stages.list(found.stages))
 
 
 @job.command()

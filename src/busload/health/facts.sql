@@ -20,7 +20,8 @@ SELECT place.domain, place.commands, least(greatest(c.created_at, c.run_at), pla
 -- name: workers
 -- Workers that have not stopped, and what they hold. A tracker has no concurrency and is none.
 SELECT w.name, w.seen_at > now() - w.lease_for, w.seen_at,
-       coalesce((SELECT sum(l.open) FROM busload.lease AS l WHERE l.worker = w.worker), 0)::bigint, w.condition
+       coalesce((SELECT sum(l.open) FROM busload.lease AS l WHERE l.worker = w.worker), 0)::bigint,
+       w.condition
   FROM busload.worker AS w
  WHERE w.stopped_at IS NULL AND w.concurrency > 0
  ORDER BY w.worker;

@@ -56,9 +56,10 @@ class Jobs:
 
         Each of the `stages` becomes a batch in `domain` once the one before is complete. A stage without commands is
         planned then, by the `planner` of its name. A stage that completes with failures stops the job as FAILED, unless
-        `continue_after_failures`. `on_complete` is sent when the job is COMPLETED, with the job under the key "job" of
-        its data. `name` and `custom_data` are for you, and kept with the job. With `conn` the job exists exactly if
-        that transaction commits.
+        `continue_after_failures`. If the job fails or is canceled, the commands in `compensate` of its stages run, the
+        last stage first. `on_complete` is sent when the job is COMPLETED, with the job under the key "job" of its data.
+        `name` and `custom_data` are for you, and kept with the job. With `conn` the job exists exactly if that
+        transaction commits.
         """
         new = new_job(
             self._limits,
@@ -90,6 +91,7 @@ class Jobs:
     ) -> None:
         """Let a FAILED job go on with its next stage; after the last stage it is COMPLETED.
 
+        A job that was compensated is refused.
         A job also goes on if an operator has completed or canceled, in troubleshooting, its step to the next stage.
         `operator` names who resumes it. With `conn` it is resumed when that transaction commits.
         """
@@ -108,11 +110,12 @@ class Jobs:
     ) -> int:
         """Stop a job and cancel the batch of its stage, as `cancel_batch` does; no further stage begins.
 
-        Returns how many commands were canceled. A job that is COMPLETED or CANCELED is left as it is. `reason` and
-        `operator`, who cancels it, are kept with the job. With `conn` it is all one transaction: yours.
+        Stages that have done something and have a compensation are undone, once everything that runs has ended.
+        Returns how many commands were canceled. A job that is COMPENSATING, COMPLETED or CANCELED is left as it is.
+        `reason` and `operator`, who cancels it, are kept with the job. With `conn` it is all one transaction: yours.
         """
         check(self._limits, domain=domain, job_id=job_id, operator=operator, reason=reason)
-        begin = partial(progress.begin_to_cancel, domain, job_id)
+        begin = partial(progress.begin_to_cancel, domain, job_id, via=self._via)
         return await cancel(self._database, begin, conn, reason=reason, operator=operator, job_id=job_id)
 
     async def wait(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:

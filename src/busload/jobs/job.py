@@ -45,20 +45,21 @@ PART, PART_BYTES = 1000, 4_000_000
 """How many commands of a later stage are kept in one row, and how large they may be together."""
 
 
-JobStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "FAILED", "CANCELED"]
+JobStatusName = Literal["PENDING", "IN_PROGRESS", "COMPENSATING", "COMPLETED", "FAILED", "CANCELED"]
 
 
 class JobStatus(StrEnum):
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"
+    COMPENSATING = "COMPENSATING"
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELED = "CANCELED"
 
     @property
     def final(self) -> bool:
-        """Whether it has ended; a FAILED one can be resumed."""
-        return self not in (JobStatus.PENDING, JobStatus.IN_PROGRESS)
+        """Whether it has ended; a FAILED one that was not compensated can be resumed."""
+        return self not in (JobStatus.PENDING, JobStatus.IN_PROGRESS, JobStatus.COMPENSATING)
 
 
 class StageStatus(StrEnum):
@@ -81,10 +82,15 @@ class StageStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a job: its commands or, without them, what the planner of that name returns once it is its turn."""
+    """A stage of a job: its commands or, without them, what the planner of that name returns once it is its turn.
+
+    `compensate` is one command or several that undo the stage. They run if the job fails or is canceled after the
+    stage has done something.
+    """
 
     name: str
     commands: Iterable[BatchCommand] | None = None
+    compensate: BatchCommand | Iterable[BatchCommand] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,10 @@ class StageMetadata:
     status: StageStatus
     planned: bool
     batch: BatchMetadata | None
+    compensates: bool = False
+    """Whether it has commands that undo it."""
+    compensation: BatchMetadata | None = None
+    """The batch of these commands, once they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +125,17 @@ class JobMetadata:
     created_at: datetime
     started_at: datetime | None
     completed_at: datetime | None
+    compensated_at: datetime | None = None
+    """When all that was to be undone was tried; `compensation_failures` says how much of it has failed."""
     stages: tuple[StageMetadata, ...] = ()
     step: CommandMetadata | None = None
     """The command that is to take it to its next stage: what it waits for, its last error. None while a stage runs."""
+
+    @property
+    def compensation_failures(self) -> int:
+        """Commands of its compensation that have failed, were canceled, or wait for a person in troubleshooting."""
+        undone = [stage.compensation for stage in self.stages if stage.compensation is not None]
+        return sum(one.failed_count + one.canceled_count + one.in_troubleshooting_count for one in undone)
 
     def stage(self, name: str) -> StageMetadata:
         for stage in self.stages:
@@ -127,10 +145,11 @@ class JobMetadata:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Which stage has ended, for `busload.Stage`, or is to be planned."""
+    """Which stage has ended or, with `undo`, was undone, for `busload.Stage`; or which is to be planned."""
 
     job_id: UUID
     position: int
+    undo: bool = False
 
 
 def wrong_stage(name: object, path: str, limits: InputLimits) -> list[Problem]:
@@ -186,6 +205,9 @@ class NewStage:
     commands: Sequence[NewCommand] | None
     chosen: Sequence[tuple[str, UUID]] = ()
     """Ids of commands that the caller chose, each with the domain that runs the command."""
+    undo: Sequence[NewCommand] = ()
+    """The commands that undo it."""
+    undo_chosen: Sequence[tuple[str, UUID]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +264,13 @@ def new_job(
 
 
 def chosen_ids(domain: str, stages: Iterable[NewStage], callback_id: UUID | None) -> dict[str, list[UUID]]:
-    """The ids that the caller chose for commands of these stages and for the callback, by the domain that runs them."""
+    """The ids that the caller chose for commands of these stages, for what undoes them and for the callback.
+
+    They are listed by the domain that runs them.
+    """
     chosen: dict[str, list[UUID]] = {} if callback_id is None else {domain: [callback_id]}
     for stage in stages:
-        for own, command_id in stage.chosen:
+        for own, command_id in (*stage.chosen, *stage.undo_chosen):
             chosen.setdefault(own, []).append(command_id)
     return chosen
 
@@ -277,19 +302,28 @@ def _wrong_stage(stage: object, position: int, names: set[str], limits: InputLim
     names.add(str(stage.name))
     if stage.commands is not None:
         problems += wrong_list(stage.commands, f"{path}/commands", "a list of BatchCommand")
+    if not isinstance(stage.compensate, BatchCommand | None):
+        problems += wrong_list(stage.compensate, f"{path}/compensate", "a BatchCommand, or a list of them")
     return problems
 
 
 def _stage(limits: InputLimits, domain: str, position: int, stage: Stage) -> NewStage:
+    undo = [stage.compensate] if isinstance(stage.compensate, BatchCommand) else list(stage.compensate or ())
+    compensation = _checked(limits, domain, undo, f"/stages/{position}/compensate")
     if stage.commands is None:
-        return NewStage(stage.name, None)
+        return NewStage(stage.name, None, (), *compensation)
     commands = list(stage.commands)
+    return NewStage(stage.name, *_checked(limits, domain, commands, f"/stages/{position}/commands"), *compensation)
+
+
+def _checked(
+    limits: InputLimits, domain: str, commands: Sequence[BatchCommand], path: str
+) -> tuple[Sequence[NewCommand], Sequence[tuple[str, UUID]]]:
+    """Commands that are in order, and the ids among them that the caller chose, each with the domain that runs it."""
     try:
         checked = check_all(domain, commands, limits)
     except InvalidCommandError as refused:
-        path = f"/stages/{position}/commands"
         named = [replace(p, path=f"{path}/{p.index}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(named, refused.total) from None
     ids = [(command.domain or domain, command.command_id) for command in commands]
-    chosen = [(own, command_id) for own, command_id in ids if command_id is not None]
-    return NewStage(stage.name, checked, chosen)
+    return checked, [(own, command_id) for own, command_id in ids if command_id is not None]

@@ -44,6 +44,11 @@ log = logging.getLogger("busload")
 
 SQL = statements(__name__)
 
+TO_UNDO, UNDOING, UNDONE, NOT_UNDONE = "PENDING", "IN_PROGRESS", "DONE", "SKIPPED"
+"""How far the compensation of a stage has come."""
+
+GOING = JobStatus.IN_PROGRESS, JobStatus.COMPENSATING
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -56,6 +61,8 @@ class _Job:
     position: int
     continue_after_failures: bool
     on_complete: str | None
+    outcome: str | None = None
+    """The status that it has after its compensation."""
     via: Via = NO_BROKER
 
 
@@ -69,10 +76,15 @@ class _Stage:
     step_id: UUID
     plan_id: UUID
     status: str
+    undo: str | None
+    undo_batch_id: UUID
+    undo_step_id: UUID
 
     @property
     def awaited(self) -> UUID:
         """The command that takes the job on from this stage."""
+        if self.undo == UNDOING:
+            return self.undo_step_id
         return self.plan_id if self.status == StageStatus.PLANNING else self.step_id
 
 
@@ -92,37 +104,46 @@ def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
         job_id=job.job_id,
         names=[stage.name for stage in job.stages],
         planned=[stage.commands is None for stage in job.stages],
+        undone=[bool(stage.undo) for stage in job.stages],
         batch_ids=new_ids(count),
         step_ids=new_ids(count),
         plan_ids=new_ids(count),
+        undo_batch_ids=new_ids(count),
+        undo_step_ids=new_ids(count),
     )
-    for position, stage in enumerate(job.stages[1:], 1):
-        for part, commands in enumerate(parts(stage.commands or ())):
-            yield from execute(SQL.keep_part, job_id=job.job_id, position=position, part=part, commands=commands)
+    for position, stage in enumerate(job.stages):
+        yield from _keep(job.job_id, position, stage.commands if position and stage.commands else ())
+        yield from _keep(job.job_id, _place_of_undo(position), stage.undo)
     held, [first, *_] = yield from _hold(job.domain, job.job_id, via)
     yield from _start(held, first, job.stages[0].commands or ())
     return job.job_id
 
 
-def advance(domain: str, step: Step, via: Via = NO_BROKER) -> Plan[str]:
+def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> Plan[str]:
     """Take a job on after a stage that has ended, and return its status. Needs the transaction that completes the step.
 
-    A step that is repeated, or comes after the job was canceled, changes nothing.
+    A step that is repeated, or comes after the job was canceled, changes nothing. `command_id` is that of the step.
     """
     job, stages = yield from _hold(domain, step.job_id, via)
-    if step.position not in range(len(stages)) or stages[step.position].status != StageStatus.IN_PROGRESS:
+    if step.position not in range(len(stages)):
+        return job.status
+    if step.undo:
+        return (yield from _go_back(job, stages, step.position, command_id))
+    if stages[step.position].status != StageStatus.IN_PROGRESS:
         return job.status
     ended = stages[step.position]
     batch = yield from find_batch(domain, ended.batch_id)
     if batch is None or not batch.status.final:
         raise PermanentCommandError(f"Stage {ended.name!r} of job {job.job_id} has not ended.")
     yield from execute(SQL.mark_stage, job_id=job.job_id, position=ended.position, status=batch.status.value)
+    stages[step.position] = replace(ended, status=batch.status.value)
+    if job.status == JobStatus.COMPENSATING:  # it was canceled, and what ran then has ended
+        return (yield from _undo_next(job, stages))
     if job.status != JobStatus.IN_PROGRESS:
         return job.status
     if batch.status == BatchStatus.COMPLETED_WITH_FAILURES and not job.continue_after_failures:
-        yield from execute(SQL.end, job_id=job.job_id, status=JobStatus.FAILED.value)
         log.warning("Job %s stopped: stage %s completed with failures", job.job_id, ended.name)
-        return JobStatus.FAILED.value
+        return (yield from _fail(job, stages))
     return (yield from _begin(job, stages, ended.position + 1))
 
 
@@ -156,10 +177,14 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
     """Let a job go on that has stopped after failures, or whose step was ended by other hands; needs a transaction."""
     job, stages = yield from _hold(domain, job_id, via)
     here = stages[job.position]
-    if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, here)):
+    if job.status == JobStatus.FAILED and any(stage.undo == UNDONE for stage in stages):
+        raise InvalidOperationError(f"Job {job_id} was compensated: what it has done is undone. Create another job.")
+    if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, _awaits(stages, job.position))):
         wanted = "Only a job that has FAILED can be resumed, or one whose step was completed or canceled by hand"
         raise InvalidOperationError(f"Job {job_id} is {job.status}. {wanted}; look at it with `busload job show`.")
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=None)
+    if (undoing := _awaits(stages, job.position)).undo == UNDOING:
+        return (yield from _go_back(job, stages, undoing.position, undoing.undo_step_id))
     if here.status == StageStatus.PLANNING:
         again = replace(here, plan_id=new_id())
         yield from execute(SQL.replan, job_id=job_id, position=here.position, plan_id=again.plan_id)
@@ -168,21 +193,36 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
         batch = yield from find_batch(domain, here.batch_id)
         status = batch.status.value if batch is not None else StageStatus.COMPLETED_WITH_FAILURES.value
         yield from execute(SQL.mark_stage, job_id=job_id, position=here.position, status=status)
+        stages[job.position] = replace(here, status=status)
+    if job.status == JobStatus.COMPENSATING:
+        return (yield from _undo_next(job, stages))
     return (yield from _begin(job, stages, job.position + 1))
 
 
-def begin_to_cancel(domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool) -> Plan[Begun]:
-    """Stop a job and mark the batch of its stage as canceled; needs a transaction."""
-    job, stages = yield from _hold(domain, job_id)
+def begin_to_cancel(
+    domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool, via: Via = NO_BROKER
+) -> Plan[Begun]:
+    """Stop a job and mark the batch of its stage as canceled; needs a transaction.
+
+    What is to be undone waits until everything that runs has ended.
+    """
+    job, stages = yield from _hold(domain, job_id, via)
     if job.status not in (JobStatus.IN_PROGRESS, JobStatus.FAILED):
         return 0, None
-    yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
+    compensates = any(stage.undo == TO_UNDO for stage in stages[: job.position + 1])
+    if job.status == JobStatus.IN_PROGRESS and compensates:
+        job = replace(job, status=JobStatus.COMPENSATING.value, outcome=JobStatus.CANCELED.value)
+        yield from execute(SQL.compensate, job_id=job_id, outcome=job.outcome)
+    else:
+        yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
     yield from execute(SQL.drop_parts, job_id=job_id)
     here = stages[job.position]
     if here.status == StageStatus.PLANNING:
         about = {"domain": domain, "plan_id": here.plan_id}
         [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
+        if job.status == JobStatus.COMPENSATING:
+            yield from _undo_next(job, stages)
         return int(ended), None
     if here.status != StageStatus.IN_PROGRESS:
         return 0, None
@@ -206,7 +246,8 @@ def jobs(domain: str, *, status: JobStatus | None, limit: int, offset: int) -> P
 
 def _refuse_taken(job: NewJob) -> Plan[None]:
     """What later stages and the callback will use must be free now, though it is not held until then."""
-    for domain, ids in chosen_ids(job.domain, job.stages[1:], job.callback_id).items():
+    later = [replace(job.stages[0], chosen=()), *job.stages[1:]]
+    for domain, ids in chosen_ids(job.domain, later, job.callback_id).items():
         taken = yield from send.taken_ids(domain, ids)
         if taken:
             raise DuplicateCommandError(domain, taken)
@@ -243,16 +284,19 @@ def _begin(job: _Job, stages: Sequence[_Stage], position: int) -> Plan[str]:
 
 def _start(job: _Job, stage: _Stage, commands: Sequence[NewCommand]) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.IN_PROGRESS.value)
-    callback = {
-        "command_id": str(stage.step_id),
-        "command_type": STAGE,
-        "data": _step(stage),
-        "priority": PRIORITY,
-    }
+    callback = {"command_id": str(stage.step_id), "data": _step(stage)}
+    yield from _create_batch(job, stage, stage.batch_id, stage.name, callback, commands)
+    return JobStatus.IN_PROGRESS.value
+
+
+def _create_batch(
+    job: _Job, stage: _Stage, batch_id: UUID, name: str, callback: dict[str, Any], commands: Sequence[NewCommand]
+) -> Plan[None]:
+    callback |= {"command_type": STAGE, "priority": PRIORITY}
     batch = send.NewBatch(
-        stage.batch_id,
+        batch_id,
         job.domain,
-        stage.name if job.name is None else f"{job.name}: {stage.name}"[:255],
+        name if job.name is None else f"{job.name}: {name}"[:255],
         None,
         encode(callback, WIDEST),
         job_id=job.job_id,
@@ -262,7 +306,76 @@ def _start(job: _Job, stage: _Stage, commands: Sequence[NewCommand]) -> Plan[str
         yield from creation_state.create(batch, commands, job.via)
     else:
         yield from send.create_batch(batch, commands)
-    return JobStatus.IN_PROGRESS.value
+
+
+def _fail(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
+    """A stage has failed. The job ends, or first undoes what it has done."""
+    for stage in stages[: job.position + 1]:
+        if (yield from _is_to_be_undone(job, stage)):
+            yield from execute(SQL.compensate, job_id=job.job_id, outcome=JobStatus.FAILED.value)
+            yield from execute(SQL.drop_parts, job_id=job.job_id)
+            return (yield from _undo_next(replace(job, outcome=JobStatus.FAILED.value), stages))
+    yield from execute(SQL.end, job_id=job.job_id, status=JobStatus.FAILED.value)
+    return JobStatus.FAILED.value
+
+
+def _go_back(job: _Job, stages: list[_Stage], position: int, command_id: UUID) -> Plan[str]:
+    """The compensation of a stage has ended, or what is left of it waits for a person. The one before is next."""
+    stage = stages[position]
+    if job.status != JobStatus.COMPENSATING or stage.undo != UNDOING or command_id != stage.undo_step_id:
+        return job.status
+    yield from execute(SQL.mark_undo, job_id=job.job_id, position=position, undo=UNDONE)
+    stages[position] = replace(stage, undo=UNDONE)
+    return (yield from _undo_next(job, stages))
+
+
+def _undo_next(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
+    """Begin to undo the last stage that has done something and is not undone; if there is none, the job ends."""
+    for stage in reversed(stages[: job.position + 1]):
+        if stage.undo != TO_UNDO:
+            continue
+        if (yield from _is_to_be_undone(job, stage)):
+            place = _place_of_undo(stage.position)
+            taken = yield from execute(SQL.take_parts, job_id=job.job_id, position=place)
+            commands = [command for (text,) in taken for command in read_part(text)]
+            yield from execute(SQL.mark_undo, job_id=job.job_id, position=stage.position, undo=UNDOING)
+            # What waits for a person does not stop the rest: then the callback comes, too.
+            callback = {
+                "command_id": str(stage.undo_step_id),
+                "data": _step(stage) | {"undo": True},
+                "stalled_too": True,
+            }
+            name = f"compensate {stage.name}"
+            yield from _create_batch(job, stage, stage.undo_batch_id, name, callback, commands)
+            return JobStatus.COMPENSATING.value
+        yield from execute(SQL.mark_undo, job_id=job.job_id, position=stage.position, undo=NOT_UNDONE)
+    assert job.outcome is not None
+    yield from execute(SQL.end, job_id=job.job_id, status=job.outcome)
+    log.info("Job %s has ended as %s after its compensation", job.job_id, job.outcome)
+    return job.outcome
+
+
+def _is_to_be_undone(job: _Job, stage: _Stage) -> Plan[bool]:
+    """Whether at least one of its commands has completed, also if others have not."""
+    if stage.undo != TO_UNDO or stage.status not in (StageStatus.COMPLETED, StageStatus.COMPLETED_WITH_FAILURES):
+        return False
+    batch = yield from find_batch(job.domain, stage.batch_id)
+    return batch is not None and batch.completed_count > 0
+
+
+def _awaits(stages: Sequence[_Stage], position: int) -> _Stage:
+    """The stage whose step a job waits for: the one that is undone now, or the one where it is."""
+    return next((stage for stage in stages if stage.undo == UNDOING), stages[position])
+
+
+def _place_of_undo(position: int) -> int:
+    """Where the commands that undo the stage at this position are kept."""
+    return -1 - position
+
+
+def _keep(job_id: UUID, position: int, commands: Sequence[NewCommand]) -> Plan[None]:
+    for part, text in enumerate(parts(commands)):
+        yield from execute(SQL.keep_part, job_id=job_id, position=position, part=part, commands=text)
 
 
 def _send_planner(job: _Job, stage: _Stage) -> Plan[str]:
@@ -291,7 +404,7 @@ def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
 
 def _is_stuck(job: _Job, here: _Stage) -> Plan[bool]:
     """Whether its step has ended and left it where it is, which only a person can have done."""
-    if job.status != JobStatus.IN_PROGRESS:
+    if job.status not in GOING:
         return False
     step = yield from search.command(job.domain, here.awaited)
     return step is not None and step.status in ENDED
@@ -311,11 +424,11 @@ def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
     stages: dict[UUID, list[_Stage]] = {job_id: [] for job_id in positions}
     for stage in (yield from _stages(*positions)):
         stages[stage.job_id].append(stage)
-    ids = [stage.batch_id for those in stages.values() for stage in those]
+    ids = [id for those in stages.values() for stage in those for id in (stage.batch_id, stage.undo_batch_id)]
     batches = {batch.batch_id: batch for batch in (yield from existing_batches(ids))}
     jobs = [_job(row, stages[row[0]], batches) for row in rows]
     going = [job.job_id for job in jobs if not job.status.final]
-    awaited = {job_id: stages[job_id][positions[job_id]].awaited for job_id in going}
+    awaited = {job_id: _awaits(stages[job_id], positions[job_id]).awaited for job_id in going}
     found = (yield from search.commands(domain, list(awaited.values()))) if awaited else []
     steps = {step.command_id: step for step in found}
     return [replace(job, step=steps.get(awaited.get(job.job_id, job.job_id))) for job in jobs]
@@ -324,13 +437,15 @@ def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
 def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:
     job_id, domain, name, custom_data, status_name, *others, _ = row
     status = JobStatus(status_name)
-    shown = tuple(_stage(status, stage, batches.get(stage.batch_id)) for stage in stages)
+    shown = tuple(_stage(status, stage, batches) for stage in stages)
     job = JobMetadata(job_id, domain, name, custom_data and decode(custom_data), status, *others)
     return replace(job, stages=shown)
 
 
-def _stage(job: JobStatus, stage: _Stage, batch: BatchMetadata | None) -> StageMetadata:
+def _stage(job: JobStatus, stage: _Stage, batches: dict[UUID, BatchMetadata]) -> StageMetadata:
+    batch = batches.get(stage.batch_id)
     status = StageStatus(stage.status if batch is None else batch.status.value)
-    if status is StageStatus.PLANNING and job is JobStatus.CANCELED:
+    if status is StageStatus.PLANNING and job in (JobStatus.CANCELED, JobStatus.COMPENSATING):
         status = StageStatus.CANCELED
-    return StageMetadata(stage.name, status, stage.planned, batch)
+    compensation = batches.get(stage.undo_batch_id)
+    return StageMetadata(stage.name, status, stage.planned, batch, stage.undo is not None, compensation)

@@ -3,7 +3,8 @@
 -- fragment: job
 -- In the order of `JobMetadata`. A job is pending until the batch of its first stage has started.
 SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
-       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at, j.position
+       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at,
+       j.compensated_at, j.position
   FROM busload.job AS j
  CROSS JOIN LATERAL (
         SELECT CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
@@ -21,11 +22,15 @@ VALUES (%(job_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::tex
 
 -- name: create_stages
 -- The stages of a job.
-INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id)
-SELECT %(job_id)s::uuid, nth - 1, name, planned, batch_id, step_id, plan_id
-  FROM unnest(%(names)b::text[], %(planned)b::boolean[], %(batch_ids)b::uuid[], %(step_ids)b::uuid[],
-              %(plan_ids)b::uuid[])
-       WITH ORDINALITY AS stage (name, planned, batch_id, step_id, plan_id, nth);
+INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id,
+                               undo, undo_batch_id, undo_step_id)
+SELECT %(job_id)s::uuid, nth - 1, name, planned, batch_id, step_id, plan_id,
+       CASE WHEN undone THEN 'PENDING' END, undo_batch_id, undo_step_id
+  FROM unnest(%(names)b::text[], %(planned)b::boolean[], %(undone)b::boolean[], %(batch_ids)b::uuid[],
+              %(step_ids)b::uuid[], %(plan_ids)b::uuid[], %(undo_batch_ids)b::uuid[],
+              %(undo_step_ids)b::uuid[])
+       WITH ORDINALITY AS stage (name, planned, undone, batch_id, step_id, plan_id, undo_batch_id,
+                                 undo_step_id, nth);
 
 -- name: keep_part
 -- Keep commands of a stage until its turn has come.
@@ -41,18 +46,18 @@ WITH taken AS (
 SELECT commands FROM taken ORDER BY part;
 
 -- name: drop_parts
--- Drop the commands that are kept for stages of a job.
-DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid;
+-- Drop the commands that are kept for stages of a job, and not those that undo one.
+DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid AND position >= 0;
 
 -- name: hold
 -- Whoever moves a job on, or stops it, locks its row first: one at a time.
-SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text
+SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text, outcome
   FROM busload.job WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text
    FOR NO KEY UPDATE;
 
 -- name: stages
 -- The stages of these jobs, in order.
-SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status
+SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status, undo, undo_batch_id, undo_step_id
   FROM busload.job_stage WHERE job_id = ANY (%(job_ids)b::uuid[]) ORDER BY job_id, position;
 
 -- name: mark_stage
@@ -74,12 +79,32 @@ WITH here AS (
 UPDATE busload.job_stage SET status = %(status)s::text
  WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
 
+-- name: compensate
+-- From here on the job goes back: what its stages have done is undone, and then it has ended so.
+UPDATE busload.job SET status = 'COMPENSATING', outcome = %(outcome)s::text
+ WHERE job_id = %(job_id)s::uuid;
+
+-- name: mark_undo
+-- How far the compensation of a stage has come.
+UPDATE busload.job_stage SET undo = %(undo)s::text
+ WHERE job_id = %(job_id)s::uuid AND position = %(position)s::integer;
+
 -- name: end
--- A job ends. Whoever waits for it is notified.
+-- A job ends. Whoever waits for it is notified. What would undo its stages is not needed any more, unless the
+-- job has failed and may be resumed.
 WITH ended AS (
-    UPDATE busload.job SET status = %(status)s::text, completed_at = statement_timestamp()
+    UPDATE busload.job
+       SET status = %(status)s::text,
+           completed_at = statement_timestamp(),
+           compensated_at = coalesce(compensated_at, (
+                SELECT statement_timestamp() FROM busload.job_stage AS s
+                 WHERE s.job_id = job.job_id AND s.undo = 'DONE' LIMIT 1))
      WHERE job_id = %(job_id)s::uuid
-    RETURNING job_id
+    RETURNING job_id, status, compensated_at
+), dropped AS (
+    DELETE FROM busload.job_part AS p
+     USING ended AS e
+     WHERE p.job_id = e.job_id AND p.position < 0 AND (e.status <> 'FAILED' OR e.compensated_at IS NOT NULL)
 )
 SELECT pg_notify('busload_batch', job_id::text) FROM ended;
 

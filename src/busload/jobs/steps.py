@@ -31,7 +31,11 @@ async def advance(command: Command, ctx: Any) -> dict[str, Any]:
     step = read_step(command.data)
     try:
         async with ctx.transaction() as conn:
-            return {"job": await perform_async(conn, progress.advance(command.domain, step, ctx.bus.via))}
+            return {
+                "job": await perform_async(
+                    conn, progress.advance(command.domain, step, command.command_id, ctx.bus.via)
+                )
+            }
     except FINAL as error:
         raise _for_a_person(error) from error
 

@@ -4,7 +4,7 @@ in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, cance
 stage
 
 -- fragment: job
-job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at
+job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, compensated_at
 
 -- fragment: key_of
 -- The task key that a command `c` holds.
@@ -56,7 +56,8 @@ WITH old AS MATERIALIZED (
                            'name', s.name,
                            'status', CASE WHEN s.status = 'PLANNING' AND j.status = 'CANCELED'
                                           THEN 'CANCELED' ELSE s.status END,
-                           'batch_id', s.batch_id
+                           'batch_id', s.batch_id,
+                           'compensation_batch_id', CASE WHEN s.undo = 'DONE' THEN s.undo_batch_id END
                        ) ORDER BY s.position)
               FROM busload.job_stage AS s
              WHERE s.job_id = j.job_id)

@@ -19,7 +19,7 @@ def advance(command: Command, ctx: Any) -> dict[str, Any]:
     step = read_step(command.data)
     try:
         with ctx.transaction() as conn:
-            return {"job": perform(conn, progress.advance(command.domain, step, ctx.bus.via))}
+            return {"job": perform(conn, progress.advance(command.domain, step, command.command_id, ctx.bus.via))}
     except FINAL as error:
         raise _for_a_person(error) from error
 

@@ -434,7 +434,7 @@ CREATE FUNCTION busload.decide(batches uuid[]) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     completed integer;
-    awaited   uuid[];     -- those that completed and have a callback
+    awaited   uuid[];     -- those whose callback is to be sent
     done      busload.batch;
 BEGIN
     WITH ended AS (
@@ -457,31 +457,35 @@ BEGIN
       INTO completed, awaited
       FROM ended;
 
+    IF completed < cardinality(batches) THEN
+        -- Only a person can move a stalled batch on, so an event says so, once for each time that a batch
+        -- stalls. The compensation of a job goes on: its callback is sent now, and not again at the end.
+        WITH stalled AS (
+            UPDATE busload.batch
+               SET stalled_at = statement_timestamp(), notified_at = now()
+             WHERE batch_id = ANY (batches)
+               AND sealed_at IS NOT NULL
+               AND completed_at IS NULL
+               AND stalled_at IS NULL
+               AND in_troubleshooting_count > 0
+               AND completed_count + failed_count + canceled_count + in_troubleshooting_count = total_count
+            RETURNING batch_id, in_troubleshooting_count, on_complete -> 'stalled_too' IS NOT NULL AS goes_on
+        ), noted AS (
+            INSERT INTO busload.event (type, batch_id, details)
+            SELECT 'BATCH_STALLED', batch_id,
+                   json_build_object('in_troubleshooting', in_troubleshooting_count)
+              FROM stalled
+        )
+        SELECT count(pg_notify('busload_batch', batch_id::text)),
+               awaited || array_agg(batch_id) FILTER (WHERE goes_on)
+          INTO completed, awaited
+          FROM stalled;
+    END IF;
+
     FOR done IN SELECT * FROM busload.batch WHERE batch_id = ANY (awaited) LOOP
         -- The command_id was chosen when the batch was created, so there is never a second callback.
         PERFORM busload.send_callback(done, done.on_complete, (done.on_complete ->> 'command_id')::uuid);
     END LOOP;
-    IF completed = cardinality(batches) THEN
-        RETURN;
-    END IF;
-
-    -- Only a person can move a stalled batch on, so an event says so, once for each time that a batch stalls.
-    WITH stalled AS (
-        UPDATE busload.batch
-           SET stalled_at = statement_timestamp(), notified_at = now()
-         WHERE batch_id = ANY (batches)
-           AND sealed_at IS NOT NULL
-           AND completed_at IS NULL
-           AND stalled_at IS NULL
-           AND in_troubleshooting_count > 0
-           AND completed_count + failed_count + canceled_count + in_troubleshooting_count = total_count
-        RETURNING batch_id, in_troubleshooting_count
-    ), noted AS (
-        INSERT INTO busload.event (type, batch_id, details)
-        SELECT 'BATCH_STALLED', batch_id, json_build_object('in_troubleshooting', in_troubleshooting_count)
-          FROM stalled
-    )
-    SELECT count(pg_notify('busload_batch', batch_id::text)) INTO completed FROM stalled;
 END $$;
 
 -- Count what has ended. Most settlements neither start, complete nor stall a batch, so one statement locks

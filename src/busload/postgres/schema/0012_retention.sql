@@ -48,8 +48,9 @@ CREATE TABLE busload.archived_job (
     reason       text,
     created_at   timestamptz NOT NULL,
     completed_at timestamptz,
-    stages       json        NOT NULL,   -- name, status and batch_id of each
-    archived_at  timestamptz NOT NULL DEFAULT now()
+    stages       json        NOT NULL,   -- name, status and batch_id of each, and what has undone it
+    archived_at  timestamptz NOT NULL DEFAULT now(),
+    compensated_at timestamptz
 );
 CREATE INDEX archived_job_of_id ON busload.archived_job (job_id);
 
