@@ -31,6 +31,7 @@ Merge: TypeAlias = Literal["keep_last", "keep_first"] | Callable[[Any, Any], Any
 OnExhausted: TypeAlias = Literal["troubleshoot", "delete"]
 
 SIZES = whole(1, 100_000)
+GROUPS = whole(1, 10_000)
 AGES = between(ZERO, timedelta(days=366))
 MERGES = Kind(
     '"keep_last", "keep_first" or a function of two payloads',
@@ -95,7 +96,7 @@ class BufferSettings:
     def __post_init__(self) -> None:
         problems = wrong_name(self.name, "name", InputLimits())
         problems += SIZES(self.size, "size")
-        problems += whole(1, 10_000)(self.max_groups, "max_groups")
+        problems += GROUPS(self.max_groups, "max_groups")
         if self.max_bytes is not None:
             problems += whole(1, 2**40 - 1)(self.max_bytes, "max_bytes")
         problems += AGES(self.max_age, "max_age")

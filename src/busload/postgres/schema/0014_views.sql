@@ -132,3 +132,26 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
            v.attempt, busload.execution_id(v.lease_id, c.id), v.worker, v.operator, v.details
       FROM busload.event AS v WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
  ) AS a;
+
+-- Batches and commands under the names and columns of the first design of batches, for queries that were
+-- written for it. With `busload` in the search_path the names need no schema.
+CREATE VIEW busload.command_bus_batch AS
+SELECT batch_id, domain, name, custom_data, status,
+       total_count, completed_count, failed_count, canceled_count, in_troubleshooting_count,
+       created_at, started_at, completed_at
+  FROM busload.batch
+ WHERE pruned_at IS NULL;
+
+-- The commands of a batch are found by the first command of each load, which alone has the batch in an index.
+CREATE VIEW busload.command_bus_command AS
+SELECT s.command_id, s.domain, s.command_type, s.data, s.status, s.attempts, s.max_attempts,
+       s.correlation_id, s.reply_to, first.batch_id, s.created_at, s.started_at, s.finished_at
+  FROM busload.command AS first
+  JOIN busload.command AS c ON c.id BETWEEN first.id AND (first.id | 1023) AND first.id = c.id & ~1023::bigint
+ CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s WHERE s.id = c.id OFFSET 0) AS s
+ WHERE first.id & 1023 = 0 AND first.batch_id IS NOT NULL
+UNION ALL
+SELECT s.command_id, s.domain, s.command_type, s.data, s.status, s.attempts, s.max_attempts,
+       s.correlation_id, s.reply_to, NULL::uuid, s.created_at, s.started_at, s.finished_at
+  FROM busload.command_status AS s
+ WHERE s.batch_id IS NULL;
