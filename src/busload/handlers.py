@@ -67,10 +67,14 @@ class Handler:
     concurrency_limit: ConcurrencyLimit | None = None
     plain: bool = field(init=False)
     """Whether it gets one command and may begin at once, in the event loop, without a limit to its time."""
+    plain_with_permit: bool = field(init=False)
+    """Whether only a concurrency limit keeps it from being plain."""
 
     def __post_init__(self) -> None:
-        special = (self.timeout, self.rate_limit, self.gathering, self.buffer, self.concurrency_limit)
-        object.__setattr__(self, "plain", self.is_async and all(one is None for one in special))
+        special = (self.timeout, self.rate_limit, self.gathering, self.buffer)
+        plain = self.is_async and all(one is None for one in special)
+        object.__setattr__(self, "plain", plain and self.concurrency_limit is None)
+        object.__setattr__(self, "plain_with_permit", plain and self.concurrency_limit is not None)
 
     @property
     def takes_many(self) -> bool:

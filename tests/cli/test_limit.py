@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from uuid import uuid4
 
 from busload import RateLimit
 from busload.limits import concurrency, rate
@@ -57,7 +56,7 @@ async def test_who_runs_calls_and_how_many_wait_is_listed(busload: Busload, give
     await given.batch(3)
     worker = given.registered_worker()
     for calls, one in zip((2, 2, 2), given.claimed(3, by=worker), strict=True):
-        request = Request(uuid4(), "crm", "tenant 1", calls, [(one.lease, one.id)])
+        request = Request("crm", "tenant 1", calls, [(one.lease, one.id)])
         database.perform(concurrency.take([request], worker=worker))
     listed = busload("limit", "concurrency", "crm")
     assert listed.output.splitlines()[0].split()[:5] == ["NAME", "BY", "MOST", "RUNNING", "WAITING"]

@@ -111,8 +111,8 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     database.perform(rate.refuse(("notifications/SendConfirmationMail", ""), RateLimit(0.5), 60.0, None))
 
     database.rows(
-        "INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)"
-        " SELECT gen_random_uuid(), 'crm.example.com/v3', 'tenant 1 of the holding', max(worker), 1024"
+        "INSERT INTO busload.permit (limit_name, limit_subject, worker, command)"
+        " SELECT 'crm.example.com/v3', 'tenant 1 of the holding', max(worker), 1024"
         " FROM busload.worker"
     )
 

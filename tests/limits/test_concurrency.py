@@ -10,9 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
+import psycopg
 import pytest
 
 from busload import (
@@ -33,9 +35,10 @@ from busload import (
 from busload.commands.execution import Leased
 from busload.errors import InvalidOperationError
 from busload.limits import concurrency
-from busload.limits.concurrency import Request
+from busload.limits.concurrency import Held, Request
+from busload.sync.plan import perform
 from busload.worker.lifecycle import Run
-from tests.given import DOMAIN, Database, Given, eventually
+from tests.given import DOMAIN, Database, Given, beside, eventually
 
 
 class InFlight:
@@ -76,12 +79,13 @@ async def sent(given: Given, count: int, keys: int = 1, command_type: str = "Deb
     return await given.bus.create_batch(DOMAIN, commands)
 
 
-def held_by(given: Given, worker: int, subject: str = "0", name: str = f"{DOMAIN}/Debit", calls: int = 1) -> UUID:
+def held_by(given: Given, worker: int, subject: str = "0", name: str = f"{DOMAIN}/Debit", calls: int = 1) -> Held:
     """Another worker, without a process behind it, holds a permit: for a command of its own."""
     [other] = given.claimed(by=worker)
-    request = Request(uuid4(), name, subject, calls, [(other.lease, other.id)])
-    assert given.database.perform(concurrency.take([request], worker=worker)) == [True]
-    return request.permit
+    request = Request(name, subject, calls, [(other.lease, other.id)])
+    [permit] = given.database.perform(concurrency.take([request], worker=worker))
+    assert permit
+    return Held(name, subject, permit)
 
 
 def run(worker: Worker) -> Run:
@@ -114,25 +118,41 @@ async def test_however_many_ask_at_once_no_permit_is_given_twice(given: Given, d
     """Eight ask for the same sixty keys, each in another order; nobody waits for ever."""
     worker = given.registered_worker()
     await given.batch(8 * 60)
-    leased = given.claimed(8 * 60, by=worker)
+    leased = [given.claimed(60, by=worker) for _ in range(8)]
     start = threading.Barrier(8)
 
-    def ask(nth: int) -> list[bool | None]:
-        mine = [(f"key {n}", leased[nth * 60 + n]) for n in range(60)]
+    def ask(nth: int) -> list[int | None]:
+        mine = [(f"key {n}", one) for n, one in enumerate(leased[nth])]
         random.Random(nth).shuffle(mine)
-        requests = [Request(uuid4(), "crm", key, 3, [(one.lease, one.id)]) for key, one in mine]
+        requests = [Request("crm", key, 3, [(one.lease, one.id)]) for key, one in mine]
         with Database(dsn) as mine_alone:
             start.wait(60)
-            answers: list[bool | None] = mine_alone.perform(concurrency.take(requests, worker=worker))
+            answers: list[int | None] = mine_alone.perform(concurrency.take(requests, worker=worker))
             return answers
 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(ask, range(8)))
-    assert sum(answer is True for each in answers for answer in each) == 180
+    assert sum(answer != 0 for each in answers for answer in each) == 180
     held = given.database.rows("SELECT count(*) FROM busload.permit GROUP BY limit_subject")
     assert {count for (count,) in held} == {3}
     assert reasons(given.database) == {"LIMITED": 300}
     given.database.check_invariants()
+
+
+async def test_who_asks_while_a_permit_is_being_taken_waits_for_the_answer(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    given.database.rows("INSERT INTO busload.concurrency_limit (name, most) VALUES ('crm', 1)")
+    await given.batch(2)
+    [first], [second] = given.claimed(by=worker), given.claimed(by=worker)
+    requests = [Request("crm", "", 1, [(one.lease, one.id)]) for one in (first, second)]
+    with psycopg.connect(dsn) as conn:
+        [permit] = perform(conn, concurrency.take(requests[:1], worker=worker))
+        assert permit
+        thread, answers = beside(dsn, partial(concurrency.take, requests[1:], worker=worker))
+        assert answers == []
+    thread.join(60)
+    assert answers == [[0]]
+    assert reasons(given.database) == {"LIMITED": 1}
 
 
 async def test_handlers_in_threads_are_limited_as_well(given: Given, database: Database) -> None:
@@ -430,8 +450,8 @@ async def test_a_permit_whose_answer_was_lost_is_freed(given: Given, database: D
     async with given.running():
         await eventually(lambda: database.value("SELECT count(*) FROM busload.worker") == 1)
         database.rows(
-            "INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command, since)"
-            " SELECT gen_random_uuid(), %s, '0', worker, 1024, '-infinity' FROM busload.worker",
+            "INSERT INTO busload.permit (limit_name, limit_subject, worker, command, since)"
+            " SELECT %s, '0', worker, 1024, '-infinity' FROM busload.worker",
             f"{DOMAIN}/Debit",
         )
         await sent(given, 1)

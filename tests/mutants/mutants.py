@@ -546,7 +546,7 @@ MUTANTS = [
     Mutant(
         "call-begins-with-a-lost-permit",
         "worker/permits.py",
-        "if not alive or self.worker != self._shared.number:",
+        "if not alive or self.worker != self._shared.number or self.freed:",
         "if not alive:",
         CONCURRENCY + "test_a_call_does_not_begin_with_a_permit_that_was_lost",
         "A worker that comes back would call beside the one that has its permit.",
@@ -562,9 +562,9 @@ MUTANTS = [
     Mutant(
         "permits-are-granted-side-by-side",
         "postgres/schema/0009_limits.sql",
-        "    PERFORM busload.lock_limits($3, $4);\n",
+        "    PERFORM busload.lock_limits($2, $3);\n",
         "",
-        CONCURRENCY + "test_however_many_ask_at_once_no_permit_is_given_twice",
+        CONCURRENCY + "test_who_asks_while_a_permit_is_being_taken_waits_for_the_answer",
         "Two workers that ask at the same moment would both get the last permit.",
     ),
     # -- compensation

@@ -2,24 +2,25 @@
 -- Ask for the permits of some calls; see busload.take_permits. It waits for the disk: a permit that a crash
 -- of the server undid would be given twice.
 SELECT busload.take_permits(
-           %(worker)s::bigint, %(permits)b::uuid[], %(names)b::text[], %(subjects)b::text[],
+           %(worker)s::bigint, %(names)b::text[], %(subjects)b::text[],
            %(most)b::integer[], %(sizes)b::integer[], %(leases)b::uuid[], %(commands)b::bigint[],
            %(requests)b::integer[], %(lease_ordinals)b::integer[]
        );
 
 -- name: free
 -- Give permits back.
-SELECT busload.free_permits(%(permits)b::uuid[]);
+SELECT busload.free_permits(%(names)b::text[], %(subjects)b::text[], %(permits)b::bigint[]);
 
 -- name: free_of_dead
 -- Give the permits of workers back that stopped or were declared dead.
-SELECT busload.free_permits(ARRAY(
-           SELECT permit
-             FROM busload.permit AS p
-            WHERE NOT EXISTS (SELECT FROM busload.worker AS w
-                               WHERE w.worker = p.worker AND w.stopped_at IS NULL)
-            ORDER BY permit LIMIT 1000
-       ));
+SELECT busload.free_permits(coalesce(array_agg(limit_name), '{}'), coalesce(array_agg(limit_subject), '{}'),
+                            coalesce(array_agg(permit), '{}'))
+  FROM (
+    SELECT limit_name, limit_subject, permit
+      FROM busload.permit AS p
+     WHERE NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = p.worker AND w.stopped_at IS NULL)
+     ORDER BY permit LIMIT 1000
+  ) AS dead;
 
 -- name: forgotten
 -- Limits that commands wait for though a permit is free: a command that was to ask was canceled, held or lost
@@ -56,17 +57,18 @@ SELECT busload.wake_limited(%(names)b::text[], %(subjects)b::text[], %(calls)b::
 
 -- name: permits_of
 -- The permits that a worker holds and that are older than the answer to a request takes.
-SELECT permit
+SELECT limit_name, limit_subject, permit
   FROM busload.permit
  WHERE worker = %(worker)s::bigint AND since < now() - %(settled)s::interval;
 
 -- name: adopt
 -- A worker that was declared dead still runs these calls: they count again, so that no further ones begin.
-INSERT INTO busload.permit AS p (permit, limit_name, limit_subject, worker, command)
+INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)
+OVERRIDING SYSTEM VALUE
 SELECT permit, name, subject, %(worker)s::bigint, command
-  FROM unnest(%(permits)b::uuid[], %(names)b::text[], %(subjects)b::text[], %(commands)b::bigint[])
+  FROM unnest(%(permits)b::bigint[], %(names)b::text[], %(subjects)b::text[], %(commands)b::bigint[])
     AS a (permit, name, subject, command)
-    ON CONFLICT (permit) DO UPDATE SET worker = excluded.worker;
+    ON CONFLICT (limit_name, limit_subject, permit) DO UPDATE SET worker = excluded.worker;
 
 -- name: concurrency
 -- Every limit that runs calls or is waited for; who runs them, and how many commands wait.

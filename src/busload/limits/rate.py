@@ -112,6 +112,8 @@ class RateLimit:
 
 def key_text(found: object) -> str | None:
     """The value of a `by` as text; None if it cannot be one."""
+    if type(found) is int and -(2**63) <= found < 2**63:  # the most frequent one
+        return str(found)
     value = found.value if isinstance(found, enum.Enum) else found
     text = str(value) if isinstance(value, str | int | float | Decimal | UUID | date | datetime) else None
     return None if text is None or (text and wrong_text(text, "by", KEY_BYTES)) else text

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from busload.buffers.declaration import EXHAUSTED
+from busload.buffers.groups import exhausted_group
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
 from busload.commands.execution import Leased
@@ -193,6 +195,12 @@ async def outlast(overdue: asyncio.Future[Any], handler: Handler, what: str) -> 
     """Wait for a thread whose time is up: it cannot be stopped, and its slot is taken until it returns."""
     log.warning("A handler of %s still runs after its %s s and keeps its slot until it returns", what, handler.timeout)
     await asyncio.wait({overdue})
+
+
+def argument_of(leased: Leased) -> Command | Group:
+    """What a handler of single commands gets; raises `UndecodableError`."""
+    command = command_of(leased)
+    return exhausted_group(command) if leased.command_type == EXHAUSTED else command
 
 
 def command_of(leased: Leased) -> Command:

@@ -46,6 +46,10 @@ MOST_AHEAD = 20
 """Commands in line for each slot, at most: however fast the last ones were, the next ones may be slow."""
 
 
+ASKED_TOGETHER = 2000
+"""Commands whose permits are asked for in one statement."""
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What a round of the claimer found."""
@@ -357,26 +361,45 @@ class Claimer:
             self._settlement.expect(taken.leases)
             if self._rests:
                 self._rests.claimed(taken.leased)
-            refused: list[Transition] = []
-            if self._handlers.concurrency_limits:
-                known, refused = await self._shared.permits.take(known)
-            if self._handlers.gathers:
-                known, more = self._gatherer.take(known)
-                refused += more
-            self._line.add(known)
+            refused = [] if self._handlers.concurrency_limits else self._add(known)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.
             self._held.drop(lease.lease_id for lease in taken.leases)
             for lease in taken.leases:
                 lease.lost = True
             raise
-        if self._pauses.paused is not paused:
+        if self._handlers.concurrency_limits:
+            await self._add_with_permits(known, paused)
+        elif self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
         if self._held_meanwhile:
             self.heed_holds(self._held_meanwhile)
         for transition in refused:
             await self._settlement.put(transition)
         return taken
+
+    def _add(self, known: list[Leased]) -> list[Transition]:
+        """Put commands into the line, or into a chunk; return the results of those that fail at once."""
+        refused: list[Transition] = []
+        if self._handlers.gathers:
+            known, refused = self._gatherer.take(known)
+        self._line.add(known)
+        return refused
+
+    async def _add_with_permits(self, known: list[Leased], paused: Collection[str]) -> None:
+        """Put commands into the line that have a permit or need none, a part after the other: slots begin meanwhile."""
+        for first in range(0, len(known), ASKED_TOGETHER):
+            try:
+                granted, refused = await self._shared.permits.take(known[first : first + ASKED_TOGETHER])
+            except BaseException:
+                self._hand_back.add(known[first:])
+                raise
+            refused += self._add(granted)
+            before, paused = paused, self._pauses.paused
+            if paused is not before:
+                self.heed_pauses()
+            for transition in refused:
+                await self._settlement.put(transition)
 
     def _decide_on_poll(self, broker: Broker) -> None:
         """Look at the queue itself when the database notifies, and at times: a message may be lost."""

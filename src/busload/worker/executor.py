@@ -15,18 +15,17 @@ from uuid import UUID
 import msgspec
 
 from busload.buffers.declaration import EXHAUSTED
-from busload.buffers.groups import exhausted_group
 from busload.commands import settle
 from busload.commands.bulk_items import Group
 from busload.commands.command import Command
 from busload.commands.execution import RESULT_INVALID, RESULT_NOT_KEPT, Leased, Transition, complete
 from busload.commands.payload import UndecodableError
 from busload.handlers import Handler
-from busload.limits.limiter import Entered, PostponedError
+from busload.limits.limiter import Entered, PermitLostError, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext
 from busload.worker.bulk_run import Stations
-from busload.worker.call_handler import Calls, Work, command_of, outlast
+from busload.worker.call_handler import Calls, Work, argument_of, command_of, outlast
 from busload.worker.chunks import Gatherer, run_chunk
 from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, references_to
 from busload.worker.context import HandlerContext
@@ -109,6 +108,7 @@ class Executor:
             if slot.task.done() and not self.calls.stopping:
                 log.error("A slot's task was ended by others; the slot goes on")
                 if slot.taken is not None:
+                    self._shared.permits.give_up(commands_of(slot.taken))
                     self._done(slot)
                 self._give_task(slot)
 
@@ -185,10 +185,19 @@ class Executor:
         item.started = time.monotonic()
         handler = self._handlers.find(item.lease.domain, item.command_type)
         assert handler is not None, "the claimer hands back what has no handler"
+        permit: Permit | None = None
         if not handler.plain:
-            return partial(self._run if handler.buffer is None else self._groups.run, item, handler)
+            if not handler.plain_with_permit or (permit := self._shared.permits.of(item)) is None:
+                return partial(self._run if handler.buffer is None else self._groups.run, item, handler)
+            try:
+                permit.begin()
+            except PermitLostError as lost:
+                return partial(self._outcomes.drop, item, lost)
         try:
-            command = command_of(item) if item.command_type != EXHAUSTED else _command(item)
+            if permit is not None:
+                command = permit.argument
+            else:
+                command = command_of(item) if item.command_type != EXHAUSTED else argument_of(item)
         except UndecodableError as error:
             return partial(self._outcomes.fail_unreadable, item, error)
         context, own = HandlerContext(item, self._bus, self._transactions), self.calls.context.copy()
@@ -210,8 +219,13 @@ class Executor:
     def _conclude(
         self, leased: Leased, handler: Handler, command: Command | Group, context: HandlerContext, ended: Ended
     ) -> Rest | None:
+        permit = None if handler.plain else self._shared.permits.of(leased)
         if ended.error is not None or context.own_transaction is not None:
+            if permit is not None:
+                return partial(self._make_and_free, leased, handler, command, context, ended, permit)
             return partial(self._make, leased, handler, command, context, None, ended)
+        if permit is not None:
+            self._shared.permits.free(permit)
         transition = complete(leased, ended.result, self._limits)
         if transition.reason is not None:
             return partial(self._outcomes.complete, transition)
@@ -252,7 +266,7 @@ class Executor:
     async def _run_in_turn(self, leased: Leased, handler: Handler, permit: Permit | None) -> None:
         entered: Entered | None = None
         try:
-            command = _command(leased)
+            command = argument_of(leased) if permit is None else permit.argument
         except UndecodableError as error:
             await self._outcomes.fail_unreadable(leased, error)
             return
@@ -294,8 +308,25 @@ class Executor:
         if call.overdue is not None:
             await outlast(call.overdue, handler, leased.command_type)
 
+    async def _make_and_free(
+        self,
+        leased: Leased,
+        handler: Handler,
+        command: Command | Group,
+        context: HandlerContext,
+        called: Ended,
+        permit: Permit,
+    ) -> None:
+        """As `_make`. The call may be made again, if its transaction has collided: so it keeps its permit."""
+        try:
+            await self._make(leased, handler, command, context, None, called, permit)
+        finally:
+            self._shared.permits.free(permit)
+
     async def _give_up(self, item: Claimed | None, error: Exception) -> None:
         """An error of our own must not end the slot. While the worker stops, the command is handed back."""
+        if item is not None:
+            self._shared.permits.give_up(commands_of(item))
         if isinstance(item, Leased) and not self.calls.stopping:
             await self._outcomes.give_up(item, error)
 
@@ -311,9 +342,3 @@ def _settle(transition: Transition) -> Plan[set[int]] | None:
         return None
     transition.finished = time.monotonic()
     return settle.settle([transition], now=transition.finished)
-
-
-def _command(leased: Leased) -> Command | Group:
-    """What the handler gets; raises `UndecodableError`."""
-    command = command_of(leased)
-    return exhausted_group(command) if leased.command_type == EXHAUSTED else command

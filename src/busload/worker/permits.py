@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from uuid import UUID
+from typing import Any
 
 import psycopg
 
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.execution import Leased, Transition, Unreadable, failure
-from busload.commands.ids import new_id
 from busload.commands.payload import UndecodableError
 from busload.handlers import Handler
 from busload.limits import concurrency
-from busload.limits.concurrency import Request
+from busload.limits.concurrency import Held, Request
 from busload.limits.limiter import Entered, LimitedError, PermitLostError
 from busload.postgres.backoff import Backoff
-from busload.worker.call_handler import command_of
+from busload.worker.call_handler import argument_of
 from busload.worker.coalescer import Coalescer
 from busload.worker.settlement import end_failed
-from busload.worker.shared import Shared
+from busload.worker.shared import Shared, clock
 
 ASKING = "Asking for permits"
 
@@ -30,20 +29,20 @@ FREED_WITHIN = timedelta(milliseconds=5)
 
 
 class Permit:
-    """A call that may begin while its worker lives, as the database sees it."""
+    """A call that may begin while its worker lives, as the database sees it. `argument` is what a single one gets."""
 
-    __slots__ = ("_shared", "begun", "counted_for", "leased", "request", "worker")
+    __slots__ = ("_shared", "argument", "begun", "counted_for", "freed", "held", "leased", "worker")
 
-    def __init__(self, shared: Shared, request: Request, leased: Sequence[Leased], worker: int) -> None:
-        self._shared, self.request, self.leased = shared, request, leased
+    def __init__(self, shared: Shared, held: Held, leased: Sequence[Leased], argument: Any, worker: int) -> None:
+        self._shared, self.held, self.leased, self.argument = shared, held, leased, argument
         self.worker = self.counted_for = worker
-        self.begun = False
+        self.begun = self.freed = False
 
     def begin(self) -> None:
         """The call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
         alive = self._shared.surely_alive  # asked first: a new number comes before its first sign of life
-        if not alive or self.worker != self._shared.number:
-            raise PermitLostError(self.request.name)
+        if not alive or self.worker != self._shared.number or self.freed:
+            raise PermitLostError(self.held.name)
         self.begun = True
 
 
@@ -65,11 +64,13 @@ class Permits:
         self, shared: Shared, hand_back: Callable[[Iterable[Leased]], None], on_freed: Callable[[], None]
     ) -> None:
         self._shared, self._hand_back, self._on_freed = shared, hand_back, on_freed
-        self._held: dict[UUID, Permit] = {}
+        self._held: dict[int, Permit] = {}
         self._of: dict[Leased, Permit] = {}
-        self._strange: set[UUID] = set()
+        self._asked: list[float] = []
+        """When the requests were sent that have no answer yet."""
+        self._strange: set[Held] = set()
         self._closed = False
-        self._freed: Coalescer[UUID] = Coalescer(
+        self._freed: Coalescer[Held] = Coalescer(
             self._flush,
             max_size=1000,
             max_interval=FREED_WITHIN,
@@ -89,24 +90,29 @@ class Permits:
         Returns those that may run, with those that need no permit, and the results of those whose `by` fails. All
         others wait in the database and are not ours any more.
         """
-        asking: dict[Leased, Request] = {}
+        asking: list[tuple[Request, Sequence[Leased], Any]] = []
         refused: list[Transition] = []
         without: set[Leased] = set()
+        find = self._shared.bus.handlers.find
         for one in leased:
-            handler = self._shared.bus.handlers.find(one.lease.domain, one.command_type)
-            if handler is None or handler.concurrency_limit is None or handler.takes_many:
+            lease = one.lease
+            handler = find(lease.domain, one.command_type)
+            if handler is None or (limit := handler.concurrency_limit) is None or handler.takes_many:
                 continue
-            limit, kind = handler.concurrency_limit, (one.lease.domain, one.command_type)
+            without.add(one)
             try:
-                subject = limit.subject_of(command_of(one))
+                argument = argument_of(one)
+                subject = limit.subject_of(argument)
             except BaseException as error:
-                without.add(one)
                 refused.append(self._refused(one, error, handler))
             else:
-                asking[one] = Request(new_id(), limit.name_for(*kind), subject, limit.calls, [(one.lease, one.id)])
-        granted = await self._ask({request: [one] for one, request in asking.items()})
-        without.update(one for one, request in asking.items() if request.permit not in granted)
-        self._of.update({one: granted[request.permit] for one, request in asking.items() if one not in without})
+                name = limit.name_for(lease.domain, one.command_type)
+                asking.append((Request(name, subject, limit.calls, [(lease, one.id)]), [one], argument))
+        if asking:
+            for permit in await self._ask(asking):
+                [one] = permit.leased
+                self._of[one] = permit
+                without.discard(one)
         return [one for one in leased if one not in without], refused
 
     async def enter(
@@ -118,11 +124,11 @@ class Permits:
         size = 1 if handler.gathering is None else handler.gathering.size
         name, commands = limit.name_for(domain, command_type), [(one.lease, one.id) for one in leased]
         subject, backoff = limit.subject_of(bulk), Backoff()
+        request = Request(name, subject, limit.calls, commands, size)
         while True:
-            request = Request(new_id(), name, subject, limit.calls, commands, size)
             try:
-                granted = await self._ask({request: leased})
-            except psycopg.Error as error:  # an earlier request may have been granted: `once` frees its permit
+                granted = await self._ask([(request, leased, None)])
+            except psycopg.Error as error:  # it may have been granted all the same: `once` frees that permit
                 if all(one.lease.lost for one in leased):
                     raise PermitLostError(name) from error
                 pause = backoff.pause()
@@ -130,9 +136,9 @@ class Permits:
                 await asyncio.sleep(pause)
                 continue
             self._shared.outage.worked(ASKING, reached=True)
-            if request.permit not in granted:
+            if not granted:
                 raise LimitedError(name)
-            return granted[request.permit]
+            return granted[0]
 
     def of(self, leased: Leased) -> Permit | None:
         """The permit of a single command; None if its handler has no limit."""
@@ -140,11 +146,12 @@ class Permits:
 
     def free(self, permit: Permit) -> None:
         """The call has ended, or will not be made."""
-        if self._held.pop(permit.request.permit, None) is not None:
+        permit.freed = True
+        if self._held.pop(permit.held.permit, None) is not None:
             for one in permit.leased:
                 self._of.pop(one, None)
             if not self._closed:  # else others free it, as this worker has stopped
-                self._freed.offer(permit.request.permit)
+                self._freed.offer(permit.held)
 
     def give_up(self, leased: Iterable[Leased]) -> None:
         """These commands are handed back: their calls will not be made."""
@@ -167,9 +174,11 @@ class Permits:
         known = await self._shared.perform(
             concurrency.permits_of(self._shared.number, settled=settings.lease_for * 2 / 3)
         )
-        strange = {permit for permit in known if permit not in self._held}
-        for permit_id in strange & self._strange:
-            self._freed.offer(permit_id)
+        strange = {held for held in known if held.permit not in self._held}
+        # An answer that is merely late is not lost; a request that was sent later cannot be the one.
+        if all(clock() - sent_at < self._shared.lease_seconds / 3 for sent_at in self._asked):
+            for held in strange & self._strange:
+                self._freed.offer(held)
         self._strange = strange
         return settings.sweep_every.total_seconds()
 
@@ -185,30 +194,36 @@ class Permits:
         number = self._shared.number
         running = [permit for permit in self._held.values() if permit.begun and permit.counted_for != number]
         if running:
-            await self._shared.perform(concurrency.adopt([permit.request for permit in running], worker=number))
+            calls = {permit.held: permit.leased[0].id for permit in running}
+            await self._shared.perform(concurrency.adopt(calls, worker=number))
             for permit in running:
                 permit.counted_for = number
-                if permit.request.permit not in self._held:  # it ended meanwhile
-                    self._freed.offer(permit.request.permit)
+                if permit.held.permit not in self._held:  # it ended meanwhile
+                    self._freed.offer(permit.held)
 
-    async def _ask(self, requests: dict[Request, Sequence[Leased]]) -> dict[UUID, Permit]:
-        if not requests:
-            return {}
-        number = self._shared.number
-        answers = await self._shared.perform(concurrency.take(list(requests), worker=number))
-        granted: dict[UUID, Permit] = {}
-        for (request, leased), answer in zip(requests.items(), answers, strict=True):
+    async def _ask(self, asking: Sequence[tuple[Request, Sequence[Leased], Any]]) -> list[Permit]:
+        shared = self._shared
+        number, granted = shared.number, []
+        sent_at = clock()
+        self._asked.append(sent_at)
+        try:
+            answers = await shared.perform(concurrency.take([request for request, _, _ in asking], worker=number))
+        finally:
+            self._asked.remove(sent_at)
+        for (request, leased, argument), answer in zip(asking, answers, strict=True):
             if answer:
-                granted[request.permit] = self._held[request.permit] = Permit(self._shared, request, leased, number)
+                permit = Permit(shared, Held(request.name, request.subject, answer), leased, argument, number)
+                self._held[answer] = permit
+                granted.append(permit)
             elif answer is None:
                 self._hand_back(leased)
             else:
                 for one in leased:
                     one.lease.running -= 1
-                self._shared.held.settled(leased)
+                shared.held.settled(leased)
         return granted
 
-    async def _flush(self, permits: Sequence[UUID]) -> None:
+    async def _flush(self, permits: Sequence[Held]) -> None:
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
             await self._shared.perform(concurrency.free(permits))
         self._on_freed()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from busload.buffers.distribute import Tallies
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-def clock() -> float:
-    """Seconds on a clock that also goes on while the machine sleeps, where there is one."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+clock: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+)
+"""Seconds on a clock that also goes on while the machine sleeps, where there is one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +61,15 @@ class Shared:
     renewed_at: float = -math.inf
     """When the last heartbeat was sent that the database has answered, by `clock`."""
     permits: Permits = field(init=False)
+    lease_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lease_seconds = self.settings.lease_for.total_seconds()
 
     @property
     def surely_alive(self) -> bool:
         """Whether nobody can have declared this worker dead: its last heartbeat is younger than a lease."""
-        return clock() < self.renewed_at + self.settings.lease_for.total_seconds()
+        return clock() - self.renewed_at < self.lease_seconds
 
     async def perform(self, plan: Plan[T]) -> T:
         async with self.pool.connection() as conn:

@@ -43,8 +43,8 @@ CREATE TABLE busload.scheduled (
            CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD', 'CANARY')),
     -- Of LIMITED: the concurrency limit and the value of its `by` that the command waits for, and how many
     -- commands one call takes.
-    limit_name    text,
-    limit_subject text,
+    limit_name    text COLLATE "C",
+    limit_subject text COLLATE "C",
     per_call      integer,
     PRIMARY KEY (hi),
     -- What is HELD, or waits for the CANARY of its batch, is never due: whoever lets it go puts it into the

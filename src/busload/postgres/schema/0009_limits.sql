@@ -40,7 +40,7 @@ CREATE TABLE busload.rate_limit (
 
 -- How many calls may run at a time, all workers together: the limits that workers have asked for.
 CREATE TABLE busload.concurrency_limit (
-    name    text        PRIMARY KEY,
+    name    text        COLLATE "C" PRIMARY KEY,
     most    integer     NOT NULL,                   -- calls at a time, for each value of `by`
     used_at timestamptz NOT NULL DEFAULT now()      -- to the hour
 );
@@ -48,14 +48,14 @@ CREATE TABLE busload.concurrency_limit (
 -- A call that runs, or is about to begin. A permit belongs to a worker: whoever asks for permits counts those
 -- of workers that live, and of workers that are silent but not declared dead yet.
 CREATE TABLE busload.permit (
-    permit        uuid        PRIMARY KEY,
-    limit_name    text        NOT NULL,
-    limit_subject text        NOT NULL,             -- the value of `by`; '' without a `by`
+    permit        bigint      GENERATED ALWAYS AS IDENTITY,
+    limit_name    text        COLLATE "C" NOT NULL,
+    limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`; '' without a `by`
     worker        bigint      NOT NULL,
     command       bigint      NOT NULL,             -- the first command of the call
-    since         timestamptz NOT NULL DEFAULT now()
+    since         timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (limit_name, limit_subject, permit) -- finds a permit, and counts those of a limit
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
-CREATE INDEX permit_of_limit ON busload.permit (limit_name, limit_subject);
 
 -- Whoever takes or frees permits is alone with their limits until its transaction ends. Limits share 128
 -- locks, so that a transaction takes no more of them than the server has room for, and always in the same
@@ -75,48 +75,51 @@ BEGIN
     END LOOP;
 END $$;
 
--- Ask for permits, each for one call with some commands of some leases. For each request: whether it was
--- granted, or null if the worker holds none of its commands any more. Of one limit, the request with the
--- lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit
--- is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what the
--- others did before.
+-- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
+-- 0 if there is none, or null if the worker holds none of its commands any more. Of one limit, the request
+-- with the lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until
+-- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
+-- the others did before.
 CREATE FUNCTION busload.take_permits(
-    taker bigint, permits uuid[], names text[], subjects text[], most integer[], sizes integer[],
+    taker bigint, names text[], subjects text[], most integer[], sizes integer[],
     leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[]
-) RETURNS boolean[]
+) RETURNS bigint[]
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_nestloop = off AS $$
-DECLARE answer boolean[];
+DECLARE answer bigint[];
 BEGIN
-    PERFORM FROM busload.lease WHERE lease_id = ANY ($7) AND worker = $1 ORDER BY lease_id FOR UPDATE;
-    PERFORM busload.lock_limits($3, $4);
+    PERFORM FROM busload.lease WHERE lease_id = ANY ($6) AND worker = $1 ORDER BY lease_id FOR UPDATE;
+    PERFORM busload.lock_limits($2, $3);
     INSERT INTO busload.concurrency_limit AS l (name, most)
     SELECT DISTINCT ON (n.name) n.name, n.most
-      FROM unnest($3, $5) AS n (name, most)
+      FROM unnest($2, $4) AS n (name, most)
      WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
                         WHERE k.name = n.name AND k.most = n.most AND k.used_at > now() - interval '1 hour')
      ORDER BY n.name
         ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
     WITH request AS (
         SELECT *
-          FROM unnest($2, $3, $4, $5, $6) WITH ORDINALITY AS r (permit, name, subject, most, size, ordinal)
+          FROM unnest($2, $3, $4, $5) WITH ORDINALITY AS r (name, subject, most, size, ordinal)
     ), command AS MATERIALIZED (
         SELECT c.id, c.request, l.*
-          FROM unnest($8, $9, $10) AS c (id, request, lease)
-          JOIN unnest($7) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = c.lease
+          FROM unnest($7, $8, $9) AS c (id, request, lease)
+          JOIN unnest($6) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = c.lease
           JOIN busload.lease AS l ON l.lease_id = n.lease_id AND l.worker = $1
          WHERE c.id <> ALL (l.returned)
            AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL)
     ), judged AS MATERIALIZED (
         SELECT r.*, f.first,
-               row_number() OVER (PARTITION BY r.name, r.subject ORDER BY f.first)
+               row_number() OVER (
+                   PARTITION BY r.name COLLATE "C", r.subject COLLATE "C" ORDER BY f.first
+               )
                <= r.most - (SELECT count(*) FROM busload.permit AS p
                              WHERE p.limit_name = r.name AND p.limit_subject = r.subject) AS granted
           FROM request AS r
           JOIN (SELECT request, min(id) AS first FROM command GROUP BY request) AS f ON f.request = r.ordinal
     ), granted AS (
-        INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)
-        SELECT permit, name, subject, $1, first FROM judged WHERE granted
+        INSERT INTO busload.permit (limit_name, limit_subject, worker, command)
+        SELECT name, subject, $1, first FROM judged WHERE granted
+        RETURNING permit, command
     ), late AS MATERIALIZED (
         SELECT c.*, j.name, j.subject, j.size
           FROM command AS c
@@ -153,9 +156,11 @@ BEGIN
                                    OFFSET 0)) AS part
          GROUP BY lease_id, batch_id, attempt, name, subject, island
     )
-    SELECT array_agg(j.granted ORDER BY r.ordinal) INTO answer
+    SELECT array_agg(CASE WHEN j.first IS NOT NULL THEN coalesce(g.permit, 0) END ORDER BY r.ordinal)
+      INTO answer
       FROM request AS r
-      LEFT JOIN judged AS j ON j.ordinal = r.ordinal;
+      LEFT JOIN judged AS j ON j.ordinal = r.ordinal
+      LEFT JOIN granted AS g ON g.command = j.first;
     RETURN answer;
 END $$;
 
@@ -203,25 +208,30 @@ $$;
 -- Calls have ended, or their worker is dead: give their permits back, and let as many calls ask that wait for
 -- them. If a crash of the server undoes this, a worker finds that it does not use these permits, and frees
 -- them again.
-CREATE FUNCTION busload.free_permits(permits uuid[]) RETURNS bigint
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+CREATE FUNCTION busload.free_permits(names text[], subjects text[], permits bigint[]) RETURNS bigint
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 DECLARE
-    names text[];
-    subjects text[];
+    gone_names text[];
+    gone_subjects text[];
     calls bigint[];
 BEGIN
-    PERFORM set_config('synchronous_commit', 'off', true);
-    SELECT array_agg(k.limit_name), array_agg(k.limit_subject) INTO names, subjects
-      FROM (SELECT DISTINCT limit_name, limit_subject FROM busload.permit WHERE permit = ANY ($1)) AS k;
-    IF names IS NULL THEN
+    IF cardinality($3) = 0 THEN
         RETURN 0;
     END IF;
-    PERFORM busload.lock_limits(names, subjects);
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM busload.lock_limits($1, $2);
     WITH gone AS (
-        DELETE FROM busload.permit WHERE permit = ANY ($1) RETURNING limit_name, limit_subject
+        DELETE FROM busload.permit AS p
+         USING unnest($1, $2, $3) AS f (name, subject, permit)
+         WHERE p.limit_name = f.name AND p.limit_subject = f.subject AND p.permit = f.permit
+        RETURNING p.limit_name, p.limit_subject
     )
     SELECT array_agg(g.limit_name), array_agg(g.limit_subject), array_agg(g.calls)
-      INTO names, subjects, calls
+      INTO gone_names, gone_subjects, calls
       FROM (SELECT limit_name, limit_subject, count(*) AS calls FROM gone GROUP BY 1, 2) AS g;
-    RETURN busload.wake_limited(names, subjects, calls);
+    IF NOT EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED' AND limit_name = ANY ($1)) THEN
+        RETURN 0;
+    END IF;
+    RETURN busload.wake_limited(gone_names, gone_subjects, calls);
 END $$;
