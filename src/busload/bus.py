@@ -28,7 +28,7 @@ from busload.batches.callbacks import Completions
 from busload.batches.open_batch import OpenBatch
 from busload.buffers.buffer import Buffer, Buffers
 from busload.buffers.declaration import BufferOptions, BufferSettings, declared
-from busload.commands import search, send
+from busload.commands import search
 from busload.commands.api import CommandVerbs
 from busload.commands.checks import check, seconds_of
 from busload.commands.command import (
@@ -41,7 +41,7 @@ from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
 from busload.dispatch import envelope as message
 from busload.dispatch.api import Outbox
-from busload.dispatch.create_batch import create_and_publish, default_strategy, published_by, write_for_relay
+from busload.dispatch.create_batch import create_and_publish, create_in_one_write, default_strategy, published_by
 from busload.dispatch.publish import Publisher
 from busload.dispatch.relay import Recovered, recover
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
@@ -230,23 +230,20 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
             "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
         )
         checked = partial(members, self._limits, batch)
-        if self.transport is None and dispatch is None:
-            await self.database.write(send.write_batch(batch, checked(commands), dedup), conn)
+        waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
+        strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
+        if self.transport is None or strategy is Strategy.RELAY:
+            await create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
         else:
-            waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
-            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
-            if strategy is Strategy.RELAY:
-                await self.database.write(write_for_relay(batch, checked(commands), dedup, self.via), conn)
-            else:
-                await create_and_publish(
-                    self.publisher,
-                    self.database,
-                    batch,
-                    commands,
-                    checked,
-                    strategy=strategy,
-                    checkpoint_size=checkpoint_size,
-                )
+            await create_and_publish(
+                self.publisher,
+                self.database,
+                batch,
+                commands,
+                checked,
+                strategy=strategy,
+                checkpoint_size=checkpoint_size,
+            )
         self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 
@@ -281,7 +278,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
     async def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
         """How the creation of a batch was published to the broker, and what of it still waits for that.
 
-        None without a broker, and for what `open_batch` opened: that is published as it is added, not created at once.
+        None without a broker. What `open_batch` opened is published as it is added, and has a report once it is sealed.
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
         return await self.database.read(creation_state.find(domain, batch_id))

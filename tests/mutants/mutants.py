@@ -40,6 +40,8 @@ CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
 CONCURRENCY = "tests/limits/test_concurrency.py::"
 TRACE = "tests/tasks/test_trace.py::"
+COUNTING = "tests/dispatch/test_counting.py::"
+TOLD = "tests/dispatch/test_told_of_commands.py::"
 
 MUTANTS = [
     # -- the fence
@@ -634,5 +636,54 @@ MUTANTS = [
         "            pass\n",
         "tests/health/test_health.py::test_ten_failures_in_a_row_degrade_a_worker_until_an_attempt_succeeds",
         "A worker that works again would stay DEGRADED.",
+    ),
+    # -- counting, and what commands tell of the broker
+    Mutant(
+        "a-pruned-batch-is-forgotten",
+        "retention/prune.sql",
+        "      FROM busload.counted_batch AS c JOIN gone USING (batch_id)\n",
+        "      FROM busload.counted_batch AS c JOIN gone USING (batch_id) WHERE false\n",
+        COUNTING + "test_a_day_stays_as_it_was_when_it_is_pruned",
+        "The figures of a past day would fall whenever something of it is removed.",
+    ),
+    Mutant(
+        "a-success-is-taken-back",
+        "dispatch/creation_state.sql",
+        "   SET rounds = rounds + 1, retry_needed = true, published_at = NULL,\n",
+        "   SET rounds = rounds + 1, retry_needed = true, published_at = NULL, first_published_at = NULL,\n",
+        COUNTING + "test_the_rate_of_a_day_does_not_fall_when_commands_are_published_again",
+        "A command that is tried again while the broker is away would turn a published batch into a failed one.",
+    ),
+    Mutant(
+        "only-the-broker-tells-of-creations",
+        "dispatch/create_batch.py",
+        "    log_creation(batch, count, insert_ms=took, total_ms=took, transport=via.transport, strategy=strategy)\n",
+        "    pass\n",
+        COUNTING + "test_every_batch_that_is_created_is_told_of",
+        "Batches without a broker would be created without a word.",
+    ),
+    Mutant(
+        "news-of-a-message-counts-twice",
+        "dispatch/outbox.sql",
+        "v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0",
+        "false OFFSET 0",
+        TOLD + "test_news_that_comes_twice_is_told_once",
+        "A relay whose answer was lost repeats its report: the command would have been published twice.",
+    ),
+    Mutant(
+        "an-unmarked-message-was-not-sent",
+        "dispatch/creation_state.sql",
+        "       greatest(d.written - o.commands, d.confirmed),\n",
+        "       d.written - o.commands,\n",
+        "tests/stories/test_dispatch.py::test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards",
+        "A report with a warning would say that nothing was published although all of it was.",
+    ),
+    Mutant(
+        "a-queue-serves-two-domains",
+        "dispatch/envelope.py",
+        "        if other != domain:\n",
+        "        if False:\n",
+        "tests/dispatch/test_existing_queues.py::test_a_wrong_mapping_is_refused",
+        "The workers of one domain would put aside the messages of the other.",
     ),
 ]

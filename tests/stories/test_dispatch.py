@@ -976,7 +976,7 @@ async def test_the_rate_of_a_day_does_not_fall_when_its_commands_end(
     await bus.create_batch(DOMAIN, commands(3))
     transport.refuse(AWAY)
     await bus.create_batch(DOMAIN, [BatchCommand("Debit", data={"n": n}) for n in range(3, 5)])
-    database.rows("UPDATE busload.dispatch SET created_at = created_at - interval '1 day'")
+    database.rows("UPDATE busload.batch SET created_at = created_at - interval '1 day'")
     daily = "SELECT batches, published, rounds FROM busload.dispatch_daily"
     assert database.rows(daily) == [(2, 1, 1.5)]
     transport.mend()
@@ -993,7 +993,7 @@ async def test_the_last_hour_is_counted_per_job(
     job_id = uuid4()
     await bus.create_batch(DOMAIN, commands(5), job_id=job_id)
     old = await bus.create_batch(DOMAIN, commands(1))
-    database.rows("UPDATE busload.dispatch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
+    database.rows("UPDATE busload.batch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
     leased = given.claimed(2)
     given.settled(leased[:1])
     transport.refuse(AWAY)

@@ -17,10 +17,12 @@ from busload.batches.batch import (
 )
 from busload.batches.cancel import begin_to_cancel, cancel
 from busload.batches.guards import FailureBudget
-from busload.commands import search, send
+from busload.batches.open_batch import seal
+from busload.commands import search
 from busload.commands.checks import check, choice, given
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
+from busload.commands.send import Via
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
@@ -31,6 +33,7 @@ class BatchVerbs:
     """The methods of `CommandBus` for a batch that exists."""
 
     database: Database
+    via: Via
     _limits: InputLimits
 
     async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
@@ -81,7 +84,7 @@ class BatchVerbs:
     async def seal_batch(self, domain: str, batch_id: UUID, *, conn: AnyConnection | None = None) -> bool:
         """Let an open batch complete; returns False if it was sealed already."""
         check(self._limits, domain=domain, batch_id=batch_id)
-        return await self.database.write(patient(partial(send.seal, domain, batch_id), batch_id), conn)
+        return await seal(self.database, domain, batch_id, self.via, conn)
 
     async def hold_batch(
         self,

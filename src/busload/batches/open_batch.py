@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -14,6 +16,8 @@ from busload.commands.checks import check_one, require, whole
 from busload.commands.command import AddOptions, NewCommand, new_command
 from busload.commands.dedup import Dedup
 from busload.commands.wording import counted
+from busload.dispatch import creation_state
+from busload.dispatch.creation_event import log_creation
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
@@ -42,7 +46,9 @@ class OpenBatch:
         """`opened` is called with the batch's id once the batch exists."""
         require(whole(1), checkpoint_size=checkpoint_size)
         self.batch_id, self.domain, self.added, self.skipped = batch.batch_id, batch.domain, 0, 0
-        self._database, self._batch, self._conn, self._opened = database, batch, conn, opened
+        self._database, self._conn, self._opened = database, conn, opened
+        self._batch = replace(batch, way="open_batch")
+        self._began, self._insert_ms = time.perf_counter(), 0.0
         self._limits, self._via, self._checkpoint_size, self._dedup = limits, via, checkpoint_size, dedup
         self._waiting: dict[tuple[str, UUID], NewCommand] = {}
         self._writing = waiting.Lock()
@@ -83,8 +89,10 @@ class OpenBatch:
             some = dict(self._waiting)
             commands = list(some.values())
             write = send.write_many(self.domain, commands, batch_id=self.batch_id, dedup=self._dedup, via=self._via)
+            began = time.perf_counter()
             try:
                 sent = sum(result.created for result in await self._database.write(write, self._conn))
+                self._insert_ms += _ms_since(began)
             except (DuplicateCommandError, DuplicateTaskError) as duplicate:
                 for refused in _refused(some, duplicate):
                     self._waiting.pop(refused, None)
@@ -97,14 +105,18 @@ class OpenBatch:
     async def seal(self) -> None:
         """Write the rest and let the batch complete."""
         await self.checkpoint()
-        await self._database.write(patient(partial(send.seal, self.domain, self.batch_id), self.batch_id), self._conn)
+        sealed = await seal(self._database, self.domain, self.batch_id, self._via, self._conn)
         self._sealed = True
+        if sealed:
+            times = {"insert_ms": self._insert_ms, "total_ms": _ms_since(self._began)}
+            strategy = None if self._via.transport is None else "relay"
+            log_creation(self._batch, self.added, **times, transport=self._via.transport, strategy=strategy)
 
     async def __aenter__(self) -> Self:
         opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
         await self._database.write(opening, self._conn)
         self._opened(self.batch_id)
-        self._entered = True
+        self._entered, self._began = True, time.perf_counter()
         return self
 
     async def __aexit__(
@@ -116,6 +128,19 @@ class OpenBatch:
             self._entered = False
             commands = counted(self.added, "command")
             log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
+
+
+async def seal(database: Database, domain: str, batch_id: UUID, via: send.Via, conn: AnyConnection | None) -> bool:
+    """Let an open batch complete. With a broker, its report ends here if all of it was published already."""
+    plan = partial(creation_state.seal, domain, batch_id, via)
+    sealed = await database.write(patient(plan, batch_id), conn)
+    if sealed and via.transport is not None and conn is None:
+        await database.in_transaction(creation_state.close([batch_id]))
+    return sealed
+
+
+def _ms_since(began: float) -> float:
+    return round((time.perf_counter() - began) * 1000, 3)
 
 
 def _refused(

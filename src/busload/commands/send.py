@@ -55,6 +55,8 @@ class NewBatch:
     stage: str | int | None = None
     guards: Mapping[str, Any] | None = None
     """Its canary and its failure budget, as columns, if it has any."""
+    way: str = "create_batch"
+    """The call that creates it, for those who count: also `open_batch`, or `job`."""
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -345,14 +347,18 @@ def create_batch_once(
     commands: Sequence[NewCommand],
     dedup: Dedup,
     create: Callable[[NewBatch, Sequence[NewCommand]], Plan[Any]] = create_batch,
-) -> Plan[None]:
-    """Create a batch of the commands whose task key is free. If none is left, the batch completes at once."""
+) -> Plan[int]:
+    """Create a batch of the commands whose task key is free, and return how many that are.
+
+    If none is left, the batch completes at once.
+    """
     results = yield from hold(batch.domain, commands, dedup)
     if kept := _created(commands, results):
         yield from create(batch, kept)
     else:
         yield from open_batch(batch)
         yield from seal(batch.domain, batch.batch_id)
+    return len(kept)
 
 
 def open_batch(batch: NewBatch) -> Plan[None]:

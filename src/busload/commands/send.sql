@@ -22,7 +22,7 @@ coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024),
 %(max_attempts)s::smallint
 
 -- fragment: columns_of_batch
-batch_id, domain, name, custom_data, on_complete, job_id, stage
+batch_id, domain, name, custom_data, on_complete, job_id, stage, way
 
 -- fragment: values_of_batch
 %(batch_id)s::uuid,
@@ -31,7 +31,8 @@ batch_id, domain, name, custom_data, on_complete, job_id, stage
 %(custom_data)s::text::jsonb,
 %(on_complete)s::text::json,
 %(job_id)s::text,
-%(stage)s::text::jsonb
+%(stage)s::text::jsonb,
+%(way)s::text
 
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of

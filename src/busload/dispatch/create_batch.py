@@ -18,7 +18,6 @@ from itertools import chain, islice
 from typing import Any
 from uuid import UUID
 
-import msgspec
 import psycopg
 
 from busload.commands import send
@@ -30,6 +29,7 @@ from busload.commands.load import DueLoad
 from busload.commands.send import NewBatch, Via
 from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
+from busload.dispatch.creation_event import log_creation
 from busload.dispatch.creation_state import Checkpoint, Cursor, Outcome
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.dispatch.publish import Publisher
@@ -42,14 +42,12 @@ from busload.errors import (
     Problem,
     RefusalReason,
 )
+from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write, patient
 
 log = logging.getLogger("busload")
-
-EVENT = "BatchTaskCreation"
-"""The name under which every creation is logged, with its figures."""
 
 MANY = 10_000
 """A batch of up to so many commands is written as a whole, a larger one in checkpoints, unless the caller chooses."""
@@ -98,6 +96,23 @@ def write_for_relay(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedu
     if dedup is not None:
         return patient(lambda: send.create_batch_once(batch, commands, dedup, create), batch.batch_id, ids)
     return Write(create(batch, commands), batch.batch_id, ids)
+
+
+async def create_in_one_write(
+    database: Database,
+    batch: NewBatch,
+    commands: Sequence[NewCommand],
+    dedup: Dedup | None,
+    via: Via,
+    conn: AnyConnection | None,
+) -> None:
+    """Create a batch that nobody waits to publish: PostgreSQL delivers it or, with a broker, a relay publishes it."""
+    began, relayed = time.perf_counter(), via.transport is not None
+    write = write_for_relay(batch, commands, dedup, via) if relayed else send.write_batch(batch, commands, dedup)
+    written = await database.write(write, conn)
+    took, count = round(_ms_since(began), 3), written if isinstance(written, int) else len(commands)
+    strategy = Strategy.RELAY if relayed else None
+    log_creation(batch, count, insert_ms=took, total_ms=took, transport=via.transport, strategy=strategy)
 
 
 async def create_and_publish(
@@ -276,22 +291,10 @@ class CreationRecord:
             | {"retry_needed": self.refused > 0},
         )
 
-    def event(self, outcome: Outcome) -> str:
+    def log(self, outcome: Outcome) -> None:
         """What a creation cost, as one JSON object on a line."""
-        fields = {
-            "event": EVENT,
-            "job_id": self.batch.job_id,
-            "stage": self.batch.stage,
-            "batch_id": self.batch.batch_id,
-            "domain": self.batch.domain,
-            "transport": self.transport,
-            "strategy": self.strategy,
-            "batch_size": self.written,
-            "TaskCount": self.written,
-            "ElapsedMs": outcome.total_ms,
-        }
-        costs = {name: value for name, value in asdict(outcome).items() if name not in ("error", "warning")}
-        return msgspec.json.encode(fields | costs, enc_hook=str).decode()
+        known = {name: value for name, value in asdict(outcome).items() if name not in ("error", "warning")}
+        log_creation(self.batch, self.written, transport=self.transport, strategy=self.strategy, **known)
 
 
 class Creation(CreationRecord):
@@ -391,7 +394,7 @@ class Creation(CreationRecord):
                 "The broker (%s) did not confirm %s of batch %s; a relay publishes what is left: %s",
                 *(self.transport, counted(self.refused, "command"), batch_id, outcome.error),
             )
-        log.info("%s", self.event(outcome))
+        self.log(outcome)
         try:
             await self.database.in_transaction(creation_state.finish(batch_id, outcome))
             await self.database.in_transaction(creation_state.close([batch_id]))

@@ -133,6 +133,14 @@ def _start(batch: NewBatch, via: Via, strategy: Strategy, total: int | None, *, 
     yield from execute(SQL.start, **names, total=total, written=written)
 
 
+def seal(domain: str, batch_id: UUID, via: Via) -> Plan[bool]:
+    """Seal an open batch and, with a broker, start its report. Call `close` afterwards, as after a mark."""
+    sealed = yield from send.seal(domain, batch_id)
+    if sealed and via.transport is not None:
+        yield from execute(SQL.start_sealed, batch_id=batch_id, transport=via.transport)
+    return sealed
+
+
 def finish(batch_id: UUID, outcome: Outcome) -> Plan[None]:
     """Store how a creation went. Call `close` afterwards, in a transaction of its own: relays skip it till then."""
     values = {name: getattr(outcome, name) for name in outcome.__slots__}

@@ -4,6 +4,13 @@ INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, writ
 VALUES (%(batch_id)s::uuid, %(transport)s::text, %(strategy)s::text, 'pending', %(total)s::integer,
         %(written)s::integer);
 
+-- name: start_sealed
+-- A batch that was filled bit by bit is sealed: from now on it is known what there is to be published.
+INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, written, created_at)
+SELECT batch_id, %(transport)s::text, 'relay', 'pending', total_count, total_count, created_at
+  FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND way = 'open_batch'
+    ON CONFLICT (batch_id) DO NOTHING;
+
 -- name: finish
 -- How the creation went, as far as its creator knows. If everything was published meanwhile, that stands.
 UPDATE busload.dispatch
@@ -38,7 +45,10 @@ UPDATE busload.dispatch
 -- so it is closed too.
 WITH closed AS (
     UPDATE busload.dispatch
-       SET published_at = now(), status = CASE WHEN written IS DISTINCT FROM total THEN 'partial_success'
+       SET published_at = now(),
+           first_published_at = CASE WHEN written = total THEN coalesce(first_published_at, now()) END,
+           attempts = CASE WHEN written = total THEN coalesce(attempts, rounds + 1) END,
+           status = CASE WHEN written IS DISTINCT FROM total THEN 'partial_success'
                                                WHEN status IN ('pending', 'success', 'success_with_warning')
                                                     AND NOT retry_needed
                                                THEN replace(status, 'pending', 'success') ELSE 'recovered' END

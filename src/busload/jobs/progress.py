@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from busload.commands.ids import new_id, new_ids
 from busload.commands.payload import WIDEST, decode, encode
 from busload.commands.send import NO_BROKER, Via
 from busload.dispatch import creation_state
+from busload.dispatch.creation_event import log_creation
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
 from busload.explain.facts import ENDED, ONE_MOMENT
 from busload.jobs.job import (
@@ -301,11 +303,16 @@ def _create_batch(
         encode(callback, WIDEST),
         job_id=job.job_id,
         stage=stage.name,
+        way="job",
     )
+    began, strategy = time.perf_counter(), None
     if job.via.transport is not None:
         yield from creation_state.create(batch, commands, job.via)
+        strategy = "relay"
     else:
         yield from send.create_batch(batch, commands)
+    took = round((time.perf_counter() - began) * 1000, 3)
+    log_creation(batch, len(commands), insert_ms=took, total_ms=took, transport=job.via.transport, strategy=strategy)
 
 
 def _fail(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:

@@ -181,7 +181,7 @@ SELECT DISTINCT c.id >> 10 FROM busload.command AS c
 
 -- name: remove
 -- Remove commands with their executions, and those of their events that are about no other command. If they
--- go to the archive, they go there in the same statement.
+-- go to the archive, they go there in the same statement. What they counted as is kept.
 WITH gone AS (
     DELETE FROM busload.command WHERE id = ANY (%(ids)b::bigint[]) RETURNING *
 ), attempt AS (
@@ -194,6 +194,11 @@ WITH gone AS (
         SELECT v.event FROM event AS v
          WHERE {nothing_is_left}))
     RETURNING event
+), counted AS (
+    INSERT INTO busload.daily AS d (day, domain, way, commands)
+    SELECT (created_at AT TIME ZONE 'UTC')::date, domain, busload.way_of(command_type), count(*)
+      FROM gone WHERE batch_id IS NULL GROUP BY 1, 2, 3
+        ON CONFLICT (day, domain, way, strategy) DO UPDATE SET commands = d.commands + excluded.commands
 ), archived AS (
     INSERT INTO busload.archive (id, domain, command_id, command_type, data, batch_id, task_key,
                                  correlation_id, reply_to, priority, max_attempts, run_at, created_at,
@@ -223,7 +228,7 @@ SELECT (SELECT count(*) FROM gone)::integer, (SELECT count(*) FROM attempt)::int
        (SELECT count(*) FROM over)::integer;
 
 -- name: remove_batches
--- Remove those of these batches that have no command left, with their events.
+-- Remove those of these batches that have no command left, with their events. What they counted as is kept.
 WITH empty AS MATERIALIZED (
     SELECT batch_id FROM busload.batch AS b
      WHERE batch_id = ANY (%(batch_ids)b::uuid[]) AND pruned_at IS NOT NULL
@@ -237,6 +242,17 @@ WITH empty AS MATERIALIZED (
     RETURNING *
 ), gone AS (
     DELETE FROM busload.batch WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM empty)) RETURNING *
+), counted AS (
+    INSERT INTO busload.daily AS d
+           (day, domain, way, strategy, commands, batches, published, dispatched, attempts)
+    SELECT c.day, c.domain, c.way, c.strategy, sum(c.commands), count(*), count(*) FILTER (WHERE c.published),
+           count(c.attempts), coalesce(sum(c.attempts), 0)
+      FROM busload.counted_batch AS c JOIN gone USING (batch_id)
+     GROUP BY c.day, c.domain, c.way, c.strategy
+        ON CONFLICT (day, domain, way, strategy) DO UPDATE
+       SET commands = d.commands + excluded.commands, batches = d.batches + excluded.batches,
+           published = d.published + excluded.published, dispatched = d.dispatched + excluded.dispatched,
+           attempts = d.attempts + excluded.attempts
 ), archived AS (
     INSERT INTO busload.archived_batch ({batch}, events)
     SELECT {batch}, coalesce(v.events, '[]')

@@ -10,21 +10,24 @@ from busload.batches import hold
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, budget_columns, find_batch, list_batches
 from busload.batches.cancel import begin_to_cancel
 from busload.batches.guards import FailureBudget
-from busload.commands import search, send
+from busload.commands import search
 from busload.commands.checks import check, choice, given
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
+from busload.commands.send import Via
 from busload.postgres.connection import Connection
 from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.sync.cancel import cancel
 from busload.sync.database import Database
+from busload.sync.open_batch import seal
 
 
 class BatchVerbs:
     """The methods of `SyncCommandBus` for a batch that exists."""
 
     database: Database
+    via: Via
     _limits: InputLimits
 
     def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
@@ -75,7 +78,7 @@ class BatchVerbs:
     def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
         """Let an open batch complete; returns False if it was sealed already."""
         check(self._limits, domain=domain, batch_id=batch_id)
-        return self.database.write(patient(partial(send.seal, domain, batch_id), batch_id), conn)
+        return seal(self.database, domain, batch_id, self.via, conn)
 
     def hold_batch(
         self,

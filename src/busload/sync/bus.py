@@ -20,12 +20,12 @@ from busload.batches.batch import (
 )
 from busload.buffers.declaration import BufferOptions, declared
 from busload.bus import Bus, _timeout_error
-from busload.commands import search, send
+from busload.commands import search
 from busload.commands.checks import check, seconds_of
 from busload.commands.command import AuditEvent, BatchCommand
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
-from busload.dispatch.create_batch import published_by, write_for_relay
+from busload.dispatch.create_batch import published_by
 from busload.dispatch.publish_in_threads import ThreadPublisher, recover
 from busload.dispatch.relay import Recovered
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
@@ -40,7 +40,7 @@ from busload.sync.batches import BatchVerbs
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
 from busload.sync.commands import CommandVerbs
-from busload.sync.create_batch import create_and_publish
+from busload.sync.create_batch import create_and_publish, create_in_one_write
 from busload.sync.database import Database
 from busload.sync.health import HealthVerbs
 from busload.sync.jobs import Jobs
@@ -156,23 +156,20 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
             "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
         )
         checked = partial(members, self._limits, batch)
-        if self.transport is None and dispatch is None:
-            self.database.write(send.write_batch(batch, checked(commands), dedup), conn)
+        waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
+        strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
+        if self.transport is None or strategy is Strategy.RELAY:
+            create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
         else:
-            waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
-            strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
-            if strategy is Strategy.RELAY:
-                self.database.write(write_for_relay(batch, checked(commands), dedup, self.via), conn)
-            else:
-                create_and_publish(
-                    self.publisher,
-                    self.database,
-                    batch,
-                    commands,
-                    checked,
-                    strategy=strategy,
-                    checkpoint_size=checkpoint_size,
-                )
+            create_and_publish(
+                self.publisher,
+                self.database,
+                batch,
+                commands,
+                checked,
+                strategy=strategy,
+                checkpoint_size=checkpoint_size,
+            )
         self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 
@@ -207,7 +204,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
     def get_dispatch(self, domain: str, batch_id: UUID) -> DispatchReport | None:
         """How the creation of a batch was published to the broker, and what of it still waits for that.
 
-        None without a broker, and for what `open_batch` opened: that is published as it is added, not created at once.
+        None without a broker. What `open_batch` opened is published as it is added, and has a report once it is sealed.
         """
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
         return self.database.read(creation_state.find(domain, batch_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,18 +10,23 @@ from typing import Any
 
 import psycopg
 
+from busload.commands import send
 from busload.commands.command import BatchCommand, NewCommand
+from busload.commands.dedup import Dedup
 from busload.commands.load import DueLoad
-from busload.commands.send import NewBatch
+from busload.commands.send import NewBatch, Via
 from busload.commands.wording import counted
 from busload.dispatch import creation_state
 from busload.dispatch.create_batch import (
     CreationRecord,
     Input,
+    _ms_since,
     _resume,
     choose,
     log,
+    write_for_relay,
 )
+from busload.dispatch.creation_event import log_creation
 from busload.dispatch.creation_state import Checkpoint, Cursor
 from busload.dispatch.outbox import Piece, Unpublished
 from busload.dispatch.publish_in_threads import ThreadPublisher
@@ -32,9 +38,27 @@ from busload.errors import (
     InvalidOperationError,
     RefusalReason,
 )
+from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write
 from busload.sync.database import Database
+
+
+def create_in_one_write(
+    database: Database,
+    batch: NewBatch,
+    commands: Sequence[NewCommand],
+    dedup: Dedup | None,
+    via: Via,
+    conn: Connection | None,
+) -> None:
+    """Create a batch that nobody waits to publish: PostgreSQL delivers it or, with a broker, a relay publishes it."""
+    began, relayed = time.perf_counter(), via.transport is not None
+    write = write_for_relay(batch, commands, dedup, via) if relayed else send.write_batch(batch, commands, dedup)
+    written = database.write(write, conn)
+    took, count = round(_ms_since(began), 3), written if isinstance(written, int) else len(commands)
+    strategy = Strategy.RELAY if relayed else None
+    log_creation(batch, count, insert_ms=took, total_ms=took, transport=via.transport, strategy=strategy)
 
 
 def create_and_publish(
@@ -158,7 +182,7 @@ class Creation(CreationRecord):
                 "The broker (%s) did not confirm %s of batch %s; a relay publishes what is left: %s",
                 *(self.transport, counted(self.refused, "command"), batch_id, outcome.error),
             )
-        log.info("%s", self.event(outcome))
+        self.log(outcome)
         try:
             self.database.in_transaction(creation_state.finish(batch_id, outcome))
             self.database.in_transaction(creation_state.close([batch_id]))

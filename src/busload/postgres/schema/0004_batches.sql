@@ -28,6 +28,9 @@ CREATE TABLE busload.batch (
     pruned_at                timestamptz, -- when its removal began; it is no longer shown
     job_id                   text COLLATE "C",   -- the job that the batch is a stage of: a UUID, or any text
     stage                    jsonb,       -- a text or a number
+    -- The call that created it.
+    way                      text        NOT NULL DEFAULT 'create_batch'
+                             CHECK (way IN ('create_batch', 'open_batch', 'job')),
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
     -- Since when the batch is held: nothing of it starts until it is resumed. All four are null otherwise.
@@ -61,6 +64,7 @@ CREATE TABLE busload.batch (
     CONSTRAINT longest_name CHECK (length(name) <= 255)
 ) WITH (fillfactor = 50);
 CREATE INDEX batch_newest    ON busload.batch (domain, created_at DESC, batch_id DESC);
+CREATE INDEX batch_created   ON busload.batch (created_at);
 CREATE INDEX batch_by_status ON busload.batch (domain, status, created_at DESC, batch_id DESC);
 CREATE INDEX batch_of_job    ON busload.batch (job_id, created_at, batch_id) WHERE job_id IS NOT NULL;
 CREATE INDEX batch_canceling ON busload.batch (batch_id)

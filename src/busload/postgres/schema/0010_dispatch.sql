@@ -26,7 +26,11 @@ CREATE TABLE busload.dispatch (
     mark_ms      float8,
     total_ms     float8,
     created_at   timestamptz NOT NULL DEFAULT now(),
-    published_at timestamptz                       -- when the last command left the outbox
+    published_at timestamptz,                      -- when the last command left the outbox
+    -- All of it was published for the first time, after so many rounds. These two are never taken back: a
+    -- command that is tried again and has to be published again does not change what its day was like.
+    first_published_at timestamptz,
+    attempts     integer
 );
 CREATE INDEX dispatch_open   ON busload.dispatch (batch_id) WHERE published_at IS NULL;
 CREATE INDEX dispatch_newest ON busload.dispatch (created_at);
@@ -54,38 +58,3 @@ SELECT o.domain,
   FROM busload.outbox AS o LEFT JOIN busload.batch AS b USING (batch_id)
  WHERE o.rounds > 0
  GROUP BY o.domain, o.transport, b.job_id;
-
--- Per day (UTC): batches that were created, those that were published as a whole, and how many rounds that
--- took on average. The view counts what happened, so the figures of a day do not change when its commands
--- end.
-CREATE VIEW busload.dispatch_daily AS
-SELECT (created_at AT TIME ZONE 'UTC')::date AS day,
-       count(*) AS batches,
-       count(*) FILTER (WHERE published_at IS NOT NULL AND written = total) AS published,
-       avg(rounds + 1)::float8 AS rounds
-  FROM busload.dispatch
- GROUP BY 1;
-
--- Batches of the last hour, per job: where their commands are now.
-CREATE VIEW busload.dispatch_recent AS
-SELECT b.domain,
-       b.job_id,
-       sum(o.commands)::bigint AS pending,
-       sum(b.total_count - b.completed_count - b.failed_count - b.canceled_count - b.in_troubleshooting_count
-           - o.commands - l.commands)::bigint AS queued,
-       sum(l.commands)::bigint AS processing,
-       sum(b.completed_count)::bigint AS completed,
-       sum(b.failed_count + b.canceled_count + b.in_troubleshooting_count)::bigint AS failed
-  FROM busload.dispatch AS d JOIN busload.batch AS b USING (batch_id)
- CROSS JOIN LATERAL (
-        SELECT coalesce(sum(hi - lo + 1), 0) AS commands FROM busload.outbox WHERE batch_id = b.batch_id) AS o
- CROSS JOIN LATERAL (
-        SELECT coalesce(sum(l.open), 0) AS commands
-          FROM (SELECT id >> 10 AS load
-                  FROM busload.command
-                 WHERE batch_id = b.batch_id AND id & 1023 = 0 OFFSET 0) AS c
-         CROSS JOIN LATERAL (SELECT open
-                               FROM busload.lease
-                              WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023) OFFSET 0) AS l) AS l
- WHERE d.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
- GROUP BY b.domain, b.job_id;

@@ -54,6 +54,40 @@ CREATE TABLE busload.archived_job (
 );
 CREATE INDEX archived_job_of_id ON busload.archived_job (job_id);
 
+-- What was created on a day, of that what is no longer there: whoever removes a batch, or commands without a
+-- batch, adds them here in the same statement. No row is written when something is created, so senders do not
+-- wait for each other. `busload.created_daily` adds what is still there.
+CREATE TABLE busload.daily (
+    day        date   NOT NULL,              -- of UTC
+    domain     text   NOT NULL,
+    way        text   NOT NULL,              -- the call: send, create_batch, open_batch or job; or busload
+    strategy   text   NOT NULL DEFAULT '',   -- of a batch that a broker was told of
+    commands   bigint NOT NULL,
+    batches    bigint NOT NULL DEFAULT 0,
+    published  bigint NOT NULL DEFAULT 0,    -- batches that were complete at the broker, or in the queue
+    dispatched bigint NOT NULL DEFAULT 0,    -- batches that a broker was told of
+    attempts   bigint NOT NULL DEFAULT 0,    -- rounds that these took together
+    PRIMARY KEY (day, domain, way, strategy)
+);
+
+-- How a command without a batch came in. Steps of jobs and groups of events are busload's own.
+CREATE FUNCTION busload.way_of(command_type text) RETURNS text
+    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+    RETURN CASE WHEN starts_with(command_type, 'busload.') THEN 'busload' ELSE 'send' END;
+
+-- What a batch counts as. Nothing here is taken back later: a batch was published when all of it was
+-- published for the first time or, without a broker, when it was sealed.
+CREATE VIEW busload.counted_batch AS
+SELECT b.batch_id,
+       (b.created_at AT TIME ZONE 'UTC')::date AS day,
+       b.domain,
+       b.way,
+       coalesce(d.strategy, '') AS strategy,
+       b.total_count AS commands,
+       CASE WHEN d.batch_id IS NULL THEN b.sealed_at ELSE d.first_published_at END IS NOT NULL AS published,
+       coalesce(d.attempts, d.rounds + 1) AS attempts
+  FROM busload.batch AS b LEFT JOIN busload.dispatch AS d USING (batch_id);
+
 -- Of these commands, those that ended before a time and that no open lease covers. While neighbours still
 -- run under a lease, its worker may repeat a settlement, and only the execution tells that it was recorded.
 -- An end is for ever, so nothing needs to be locked. Events are looked up once per load, not once per

@@ -155,3 +155,86 @@ SELECT s.command_id, s.domain, s.command_type, s.data, s.status, s.attempts, s.m
        s.correlation_id, s.reply_to, NULL::uuid, s.created_at, s.started_at, s.finished_at
   FROM busload.command_status AS s
  WHERE s.batch_id IS NULL;
+
+-- What was created per day (UTC), by every way in: what is there, and what was removed. Commands of a batch
+-- count on the day and in the domain of their batch. Those without a batch came by `send` or `send_many`, or
+-- as a reply or a callback; those that busload sent to itself are apart.
+CREATE VIEW busload.created_daily AS
+SELECT day,
+       domain,
+       way,
+       nullif(strategy, '') AS strategy,
+       sum(commands)::bigint AS commands,
+       sum(batches)::bigint AS batches,
+       sum(published)::bigint AS published,
+       sum(dispatched)::bigint AS dispatched,
+       sum(attempts)::bigint AS attempts
+  FROM (SELECT day, domain, way, strategy, commands, batches, published, dispatched, attempts
+          FROM busload.daily
+        UNION ALL
+        SELECT day, domain, way, strategy, sum(commands), count(*), count(*) FILTER (WHERE published),
+               count(attempts), coalesce(sum(attempts), 0)
+          FROM busload.counted_batch GROUP BY day, domain, way, strategy
+        UNION ALL
+        SELECT (created_at AT TIME ZONE 'UTC')::date, domain, busload.way_of(command_type), '',
+               count(*), 0, 0, 0, 0
+          FROM busload.command WHERE batch_id IS NULL GROUP BY 1, 2, 3) AS daily
+ GROUP BY day, domain, way, strategy;
+
+-- Per day (UTC): batches, those that were published as a whole, and how many rounds that took on average
+-- where there is a broker. The view counts what happened, so the figures of a day do not fall when its
+-- commands end or are removed.
+CREATE VIEW busload.dispatch_daily AS
+SELECT day,
+       sum(batches)::bigint AS batches,
+       sum(published)::bigint AS published,
+       sum(attempts)::float8 / nullif(sum(dispatched), 0)::float8 AS rounds,
+       sum(commands) FILTER (WHERE way <> 'busload')::bigint AS commands
+  FROM busload.created_daily
+ GROUP BY day;
+
+-- What was created in the last hour, per job: where its commands are now. Commands without a job are counted
+-- together, those without a batch among them.
+CREATE VIEW busload.dispatch_recent AS
+SELECT domain,
+       job_id,
+       sum(pending)::bigint AS pending,
+       sum(queued)::bigint AS queued,
+       sum(processing)::bigint AS processing,
+       sum(completed)::bigint AS completed,
+       sum(failed)::bigint AS failed
+  FROM (SELECT b.domain, b.job_id, o.commands AS pending,
+               b.total_count - b.completed_count - b.failed_count - b.canceled_count
+               - b.in_troubleshooting_count - o.commands - l.commands AS queued,
+               l.commands AS processing,
+               b.completed_count AS completed,
+               b.failed_count + b.canceled_count + b.in_troubleshooting_count AS failed
+          FROM busload.batch AS b
+         CROSS JOIN LATERAL (SELECT coalesce(sum(hi - lo + 1), 0) AS commands
+                               FROM busload.outbox WHERE batch_id = b.batch_id) AS o
+         CROSS JOIN LATERAL (
+                SELECT coalesce(sum(l.open), 0) AS commands
+                  FROM (SELECT id >> 10 AS load FROM busload.command
+                         WHERE batch_id = b.batch_id AND id & 1023 = 0 OFFSET 0) AS c
+                 CROSS JOIN LATERAL (SELECT open
+                                       FROM busload.lease
+                                      WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023)
+                                     OFFSET 0) AS l) AS l
+         WHERE b.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
+        UNION ALL
+        SELECT domain, NULL,
+               count(*) FILTER (WHERE status IN ('PENDING_QUEUE', 'PENDING_RETRY')),
+               count(*) FILTER (WHERE status IN ('PENDING', 'SCHEDULED')),
+               count(*) FILTER (WHERE status = 'IN_PROGRESS'),
+               count(*) FILTER (WHERE status = 'COMPLETED'),
+               count(*) FILTER (WHERE status IN ('FAILED', 'CANCELED', 'IN_TROUBLESHOOTING_QUEUE'))
+          FROM (SELECT c.domain,
+                       CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome
+                            ELSE (SELECT s.status FROM busload.command_status AS s WHERE s.id = c.id)
+                            END AS status
+                  FROM busload.command AS c
+                  LEFT JOIN LATERAL (SELECT outcome FROM busload.execution AS e
+                                      WHERE e.command = c.id ORDER BY e.attempt DESC LIMIT 1) AS e ON true
+                 WHERE c.created_at > now() - interval '1 hour' AND c.batch_id IS NULL) AS command
+         GROUP BY domain) AS batch
+ GROUP BY domain, job_id;
