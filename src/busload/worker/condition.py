@@ -24,10 +24,11 @@ class Doctor:
         shared: Shared,
         settlement: Settlement,
         broker: Broker | None,
+        stopping: asyncio.Event,
         rounds: Callable[[], Iterable[asyncio.Task[None]]],
     ) -> None:
         self._name, self._shared, self._settlement, self._broker = name, shared, settlement, broker
-        self._rounds, self._settings = rounds, shared.bus.settings.health
+        self._stopping, self._rounds, self._settings = stopping, rounds, shared.bus.settings.health
         self.heartbeat: Heartbeat | None = None
 
     def condition(self) -> Condition:
@@ -41,16 +42,16 @@ class Doctor:
             exhaustions=sum(pool.exhaustions(look_back) for pool in pools),
             blocked_for=0.0 if self.heartbeat is None else self.heartbeat.blocked_for,
             broker_away=None if self._broker is None or self._broker.connected else shared.bus.via.transport,
-            ended=tuple(task.get_name() for task in self._rounds() if task.done()),
+            ended=tuple(task.get_name() for task in self._rounds() if task.done() and not self._stopping.is_set()),
         )
 
-    def health(self, *, stopping: bool) -> Health:
+    def health(self) -> Health:
         """The health of this worker alone, as far as it knows without asking anybody."""
         reasons = list(judge_worker(self._name, self.condition(), self._settings))
         if self.heartbeat is None or not self.heartbeat.reaches or self._shared.outage.is_away:
             message = f"Worker {self._name} does not reach its database."
             reasons.append(_critical(HealthCode.DATABASE_UNREACHABLE, message, self._name))
-        if stopping:
+        if self._stopping.is_set():
             reasons.append(not_running(self._name, "stops"))
         return Health.of(reasons)
 

@@ -20,13 +20,10 @@ from busload.commands.execution import Leased
 from busload.commands.rescue import Renewal
 from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
-from busload.health.health import Health
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
-from busload.postgres.connection import connection_errors_explained
 from busload.postgres.guarded_connection import GuardedAsyncConnection
 from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
-from busload.postgres.own_connection import connect_within_async
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
@@ -38,6 +35,7 @@ from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
 from busload.worker.condition import Doctor
 from busload.worker.executor import Executor
+from busload.worker.find_database import find_database
 from busload.worker.hand_back import HandBack
 from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
@@ -95,7 +93,7 @@ class Run:
             if not bus.database.is_open:
                 self._resources.push_async_callback(bus.close)
             await bus.open(wait=None)
-            if not await ends_first(_find_database(bus, self._settings.wait_for_database), self._stopping):
+            if not await ends_first(find_database(bus, self._settings.wait_for_database), self._stopping):
                 raise StoppedEarlyError
             self._assemble()
             undo.push_async_callback(self._unregister)
@@ -197,12 +195,6 @@ class Run:
             broker=None if self._broker is None else self._broker.stats(),
         )
 
-    def _should_run(self) -> list[asyncio.Task[None]]:
-        return [] if self._stopping.is_set() else self._rounds
-
-    def health(self) -> Health:
-        return self._doctor.health(stopping=self._stopping.is_set())
-
     # -- starting
 
     def _assemble(self) -> None:
@@ -257,9 +249,9 @@ class Run:
         self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
         self._executor = Executor(shared, self._line, self._gatherer, self._settlement, self._outcomes)
         self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
-        self._doctor = Doctor(self._name, shared, self._settlement, self._broker, self._should_run)
+        self.doctor = Doctor(self._name, shared, self._settlement, self._broker, self._stopping, lambda: self._rounds)
         listeners = self._on_renewal, self._on_declared_dead
-        self._heartbeat = self._doctor.heartbeat = Heartbeat(shared, self._name, *listeners, self._doctor.condition)
+        self._heartbeat = self.doctor.heartbeat = Heartbeat(shared, self._name, *listeners, self.doctor.condition)
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
@@ -503,12 +495,3 @@ class Run:
                 ", ".join(named),
                 more,
             )
-
-
-async def _find_database(bus: CommandBus, wait_for: timedelta | None) -> None:
-    """Wait for a database that is away; one that cannot be used is refused at once."""
-    seconds = None if wait_for is None else wait_for.total_seconds()
-    with connection_errors_explained(bus.dsn, "wait_for_database (--wait) says how long a worker waits for it"):
-        conn = await connect_within_async(bus.dsn, seconds)
-    async with conn:
-        await bus.database.check_schema(conn)
