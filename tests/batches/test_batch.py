@@ -41,6 +41,7 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_a
         "canary_ended_at",
         "failure_budget",
         "failure_budget_used",
+        "fair_by",
     ]
 
 

@@ -50,8 +50,8 @@ async def test_nothing_of_a_held_batch_is_claimed_and_resuming_lets_all_of_it_ru
 ) -> None:
     """A load is split: the running part ends and counts, the waiting part is taken out of the queue"""
     batch_id = await given.batch(commands=1500)
-    other = await given.batch(commands=2)
     running = given.claimed(4)
+    other = await given.batch(commands=2)
 
     assert await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="ada") is True
 
@@ -297,8 +297,8 @@ async def test_a_hold_waits_for_a_claim_that_splits_a_load_and_takes_what_is_lef
         conn.execute("UPDATE busload.queue SET lo = lo + 4")
         conn.execute(
             """INSERT INTO busload.lease (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
-                                          replies, worker, open)
-               SELECT gen_random_uuid(), lo - 4, lo - 1, domain, batch_id, 0, 1, 0, 0, false, %s, 4
+                                          replies, fair, worker, open)
+               SELECT gen_random_uuid(), lo - 4, lo - 1, domain, batch_id, 0, 1, 0, 0, false, fair, %s, 4
                  FROM busload.queue""",
             [given.registered_worker()],
         )

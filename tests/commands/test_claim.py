@@ -40,9 +40,11 @@ async def test_a_load_is_split_and_the_rest_stays(given: Given, database: Databa
     database.check_invariants()
 
 
-async def test_a_claim_takes_whole_loads_and_a_part_of_the_last_one(given: Given, database: Database) -> None:
+async def test_a_claim_takes_whole_loads_and_a_part_of_the_last_one(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
     for _ in range(3):
-        await given.batch(commands=4)
+        await bus.send_many(DOMAIN, [BatchCommand("Debit") for _ in range(4)])
 
     taken = given.claimed(limit=10)
 
@@ -335,10 +337,12 @@ async def test_a_claim_locks_no_more_loads_than_it_needs(given: Given, dsn: str)
         await given.batch(commands=5)
     worker, other = given.registered_worker(), given.registered_worker()
     with psycopg.connect(dsn) as conn:
-        perform(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=7))  # two loads, not committed
+        first = perform(conn, claim.claim(worker=worker, domains=[DOMAIN], limit=7))  # two loads, not committed
         with Database(dsn) as beside:
             taken = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
-            assert len(taken.leased) == 0 or {one.id >> 10 for one in taken.leased}.isdisjoint({1, 2})
+            assert len(taken.leased) == 0 or {one.id >> 10 for one in taken.leased}.isdisjoint(
+                {one.id >> 10 for one in first.leased}
+            )
             rest = beside.perform(claim.claim(worker=other, domains=[DOMAIN], limit=100))
             assert len(taken.leased) + len(rest.leased) == 10
         conn.commit()
@@ -385,7 +389,7 @@ def started(database: Database) -> int:
 async def test_two_claims_at_once_start_a_batch_once(given: Given, database: Database, dsn: str) -> None:
     batch_id = await given.batch(commands=4)
     await given.batch(commands=4)  # so that the second claim finds something beside what the first has locked
-    database.rows("UPDATE busload.queue SET batch_id = %s", batch_id)
+    database.rows("UPDATE busload.queue SET batch_id = %s, fair = 1", batch_id)
     database.rows("UPDATE busload.batch SET total_count = 8 WHERE batch_id = %s", batch_id)
     worker = given.registered_worker()
     with psycopg.connect(dsn) as first:
@@ -412,9 +416,9 @@ async def test_when_the_claim_that_starts_a_batch_is_undone_another_one_starts_i
 async def test_a_claim_that_starts_nothing_writes_no_event(given: Given, database: Database) -> None:
     """Even an insert of no rows would wake the trigger on events, for each claim."""
     await given.batch(commands=3)
-    await given.sent()
     worker = given.registered_worker()
     given.claimed(by=worker)
+    await given.sent()
     database.rows(
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'an insert into event'; END $$"
     )

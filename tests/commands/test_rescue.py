@@ -474,9 +474,9 @@ async def test_peer_river_1318(given: Given, database: Database) -> None:
     living = given.registered_worker()
     database.rows(
         "INSERT INTO busload.lease"
-        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, fair, worker, open)"
         " SELECT ('00000000-0000-4000-8000-' || lpad(to_hex(n), 9, '0') || '000')::uuid, n * 1024, n * 1024,"
-        "        'payments', 0, 1, 0, 0, false, %s, 1 FROM generate_series(1, 20000) AS n",
+        "        'payments', 0, 1, 0, 0, false, 0, %s, 1 FROM generate_series(1, 20000) AS n",
         living,
     )
     database.rows("SELECT setval('busload.load_number', 30000)")

@@ -35,6 +35,7 @@ SIGNALS = "tests/worker/test_os_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"
+FAIR = "tests/commands/test_fair_turns.py::"
 RESCUE = "tests/commands/test_rescue.py::"
 CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
@@ -283,6 +284,30 @@ MUTANTS = [
         "What is handed over after the last flush would wait for ever.",
     ),
     # -- claiming, and what stands in line
+    Mutant(
+        "owners-take-no-turns",
+        "postgres/schema/0004_batches.sql",
+        "WHERE w.commands < most OR w.owners < least(8, most)",
+        "WHERE w.commands < most",
+        FAIR + "test_a_small_batch_starts_at_once_behind_a_large_one",
+        "A claim that stops at the first batch with enough commands lets all others wait for it.",
+    ),
+    Mutant(
+        "a-worker-forgets-whose-turn-it-was",
+        "worker/claimer.py",
+        "                    self._turns |= taken.turns\n",
+        "                    pass\n",
+        FAIR + "test_workers_go_round",
+        "Each claim would begin with the oldest large batch, and the others would wait for all of it.",
+    ),
+    Mutant(
+        "a-retry-belongs-to-nobody",
+        "commands/settle.sql",
+        "o.forgiven, o.replies, o.fair,",
+        "o.forgiven, o.replies, 0,",
+        FAIR + "test_a_command_that_comes_back_has_the_same_owner",
+        "Retries of all batches would share one turn.",
+    ),
     Mutant(
         "claim-waits-for-locked-loads",
         "commands/claim.sql",

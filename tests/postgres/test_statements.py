@@ -157,9 +157,9 @@ FILL = """
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
     SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 50000) AS n;
     INSERT INTO busload.lease
-           (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, worker, open)
+           (lease_id, lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair, worker, open)
     SELECT (left(gen_random_uuid()::text, 33) || '000')::uuid, (500000 + n) * 1024, (500000 + n) * 1024, 'payments',
-           batch_id, 0, 1, 0, 0, false, n %% 500 + 1, 1
+           batch_id, 0, 1, 0, 0, false, 0, n %% 500 + 1, 1
       FROM generate_series(1, 50000) AS n
       JOIN (SELECT batch_id, row_number() OVER () - 1 AS place FROM busload.batch) AS b ON place = n %% 20000;
     ANALYZE busload.worker; ANALYZE busload.batch; ANALYZE busload.command; ANALYZE busload.execution;
@@ -352,8 +352,8 @@ def fill_aside(database: Database) -> None:
     )
     database.rows(
         "INSERT INTO busload.lease"
-        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
-        " SELECT gen_random_uuid(), n * 1024, n * 1024, 'crm', 0, 1, 0, 0, false, 1, 1"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, fair, worker, open)"
+        " SELECT gen_random_uuid(), n * 1024, n * 1024, 'crm', 0, 1, 0, 0, false, 0, 1, 1"
         "   FROM generate_series(1000000, 1003000) AS n"
     )
     database.rows(

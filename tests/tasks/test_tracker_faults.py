@@ -240,9 +240,9 @@ async def test_a_dead_worker_with_very_many_tasks_is_taken_over_whole(
     )
     database.rows(
         "INSERT INTO busload.lease"
-        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open)"
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, fair, worker, open)"
         " SELECT ('00000000-0000-4000-8000-' || lpad(to_hex(n), 9, '0') || '000')::uuid, n * 1024, n * 1024,"
-        "        'partner_tasks', 0, 1, 0, 0, false, %s, 1 FROM generate_series(1000001, 1001500) AS n",
+        "        'partner_tasks', 0, 1, 0, 0, false, 0, %s, 1 FROM generate_series(1000001, 1001500) AS n",
         dead,
     )
     given.died(dead)

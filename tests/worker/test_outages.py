@@ -166,8 +166,8 @@ def lost_claim(database: Database, worker: int) -> None:
     )
     database.rows(
         "INSERT INTO busload.lease"
-        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, worker, open) VALUES"
-        " ('0198c5d2-0000-4000-8000-000000001000', 9999 * 1024, 9999 * 1024, 'payments', 0, 1, 0, 0, false, %s, 1)",
+        " (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, fair, worker, open) VALUES"
+        " ('0198c5d2-0000-4000-8000-000000001000', 9999 * 1024, 9999 * 1024, 'payments', 0, 1, 0, 0, false, 0, %s, 1)",
         worker,
     )
 

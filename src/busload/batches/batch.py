@@ -79,6 +79,8 @@ class BatchMetadata:
     """How many commands may fail before the batch is held, at its present size; None without a budget."""
     failure_budget_used: int | None = None
     """How many of them have failed or wait in troubleshooting, or for the worst cause with `per_cause`."""
+    fair_by: str | None = None
+    """The key by which it takes turns with others; None: by itself."""
 
     @property
     def finished_count(self) -> int:
@@ -139,6 +141,11 @@ class BatchOptions(TypedDict, total=False):
     its batches."""
     stage: str | int | None
     """The stage of that job: its name or its number."""
+    fair_by: str | None
+    """Whose batch it is, such as a tenant: of equal priority, those with different keys take turns.
+
+    Without a key the batch takes turns by itself.
+    """
     budget: FailureBudget | None
     """Hold the batch when more of it has failed than this. In an open batch it is a share of what was added so far."""
 
@@ -167,8 +174,11 @@ def new_batch(
     refuse_unknown(call, options, known)
     canary, budget = cast(CreateOptions, options).get("canary"), options.get("budget")
     name, custom_data, stage = options.get("name"), options.get("custom_data"), options.get("stage")
+    fair_by = options.get("fair_by")
     chosen = given(batch_id=options.get("batch_id"), job_of_batch=options.get("job_id"))
-    problems = problems_of(limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data)
+    problems = problems_of(
+        limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data, fair_by=fair_by
+    )
     callback, callback_id = None, None
     if not isinstance(on_complete, BatchCommand | None):
         problems += _wrong_function(on_complete, awaits=awaits)
@@ -184,7 +194,7 @@ def new_batch(
     if canary is not None or budget is not None:
         guards = NO_GUARDS | (budget_columns(limits, domain, budget) or {}) | (canary.columns() if canary else {})
     job_id = job_id_of(options.get("job_id"))
-    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id, stage, guards)
+    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id, stage, guards, fair_by=fair_by)
 
 
 def _wrong_guards(canary: object, budget: object) -> list[Problem]:
@@ -253,7 +263,7 @@ def callback_of(
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data}
-    del row["run_at"], row["domain"]
+    del row["run_at"], row["domain"], row["fair_by"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
 
 

@@ -10,7 +10,7 @@ SELECT batch_id, domain, name, custom_data::text, status, total_count, completed
             THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
                    WHERE c.batch_id = batch.batch_id)
             ELSE failed_count + in_troubleshooting_count - budget_from
-       END
+       END, fair_by
   FROM busload.batch
 
 -- fragment: newest_batches

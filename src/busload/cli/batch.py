@@ -36,7 +36,7 @@ BATCHES = View[BatchMetadata](
     spare=("CREATED", "NAME"),
 )
 BATCH = View[BatchMetadata](
-    "batch=batch_id domain name custom_data job=job_id stage status total=total_count completed=completed_count"
+    "batch=batch_id domain name custom_data job=job_id stage fair_by status total=total_count completed=completed_count"
     " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
     " held=held_at held_reason held_by held_note"

@@ -17,6 +17,8 @@ from math import inf
 from typing import Any, TypeVar
 from uuid import UUID
 
+import msgspec
+
 from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.dedup import Dedup
 from busload.commands.ids import ascending_ids
@@ -203,7 +205,12 @@ def _problems_of_id(command: BatchCommand) -> list[Problem]:
 
 
 def check_one(
-    limits: InputLimits, domain: str, command: BatchCommand, batch_id: UUID | None = None, dedup: Dedup | None = None
+    limits: InputLimits,
+    domain: str,
+    command: BatchCommand,
+    batch_id: UUID | None = None,
+    dedup: Dedup | None = None,
+    fair_by: str | None = None,
 ) -> NewCommand:
     """Check a command that is sent by itself, or into an open batch."""
     [checked] = check_all(domain, [command], limits)
@@ -212,7 +219,18 @@ def check_one(
     if dedup is not None and command.task_key is None:
         message = "found none, wanted the key that dedup is about; pass task_key=, or leave dedup out"
         raise InvalidCommandError([Problem("INVALID_OPTION", "/task_key", message)])
+    if fair_by is not None:
+        check_fair_by(limits, fair_by, batch_id)
+        checked = msgspec.structs.replace(checked, fair_by=fair_by)
     return checked
+
+
+def check_fair_by(limits: InputLimits, fair_by: str | None, batch_id: UUID | None) -> None:
+    """Check the key of what is sent by itself. What joins a batch has that of the batch."""
+    check(limits, fair_by=fair_by)
+    if fair_by is not None and batch_id is not None:
+        message = f"found {shown(fair_by)}, but commands of a batch take their turns by it; pass it to open_batch"
+        raise InvalidCommandError([Problem("INVALID_OPTION", "/fair_by", message)])
 
 
 def refuse_repeated_ids(domain: str, command_ids: Sequence[UUID]) -> None:
@@ -376,6 +394,7 @@ RULES: Mapping[str, Rule] = {
     "task_id": _key,
     "name": _short_text,
     "stage": wrong_stage,
+    "fair_by": _short_text,
     "operator": _short_text,
     "reason": _text(lambda limits: 4096),
     "by": _text(lambda limits: 512),
@@ -409,8 +428,8 @@ RULES: Mapping[str, Rule] = {
 
 OR_NONE = frozenset(
     (
-        *("after", "command_type", "correlation_id", "custom_data", "dedup", "max_attempts", "metadata"),
-        *("name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
+        *("after", "command_type", "correlation_id", "custom_data", "dedup", "fair_by", "max_attempts"),
+        *("metadata", "name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
     )
 )
 """The parameters that may be None in every call that has them. `given` is for those that may be None in some."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import repeat
 from typing import Any
@@ -20,19 +20,24 @@ SQL = statements(__name__)
 MOST = 65_000
 """How many commands one claim takes at most: its leases are told apart by 16 bits of their id."""
 
+BEFORE_ALL = -(2**63)
+"""No owner of loads comes before this one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a claim took.
 
     `contended` means that more commands were ready, but other workers had locked them at that moment. `refused` means
-    that the worker which asked was declared dead.
+    that the worker which asked was declared dead. `turns` names, for each domain, who was the last to have a turn: the
+    next claim goes on after them.
     """
 
     leases: list[Lease]
     leased: list[Leased]
     contended: bool
     refused: bool = False
+    turns: Mapping[str, int] = field(default_factory=dict)
 
     def joined(self, other: Claim) -> Claim:
         """What both together took."""
@@ -41,6 +46,7 @@ class Claim:
             self.leased + other.leased,
             contended=self.contended or other.contended,
             refused=self.refused or other.refused,
+            turns={**self.turns, **other.turns},
         )
 
 
@@ -65,18 +71,23 @@ class Promotion:
     held: frozenset[UUID] = frozenset()
 
 
-def claim(*, worker: int, domains: list[str], limit: int, suspects: bool = True) -> Plan[Claim]:
+def claim(
+    *, worker: int, domains: list[str], limit: int, suspects: bool = True, turns: Mapping[str, int] | None = None
+) -> Plan[Claim]:
+    """Take up to `limit` commands. `turns` are those of the claim before; without them it begins with the oldest."""
+    known = turns or {}
     [row] = yield from execute(
         SQL.claim,
         worker=worker,
         domains=domains,
+        after=[known.get(domain, BEFORE_ALL) for domain in domains],
         limit=min(limit, MOST),
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, leases, leased = row[0], *_read(row[1:11], *row[11:])
+    seen, last, leases, leased = *row[:2], *_read(row[2:12], *row[12:])
     contended = seen is not None and len(leased) < min(limit, seen)
-    return Claim(leases, leased, contended, refused=seen is None)
+    return Claim(leases, leased, contended, refused=seen is None, turns=dict(zip(domains, last, strict=True)))
 
 
 def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[DeliveredClaim]:

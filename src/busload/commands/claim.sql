@@ -61,67 +61,47 @@ CROSS JOIN (
 ) AS c
 
 -- name: claim
--- Take as many ready commands as were asked for: whole loads, and a part of the last one. Of each domain only
--- as many loads are locked as hold that many commands, because a locked load is invisible to the other
--- workers. Among equal priorities the domains take turns: a load that has fewer commands of its own domain
--- before it comes first, then chance decides. So no domain starves behind the backlog of another. Neighbours
--- that were sent one by one are leased together. A load that was held by a worker when it died is a suspect.
--- A worker runs one suspect at a time, so that the next crash names its command. `busload.ready` leaves out
--- the batches that are held or being canceled. A worker that was declared dead gets nothing until its
--- heartbeat has given it a new number.
+-- Take as many ready commands as were asked for: whole loads, and a part of the last one. Higher priorities
+-- come first. Among equal ones `busload.turns` says whose turn it is, and how many loads that are. Only these
+-- loads are locked, because a locked load is invisible to the other workers. Neighbours that were sent one by
+-- one are leased together. A load that was held by a worker when it died is a suspect. A worker runs one
+-- suspect at a time, so that the next crash names its command. `busload.ready` leaves out the batches that
+-- are held or being canceled. A worker that was declared dead gets nothing until its heartbeat has given it a
+-- new number. The second column says for each domain whose turn was the last: the next claim of this worker
+-- begins behind it.
 WITH alive AS (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
 ), wanted AS (
-    SELECT d.domain, random() AS turn, q.*
+    SELECT t.*
       FROM alive
-     CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
-     CROSS JOIN LATERAL (
-        SELECT count(*) AS loads, sum(size) AS commands
-          FROM (
-            SELECT size, sum(size) OVER (ORDER BY priority DESC, hi) - size AS before
-              FROM (
-                SELECT hi, priority, (hi - lo + 1)::integer AS size
-                  FROM busload.ready
-                 WHERE domain = d.domain AND crashes = 0
-                 ORDER BY priority DESC, hi
-                 LIMIT %(limit)s::integer
-              ) AS q
-          ) AS q
-         WHERE before < %(limit)s::integer
-     ) AS q
+     CROSS JOIN busload.turns(%(domains)s::text[], %(after)s::bigint[], %(limit)s::integer) AS t
 ), ready AS (
-    SELECT q.*, w.turn
+    SELECT q.*, w.split
       FROM wanted AS w
      CROSS JOIN LATERAL (
         SELECT *
           FROM busload.ready
-         WHERE domain = w.domain AND crashes = 0
-         ORDER BY priority DESC, hi
+         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority AND fair = w.fair
+         ORDER BY hi
          LIMIT w.loads
            FOR UPDATE SKIP LOCKED
      ) AS q
 ), suspect AS (
-    SELECT *, random() AS turn
+    SELECT *, false AS split
       FROM busload.ready
      WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
      ORDER BY priority DESC, hi
      LIMIT %(suspects)s::integer * (SELECT count(*) FROM alive)
        FOR UPDATE SKIP LOCKED
-), lined_up AS (
-    SELECT *, sum(size) OVER (PARTITION BY domain, priority ORDER BY hi) - size AS ahead
-      FROM (
-        SELECT *, (hi - lo + 1)::integer AS size
-          FROM (SELECT * FROM ready UNION ALL SELECT * FROM suspect) AS load
-      ) AS load
 ), taken AS (
     SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
       FROM (
         SELECT *,
-               sum(size) OVER (
-                   ORDER BY priority DESC, ahead, turn, hi
+               sum((hi - lo + 1)::integer) OVER (
+                   ORDER BY priority DESC, crashes = 0, split, hi
                    ROWS UNBOUNDED PRECEDING
-               ) - size AS before
-          FROM lined_up
+               ) - (hi - lo + 1) AS before
+          FROM (SELECT * FROM suspect UNION ALL SELECT * FROM ready) AS load
       ) AS load
      WHERE before < %(limit)s::integer
 ), whole AS (
@@ -131,16 +111,18 @@ WITH alive AS (
        SET lo = (SELECT upto FROM taken WHERE upto < hi) + 1
      WHERE hi = (SELECT hi FROM taken WHERE upto < hi)
 ), run AS (
-    SELECT min(lo) AS lo, max(upto) AS hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+    SELECT min(lo) AS lo, max(upto) AS hi, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+           fair
       FROM (
         SELECT *,
                upto - sum((upto - lo + 1)::integer) OVER (
-                   PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10
+                   PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
+                                hi >> 10
                    ORDER BY hi
                ) AS island
           FROM taken
       ) AS part
-     GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, hi >> 10, island
+     GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, fair, hi >> 10, island
 ), leased AS (
     INSERT INTO busload.lease (lease_id, {load}, worker, open)
     SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
@@ -149,6 +131,11 @@ WITH alive AS (
 SELECT CASE WHEN EXISTS (SELECT FROM alive)
             THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer
        END,
+       ARRAY(
+        SELECT coalesce((SELECT fair FROM wanted AS w WHERE w.domain = d.domain AND rank = 1), after)
+          FROM unnest(%(domains)s::text[], %(after)s::bigint[]) WITH ORDINALITY AS d (domain, after, nth)
+         ORDER BY nth
+       ),
        l.*, c.*
   {leases_and_commands};
 
@@ -209,7 +196,7 @@ WITH alive AS (
        AND NOT t.queued
 ), leased AS (
     INSERT INTO busload.lease (lease_id, {load}, worker, open)
-    SELECT {lease_id}, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+    SELECT {lease_id}, lo, upto, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
            %(worker)s::bigint, upto - lo + 1
       FROM taken
     RETURNING *
@@ -217,16 +204,16 @@ WITH alive AS (
 SELECT EXISTS (SELECT FROM alive),
        ARRAY(
         SELECT load
-          FROM load AS r
-         WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN r.first AND r.first + 1023 OFFSET 0)
+          FROM load
+         WHERE NOT EXISTS (SELECT FROM busload.command WHERE id BETWEEN first AND first + 1023 OFFSET 0)
        ),
        ARRAY(
         SELECT load
-          FROM load AS r
+          FROM load
          WHERE EXISTS (
             SELECT
               FROM (SELECT hi FROM busload.queue UNION ALL SELECT hi FROM busload.outbox) AS p
-             WHERE hi BETWEEN r.first AND r.first + 1023
+             WHERE hi BETWEEN first AND first + 1023
                AND hi <> ALL (ARRAY(SELECT hi FROM ready UNION ALL SELECT hi FROM boxed))
             OFFSET 0
          )
@@ -291,7 +278,7 @@ held AS MATERIALIZED (
      CROSS JOIN LATERAL unnest(g.ids) AS id
 ), load AS MATERIALIZED (
     SELECT part.lo, part.hi, g.domain, g.batch_id, g.priority, g.attempt, g.forgiven, g.crashes, g.replies,
-           g.lease_id, g.worker, g.since, g.details
+           g.fair, g.lease_id, g.worker, g.since, g.details
       FROM (SELECT lease_id, min(id) AS lo, max(id) AS hi FROM rest GROUP BY lease_id, island) AS part
       JOIN given AS g USING (lease_id)
 )

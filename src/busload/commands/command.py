@@ -95,6 +95,8 @@ class SendOptions(CommandOptions, total=False):
     """Send the command only if no other command holds its `task_key`; else the result names the holder."""
     batch_id: UUID | None
     """The open batch that the command joins. The total of the batch rises with it."""
+    fair_by: str | None
+    """Whose command it is, such as a tenant: of equal priority, those with different keys take turns."""
 
 
 def new_command(
@@ -240,3 +242,4 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     max_attempts: int | None
     domain: str | None = None
     """The domain that runs it, if that is not the domain of the call."""
+    fair_by: str | None = None

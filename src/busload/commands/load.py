@@ -109,6 +109,8 @@ class NewLoad:
 
     domain: str
     commands: Sequence[NewCommand]
+    fair_by: str | None = None
+    """The key of those who take turns, unless it is their batch, or they were sent by themselves."""
 
     @property
     def priority(self) -> int:
@@ -123,24 +125,26 @@ class NewLoad:
         return self.commands[0].reply_to is not None
 
 
-_kind = attrgetter("priority", "run_at", "reply_to", "domain")
+_kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by")
 
 
-def cut(domain: str, commands: Sequence[NewCommand]) -> Iterator[NewLoad]:
-    """Cut a list into loads. What differs in priority, time, reply or domain cannot travel together; it is cut apart.
+def cut(domain: str, commands: Sequence[NewCommand], fair_by: str | None = None) -> Iterator[NewLoad]:
+    """Cut a list into loads. What differs in priority, time, reply, domain or key cannot travel together.
 
-    `domain` is that of the commands which have none of their own.
+    `domain` and `fair_by` are those of the commands which have none of their own.
     """
     groups: list[Sequence[NewCommand]] = [commands]
     if len(set(map(_kind, commands))) > 1:
-        apart: dict[tuple[int, datetime | None, bool, str | None], list[NewCommand]] = {}
+        apart: dict[tuple[int, datetime | None, bool, str | None, str | None], list[NewCommand]] = {}
         for command in commands:
-            kind = command.priority, command.run_at, command.reply_to is not None, command.domain
+            replies = command.reply_to is not None
+            kind = command.priority, command.run_at, replies, command.domain, command.fair_by
             apart.setdefault(kind, []).append(command)
         groups = list(apart.values())
     for group in groups:
         for start in range(0, len(group), LOAD_SIZE):
-            yield NewLoad(group[0].domain or domain, group[start : start + LOAD_SIZE])
+            whose = group[0].fair_by or fair_by
+            yield NewLoad(group[0].domain or domain, group[start : start + LOAD_SIZE], whose)
 
 
 def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:
@@ -154,6 +158,7 @@ def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:
         "priorities": [load.priority for load in loads],
         "replies": [load.replies for load in loads],
         "run_ats": unless_all_null(load.run_at for load in loads),
+        "fair_bys": unless_all_null(load.fair_by for load in loads),
         "command_ids": [command.command_id for command in commands],
         "command_types": [command.command_type for command in commands],
         "data": [command.data for command in commands],

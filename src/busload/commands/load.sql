@@ -2,7 +2,7 @@
 
 -- fragment: load
 -- The columns that a load has in every place.
-lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
 
 -- fragment: leases_in_order
 -- Whoever locks leases locks them by their id, and before any batch: then two transactions never wait for

@@ -125,7 +125,7 @@ WITH lease AS MATERIALIZED (
      GROUP BY worker
 ), load AS (
     SELECT i.lo, i.hi, l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies,
-           l.worker,
+           l.fair, l.worker,
            l.canceled OR i.stopping IS NOT NULL AS canceled, i.stopping, l.since, blamed,
            l.crashes AS before,
            CASE WHEN NOT blamed THEN l.crashes
@@ -144,7 +144,7 @@ WITH lease AS MATERIALIZED (
       FROM load
 ), queued AS (
     INSERT INTO busload.queue ({load})
-    SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+    SELECT part.lo, part.hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
       FROM routed
      CROSS JOIN LATERAL (
         SELECT routed.lo, routed.hi WHERE NOT blamed OR routed.lo = routed.hi
@@ -154,9 +154,9 @@ WITH lease AS MATERIALIZED (
      WHERE route = 'QUEUED'
     RETURNING domain
 ), parked AS (
-    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason,
-                                         error)
-    SELECT lo, domain, batch_id, priority, attempt, forgiven, 'CRASHED',
+    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, fair,
+                                         reason, error)
+    SELECT lo, domain, batch_id, priority, attempt, forgiven, fair, 'CRASHED',
            json_build_object(
                'type', 'WorkerCrashed', 'kind', 'CRASHED',
                'message', format('The worker died %%s times while it ran this command.', crashes - 1)
@@ -229,7 +229,7 @@ WITH left_alone AS MATERIALIZED (
     SELECT q.*, l.lease_id, l.before, l.since
       FROM lost AS l
      CROSS JOIN LATERAL (
-        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, replies
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair
           FROM busload.queue
          WHERE hi BETWEEN l.lo AND l.hi AND lo >= l.lo AND attempt = l.attempt
            FOR UPDATE SKIP LOCKED
@@ -251,7 +251,7 @@ WITH left_alone AS MATERIALIZED (
     INSERT INTO busload.lease (lease_id, {load}, worker, since, open, returned)
     SELECT DISTINCT ON (lease_id)
            lease_id, a.lo, a.hi, w.domain, w.batch_id, w.priority, w.attempt, w.forgiven, w.before, w.replies,
-           %(worker)s::bigint,
+           w.fair, %(worker)s::bigint,
            w.since,
            a.open::integer,
            ARRAY(

@@ -57,6 +57,7 @@ class NewBatch:
     """Its canary and its failure budget, as columns, if it has any."""
     way: str = "create_batch"
     """The call that creates it, for those who count: also `open_batch`, or `job`."""
+    fair_by: str | None = None
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -119,6 +120,7 @@ def send(
         "reply_to": command.reply_to,
         "priority": command.priority,
         "max_attempts": command.max_attempts,
+        "fair_by": command.fair_by,
     }
     try:
         rows: list[Row]
@@ -170,15 +172,16 @@ def write_many(
     dedup: Dedup | None = None,
     via: Via = NO_BROKER,
     chosen: bool = True,
+    fair_by: str | None = None,
 ) -> Write[list[SendResult]]:
     """Send many commands, all or none; `chosen` is as in `write`."""
     ids = [command.command_id for command in commands]
     if dedup is not None:
-        return patient(lambda: send_many_once(domain, commands, dedup, batch_id, via), batch_id, ids)
+        return patient(lambda: send_many_once(domain, commands, dedup, batch_id, via, fair_by), batch_id, ids)
     results = [SendResult(command_id, created=True) for command_id in ids]
 
     def plan(patience: int | None = None) -> Plan[list[SendResult]]:
-        return then(send_many(domain, commands, batch_id, via, patience=patience), results)
+        return then(send_many(domain, commands, batch_id, via, patience=patience, fair_by=fair_by), results)
 
     waits = chosen or batch_id is not None  # a new command without a batch waits for nobody
     if in_one_statement(commands):
@@ -218,11 +221,12 @@ def send_many(
     via: Via = NO_BROKER,
     *,
     patience: int | None = None,
+    fair_by: str | None = None,
 ) -> Plan[list[DueLoad]]:
     """Send many commands, all or none; the total of their batch rises by as many. Returns the loads that are due."""
     if not commands:
         return []
-    loads = list(cut(domain, commands))
+    loads = list(cut(domain, commands, fair_by))
     placed: list[DueLoad] | None
     try:
         if in_one_statement(commands):
@@ -245,10 +249,11 @@ def send_many_once(
     dedup: Dedup,
     batch_id: UUID | None = None,
     via: Via = NO_BROKER,
+    fair_by: str | None = None,
 ) -> Plan[list[SendResult]]:
     """Send the commands whose task key is free. The results come in the order of the input."""
     results = yield from hold(domain, commands, dedup)
-    yield from send_many(domain, _created(commands, results), batch_id, via)
+    yield from send_many(domain, _created(commands, results), batch_id, via, fair_by=fair_by)
     return results
 
 
@@ -471,6 +476,7 @@ def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[lis
         **via.columns(),
         batch_id=batch_id,
         domains=[load.domain for load in loads],
+        fair_by=loads[0].fair_by,
         los=[place.lo for place in places],
         his=[place.hi for place in places],
         priorities=[load.priority for load in loads],

@@ -22,7 +22,7 @@ coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024),
 %(max_attempts)s::smallint
 
 -- fragment: columns_of_batch
-batch_id, domain, name, custom_data, on_complete, job_id, stage, way
+batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by
 
 -- fragment: values_of_batch
 %(batch_id)s::uuid,
@@ -32,18 +32,20 @@ batch_id, domain, name, custom_data, on_complete, job_id, stage, way
 %(on_complete)s::text::json,
 %(job_id)s::text,
 %(stage)s::text::jsonb,
-%(way)s::text
+%(way)s::text,
+%(fair_by)s::text
 
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of
 -- commands.
-SELECT shift + first AS lo, shift + last AS hi, shift, first, last, domain, priority, replies, run_at
+SELECT shift + first AS lo, shift + last AS hi, shift, first, last, domain, priority, replies, run_at, fair
   FROM (
     SELECT nextval('busload.load_number') * 1024 - first AS shift,
-           first, last, domain, priority, replies, run_at
+           first, last, domain, priority, replies, run_at,
+           busload.fair_of(coalesce(fair_by, (SELECT fair_by FROM batch)), %(batch_id)s::uuid) AS fair
       FROM unnest(%(firsts)b::bigint[], %(lasts)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
-                  %(replies)b::boolean[], %(run_ats)b::timestamptz[])
-        AS load (first, last, domain, priority, replies, run_at)
+                  %(replies)b::boolean[], %(run_ats)b::timestamptz[], %(fair_bys)b::text[])
+        AS load (first, last, domain, priority, replies, run_at, fair_by)
   ) AS load
 
 -- fragment: written
@@ -68,22 +70,23 @@ written AS (
 -- waits in the outbox if there is a `transport`: for the `relay` that the caller is, or for any relay. With
 -- `optimistic` it is in the queue although there is a transport: the caller publishes it next.
 queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, transport, published_at)
-    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, %(transport)s::text,
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, fair, transport, published_at)
+    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, fair, %(transport)s::text,
            CASE WHEN %(optimistic)s::boolean THEN now() END
       FROM load
      WHERE (%(transport)s::text IS NULL OR %(optimistic)s::boolean) AND {is_due}
     RETURNING domain
 ), published AS (
-    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport, relay, due_at)
-    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, %(transport)s::text, %(relay)s::uuid,
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, fair, transport, relay, due_at)
+    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, fair, %(transport)s::text,
+           %(relay)s::uuid,
            now() + CASE WHEN %(relay)s::uuid IS NULL THEN interval '0' ELSE %(hold)s::interval END
       FROM load
      WHERE %(transport)s::text IS NOT NULL AND NOT %(optimistic)s::boolean AND {is_due}
     RETURNING transport
 ), scheduled AS (
-    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
-    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, run_at, 'RUN_AT'
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, fair, run_at, reason)
+    SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, fair, run_at, 'RUN_AT'
       FROM load
      WHERE run_at > now()
 )
@@ -110,8 +113,9 @@ WITH sent AS (
      WHERE {lock_timeout_is_set}
     RETURNING id, domain, priority, reply_to
 ), queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, priority, replies)
-    SELECT id, id, domain, priority, reply_to IS NOT NULL FROM sent
+    INSERT INTO busload.queue (lo, hi, domain, priority, replies, fair)
+    SELECT id, id, domain, priority, reply_to IS NOT NULL, busload.fair_of(%(fair_by)s::text, NULL)
+      FROM sent
     RETURNING domain
 )
 SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
@@ -138,7 +142,9 @@ WITH held AS (
        AND (%(window)s::interval IS NULL OR EXISTS (SELECT FROM held))
     RETURNING id, domain, priority, run_at, reply_to
 ), load AS (
-    SELECT id AS lo, id AS hi, domain, priority, reply_to IS NOT NULL AS replies, run_at FROM sent
+    SELECT id AS lo, id AS hi, domain, priority, reply_to IS NOT NULL AS replies, run_at,
+           busload.fair_of(%(fair_by)s::text, NULL) AS fair
+      FROM sent
 ), {placed}
 SELECT id,
        (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean),
@@ -149,17 +155,17 @@ SELECT id,
 -- Some loads with their commands, of any domains. With a batch, which is one of `domain`, its total rises by
 -- as many. If there is no such batch, or it is sealed, nothing is written, and the first column is false.
 -- Returns the loads that are due now.
-WITH raised AS (
+WITH batch AS (
     UPDATE busload.batch
        SET total_count = total_count + cardinality(%(command_ids)b::uuid[])
      WHERE batch_id = %(batch_id)s::uuid
        AND domain = %(domain)s::text
        AND sealed_at IS NULL
        AND {lock_timeout_is_set}
-    RETURNING batch_id
+    RETURNING fair_by
 ), load AS MATERIALIZED (
     {numbered_loads}
-     WHERE (%(batch_id)s::uuid IS NULL OR EXISTS (SELECT FROM raised))
+     WHERE (%(batch_id)s::uuid IS NULL OR EXISTS (SELECT FROM batch))
        AND {lock_timeout_is_set}
 ), {written}, {placed}
 SELECT EXISTS (SELECT FROM load), {due_loads};
@@ -167,9 +173,10 @@ SELECT EXISTS (SELECT FROM load), {due_loads};
 -- name: create_some
 -- A sealed batch with some commands. None of them can have ended yet, so nothing is decided here. Returns the
 -- loads that are due now.
-WITH opened AS (
+WITH batch AS (
     INSERT INTO busload.batch ({columns_of_batch}, total_count, sealed_at)
     VALUES ({values_of_batch}, cardinality(%(command_ids)b::uuid[]), now())
+    RETURNING fair_by
 ), noted AS (
     INSERT INTO busload.event (type, batch_id) VALUES ('BATCH_SEALED', %(batch_id)s::uuid)
 ), load AS MATERIALIZED (
@@ -190,10 +197,17 @@ FROM STDIN (FORMAT binary);
 -- name: place_loads
 -- Put loads whose commands were just copied in where they belong. Returns the loads that are due now.
 WITH load AS (
-    SELECT lo, hi, domain, priority, replies, run_at
+    SELECT lo, hi, domain, priority, replies, run_at, fair
       FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
                   %(replies)b::boolean[], %(run_ats)b::timestamptz[])
         AS load (lo, hi, domain, priority, replies, run_at)
+     CROSS JOIN (
+        SELECT busload.fair_of(
+                   coalesce(%(fair_by)s::text, (SELECT fair_by FROM busload.batch WHERE batch_id = joined)),
+                   joined
+               ) AS fair
+          FROM (SELECT %(batch_id)s::uuid AS joined) AS batch
+     ) AS owner
 ), {placed}
 SELECT {due_loads};
 

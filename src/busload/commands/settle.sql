@@ -4,7 +4,8 @@
 -- The attempts that have ended, with their leases. OFFSET 0 keeps a plan that was made while tables were
 -- empty from reading all of them later.
 held AS MATERIALIZED (
-    SELECT l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.worker, l.open
+    SELECT l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.fair, l.worker,
+           l.open
       FROM (
         SELECT CASE WHEN %(patience)s::integer IS NOT NULL
                     THEN set_config('lock_timeout', %(patience)s::integer::text, true)
@@ -15,8 +16,8 @@ held AS MATERIALIZED (
      ORDER BY l.lease_id
        FOR UPDATE OF l
 ), outcome AS MATERIALIZED (
-    SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.worker,
-           o.delay, o.reason,
+    SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.fair,
+           h.worker, o.delay, o.reason,
            CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
                 WHEN o.outcome = 'FAILED_ATTEMPT' AND (
                      EXISTS (
@@ -58,17 +59,18 @@ SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at
 -- Where the commands go whose attempts were recorded, and what becomes of their leases. `progress` counts
 -- from the row as it was locked: the snapshot of this statement may be older than the lock.
 waiting_again AS (
-    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, run_at,
-                                   reason)
-    SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies,
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair,
+                                   run_at, reason)
+    SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies, o.fair,
            statement_timestamp() + o.delay * interval '1 second', 'RETRY'
       FROM outcome AS o
       JOIN settled AS s ON s.command = o.id
      WHERE o.outcome = 'FAILED_ATTEMPT'
 ), parked AS (
-    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, reason,
-                                         error)
-    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.reason, {without_traceback}
+    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, fair,
+                                         reason, error)
+    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.fair, o.reason,
+           {without_traceback}
       FROM outcome AS o
       JOIN settled AS s ON s.command = o.id
      WHERE o.outcome = 'TROUBLESHOOTING'

@@ -66,7 +66,7 @@ WITH piece AS (
      ORDER BY hi FOR UPDATE
 ), part AS MATERIALIZED (
     SELECT greatest(h.lo, p.lo) AS lo, least(h.hi, p.hi) AS hi, h.hi AS held, h.lo AS held_lo,
-           h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies,
+           h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies, h.fair,
            h.transport, h.since, h.rounds, p.reason, p.error, p.pause
       FROM held AS h JOIN piece AS p ON p.lo >> 10 = h.hi >> 10 AND p.lo <= h.hi AND p.hi >= h.lo
 ), whole AS MATERIALIZED (
@@ -108,7 +108,7 @@ WITH piece AS (
     SELECT DISTINCT ON (ready.hi, piece_lo) ready.* FROM ready JOIN gone USING (hi)
 ), rest AS (   -- parts of these loads that no refused message was about stay ready
     SELECT part.lo, part.hi, t.domain, t.batch_id, t.priority, t.attempt, t.forgiven, t.crashes, t.replies,
-           t.transport, t.published_at
+           t.fair, t.transport, t.published_at
       FROM (SELECT hi AS load, lo AS first,
                    range_agg(int8range(greatest(lo, piece_lo), least(hi, piece_hi), '[]')) AS refused
               FROM told GROUP BY hi, lo) AS r
@@ -124,7 +124,8 @@ WITH piece AS (
 ), again AS (
     INSERT INTO busload.outbox ({load}, transport, due_at, rounds, reason, error, failed_at)
     SELECT greatest(lo, piece_lo), least(hi, piece_hi), domain, batch_id, priority, attempt, forgiven,
-           crashes, replies, transport, now() + pause * interval '1 second', 1, reason, error, now()
+           crashes, replies, fair, transport, now() + pause * interval '1 second', 1, reason,
+           error, now()
       FROM told
     RETURNING lo, hi, batch_id
 )

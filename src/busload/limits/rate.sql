@@ -162,7 +162,7 @@ WITH held AS MATERIALIZED (
      WHERE l.lease_id = p.lease_id AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
 ), scheduled AS (
     INSERT INTO busload.scheduled ({load}, run_at, reason)
-    SELECT p.lo, p.hi, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies,
+    SELECT p.lo, p.hi, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies, h.fair,
            now() + p.delay * interval '1 second', 'RATE_LIMITED'
       FROM (SELECT lease_id, delay, min(id) AS lo, max(id) AS hi
               FROM (SELECT *, id - row_number() OVER (PARTITION BY lease_id, delay ORDER BY id) AS island

@@ -12,7 +12,7 @@ from uuid import UUID
 from busload.commands import search, send
 from busload.commands.api import FIRST_PAUSE
 from busload.commands.cancel import Cancellation, cancel
-from busload.commands.checks import check, check_all, check_one, given, refuse, seconds_of, wrong_time
+from busload.commands.checks import check, check_all, check_fair_by, check_one, given, refuse, seconds_of, wrong_time
 from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, SendOptions, SendResult, new_command
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
@@ -63,8 +63,10 @@ class CommandVerbs:
         its own command is committed, and fails alone.
         """
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
+        fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
-        checked, chosen = check_one(self._limits, domain, command, batch_id, dedup), command.command_id is not None
+        checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by)
+        chosen = command.command_id is not None
         if batch_id is not None:
             joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
             [result] = self.database.write(joining, conn)
@@ -83,17 +85,22 @@ class CommandVerbs:
         *,
         batch_id: UUID | None = None,
         dedup: Dedup | None = None,
+        fair_by: str | None = None,
         conn: Connection | None = None,
     ) -> list[SendResult]:
         """Send many `commands`, all or none; results come in the order of the input.
 
         With `batch_id` they join an open batch. With `dedup`, commands whose task key another command holds are left
-        out, and their results name the holder.
+        out, and their results name the holder. `fair_by` says whose they are, such as a tenant: of equal priority,
+        those with different keys take turns.
         """
         checked = check_all(domain, commands, self._limits)
         check(self._limits, **given(batch_id=batch_id), dedup=dedup)
+        check_fair_by(self._limits, fair_by, batch_id)
         chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)
-        write = send.write_many(domain, checked, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen)
+        write = send.write_many(
+            domain, checked, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen, fair_by=fair_by
+        )
         return self.database.write(write, conn)
 
     def cancel_command(

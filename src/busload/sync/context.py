@@ -74,9 +74,10 @@ class Actions:
         if self.own_transaction is None or self.own_transaction.conn is None:
             return self.bus.send(domain, command_type, data, **options)
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
+        fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
         command.command_id = command.command_id or new_id()
-        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup)
+        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by)
         if dedup is not None:
             with self.own_transaction.holding:
                 promised = self.own_transaction.promised.setdefault(domain, {})

@@ -209,11 +209,11 @@ WITH RECURSIVE leap AS (
     DELETE FROM busload.troubleshooting AS t
      USING newest JOIN busload.command AS c USING (id)
      WHERE t.command = newest.id
-    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.task_key, c.command_id,
-              c.data, c.max_attempts
+    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, t.fair, c.task_key,
+              c.command_id, c.data, c.max_attempts
 ), queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven)
-    SELECT command, command, domain, batch_id, priority, attempt + 1, attempt FROM taken
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, fair)
+    SELECT command, command, domain, batch_id, priority, attempt + 1, attempt, fair FROM taken
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, operator)
     SELECT 'OPERATOR_RETRIED', command, command, batch_id, attempt, %(execution_id)s::uuid, %(operator)s::text

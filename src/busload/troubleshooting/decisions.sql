@@ -37,10 +37,11 @@ WITH item AS MATERIALIZED (
     SELECT command, data FROM unnest(%(commands)b::bigint[], %(data)b::text[]) AS item (command, data)
 ), taken AS (
     {take_items}
-    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, c.reply_to, c.data
+    RETURNING t.command, t.domain, t.batch_id, t.priority, t.attempt, t.fair, c.reply_to, c.data
 ), queued AS (
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, replies)
-    SELECT command, command, domain, batch_id, priority, attempt + 1, attempt, reply_to IS NOT NULL FROM taken
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair)
+    SELECT command, command, domain, batch_id, priority, attempt + 1, attempt, reply_to IS NOT NULL, fair
+      FROM taken
 ), patched AS (
     UPDATE busload.command AS c SET data = i.data::json
       FROM item AS i JOIN taken AS t USING (command) WHERE c.id = i.command AND i.data IS NOT NULL

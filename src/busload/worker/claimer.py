@@ -42,6 +42,9 @@ SMALLEST_TICK = 0.02
 SHORTEST_SAMPLE = 0.0005
 """Seconds that a pace is measured over, at least."""
 
+OLDEST_EVERY = 16
+"""One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
+
 MOST_AHEAD = 20
 """Commands in line for each slot, at most: however fast the last ones were, the next ones may be slow."""
 
@@ -118,6 +121,9 @@ class Claimer:
         self._empty_at = 0.0
         self._bulk_empty_at: dict[str, float] = {}
         self._unknown: set[tuple[str, str]] = set()
+        self._turns: dict[str, int] = {}
+        """Who was the last to have a turn, for each domain."""
+        self._until_oldest = OLDEST_EVERY
         self._queue_wanted = True
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
@@ -338,9 +344,13 @@ class Claimer:
         try:
             if deliveries is None:
                 suspects = not self._held.has_suspect
+                self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
+                turns = self._turns if self._until_oldest else None
                 taken = await self._shared.perform(
-                    claim.claim(worker=number, domains=domains, limit=limit, suspects=suspects)
+                    claim.claim(worker=number, domains=domains, limit=limit, suspects=suspects, turns=turns)
                 )
+                if self._until_oldest:
+                    self._turns |= taken.turns
             elif wanted := deliveries.wanted(domains, limit):
                 delivered = await self._shared.perform(
                     claim.claim_delivered(worker=number, domains=domains, wanted=wanted)

@@ -20,8 +20,21 @@ CREATE TABLE busload.load (
     crashes  smallint NOT NULL DEFAULT 0,
     -- Whether a command of the load has a reply_to.
     replies  boolean  NOT NULL DEFAULT false,
+    -- Who owns the load when loads of equal priority take turns: see `fair_of`. 0: it was sent by itself.
+    fair     bigint   NOT NULL DEFAULT 0,
     CONSTRAINT one_load CHECK (lo <= hi AND lo >> 10 = hi >> 10)
 );
+
+-- The owner of a load, as a number: a key of the application, if there is one, or else a batch. Ids that
+-- busload makes begin with their time, and so do the numbers of such batches: older ones come first. The time
+-- is cut to 44 bits, which last until the year 2527, and 20 bits tell those of one millisecond apart.
+CREATE FUNCTION busload.fair_of(fair_by text, batch_id uuid) RETURNS bigint
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN fair_by IS NOT NULL THEN hashtextextended(fair_by, 0)
+                WHEN batch_id IS NULL THEN 0
+                ELSE ('x' || substr(batch_id::text, 2, 7) || substr(batch_id::text, 10, 4)
+                          || substr(batch_id::text, 16, 3) || substr(batch_id::text, 21, 2))::bit(64)::bigint
+           END;
 
 CREATE TABLE busload.queue (
     LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
@@ -32,7 +45,7 @@ CREATE TABLE busload.queue (
     publications  smallint,
     PRIMARY KEY (hi)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
-CREATE INDEX queue_ready     ON busload.queue (domain, priority DESC, hi) WHERE crashes = 0;
+CREATE INDEX queue_ready     ON busload.queue (domain, priority DESC, fair, hi) WHERE crashes = 0;
 CREATE INDEX queue_suspect   ON busload.queue (domain, priority DESC, hi) WHERE crashes > 0;
 CREATE INDEX queue_published ON busload.queue (transport, published_at, hi) WHERE published_at IS NOT NULL;
 

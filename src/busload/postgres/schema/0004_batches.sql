@@ -31,6 +31,7 @@ CREATE TABLE busload.batch (
     -- The call that created it.
     way                      text        NOT NULL DEFAULT 'create_batch'
                              CHECK (way IN ('create_batch', 'open_batch', 'job')),
+    fair_by                  text,        -- the key by which it takes turns with others; null: by itself
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
     -- Since when the batch is held: nothing of it starts until it is resumed. All four are null otherwise.
@@ -99,6 +100,110 @@ SELECT * FROM busload.outbox
                                           AND b.completed_at IS NULL))
             THEN NULL ELSE true END IS NOT NULL;
 
+-- Whose turn it is: how many loads a claim of `most` commands takes of whom. Higher priorities come first.
+-- Among equal ones the domains take turns, and within a domain the owners: an owner is all that has the same
+-- `fair`, so the commands of a batch, those of a key of the application, or all that were sent by themselves.
+--
+-- `walk` leaps from owner to owner, beginning behind the one of `after`, and round once. It stops when it has
+-- seen enough commands, and eight owners or all. Only if there are not enough, it goes down to the next
+-- priority. `seen` says how many commands the first n loads of an owner hold. Each owner has an equal share,
+-- and gets the loads that fit into it. What is left goes to owners who got less than half of their share, one
+-- after the other. So a small batch starts at once beside a large one, large ones take turns, and a claim
+-- splits one load at most: that of the owner with `split`. The next claim begins behind the owner whose
+-- `rank` is 1.
+--
+-- The planner puts this function in the place of its call, so it is planned with the claim.
+CREATE FUNCTION busload.turns(domains text[], after bigint[], most integer)
+    RETURNS TABLE (domain text, priority integer, fair bigint, loads integer, commands bigint, split boolean,
+                   rank bigint)
+    LANGUAGE sql STABLE
+BEGIN ATOMIC
+    WITH RECURSIVE walk AS (
+        SELECT d.domain, d.after, random() AS chance, 32768 AS priority, d.after AS fair, d.after AS until,
+               NULL::bigint[] AS seen, 0 AS owners, 0::bigint AS commands
+          FROM unnest(turns.domains, turns.after) AS d (domain, after)
+        UNION ALL
+        SELECT w.domain, w.after, w.chance, n.priority, n.fair, n.until, q.seen,
+               w.owners + (q.seen IS NOT NULL)::integer,
+               w.commands + coalesce(q.seen[cardinality(q.seen)], 0)
+          FROM walk AS w
+         CROSS JOIN LATERAL (
+            (SELECT r.priority::integer, r.fair, w.until, r.hi - r.lo + 1 AS size
+               FROM busload.ready AS r
+              WHERE r.domain = w.domain AND r.crashes = 0 AND r.priority = w.priority
+                AND r.fair > w.fair AND r.fair <= w.until
+              ORDER BY r.fair, r.hi
+              LIMIT 1)
+            UNION ALL   -- once round, up to where it began
+            (SELECT r.priority, r.fair, w.after, r.hi - r.lo + 1
+               FROM busload.ready AS r
+              WHERE r.domain = w.domain AND r.crashes = 0 AND r.priority = w.priority
+                AND r.fair <= w.after AND w.until > w.after
+              ORDER BY r.fair, r.hi
+              LIMIT 1)
+            UNION ALL   -- the next priority: no owner yet
+            (SELECT r.priority, w.after, 9223372036854775807, NULL
+               FROM busload.ready AS r
+              WHERE r.domain = w.domain AND r.crashes = 0 AND r.priority < w.priority AND w.commands < most
+              ORDER BY r.priority DESC
+              LIMIT 1)
+            LIMIT 1
+         ) AS n
+         CROSS JOIN LATERAL (
+            SELECT CASE WHEN n.size >= most THEN ARRAY[n.size]
+                        WHEN n.size IS NOT NULL THEN (
+                            SELECT array_agg(load.seen)
+                              FROM (
+                                SELECT sum((r.hi - r.lo + 1)::integer) OVER (ORDER BY r.hi) AS seen
+                                  FROM busload.ready AS r
+                                 WHERE r.domain = w.domain AND r.crashes = 0 AND r.priority = n.priority
+                                   AND r.fair = n.fair
+                                 ORDER BY r.hi
+                                 LIMIT most
+                              ) AS load
+                        )
+                   END AS seen
+            OFFSET 0   -- else it would be computed once for each of its uses
+         ) AS q
+         WHERE w.commands < most OR w.owners < least(8, most)
+    ), owner AS (
+        SELECT o.*, rest / among_domains / among AS share,
+               coalesce(seen[width_bucket(rest / among_domains / among, seen)], 0) AS fit
+          FROM (
+            SELECT w.domain, w.chance, w.priority, w.fair, w.seen, w.owners AS nth,
+                   seen[cardinality(seen)] AS commands,
+                   greatest(0, most - coalesce(sum(seen[cardinality(seen)]) OVER (
+                       ORDER BY w.priority DESC GROUPS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+                   ), 0))::bigint AS rest,
+                   count(*) FILTER (WHERE seen IS NULL) OVER (PARTITION BY w.priority) AS among_domains,
+                   count(seen) OVER (PARTITION BY w.domain, w.priority) AS among
+              FROM walk AS w
+          ) AS o
+         WHERE seen IS NOT NULL
+    ), turn AS (
+        SELECT o.*,
+               o.fit + least(o.commands - o.fit, greatest(0,
+                   rest - sum(fit) OVER (PARTITION BY o.priority) + o.commands - fit
+                   - sum(o.commands - fit) OVER (
+                       PARTITION BY o.priority
+                       ORDER BY 2 * fit > share, chance, CASE WHEN 2 * fit > share THEN -nth ELSE nth END
+                       ROWS UNBOUNDED PRECEDING
+                   )
+               ))::bigint AS gets
+          FROM owner AS o
+    )
+    SELECT t.domain, t.priority, t.fair, n.loads, t.gets, seen[n.loads] > gets,
+           row_number() OVER (
+               PARTITION BY t.domain
+               ORDER BY t.priority, gets > fit DESC, CASE WHEN gets > fit OR all_served THEN -nth ELSE nth END
+           )
+      FROM (
+        SELECT *, bool_and(gets > 0) OVER (PARTITION BY turn.domain, turn.priority) AS all_served FROM turn
+      ) AS t
+     CROSS JOIN LATERAL (SELECT width_bucket(gets - 1, seen) + 1 AS loads) AS n
+     WHERE gets > 0;
+END;
+
 -- The first and the last id that commands of these batches can have. Between them the loads of a batch are
 -- found in a place by its key, whatever else waits there.
 CREATE FUNCTION busload.ids_of(batches uuid[]) RETURNS TABLE (batch_id uuid, first bigint, last bigint)
@@ -129,16 +234,16 @@ BEGIN
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
                                     WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
                                     ORDER BY hi FOR UPDATE))
-            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
         ), unpublished AS (
             DELETE FROM busload.outbox
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
                                     WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
                                     ORDER BY hi FOR UPDATE))
-            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
         )
         INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority,
-                                       attempt, forgiven, crashes, replies, run_at, reason)
+                                       attempt, forgiven, crashes, replies, fair, run_at, reason)
         SELECT load.*, 'infinity', 'HELD'
           FROM (SELECT * FROM ready UNION ALL SELECT * FROM unpublished) AS load;
     END LOOP;
@@ -159,17 +264,18 @@ BEGIN
                                     WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
                                       AND reason = what
                                     ORDER BY hi FOR UPDATE))
-            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
         ), load AS MATERIALIZED (
             SELECT held.*, c.run_at
               FROM held LEFT JOIN busload.command AS c ON c.id = held.lo AND what = 'CANARY'
         ), later AS (
             INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority,
-                                           attempt, forgiven, crashes, replies, run_at, reason)
+                                           attempt, forgiven, crashes, replies, fair, run_at, reason)
             SELECT load.*, 'RUN_AT' FROM load WHERE run_at > now()
         )
-        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
-        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies
+        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+                                   fair)
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
           FROM load WHERE run_at IS NULL OR run_at <= now();
         PERFORM pg_notify('busload_ready', domain)
            FROM (SELECT DISTINCT domain FROM busload.queue
@@ -324,22 +430,22 @@ BEGIN
           JOIN busload.command AS c ON c.id = i.id
         WINDOW around AS (PARTITION BY p.hi ORDER BY c.id)
     ), rest AS (
-        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, run_at, reason)
-        SELECT after, id - 1, domain, batch_id, priority, replies, run_at, reason
+        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, fair, run_at, reason)
+        SELECT after, id - 1, domain, batch_id, priority, replies, fair, run_at, reason
           FROM canary WHERE after < id
         UNION ALL
-        SELECT id + 1, hi, domain, batch_id, priority, replies, run_at, reason
+        SELECT id + 1, hi, domain, batch_id, priority, replies, fair, run_at, reason
           FROM canary WHERE last AND id < hi
         UNION ALL
-        SELECT id, id, domain, batch_id, priority, replies, later, 'RUN_AT'
+        SELECT id, id, domain, batch_id, priority, replies, fair, later, 'RUN_AT'
           FROM canary WHERE later > now()
     ), published AS (
-        INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, transport)
-        SELECT id, id, domain, batch_id, priority, replies, broker
+        INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, fair, transport)
+        SELECT id, id, domain, batch_id, priority, replies, fair, broker
           FROM canary WHERE broker IS NOT NULL AND (later IS NULL OR later <= now())
     )
-    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies)
-    SELECT id, id, domain, batch_id, priority, replies
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, fair)
+    SELECT id, id, domain, batch_id, priority, replies, fair
       FROM canary WHERE broker IS NULL AND (later IS NULL OR later <= now());
 END $$;
 

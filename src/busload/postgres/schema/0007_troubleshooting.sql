@@ -37,6 +37,7 @@ CREATE TABLE busload.troubleshooting (
     priority    smallint    NOT NULL,
     attempt     integer     NOT NULL,   -- the attempt that ended here
     forgiven    integer     NOT NULL,
+    fair        bigint      NOT NULL DEFAULT 0,
     reason      text        NOT NULL
                 CHECK (reason IN ('PERMANENT', 'EXHAUSTED', 'CRASHED', 'UNDECODABLE', 'RESULT_INVALID')),
     error       json,

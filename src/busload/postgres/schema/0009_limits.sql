@@ -137,8 +137,8 @@ BEGIN
            AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
     ), scheduled AS (
         INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
-                                       replies, run_at, reason, limit_name, limit_subject, per_call)
-        SELECT id, id, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+                                       replies, fair, run_at, reason, limit_name, limit_subject, per_call)
+        SELECT id, id, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
                now() + interval '1 hour', 'LIMITED', name, subject, size
           FROM late
     ), noted AS (   -- the first time; later ones would only repeat it
@@ -196,8 +196,9 @@ CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint
     ), due AS (
         DELETE FROM busload.scheduled WHERE hi = ANY (ARRAY(SELECT hi FROM next)) RETURNING *
     ), queued AS (
-        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies)
-        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies FROM due
+        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+                                   fair)
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair FROM due
         RETURNING domain
     ), told AS (
         SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS d
