@@ -101,6 +101,16 @@ async def test_when_the_canary_has_completed_the_rest_runs(bus: CommandBus, give
     assert await bus.get_batch(DOMAIN, batch_id) == batch
 
 
+async def test_the_rest_waits_for_the_last_of_the_canary(given: Given) -> None:
+    await given.bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN))
+    *others, last = given.claimed(100)
+    given.settled(others)
+    assert len(others) == 9
+    assert given.claimed(100) == []
+    given.settled([last])
+    assert len(given.claimed(100)) == 90
+
+
 @pytest.mark.parametrize("error", [PermanentCommandError, BusinessRuleError])
 async def test_a_canary_that_fails_holds_its_batch_until_a_person_lets_it_go(
     bus: CommandBus, given: Given, error: type[Exception]

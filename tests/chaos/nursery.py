@@ -130,6 +130,12 @@ def register(bus: CommandBus, ledger: Ledger, options: dict[str, Any]) -> None:
             case 2 | 3:
                 raise TransientCommandError("busy")
 
+    @bus.handler(DOMAIN, "Refuse", retry=retry)
+    async def refuse(command: Command, ctx: HandlerContext) -> None:
+        ledger.note("start", command, ctx.execution_id)
+        await asyncio.sleep(random.uniform(0, pause))
+        raise random.choice([BusinessRuleError, PermanentCommandError])("account closed")
+
     @bus.handler(DOMAIN, "Suicide", retry=retry)
     async def suicide(command: Command, ctx: HandlerContext) -> None:
         ledger.note("start", command, ctx.execution_id)

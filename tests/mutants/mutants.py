@@ -156,7 +156,7 @@ MUTANTS = [
         "postgres/schema/0004_batches.sql",
         "ELSIF b.completed_count >= b.canary_count THEN",
         "ELSIF b.completed_count > 0 THEN",
-        "tests/batches/test_guards.py::test_when_the_canary_has_completed_the_rest_runs",
+        "tests/batches/test_guards.py::test_the_rest_waits_for_the_last_of_the_canary",
         "All commands of the canary must have completed before the others start.",
     ),
     Mutant(
