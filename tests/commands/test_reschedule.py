@@ -10,6 +10,8 @@ import psycopg
 import pytest
 
 from busload import CommandBus, InvalidCommandError, TransientCommandError
+from busload.batches import Canary
+from busload.commands import Cancellation
 from busload.commands.command import CommandStatus
 from busload.errors import CommandNotFoundError, InvalidOperationError
 from tests.faces import FACES, bus_of
@@ -129,3 +131,23 @@ async def test_with_conn_it_moves_with_the_commit(
     async with conn.transaction(force_rollback=True):
         await bus.reschedule_command(DOMAIN, command_id, in_an_hour(), conn=conn)
     assert (await given.command_now(command_id)).status == CommandStatus.PENDING
+
+
+async def test_what_is_held_with_its_batch_is_not_let_go_alone(bus: CommandBus, given: Given) -> None:
+    """Neither by an operator's hold nor before its canary; it can be canceled"""
+    held, guarded = await given.batch(3), await given.batch(5, canary=Canary(size=1))
+    await bus.hold_batch(DOMAIN, held, reason="wrong price list")
+    before = given.database.rows("SELECT lo, hi, reason FROM busload.scheduled ORDER BY hi")
+    for batch_id, why in ((held, "is held"), (guarded, "waits for its canary")):
+        command_id = given.database.value(
+            """SELECT command_id FROM busload.command_status
+                WHERE batch_id = %s AND status = 'SCHEDULED' ORDER BY id DESC LIMIT 1""",
+            batch_id,
+        )
+        for run_at in (PAST, in_an_hour()):
+            with pytest.raises(InvalidOperationError, match=f"belongs to batch {batch_id}, which {why}"):
+                await bus.reschedule_command(DOMAIN, command_id, run_at)
+        assert given.database.rows("SELECT lo, hi, reason FROM busload.scheduled ORDER BY hi") == before
+        assert await bus.cancel_command(DOMAIN, command_id, reason="no") is Cancellation.CANCELED
+        before = given.database.rows("SELECT lo, hi, reason FROM busload.scheduled ORDER BY hi")
+        assert (await given.batch_now(batch_id)).canceled_count == 1

@@ -645,6 +645,30 @@ MUTANTS = [
         CANCEL + "test_a_load_is_split_around_the_command",
         "The part of a load before a canceled command would be in no place, and never run.",
     ),
+    Mutant(
+        "request-to-stop-outlives-its-attempt",
+        "commands/settle.sql",
+        "                         WHERE s.command = o.id AND s.attempt = h.attempt\n",
+        "                         WHERE s.command = o.id AND s.attempt <= h.attempt\n",
+        CANCEL + "test_an_operators_retry_is_not_stopped_by_an_older_request",
+        "A command that an operator retries would end at its first failure, because somebody had canceled it before.",
+    ),
+    Mutant(
+        "reschedule-lets-go-what-waits-for-a-canary",
+        "commands/reschedule.py",
+        'if reason in ("HELD", "CANARY"):',
+        'if reason in ("HELD",):',
+        "tests/commands/test_reschedule.py::test_what_is_held_with_its_batch_is_not_let_go_alone",
+        "One command could run before the canary of its batch has ended well.",
+    ),
+    Mutant(
+        "search-leaves-out-a-command-between-pages",
+        "commands/listing.py",
+        "begin = found[-1][0] if found else after",
+        "begin = found[-1][0] - 1 if found else after",
+        "tests/commands/test_listing.py::test_pages_neither_overlap_nor_leave_anything_out",
+        "Whoever pages through commands would miss the first one of every page but the first.",
+    ),
     # -- health
     Mutant(
         "an-outage-restarts-workers",

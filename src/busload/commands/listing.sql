@@ -17,7 +17,15 @@ found AS MATERIALIZED (
        AND (%(created_before)s::timestamptz IS NULL OR c.created_at < %(created_before)s::timestamptz)
        AND CASE
            WHEN %(status)s::text IS NULL AND %(error)s::text IS NULL THEN true
-           WHEN (%(error)s::text IS NOT NULL OR %(status)s::text = 'FAILED')
+           WHEN %(status)s::text IN ('COMPLETED', 'FAILED', 'CANCELED')
+                AND NOT EXISTS (SELECT FROM busload.execution AS x
+                                 WHERE x.command = c.id AND x.outcome = %(status)s::text OFFSET 0)
+                AND NOT EXISTS (SELECT FROM busload.event AS v
+                                 WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
+                                   AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
+                                OFFSET 0)
+           THEN false
+           WHEN %(error)s::text IS NOT NULL
                 AND NOT EXISTS (SELECT FROM busload.execution AS x
                                  WHERE x.command = c.id AND x.outcome <> 'COMPLETED' OFFSET 0)
                 AND NOT EXISTS (SELECT FROM busload.troubleshooting AS t WHERE t.command = c.id OFFSET 0)

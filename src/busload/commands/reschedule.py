@@ -34,9 +34,10 @@ def reschedule(domain: str, command_id: UUID, run_at: datetime, *, operator: str
         if parted is None:
             continue
         batch_id, attempt, reason = parted
-        if reason == "HELD":
+        if reason in ("HELD", "CANARY"):
+            why = "is held" if reason == "HELD" else "waits for its canary"
             raise InvalidOperationError(
-                f"Command {command_id} belongs to batch {batch_id}, which is held. Resume the batch instead."
+                f"Command {command_id} belongs to batch {batch_id}, which {why}. Resume the batch instead."
             )
         yield from execute(
             SQL.reschedule, command=id, run_at=run_at, batch_id=batch_id, attempt=attempt, operator=operator
