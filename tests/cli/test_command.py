@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
@@ -20,8 +21,8 @@ async def test_show_has_the_command_and_its_audit_trail(busload: Busload, given:
     assert [event["type"] for event in found["audit_trail"]] == ["SENT", "RECEIVED", "MOVED_TO_TROUBLESHOOTING"]
 
     said = busload("command", "show", command_id).stdout
-    assert 'data         {"n":0}\n' in said
-    assert "last error   PermanentCommandError: CLOSED: account closed\n" in said
+    assert re.search(r'^data +\{"n":0\}$', said, re.MULTILINE)
+    assert re.search("^last error +PermanentCommandError: CLOSED: account closed$", said, re.MULTILINE)
     assert "MOVED_TO_TROUBLESHOOTING" in said
     assert "\x1b" not in said
 
