@@ -77,6 +77,7 @@ WRITES: dict[str, Callable[[CommandBus], Any]] = {
     "seal_batch": lambda bus: bus.seal_batch("a b", uuid4()),
     "cancel_batch": lambda bus: bus.cancel_batch("a b", uuid4(), reason="test"),
     "hold_batch": lambda bus: bus.hold_batch("a b", uuid4(), reason="test"),
+    "reprioritize_batch": lambda bus: bus.reprioritize_batch("a b", uuid4(), 1),
     "resume_batch": lambda bus: bus.resume_batch("a b", uuid4()),
     "cancel_job": lambda bus: bus.jobs.cancel("a b", uuid4(), reason="test"),
     "resume_job": lambda bus: bus.jobs.resume("a b", uuid4()),

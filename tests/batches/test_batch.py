@@ -32,6 +32,7 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_a
         "completed_at",
         "job_id",
         "stage",
+        "expires_at",
         "held_at",
         "held_reason",
         "held_by",

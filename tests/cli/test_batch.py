@@ -135,6 +135,14 @@ def test_show_tells_of_canary_and_budget_and_resume_raises_the_budget(
     assert busload("batch", "resume", str(batch_id), "--budget", "7").exit_code == 2
 
 
+def test_reprioritize_says_how_many_commands_it_concerns(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    batch_id = str(sync_bus.create_batch("payments", [BatchCommand("Debit")] * 2))
+    assert busload("batch", "reprioritize", batch_id, "9").stdout == "Gave 2 commands the priority 9.\n"
+    result = json.loads(busload("batch", "reprioritize", batch_id, "--json", "--", "-3").stdout)
+    assert (result["priority"], result["changed"]) == (-3, 2)
+    assert busload("batch", "reprioritize", batch_id, "40000").exit_code == 2
+
+
 def test_cancel_keeps_the_reason_and_the_operator(
     busload: Busload, sync_bus: SyncCommandBus, database: Database
 ) -> None:

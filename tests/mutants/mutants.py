@@ -99,6 +99,14 @@ MUTANTS = [
         "tests/batches/test_hold.py::test_an_operators_retry_waits_with_the_held_batch",
         "What comes back to a held batch would run, though a person has stopped it.",
     ),
+    Mutant(
+        "retries-expire",
+        "commands/expire.sql",
+        "attempt = 1 AND crashes = 0\n",
+        "crashes = 0\n",
+        "tests/batches/test_expiry.py::test_a_retry_has_started_before_and_does_not_expire",
+        "A command that has begun its work would be canceled in the middle of it.",
+    ),
     # -- counters and completion
     Mutant(
         "batches-are-locked-in-any-order",

@@ -1,4 +1,4 @@
-"""What the bus does with a batch that exists: find it, seal it, hold and resume it, cancel it."""
+"""What the bus does with a batch that exists: find it, seal it, hold and resume it, change its priority, cancel it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from busload.batches.batch import (
 from busload.batches.cancel import begin_to_cancel, cancel
 from busload.batches.guards import FailureBudget
 from busload.batches.open_batch import seal
+from busload.batches.reprioritize import reprioritize
 from busload.commands import search
 from busload.commands.checks import check, choice, given
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
@@ -122,6 +123,24 @@ class BatchVerbs:
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
         raised = budget_columns(self._limits, domain, budget)
         plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
+        return await self.database.write(patient(plan, batch_id), conn)
+
+    async def reprioritize_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        priority: int,
+        *,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> int:
+        """Give everything that waits of a batch another `priority`, and return how many commands that changes.
+
+        Running commands keep the priority that they were claimed with, also for their retries. Commands that are added
+        later have their own.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, priority=priority, operator=operator)
+        plan = partial(reprioritize, domain, batch_id, priority, operator=operator)
         return await self.database.write(patient(plan, batch_id), conn)
 
     async def cancel_batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeAlias, TypedDict, cast
@@ -13,7 +13,16 @@ from uuid import UUID
 import msgspec
 
 from busload.batches.guards import NO_GUARDS, Canary, FailureBudget
-from busload.commands.checks import check_all, encoded, given, problems_of, refuse, refuse_repeated_ids, wrong
+from busload.commands.checks import (
+    check_all,
+    encoded,
+    given,
+    problems_of,
+    refuse,
+    refuse_repeated_ids,
+    seconds_of,
+    wrong,
+)
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
 from busload.commands.ids import JobId, job_id_of, new_id
@@ -61,6 +70,8 @@ class BatchMetadata:
     job_id: JobId | None = None
     """The job that it is a stage of. A text that is a UUID comes back as a UUID."""
     stage: str | int | None = None
+    expires_at: datetime | None = None
+    """What has not started by then is canceled; None if it may always start."""
     held_at: datetime | None = None
     """Since when the batch is held; None if it is not."""
     held_reason: HeldReason | None = None
@@ -134,6 +145,10 @@ class BatchOptions(TypedDict, total=False):
     """A name for people to find the batch by."""
     custom_data: dict[str, Any] | None
     """Data of your own, which the batch keeps and its callback gets."""
+    expires_in: timedelta | float | None
+    """Cancel, with the reason EXPIRED, what has not started so long after the creation; a number is in seconds."""
+    priority: int | None
+    """The priority of commands that have none of their own, which is 0."""
     dedup: Dedup | None
     """Leave out commands whose task key another command holds. They do not count in the batch's total."""
     job_id: JobId | None
@@ -179,6 +194,7 @@ def new_batch(
     problems = problems_of(
         limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data, fair_by=fair_by
     )
+    problems += problems_of(limits, expires_in=options.get("expires_in"), **given(priority=options.get("priority")))
     callback, callback_id = None, None
     if not isinstance(on_complete, BatchCommand | None):
         problems += _wrong_function(on_complete, awaits=awaits)
@@ -194,7 +210,21 @@ def new_batch(
     if canary is not None or budget is not None:
         guards = NO_GUARDS | (budget_columns(limits, domain, budget) or {}) | (canary.columns() if canary else {})
     job_id = job_id_of(options.get("job_id"))
-    return NewBatch(batch_id, domain, name, text, callback, callback_id, job_id, stage, guards, fair_by=fair_by)
+    expires_in = seconds_of(options.get("expires_in"))
+    return NewBatch(
+        batch_id,
+        domain,
+        name,
+        text,
+        callback,
+        callback_id,
+        job_id,
+        stage,
+        guards,
+        expires_in=None if expires_in is None else timedelta(seconds=expires_in),
+        fair_by=fair_by,
+        priority=options.get("priority") or 0,
+    )
 
 
 def _wrong_guards(canary: object, budget: object) -> list[Problem]:
@@ -237,7 +267,15 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     taken = (command.command_id for command in checked if command.domain is None)
     if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
-    return checked
+    return with_priority(batch, checked)
+
+
+def with_priority(batch: NewBatch, commands: list[NewCommand]) -> list[NewCommand]:
+    """Give the priority of the batch to commands that have none of their own."""
+    if not batch.priority:
+        return commands
+    given_one = msgspec.structs.replace
+    return [one if one.priority else given_one(one, priority=batch.priority) for one in commands]
 
 
 def callback_of(
@@ -251,9 +289,10 @@ def callback_of(
     if not isinstance(data, dict) or of in data:
         message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
-    if command.run_at is not None:
-        message = f"a callback is sent when its {of} completes and cannot have a time of its own"
-        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/run_at", message)])
+    for time in ("run_at", "expires_at"):
+        if getattr(command, time) is not None:
+            message = f"a callback is sent when its {of} completes and cannot have a time of its own"
+            raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/{time}", message)])
     if command.domain is not None:
         message = f"a callback runs in the domain of its {of} and cannot have one of its own"
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/domain", message)])
@@ -263,7 +302,7 @@ def callback_of(
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data}
-    del row["run_at"], row["domain"], row["fair_by"]
+    del row["run_at"], row["domain"], row["fair_by"], row["expires_at"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
 
 

@@ -4,7 +4,7 @@
 -- The columns are in the order of `BatchMetadata`.
 SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
        canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text,
-       held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
+       expires_at, held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
        busload.failures_allowed(budget_share, budget_at_least, total_count),
        CASE WHEN budget_per_cause
             THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c

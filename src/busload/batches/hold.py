@@ -15,7 +15,7 @@ SQL = statements(__name__)
 
 def hold(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[bool]:
     """Hold a batch. Returns False if it was held already: that hold stays as it is. Needs a transaction."""
-    held, canceled = yield from _lock(domain, batch_id)
+    held, canceled = yield from lock(domain, batch_id, "it can neither be held nor resumed")
     if canceled:
         raise InvalidOperationError(f"Batch {batch_id} in {domain!r} was canceled, so nothing of it is left to hold.")
     if not held:
@@ -28,7 +28,7 @@ def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping
 
     Returns False if the batch was not held: then nothing changes.
     """
-    held, _ = yield from _lock(domain, batch_id)
+    held, _ = yield from lock(domain, batch_id, "it can neither be held nor resumed")
     if held:
         if budget is not None:
             yield from execute(SQL.set_budget, batch_id=batch_id, **budget)
@@ -36,14 +36,17 @@ def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping
     return held
 
 
-def _lock(domain: str, batch_id: UUID) -> Plan[tuple[bool, bool]]:
-    """Lock a batch that has not ended, and say whether it is held and canceled."""
+def lock(domain: str, batch_id: UUID, so: str) -> Plan[tuple[bool, bool]]:
+    """Lock a batch that has not ended, and say whether it is held and canceled.
+
+    The error about a batch that has ended says by `so` what cannot be done.
+    """
     rows = yield from execute(SQL.lock, domain=domain, batch_id=batch_id)
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
     held, canceled, completed = rows[0]
     if completed:
-        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} has ended, so it can neither be held nor resumed.")
+        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} has ended, so {so}.")
     return held, canceled
 
 

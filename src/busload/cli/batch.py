@@ -39,7 +39,7 @@ BATCH = View[BatchMetadata](
     "batch=batch_id domain name custom_data job=job_id stage fair_by status total=total_count completed=completed_count"
     " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
-    " held=held_at held_reason held_by held_note"
+    " expires=expires_at held=held_at held_reason held_by held_note"
     " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
 )
 TRAIL = View[AuditEvent]("AT EVENT=type OPERATOR DETAILS", nothing="Nothing has happened to it yet.", elastic="DETAILS")
@@ -150,6 +150,21 @@ def resume(
     resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
     said = "Resumed." if resumed else "It was not held."
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed}, said)
+
+
+@batch.command()
+@options.operator
+@about("batch")
+@click.argument("priority", type=click.IntRange(-32768, 32767))
+def reprioritize(bus: SyncCommandBus, domain: str, batch_id: UUID, *, priority: int, operator: str) -> Answer:
+    """Give everything that waits of a batch another priority; what runs keeps its own.
+
+    busload batch reprioritize 0198c5d2-7f3a 9
+    busload batch reprioritize 0198c5d2-7f3a -- -5
+    """
+    changed = bus.reprioritize_batch(domain, batch_id, priority, operator=operator)
+    value = {"batch_id": batch_id, "domain": domain, "priority": priority, "changed": changed}
+    return Answer(value, f"Gave {counted(changed, 'command')} the priority {priority}.")
 
 
 @batch.command()

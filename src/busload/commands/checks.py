@@ -125,6 +125,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
             and command.max_attempts is None
             and command.run_at is None
             and command.domain is None
+            and command.expires_at is None
         )
         found = [] if plain else _problems_of_command(command, known_names, limits)
         if not found:
@@ -155,6 +156,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
                 None if command.run_at is None or command.run_at.year == 1 else command.run_at,
                 command.max_attempts,
                 own,
+                expires_at=command.expires_at,
             )
         )
     refuse(problems)
@@ -192,7 +194,23 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
         problems += problems_of(limits, run_at=command.run_at)
     if command.domain is not None:
         problems += wrong_name(command.domain, "domain", limits)
+    if command.expires_at is not None:
+        problems += _wrong_expiry(command.expires_at, command.run_at)
     return problems
+
+
+def _wrong_expiry(expires_at: object, run_at: object) -> list[Problem]:
+    """A command must be able to start before it expires."""
+    problems = wrong_time(expires_at, "expires_at")
+    if problems or not isinstance(expires_at, datetime):
+        return problems
+    if expires_at <= datetime.now(UTC):
+        message = f"found {expires_at.isoformat()}, which has passed; wanted a time to come, or None"
+        return [Problem("INVALID_TIME", "/expires_at", message)]
+    if not wrong_time(run_at, "run_at") and isinstance(run_at, datetime) and expires_at <= run_at:
+        message = f"found {expires_at.isoformat()}, wanted a time after run_at, {run_at.isoformat()}"
+        return [Problem("INVALID_TIME", "/expires_at", message)]
+    return []
 
 
 def _problems_of_id(command: BatchCommand) -> list[Problem]:
@@ -367,6 +385,15 @@ POSITIVE = Kind("a number of more than 0", lambda value: type(value) in (int, fl
 ZERO, TICK = timedelta(0), timedelta.resolution
 MORE_THAN_ZERO = between(TICK, timedelta.max, "a timedelta of more than zero")
 
+EXPIRES_IN = Kind(
+    f"a timedelta or seconds, of more than zero and at most {LONGEST.days} days",
+    lambda value: (
+        TICK <= value <= LONGEST
+        if isinstance(value, timedelta)
+        else type(value) in (int, float) and 1e-6 <= value <= LONGEST.total_seconds()
+    ),
+)
+
 Rule = Callable[[object, str, InputLimits], list[Problem]]
 
 
@@ -400,6 +427,7 @@ RULES: Mapping[str, Rule] = {
     "by": _text(lambda limits: 512),
     "limit_name": lambda value, _, limits: wrong_text(value, "name", 2 * limits.name_bytes + 1),
     "run_at": wrong_time,
+    "expires_in": EXPIRES_IN,
     "priority": whole(-32768, 32767),
     "max_attempts": whole(1, 32767),
     "limit": _page,
@@ -428,7 +456,7 @@ RULES: Mapping[str, Rule] = {
 
 OR_NONE = frozenset(
     (
-        *("after", "command_type", "correlation_id", "custom_data", "dedup", "fair_by", "max_attempts"),
+        *("after", "command_type", "correlation_id", "custom_data", "dedup", "expires_in", "fair_by", "max_attempts"),
         *("metadata", "name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
     )
 )

@@ -60,6 +60,7 @@ class BatchCommand:
     run_at: datetime | None = field(default=None, kw_only=True)
     max_attempts: int | None = field(default=None, kw_only=True)
     domain: str | None = field(default=None, kw_only=True)
+    expires_at: datetime | None = field(default=None, kw_only=True)
 
 
 class CommandOptions(TypedDict, total=False):
@@ -73,6 +74,8 @@ class CommandOptions(TypedDict, total=False):
     """A command of higher priority runs earlier; 0 if it is left out."""
     run_at: datetime | None
     """Do not run the command before this time, which must know its time zone."""
+    expires_at: datetime | None
+    """Cancel the command, with the reason EXPIRED, if it has not started by this time."""
     max_attempts: int | None
     """How often the command may be tried, instead of what the retry policy of its handler says."""
     reply_to: str | None
@@ -243,3 +246,4 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     domain: str | None = None
     """The domain that runs it, if that is not the domain of the call."""
     fair_by: str | None = None
+    expires_at: datetime | None = None

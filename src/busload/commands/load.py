@@ -121,24 +121,28 @@ class NewLoad:
         return self.commands[0].run_at
 
     @property
+    def expires_at(self) -> datetime | None:
+        return self.commands[0].expires_at
+
+    @property
     def replies(self) -> bool:
         return self.commands[0].reply_to is not None
 
 
-_kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by")
+_kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by", "expires_at")
 
 
 def cut(domain: str, commands: Sequence[NewCommand], fair_by: str | None = None) -> Iterator[NewLoad]:
-    """Cut a list into loads. What differs in priority, time, reply, domain or key cannot travel together.
+    """Cut a list into loads. What differs in priority, times, reply, domain or key cannot travel together.
 
     `domain` and `fair_by` are those of the commands which have none of their own.
     """
     groups: list[Sequence[NewCommand]] = [commands]
     if len(set(map(_kind, commands))) > 1:
-        apart: dict[tuple[int, datetime | None, bool, str | None, str | None], list[NewCommand]] = {}
+        apart: dict[tuple[object, ...], list[NewCommand]] = {}
         for command in commands:
             replies = command.reply_to is not None
-            kind = command.priority, command.run_at, replies, command.domain, command.fair_by
+            kind = command.priority, command.run_at, replies, command.domain, command.fair_by, command.expires_at
             apart.setdefault(kind, []).append(command)
         groups = list(apart.values())
     for group in groups:

@@ -17,6 +17,7 @@ from psycopg import errors as pg
 
 from busload.commands.command import NewCommand, SendResult
 from busload.commands.dedup import Dedup
+from busload.commands.expire import expiring, note_expiry
 from busload.commands.ids import JobId
 from busload.commands.load import DueLoad, Load, NewLoad, arrays, blocks, cut
 from busload.errors import (
@@ -58,6 +59,10 @@ class NewBatch:
     way: str = "create_batch"
     """The call that creates it, for those who count: also `open_batch`, or `job`."""
     fair_by: str | None = None
+    expires_in: timedelta | None = None
+    """What has not started so long after the creation is canceled."""
+    priority: int = 0
+    """The priority of commands that have none of their own."""
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -184,7 +189,7 @@ def write_many(
         return then(send_many(domain, commands, batch_id, via, patience=patience, fair_by=fair_by), results)
 
     waits = chosen or batch_id is not None  # a new command without a batch waits for nobody
-    if in_one_statement(commands):
+    if in_one_statement(commands) and not expiring(commands):
         return Write(plan(), batch_id, ids, one_statement=True, again=partial(plan, PATIENCE) if waits else None)
     return patient(plan, batch_id, ids) if waits else Write(plan(), batch_id, ids)
 
@@ -194,7 +199,7 @@ def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | 
     ids = [command.command_id for command in commands]
     if dedup is not None:
         return patient(lambda: create_batch_once(batch, commands, dedup), batch.batch_id, ids)
-    one_statement = batch.guards is None and in_one_statement(commands)
+    one_statement = batch.guards is None and in_one_statement(commands) and not expiring(commands)
     return Write(create_batch(batch, commands), batch.batch_id, ids, one_statement=one_statement)
 
 
@@ -240,6 +245,7 @@ def send_many(
         assert batch_id is not None
         found = yield from batch_exists(domain, batch_id)
         raise (BatchSealedError if found else BatchNotFoundError)(domain, batch_id)
+    yield from note_expiry(loads)
     return placed
 
 
@@ -343,6 +349,7 @@ def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_
         if violation.diag.table_name == "batch":
             raise already_exists(batch.batch_id) from None
         yield from _refuse_existing(batch.domain, commands)
+    yield from note_expiry(loads)
     yield from _guard(batch, via)
     return placed
 

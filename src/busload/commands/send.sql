@@ -22,7 +22,7 @@ coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024),
 %(max_attempts)s::smallint
 
 -- fragment: columns_of_batch
-batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by
+batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by, expires_at
 
 -- fragment: values_of_batch
 %(batch_id)s::uuid,
@@ -33,7 +33,8 @@ batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by
 %(job_id)s::text,
 %(stage)s::text::jsonb,
 %(way)s::text,
-%(fair_by)s::text
+%(fair_by)s::text,
+now() + %(expires_in)s::interval
 
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of

@@ -10,6 +10,7 @@ from busload.batches import hold
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, budget_columns, find_batch, list_batches
 from busload.batches.cancel import begin_to_cancel
 from busload.batches.guards import FailureBudget
+from busload.batches.reprioritize import reprioritize
 from busload.commands import search
 from busload.commands.checks import check, choice, given
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
@@ -116,6 +117,24 @@ class BatchVerbs:
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
         raised = budget_columns(self._limits, domain, budget)
         plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
+        return self.database.write(patient(plan, batch_id), conn)
+
+    def reprioritize_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        priority: int,
+        *,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> int:
+        """Give everything that waits of a batch another `priority`, and return how many commands that changes.
+
+        Running commands keep the priority that they were claimed with, also for their retries. Commands that are added
+        later have their own.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, priority=priority, operator=operator)
+        plan = partial(reprioritize, domain, batch_id, priority, operator=operator)
         return self.database.write(patient(plan, batch_id), conn)
 
     def cancel_batch(

@@ -59,15 +59,15 @@ class CommandVerbs:
         """Send one command of this `command_type`, with `data` that JSON can hold.
 
         `SendOptions` says what else may be given. In async code, calls that are under way at once share a transaction,
-        unless they have `batch_id`, `dedup` or `conn`: a thousand senders cost little more than ten. Each returns when
-        its own command is committed, and fails alone.
+        unless they have `batch_id`, `dedup`, `expires_at` or `conn`: a thousand senders cost little more than ten. Each
+        returns when its own command is committed, and fails alone.
         """
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
         checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by)
         chosen = command.command_id is not None
-        if batch_id is not None:
+        if batch_id is not None or checked.expires_at is not None:
             joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
             [result] = self.database.write(joining, conn)
             return result

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 from uuid import UUID
 
+from busload.batches.batch import with_priority
 from busload.batches.open_batch import _ms_since, log
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
@@ -69,7 +70,7 @@ class SyncOpenBatch:
             raise BatchSealedError(self.domain, self.batch_id)
         if not self._entered:
             raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
-        checked = check_one(self._limits, self.domain, command)
+        [checked] = with_priority(self._batch, [check_one(self._limits, self.domain, command)])
         domain, command_id = checked.domain or self.domain, checked.command_id
         if (domain, command_id) in self._waiting:
             raise DuplicateCommandError(domain, [command_id], in_the_list=True)

@@ -132,7 +132,7 @@ class Actions:
                     return held
                 promised[checked.task_key or ""] = held.command_id
         plan: Plan[Any]
-        if batch_id is None:
+        if batch_id is None and checked.expires_at is None:
             plan = send.send(domain, checked, via=self.bus.via)
         else:
             plan = send.send_many(domain, [checked], batch_id, self.bus.via)

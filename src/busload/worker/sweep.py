@@ -8,7 +8,7 @@ from psycopg.errors import LockNotAvailable
 
 from busload.batches import cancel, guards, hold
 from busload.commands import cancel as cancel_command
-from busload.commands import rescue
+from busload.commands import expire, rescue
 from busload.commands.wording import counted
 from busload.limits import concurrency
 from busload.postgres.connection import AsyncConnection
@@ -27,6 +27,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     async with pool.connection() as conn:
         returned = await _rescue(conn, worker, judge)
         canceled = await _cancel_stragglers(conn)
+        expired = await _expire(conn)
         async with conn.transaction():
             overdue = await perform_async(conn, guards.hold_overdue())
             await perform_async(conn, hold.withhold_stragglers())
@@ -44,6 +45,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         log.info("Canceled %s that were handed back after they had been asked to stop", counted(stopped, "command"))
     if overdue:
         log.warning("Held %s whose canary has not ended in its time", counted(overdue, "batch", "batches"))
+    if expired:
+        log.info("Canceled %s that had not started in time", counted(expired, "command"))
     if canceled:
         log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
 
@@ -56,6 +59,19 @@ async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Ret
     except LockNotAvailable:
         async with conn.transaction():
             return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
+
+
+async def _expire(conn: AsyncConnection) -> int:
+    """A transaction per page, until nothing is left."""
+    total = 0
+    for page in (expire.expire_commands, expire.expire_batch):
+        while True:
+            async with conn.transaction():
+                canceled = await perform_async(conn, page())
+            if canceled is None:
+                break
+            total += canceled
+    return total
 
 
 async def _cancel_stragglers(conn: AsyncConnection) -> int:

@@ -74,7 +74,7 @@ CREATE TABLE busload.event (
         'PUBLISHED',         -- a broker has confirmed a message about them
         'PUBLISHED_AGAIN',   -- nobody came for them: another message
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
-        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED'))
+        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED'))
 );
 CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;
 CREATE INDEX event_of_batch ON busload.event (batch_id) WHERE lo IS NULL;

@@ -111,6 +111,17 @@ CREATE TABLE busload.stopping (
     since    timestamptz NOT NULL DEFAULT now()
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
+-- Loads that must have started by a time of their own. A row is only for the sweep: it is there for few
+-- commands, and goes when nothing of the load can still start too late.
+CREATE TABLE busload.expiry (
+    lo         bigint      PRIMARY KEY,
+    hi         bigint      NOT NULL,
+    batch_id   uuid,
+    expires_at timestamptz NOT NULL,
+    look_at    timestamptz NOT NULL    -- when to look for what has not started
+);
+CREATE INDEX expiry_due ON busload.expiry (look_at);
+
 DROP TABLE busload.load;   -- the places have its columns now
 
 -- A reply is a command too: it goes to the domain that reply_to names. The transition that ends a command

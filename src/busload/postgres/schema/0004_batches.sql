@@ -34,6 +34,9 @@ CREATE TABLE busload.batch (
     fair_by                  text,        -- the key by which it takes turns with others; null: by itself
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
+    -- What has not started by then is canceled; null: it may always start.
+    expires_at               timestamptz,
+    expired_at               timestamptz,   -- when the first of it was canceled for that reason
     -- Since when the batch is held: nothing of it starts until it is resumed. All four are null otherwise.
     held_at                  timestamptz,
     held_reason              text,        -- what holds it: a person, its canary or its failure budget
@@ -74,6 +77,8 @@ CREATE INDEX batch_withheld  ON busload.batch (batch_id)
     WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL;
 CREATE INDEX batch_canary    ON busload.batch (canary_until)
     WHERE canary_until IS NOT NULL AND canary_ended_at IS NULL AND completed_at IS NULL;
+CREATE INDEX batch_expiring  ON busload.batch (expires_at)
+    WHERE expires_at IS NOT NULL AND completed_at IS NULL;
 CREATE INDEX batch_ended     ON busload.batch (completed_at, batch_id)
     WHERE completed_at IS NOT NULL AND pruned_at IS NULL;
 CREATE INDEX batch_pruned    ON busload.batch (batch_id) WHERE pruned_at IS NOT NULL;
