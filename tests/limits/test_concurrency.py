@@ -358,6 +358,23 @@ async def test_what_was_to_ask_and_was_canceled_does_not_keep_others_waiting(giv
     assert [command.batch_id for command in seen] == [second]
 
 
+async def test_a_held_batch_does_not_keep_others_waiting_for_its_limit(given: Given, database: Database) -> None:
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    permit = held_by(given, given.registered_worker())
+    first, second = await sent(given, 1), await sent(given, 1)
+    await given.drained()
+    await given.bus.hold_batch(DOMAIN, first, reason="wait")
+    database.perform(concurrency.free([permit]))
+    database.perform(concurrency.sweep())
+    await given.drained()
+    assert [command.batch_id for command in seen] == [second]
+    await given.bus.resume_batch(DOMAIN, first)
+    await given.drained()
+    assert [command.batch_id for command in seen] == [second, first]
+    database.check_invariants()
+
+
 # -- workers that die, freeze and come back ----------------------------------------------------------------------------
 
 
