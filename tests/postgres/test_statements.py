@@ -153,6 +153,11 @@ FILL = """
     SELECT (100000 + n) * 1024, (100000 + n) * 1024, 'payments', now() + n * interval '1 s', 'RUN_AT'
       FROM generate_series(%(backlog)s + 1, 2 * %(backlog)s) AS n;
 
+    -- batches that take turns: 2,000 with ten loads each
+    INSERT INTO busload.queue (lo, hi, domain, batch_id, fair)
+    SELECT (600000 + n) * 1024, (600000 + n) * 1024 + 4, 'tiles', md5((n %% 2000)::text)::uuid, hashint8(n %% 2000)
+      FROM generate_series(1, 20000) AS n;
+
     -- what runs: 500 workers with a hundred leases each
     INSERT INTO busload.command (id, domain, command_id, command_type, data)
     SELECT (500000 + n) * 1024, 'payments', gen_random_uuid(), 'Debit', '{}' FROM generate_series(1, 50000) AS n;
@@ -202,6 +207,7 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
     return {
         "claim": claim.claim(worker=1, domains=["payments"], limit=100),
         "claim one of two domains": claim.claim(worker=1, domains=["payments", "crm"], limit=1),
+        "claim in turns": claim.claim(worker=1, domains=["tiles", "payments"], limit=100, turns={"tiles": 7}),
         "promote": claim.promote(),
         "settle": settlement(many),
         "settle one": settlement([one]),
@@ -241,6 +247,7 @@ def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 PLANS = [
     "claim",
     "claim one of two domains",
+    "claim in turns",
     "promote",
     "settle",
     "settle one",
@@ -300,6 +307,23 @@ def test_a_claim_of_a_hundred_reads_about_as_many_rows_of_the_backlog(backlog: p
         after = backlog.execute(reads).fetchone()
         assert len(taken.leased) == 100
         assert before is not None and after is not None and after[0] - before[0] <= 500
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+@pytest.mark.parametrize("limit", [1, 10, 100])
+def test_a_claim_among_2000_batches_reads_about_as_many_rows_as_it_takes_commands(
+    backlog: psycopg.Connection[Any], limit: int, mode: str
+) -> None:
+    """It leaps from batch to batch, and looks at eight or as many as it needs, wherever it begins."""
+    with backlog.transaction(force_rollback=True):
+        backlog.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+        reads = "SELECT sum(idx_tup_fetch + seq_tup_read) FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
+        for after in (-(2**63), 0, 2**62):
+            before = backlog.execute(reads).fetchone()
+            perform(backlog, claim.claim(worker=1, domains=["tiles"], limit=limit, turns={"tiles": after}))
+            after_it = backlog.execute(reads).fetchone()
+            assert before is not None and after_it is not None
+            assert after_it[0] - before[0] <= 150 + 5 * limit
 
 
 # -- plans that were made too early ---------------------------------------------------------------------------------
