@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +36,31 @@ def test_every_promise_has_tests_that_exist() -> None:
         tests = TEST.findall(lines)
         assert tests and len(tests) == lines.count("\n"), promise
         assert [f"{path}::{name}" for path, name in tests if name not in functions(path)] == [], promise
+
+
+FOUNDING = re.compile(
+    r"^\| (?P<numbers>[SPA][\w -]*) \| [^|]+ \| `(?P<path>[\w/]+\.py)::(?P<name>test_\w+|\*)` \|$", re.MULTILINE
+)
+ASKED = {"S1": 51, "S2": 29, "S3": 18, "S4": 37, "S5": 22, "P": 31, "A": 7}
+"""How many things each founding document asks for, the stories of the command bus, and the additions."""
+
+
+def test_everything_that_the_founding_documents_asked_for_has_a_test() -> None:
+    """Each number stands once. A star means the whole file."""
+    text = (TESTS / "FOUNDING.md").read_text()
+    rows = list(FOUNDING.finditer(text))
+    assert len(rows) == sum(line.startswith("| ") for line in text.splitlines()) - 1, "each row can be read"
+    given = Counter(number for row in rows for number in row["numbers"].split())
+    wanted = {
+        f"{document}-{number:0{1 if document == 'A' else 2}}"
+        for document, count in ASKED.items()
+        for number in range(1, count + 1)
+    }
+    assert set(given) == wanted and set(given.values()) == {1}
+    assert sum(count for document, count in ASKED.items() if document.startswith("S")) == 157
+    for row in rows:
+        tests = {name for name in functions(row["path"]) if name.startswith("test_")}
+        assert tests if row["name"] == "*" else row["name"] in tests, row[0]
 
 
 def test_a_promise_is_a_sentence() -> None:
