@@ -7,8 +7,10 @@ from datetime import timedelta
 from uuid import UUID, uuid4
 
 import pytest
+from click.testing import CliRunner
 
-from busload import BatchCommand, CommandBus, CommandMetadata, Settings, WorkerSettings
+from busload import BatchCommand, CommandBus, CommandMetadata, Settings, SyncCommandBus, WorkerSettings
+from busload.cli import main
 from busload.dispatch import outbox
 from busload.dispatch.relay import publish_page
 from tests.brokers.faulty import AWAY, FaultyTransport
@@ -50,6 +52,22 @@ async def trail(bus: CommandBus, command: BatchCommand, *types: str) -> list[tup
 
 def told_of(command: CommandMetadata) -> tuple[int, str | None, bool]:
     return command.publish_attempts, command.last_publish_error, command.published_at is not None
+
+
+def test_the_shell_shows_it(dsn: str, transport: FaultyTransport) -> None:
+    with SyncCommandBus(dsn, transport=transport) as bus:
+        transport.refuse(AWAY)
+        [command] = commands = chosen(1)
+        bus.create_batch(DOMAIN, commands, job_id="import-7", dispatch="checkpoint")
+
+        def show() -> str:
+            shell = {"BUSLOAD_DATABASE_URL": dsn}
+            return CliRunner().invoke(main, ["command", "show", str(command.command_id)], env=shell).stdout
+
+        assert "1 attempt: nobody answers" in show() and "import-7-cp-1" in show()
+        transport.mend()
+        bus.recover()
+        assert "2 attempts: nobody answers" in show() and "PUBLISHED" in show()
 
 
 async def test_without_a_broker_there_is_nothing_to_tell(dsn: str) -> None:

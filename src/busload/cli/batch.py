@@ -194,7 +194,7 @@ def dispatch(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     if bus.get_batch(domain, batch_id) is None:
         raise BatchNotFoundError(domain, batch_id)
     raise InvalidOperationError(
-        f"There is no report: batch {batch_id} was created without a broker, or opened and filled bit by bit."
+        f"There is no report: batch {batch_id} was created without a broker, or is still open."
         f" What waits to be published: `busload outbox ls --batch {batch_id}`"
     )
 

@@ -18,6 +18,7 @@ from busload.cli.text_table import View
 from busload.commands.cancel import Cancellation
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
 from busload.commands.search import IdRange
+from busload.commands.wording import counted
 from busload.errors import CommandFailedError, CommandNotFoundError, InvalidOperationError
 from busload.explain.explanation import Explanation
 from busload.sync.bus import SyncCommandBus
@@ -31,12 +32,21 @@ def _details(event: AuditEvent) -> object:
     return details
 
 
+def _publishing(command: CommandMetadata) -> str | None:
+    """How often a broker was told of it, and what it said last."""
+    tried = command.publish_attempts
+    return joined(counted(tried, "attempt"), command.last_publish_error) if tried else None
+
+
 COMMAND = View[CommandMetadata](
     "command=command_id domain type=command_type status data result last_error batch=batch_id task_key"
     " correlation=correlation_id reply_to priority attempts max_attempts run_at"
     " created=created_at started=started_at finished=finished_at worker"
-    " checkpoint published=published_at publish_attempts last_publish_error",
-    {"last error": lambda c: joined(c.last_error_type, c.last_error_code, c.last_error_message)},
+    " checkpoint published=published_at publishing",
+    {
+        "last error": lambda c: joined(c.last_error_type, c.last_error_code, c.last_error_message),
+        "publishing": _publishing,
+    },
 )
 COMMANDS = View[CommandMetadata](
     "COMMAND=command_id DOMAIN TYPE=command_type STATUS ATTEMPTS ERROR CREATED=created_at",
