@@ -8,9 +8,9 @@ RETURNING worker;
 
 -- name: renew
 -- One heartbeat keeps all leases of a worker, and tells how the worker is. No row: the worker was declared
--- dead, and its leases are not its own any more. Also tells the worker which leases it holds, which of them belong to canceled batches,
--- which of them are older than a claim takes to answer, and which commands are to be asked to stop. So the
--- worker can notice a claim whose answer was lost, and a lease that it has lost.
+-- dead, and its leases are not its own any more. Also tells the worker which leases it holds, which of them
+-- belong to canceled batches, which of them are older than a claim takes to answer, and which commands are
+-- to be asked to stop. So the worker can notice a claim whose answer was lost, and a lease that it has lost.
 WITH alive AS (
     UPDATE busload.worker
        SET seen_at = now(), condition = %(condition)s::json
