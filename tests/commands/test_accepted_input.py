@@ -36,7 +36,9 @@ async def test_data_comes_back_exactly_from_every_way_in(bus: CommandBus, given:
 
     await given.drained(concurrency=1)
 
-    assert [repr(command.data) for command in seen] == [repr(value) for value in VALUES] * 4
+    for owner, times in ((None, 2), (batch_id, 1), (batch.batch_id, 1)):  # these take turns
+        came = [repr(command.data) for command in seen if command.batch_id == owner]
+        assert came == [repr(value) for value in VALUES] * times
 
 
 async def test_names_keys_and_texts_come_back_as_they_were(bus: CommandBus, given: Given) -> None:
