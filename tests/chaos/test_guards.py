@@ -88,7 +88,7 @@ def test_workers_that_are_killed_run_no_more_past_the_budget_than_they_had_in_ha
         all_of_them = [BatchCommand("Refuse") for _ in range(commands)]
         batch_id = run.bus.create_batch(DOMAIN, all_of_them, budget=FailureBudget(0.0001, at_least=allowed))
         for round in range(rounds):
-            before, killed = run.started(), run.killed
+            before, killed = (run.started() if round else 0), run.killed
             if round:
                 assert run.bus.resume_batch(DOMAIN, batch_id, operator="test")
             while run.killed < killed + kills and run.batch(batch_id).held_at is None:

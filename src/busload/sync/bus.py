@@ -148,7 +148,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         On a bus with a transport `dispatch` says how the commands are published, and `get_dispatch` how that went:
         "two_phase" by default; "checkpoint" for more than 10,000, in transactions of `checkpoint_size` commands each,
         where repeating the call with the same `batch_id` goes on after `DispatchIncompleteError` or a crash;
-        "optimistic"; or "relay", by a worker, which is how it is with `conn` or `dedup`.
+        "optimistic"; or "relay", by a worker, which is how it is with `conn`, `dedup` or `canary`.
         """
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
