@@ -99,8 +99,8 @@ async def test_what_is_scheduled_or_not_published_is_canceled_as_well(bus: Comma
     assert await canceled(bus, later) is Cancellation.CANCELED
     batch_id = await given.batch(3)
     given.database.rows(
-        """WITH load AS (DELETE FROM busload.queue RETURNING lo, hi, domain, batch_id)
-           INSERT INTO busload.outbox (lo, hi, domain, batch_id, transport) SELECT *, 'pgmq' FROM load"""
+        """WITH load AS (DELETE FROM busload.queue RETURNING lo, hi, domain, batch_id, fair)
+           INSERT INTO busload.outbox (lo, hi, domain, batch_id, fair, transport) SELECT *, 'pgmq' FROM load"""
     )
     commands = await bus.list_batch_commands(DOMAIN, batch_id)
     assert [str(one.status) for one in commands] == 3 * ["PENDING_QUEUE"]

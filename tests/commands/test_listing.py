@@ -76,8 +76,8 @@ async def scene(bus: CommandBus, given: Given) -> dict[str, UUID]:
     ids["Boxed"] = await given.sent("Boxed")
     given.database.rows(
         """WITH load AS (DELETE FROM busload.queue WHERE hi = (SELECT max(hi) FROM busload.queue)
-                         RETURNING lo, hi, domain, batch_id)
-           INSERT INTO busload.outbox (lo, hi, domain, batch_id, transport) SELECT *, 'pgmq' FROM load"""
+                         RETURNING lo, hi, domain, batch_id, fair)
+           INSERT INTO busload.outbox (lo, hi, domain, batch_id, fair, transport) SELECT *, 'pgmq' FROM load"""
     )
     return ids
 

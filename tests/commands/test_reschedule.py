@@ -89,8 +89,8 @@ async def test_what_is_ready_stays_ready(bus: CommandBus, given: Given) -> None:
 async def test_what_is_not_published_yet_is_put_off_as_well(bus: CommandBus, given: Given) -> None:
     batch_id = await given.batch(3)
     given.database.rows(
-        """WITH load AS (DELETE FROM busload.queue RETURNING lo, hi, domain, batch_id)
-           INSERT INTO busload.outbox (lo, hi, domain, batch_id, transport) SELECT *, 'pgmq' FROM load"""
+        """WITH load AS (DELETE FROM busload.queue RETURNING lo, hi, domain, batch_id, fair)
+           INSERT INTO busload.outbox (lo, hi, domain, batch_id, fair, transport) SELECT *, 'pgmq' FROM load"""
     )
     command_id = (await ids_of(bus, batch_id))[0]
     await bus.reschedule_command(DOMAIN, command_id, in_an_hour())
