@@ -26,7 +26,7 @@ from busload import (
     Worker,
 )
 from busload.batches import OpenBatch
-from busload.batches.batch import BatchOptions, BatchStatus, BatchStatusName
+from busload.batches.batch import BatchStatus, BatchStatusName, CreateOptions
 from busload.buffers import Buffer
 from busload.buffers.buffer import Buffers
 from busload.commands.command import CommandStatus, CommandStatusName, SendOptions
@@ -137,8 +137,8 @@ def test_the_calls_that_were_promised_have_their_names_and_defaults() -> None:
     assert list(create)[:3] == ["self", "domain", "commands"]
     for option in ("on_complete", "conn"):
         assert (create[option].kind, create[option].default) == (inspect.Parameter.KEYWORD_ONLY, None)
-    assert create["options"].annotation == "Unpack[BatchOptions]"
-    assert {"batch_id", "name", "custom_data"} <= BatchOptions.__optional_keys__
+    assert create["options"].annotation == "Unpack[CreateOptions]"
+    assert {"batch_id", "name", "custom_data"} <= CreateOptions.__optional_keys__
     for method in (CommandBus.list_batches, CommandBus.list_batch_commands, Troubleshooting.list):
         parameters = inspect.signature(method).parameters
         assert (parameters["limit"].default, parameters["offset"].default) == (100, 0)

@@ -150,6 +150,7 @@ def test_no_statement_of_ours_calls_what_a_stranger_has_planted(parser: Parser) 
     assert found == {}
 
 
+SEARCH_PATH = "search_path=pg_catalog, pg_temp"
 NAMES_WHAT_IT_CALLS = {"end_groups", "removable"}
 
 
@@ -161,7 +162,7 @@ def test_every_function_of_ours_looks_nowhere_else(hostile: str) -> None:
         ).fetchall()
     found = {name: settings for name, settings in rows if name not in NAMES_WHAT_IT_CALLS}
     assert len(found) > 5
-    assert {name for name, settings in found.items() if settings != ["search_path=pg_catalog, pg_temp"]} == set()
+    assert {name for name, settings in found.items() if SEARCH_PATH not in settings} == set()
 
 
 def test_the_functions_that_name_what_they_call_call_nothing_else(parser: Parser) -> None:

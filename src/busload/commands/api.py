@@ -191,14 +191,14 @@ class CommandVerbs:
         return await self.database.read(search.command(domain, command_id))
 
     async def list_commands(
-        self, domain: str | None = None, *, limit: int = 100, after: str | None = None, **wanted: Unpack[CommandFilter]
+        self, domain: str | None = None, *, limit: int = 100, after: str | None = None, **options: Unpack[CommandFilter]
     ) -> CommandPage:
         """Search the commands of a domain, or of all domains, newest first; `CommandFilter` says by what.
 
         A page has up to `limit` commands, and `next`, to be passed as `after` for the page behind it. It looks at no
         more than 20,000 commands, so it may be short, or empty, though `next` says that there are more.
         """
-        return await self.database.read(list_commands(self._limits, domain, wanted, limit=limit, after=after))
+        return await self.database.read(list_commands(self._limits, domain, options, limit=limit, after=after))
 
     async def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
         """Everything that happened to a command, oldest first; empty for an unknown one."""

@@ -184,9 +184,9 @@ class Facts:
     status: str
     created_at: datetime
     canceled_at: datetime | None = None
+    """When the batch was canceled."""
     stopping_since: datetime | None = None
     """When the command was asked to stop."""
-    """When the batch was canceled."""
     hold: Hold | None = None
     """What holds the batch, if it is held."""
     canary: Canary = Canary(None, None, None)

@@ -35,4 +35,5 @@ SELECT transport, sum(hi - lo + 1)::bigint, min(since), max(error)
  ORDER BY transport;
 
 -- name: now
+-- The time of the database.
 SELECT now();

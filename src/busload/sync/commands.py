@@ -189,14 +189,14 @@ class CommandVerbs:
         return self.database.read(search.command(domain, command_id))
 
     def list_commands(
-        self, domain: str | None = None, *, limit: int = 100, after: str | None = None, **wanted: Unpack[CommandFilter]
+        self, domain: str | None = None, *, limit: int = 100, after: str | None = None, **options: Unpack[CommandFilter]
     ) -> CommandPage:
         """Search the commands of a domain, or of all domains, newest first; `CommandFilter` says by what.
 
         A page has up to `limit` commands, and `next`, to be passed as `after` for the page behind it. It looks at no
         more than 20,000 commands, so it may be short, or empty, though `next` says that there are more.
         """
-        return self.database.read(list_commands(self._limits, domain, wanted, limit=limit, after=after))
+        return self.database.read(list_commands(self._limits, domain, options, limit=limit, after=after))
 
     def get_audit_trail(self, domain: str, command_id: UUID) -> list[AuditEvent]:
         """Everything that happened to a command, oldest first; empty for an unknown one."""

@@ -98,7 +98,7 @@ class Tracker:
         return task_message(execution, content, self._limits.payload)
 
     def keys(self, body: object, headers: Mapping[str, Any] | None = None) -> tuple[str, UUID]:
-        """The two keys of a message that was received: what to give to `claim`.
+        """The two keys of a message that was received, from its `body` and its `headers`: what to give to `claim`.
 
         `InvalidOperationError` says that they are missing, or differ between body and headers: dead-letter the message.
         """
