@@ -32,7 +32,6 @@ LAYERS = (
     {"commands"},
     CAPABILITIES,
     {"handlers"},
-    {"handler_methods"},
     {"bus"},
     {"worker"},
     {"cli", "testing"},

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from busload.errors import PermanentCommandError as PermanentCommandError
     from busload.errors import RateLimitedError as RateLimitedError
     from busload.errors import TransientCommandError as TransientCommandError
-    from busload.handler_methods import bulk_handler as bulk_handler
-    from busload.handler_methods import handler as handler
-    from busload.handler_methods import planner as planner
+    from busload.handlers.methods import bulk_handler as bulk_handler
+    from busload.handlers.methods import handler as handler
+    from busload.handlers.methods import planner as planner
     from busload.jobs.job import Stage as Stage
     from busload.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from busload.limits.rate import RateLimit as RateLimit
@@ -77,7 +77,7 @@ _NAMES = {
     "commands.retry": "RetryPolicy",
     "errors": "BatchNotFoundError BusinessRuleError BusloadError DuplicateCommandError InvalidCommandError"
     " PermanentCommandError RateLimitedError TransientCommandError",
-    "handler_methods": "bulk_handler handler planner",
+    "handlers.methods": "bulk_handler handler planner",
     "jobs.job": "Stage",
     "limits.concurrency": "ConcurrencyLimit",
     "limits.rate": "RateLimit",

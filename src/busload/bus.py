@@ -48,8 +48,8 @@ from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
-from busload.handler_methods import HandlerRegistration
-from busload.handlers import Handlers
+from busload.handlers.methods import HandlerRegistration
+from busload.handlers.registry import Handlers
 from busload.health.api import HealthVerbs
 from busload.jobs.api import Jobs
 from busload.limits.api import Domains, Limits

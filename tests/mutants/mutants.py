@@ -622,10 +622,10 @@ MUTANTS = [
     # -- methods as handlers
     Mutant(
         "half-an-object-is-registered",
-        "handler_methods.py",
+        "handlers/methods.py",
         "Trial(self.handlers.copy())",
         "Trial(self.handlers)",
-        "tests/test_handler_methods.py::test_a_duplicate_registers_none_of_an_object_and_the_first_handler_stays",
+        "tests/handlers/test_methods.py::test_a_duplicate_registers_none_of_an_object_and_the_first_handler_stays",
         "A worker would serve some commands of a service whose other half was refused.",
     ),
     # -- single commands

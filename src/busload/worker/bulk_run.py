@@ -11,7 +11,7 @@ from typing import Any
 from busload.commands.bulk_items import Chunk, Group, Item, Judgement, isolate
 from busload.commands.execution import FINAL_ERRORS, Leased, deciding
 from busload.errors import RateLimitedError
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits.limiter import Entered, PostponedError, TurnPassedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext

@@ -17,7 +17,7 @@ from busload.commands.command import Command
 from busload.commands.execution import Leased
 from busload.commands.payload import decode
 from busload.errors import SupersededError
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits.limiter import PostponedError
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan

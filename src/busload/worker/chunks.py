@@ -22,7 +22,7 @@ from busload.commands.execution import (
 )
 from busload.commands.payload import UndecodableError
 from busload.errors import RateLimitedError, SupersededError, TransientCommandError
-from busload.handlers import Gathering, Handler, Handlers
+from busload.handlers.registry import Gathering, Handler, Handlers
 from busload.limits.limiter import PostponedError
 from busload.postgres.plan import Plan
 from busload.worker.bulk_run import BulkCall, BulkRun, Stations

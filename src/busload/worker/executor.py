@@ -20,7 +20,7 @@ from busload.commands.bulk_items import Group
 from busload.commands.command import Command
 from busload.commands.execution import RESULT_INVALID, RESULT_NOT_KEPT, Leased, Transition, complete
 from busload.commands.payload import UndecodableError
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits.limiter import Entered, PermitLostError, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext

@@ -39,7 +39,7 @@ from busload.errors import (
     SupersededError,
     TransientCommandError,
 )
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits.limiter import PostponedError
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import AsyncConnection, is_away

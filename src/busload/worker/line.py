@@ -10,7 +10,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands.execution import Lease, Leased
-from busload.handlers import Gathering, Handler
+from busload.handlers.registry import Gathering, Handler
 
 Key: TypeAlias = tuple[str, str, object, UUID | None]
 """Domain, type, what `by` returned, and the lease of a suspect: a suspect runs apart from others."""

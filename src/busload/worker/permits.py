@@ -12,7 +12,7 @@ import psycopg
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.execution import Leased, Transition, Unreadable, failure
 from busload.commands.payload import UndecodableError
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits import concurrency
 from busload.limits.concurrency import Held, Request
 from busload.limits.limiter import Entered, LimitedError, PermitLostError

@@ -39,7 +39,7 @@ from busload.commands.payload import UndecodableError, encode
 from busload.commands.retry import RetryPolicy
 from busload.commands.wording import counted
 from busload.errors import RateLimitedError, SupersededError, TransientCommandError
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits import rate
 from busload.limits.limiter import Entered, LimitedError, PermitLostError, PostponedError
 from busload.limits.rate import Late

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from busload.buffers.distribute import Tallies
 from busload.bus import CommandBus
 from busload.commands.execution import Leased
-from busload.handlers import Handler
+from busload.handlers.registry import Handler
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.outage import Outage

@@ -12,7 +12,7 @@ import pytest
 
 from busload import CommandBus, InvalidCommandError, RetryPolicy, SyncCommandBus
 from busload.errors import HandlerAlreadyRegisteredError
-from busload.handlers import Handlers
+from busload.handlers.registry import Handlers
 
 
 def test_a_function_is_found_by_domain_and_type() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 from busload.errors import InvalidOperationError, kind_of
-from busload.handlers import BulkOptions, HandlerDecorators, Handlers
+from busload.handlers.registry import BulkOptions, HandlerDecorators, Handlers
 from busload.limits.handler_options import Function, HandlerOptions, PolicyOptions
 
 Declaration = Callable[[HandlerDecorators], Callable[[Any], Any]]

@@ -1,0 +1,1 @@
+"""Which function runs which type of command: the registry, and classes whose methods are handlers."""
