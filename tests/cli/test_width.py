@@ -154,6 +154,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "domain pauses": "",
             "domain pause": "customer-notifications",
             "domain resume": "customer-notifications",
+            "health": "",
             "job ls": "",
             "job show": f"{jobs[0]}",
             "job resume": f"{jobs[0]}",
@@ -173,6 +174,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "schema print": "",
             "trace": TASK,
             "tracker compare": "--table legacy.task_tracker",
+            "tracker selftest": "",
             "tracker recover": f"--queue {QUEUE} --waiting-for 1s --dry-run",
             "troubleshooting ls": "--limit 5",
             "troubleshooting domains": "",
@@ -216,7 +218,7 @@ async def test_every_command_fits_80_columns_with_whole_ids_and_numbers(
     wrong: list[str] = []
     for name, arguments in shop.items():
         screen, code = await asyncio.to_thread(at_terminal, main, [*name.split(), *arguments])
-        assert code in (0, 1) and screen.text, name
+        assert code in ((0, 1, 2) if name == "health" else (0, 1)) and screen.text, name
         print(f"\n$ busload {name} {' '.join(arguments)}\n{screen.text}")
         if name not in TO_COPY:
             wrong += [f"{name}: {line}" for line in _before_tracebacks(screen.text) if _is_wrong(line)]

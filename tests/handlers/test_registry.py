@@ -161,8 +161,8 @@ REGISTRATIONS: dict[str, tuple[str, str, Callable[[CommandBus], Callable[[Any], 
 @pytest.mark.parametrize(
     ("function", "found"),
     [
-        (one, r"test_handlers\.one\(command: 'Any'\)"),
-        (none, r"test_handlers\.none\(\)"),
+        (one, r"test_registry\.one\(command: 'Any'\)"),
+        (none, r"test_registry\.none\(\)"),
         (three, r"three\(command: 'Any', ctx: 'Any', session: 'Any'\)"),
         (keyword, r"keyword\(.*session"),
         (Till.debit, r"Till\.debit\(self, command: 'Any', ctx: 'Any'\)"),

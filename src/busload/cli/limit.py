@@ -95,7 +95,7 @@ def concurrency(bus: SyncCommandBus, name: str | None, limit: int) -> Answer:
     """List the concurrency limits in use: how many calls run, since when and where, and how many commands wait.
 
     busload limit concurrency
-    busload limit concurrency crm --json | jq '.[] | select(.waiting > 0) | .workers'
+    busload limit concurrency crm --json | jq '.[].workers'
     """
     return CONCURRENCY.list(bus.limits.concurrency(name, limit=limit))
 

@@ -49,7 +49,7 @@ def facts(pairs: Sequence[tuple[str, Cell]]) -> None:
 
 def paragraph(text: str, *, first: str = "", then: str = "") -> None:
     """A text that is wrapped at a terminal. Its first line begins with `first`, each further line with `then`."""
-    for number, line in enumerate(wrapped(text, width() - cell_len(then))):
+    for number, line in enumerate(wrapped(text, width() - max(cell_len(first), cell_len(then)))):
         click.echo(((then if number else first) + line).rstrip())
 
 

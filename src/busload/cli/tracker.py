@@ -120,7 +120,7 @@ def compare(
 
         busload tracker compare --table legacy.task_tracker
         busload tracker compare --table tracker --map task_id=taskId --json
-        mongoexport --uri $OLD --collection task_trackers | busload tracker compare --export -
+        busload tracker compare --export executions.jsonl
     """
     if (old_table is None) is (export is None) or (old_dsn is not None and export is not None):
         raise click.UsageError(
