@@ -54,6 +54,25 @@ async def test_a_worker_with_few_slots_begins_the_small_batch_with_its_second_cl
     assert by_batch(claims.next(limit) + claims.next(limit))[small] >= 1
 
 
+async def test_a_worker_that_finds_room_for_all_takes_all_by_priority_and_age(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """A worker that has just found less than it asked for does not ask whose turn it is."""
+    old = await given.batch(commands=1500)
+    await bus.send(DOMAIN, "Work", None)
+    urgent = await bus.create_batch(DOMAIN, [BatchCommand("Work", priority=1)] * 5)
+    worker = given.registered_worker()
+
+    def take(limit: int) -> Counter[UUID | None]:
+        plan = claim.claim(worker=worker, domains=[DOMAIN], limit=limit, all_fits=True)
+        return by_batch(database.perform(plan).leased)
+
+    assert take(100) == {urgent: 5, old: 95}
+    assert take(5000) == {old: 1405, None: 1}
+    assert take(5000) == {}
+    database.check_invariants()
+
+
 async def test_large_batches_take_turns(given: Given, database: Database) -> None:
     batches = [await given.batch(commands=2000) for _ in range(3)]
     claims = Claims(given)

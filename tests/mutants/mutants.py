@@ -309,6 +309,14 @@ MUTANTS = [
         "Each claim would begin with the oldest large batch, and the others would wait for all of it.",
     ),
     Mutant(
+        "a-worker-never-asks-whose-turn-it-is",
+        "worker/claimer.py",
+        "                self._all_fits = len(taken.leased) < limit and not taken.contended\n",
+        "                self._all_fits = True\n",
+        FAIR + "test_workers_go_round",
+        "Only a worker that has found room for all may leave the turns out.",
+    ),
+    Mutant(
         "a-retry-belongs-to-nobody",
         "commands/settle.sql",
         "o.forgiven, o.replies, o.fair,",
@@ -344,7 +352,8 @@ MUTANTS = [
         "hand-back-burns-an-attempt",
         "commands/claim.sql",
         "SELECT {load} FROM load\n    RETURNING",
-        "SELECT lo, hi, domain, batch_id, priority, attempt + 1, forgiven, crashes, replies FROM load\n    RETURNING",
+        "SELECT lo, hi, domain, batch_id, priority, attempt + 1, forgiven, crashes, replies, fair FROM load\n"
+        "    RETURNING",
         COALESCING + "test_what_stands_in_line_behind_stuck_handlers_is_handed_back_and_run_by_others",
         "What was never started has not been tried.",
     ),

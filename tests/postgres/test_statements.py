@@ -207,6 +207,7 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
     return {
         "claim": claim.claim(worker=1, domains=["payments"], limit=100),
         "claim one of two domains": claim.claim(worker=1, domains=["payments", "crm"], limit=1),
+        "claim all": claim.claim(worker=1, domains=["payments"], limit=100, all_fits=True),
         "claim in turns": claim.claim(worker=1, domains=["tiles", "payments"], limit=100, turns={"tiles": 7}),
         "promote": claim.promote(),
         "settle": settlement(many),
@@ -247,6 +248,7 @@ def scans(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 PLANS = [
     "claim",
     "claim one of two domains",
+    "claim all",
     "claim in turns",
     "promote",
     "settle",

@@ -72,12 +72,21 @@ class Promotion:
 
 
 def claim(
-    *, worker: int, domains: list[str], limit: int, suspects: bool = True, turns: Mapping[str, int] | None = None
+    *,
+    worker: int,
+    domains: list[str],
+    limit: int,
+    suspects: bool = True,
+    turns: Mapping[str, int] | None = None,
+    all_fits: bool = False,
 ) -> Plan[Claim]:
-    """Take up to `limit` commands. `turns` are those of the claim before; without them it begins with the oldest."""
+    """Take up to `limit` commands. `turns` are those of the claim before; without them it begins with the oldest.
+
+    With `all_fits` probably no more than that are ready. Then nobody needs a turn, and the claim is quicker.
+    """
     known = turns or {}
     [row] = yield from execute(
-        SQL.claim,
+        SQL.claim_all if all_fits else SQL.claim,
         worker=worker,
         domains=domains,
         after=[known.get(domain, BEFORE_ALL) for domain in domains],

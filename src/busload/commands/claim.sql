@@ -60,33 +60,22 @@ CROSS JOIN (
      CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c
 ) AS c
 
--- name: claim
--- Take as many ready commands as were asked for: whole loads, and a part of the last one. Higher priorities
--- come first. Among equal ones `busload.turns` says whose turn it is, and how many loads that are. Only these
--- loads are locked, because a locked load is invisible to the other workers. Neighbours that were sent one by
--- one are leased together. A load that was held by a worker when it died is a suspect. A worker runs one
--- suspect at a time, so that the next crash names its command. `busload.ready` leaves out the batches that
--- are held or being canceled. A worker that was declared dead gets nothing until its heartbeat has given it a
--- new number. The second column says for each domain whose turn was the last: the next claim of this worker
--- begins behind it.
-WITH alive AS (
+-- fragment: alive
+-- A worker that was declared dead gets nothing until its heartbeat has given it a new number.
+alive AS (
     SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
-), wanted AS (
-    SELECT t.*
-      FROM alive
-     CROSS JOIN busload.turns(%(domains)s::text[], %(after)s::bigint[], %(limit)s::integer) AS t
-), ready AS (
-    SELECT q.*, w.split
-      FROM wanted AS w
-     CROSS JOIN LATERAL (
-        SELECT *
-          FROM busload.ready
-         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority AND fair = w.fair
-         ORDER BY hi
-         LIMIT w.loads
+)
+
+-- fragment: lock_wanted
+-- Only as many loads are locked as are wanted, because a locked load is invisible to the other workers.
+LIMIT w.loads
            FOR UPDATE SKIP LOCKED
-     ) AS q
-), suspect AS (
+
+-- fragment: lease_ready
+-- Lease the loads of `ready`: whole ones, and a part of the last one, which is one that may be `split`.
+-- Neighbours that were sent one by one are leased together. A load that was held by a worker when it died is
+-- a suspect. A worker runs one suspect at a time, so that the next crash names its command.
+suspect AS (
     SELECT *, false AS split
       FROM busload.ready
      WHERE domain = ANY (%(domains)s::text[]) AND crashes > 0
@@ -128,14 +117,76 @@ WITH alive AS (
     SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
     RETURNING *
 )
-SELECT CASE WHEN EXISTS (SELECT FROM alive)
-            THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer
-       END,
+
+-- fragment: seen
+-- How many commands were ready, as far as a claim looks; null for a worker that was declared dead.
+CASE WHEN EXISTS (SELECT FROM alive)
+     THEN (SELECT coalesce(sum(commands), 0) FROM wanted)::integer
+END
+
+-- name: claim
+-- Take as many ready commands as were asked for. Higher priorities come first. Among equal ones
+-- `busload.turns` says whose turn it is, and how many loads that are. `busload.ready` leaves out the batches
+-- that are held or being canceled. The second column says for each domain whose turn was the last: the next
+-- claim of this worker begins behind it.
+WITH {alive}, wanted AS (
+    SELECT t.*
+      FROM alive
+     CROSS JOIN busload.turns(%(domains)s::text[], %(after)s::bigint[], %(limit)s::integer) AS t
+), ready AS (
+    SELECT q.*, w.split
+      FROM wanted AS w
+     CROSS JOIN LATERAL (
+        SELECT *
+          FROM busload.ready
+         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority AND fair = w.fair
+         ORDER BY hi
+         {lock_wanted}
+     ) AS q
+), {lease_ready}
+SELECT {seen},
        ARRAY(
         SELECT coalesce((SELECT fair FROM wanted AS w WHERE w.domain = d.domain AND rank = 1), after)
           FROM unnest(%(domains)s::text[], %(after)s::bigint[]) WITH ORDINALITY AS d (domain, after, nth)
          ORDER BY nth
        ),
+       l.*, c.*
+  {leases_and_commands};
+
+-- name: claim_all
+-- The same by a worker that has just found less than it asked for: it takes all that is ready, so it need not
+-- ask whose turn it is. If there is more than that by now, this claim goes by age, and the next one in turns.
+WITH {alive}, wanted AS (
+    SELECT d.domain, q.*
+      FROM alive
+     CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
+     CROSS JOIN LATERAL (
+        SELECT count(*) AS loads, sum(size) AS commands
+          FROM (
+            SELECT size, sum(size) OVER (ORDER BY priority DESC, fair, hi) - size AS before
+              FROM (
+                SELECT hi, fair, priority, (hi - lo + 1)::integer AS size
+                  FROM busload.ready
+                 WHERE domain = d.domain AND crashes = 0
+                 ORDER BY priority DESC, fair, hi
+                 LIMIT %(limit)s::integer
+              ) AS q
+          ) AS q
+         WHERE before < %(limit)s::integer
+     ) AS q
+), ready AS (
+    SELECT q.*, false AS split
+      FROM wanted AS w
+     CROSS JOIN LATERAL (
+        SELECT *
+          FROM busload.ready
+         WHERE domain = w.domain AND crashes = 0
+         ORDER BY priority DESC, fair, hi
+         {lock_wanted}
+     ) AS q
+), {lease_ready}
+SELECT {seen},
+       %(after)s::bigint[],
        l.*, c.*
   {leases_and_commands};
 
@@ -145,9 +196,7 @@ SELECT CASE WHEN EXISTS (SELECT FROM alive)
 -- load will do: a message only says that a look is worth it. Suspects are left to `claim`. The second column
 -- has the loads that do not exist: not yet visible, pruned, or made up. The third one has the loads with
 -- commands that could not be taken, because others have locked them.
-WITH alive AS (
-    SELECT worker FROM busload.worker WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
-), load AS (
+WITH {alive}, load AS (
     SELECT r.*, load << 10 AS first
       FROM alive
      CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)

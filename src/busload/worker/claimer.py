@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 from uuid import UUID
 
@@ -124,6 +125,8 @@ class Claimer:
         self._turns: dict[str, int] = {}
         """Who was the last to have a turn, for each domain."""
         self._until_oldest = OLDEST_EVERY
+        self._all_fits = True
+        """Whether the last claim found less than it asked for: then nobody has to wait for a turn."""
         self._queue_wanted = True
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
@@ -346,11 +349,11 @@ class Claimer:
                 suspects = not self._held.has_suspect
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
                 turns = self._turns if self._until_oldest else None
-                taken = await self._shared.perform(
-                    claim.claim(worker=number, domains=domains, limit=limit, suspects=suspects, turns=turns)
-                )
+                look = partial(claim.claim, worker=number, domains=domains, limit=limit, suspects=suspects)
+                taken = await self._shared.perform(look(turns=turns, all_fits=self._all_fits))
                 if self._until_oldest:
                     self._turns |= taken.turns
+                self._all_fits = len(taken.leased) < limit and not taken.contended
             elif wanted := deliveries.wanted(domains, limit):
                 delivered = await self._shared.perform(
                     claim.claim_delivered(worker=number, domains=domains, wanted=wanted)
