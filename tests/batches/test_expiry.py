@@ -111,6 +111,20 @@ async def test_what_is_handed_back_after_its_time_is_canceled(
     assert (database.count("expiry"), (await given.batch_now(batch_id)).canceled_count) == (0, 3)
 
 
+async def test_what_is_pruned_leaves_no_expiry(bus: CommandBus, given: Given, database: Database) -> None:
+    """The expiry of a load stays until nothing of the load is left"""
+    at, at_once = soon(), timedelta(microseconds=1)
+    batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Debit", expires_at=at)])
+    await bus.cancel_batch(DOMAIN, batch_id, reason="a mistake")
+    await bus.send_many(DOMAIN, [BatchCommand("Debit", expires_at=at), BatchCommand("Debit", expires_at=at)])
+    given.settled(given.claimed(1))
+    await bus.prune(at_once)
+    assert (database.count("command"), database.count("batch"), database.count("expiry")) == (1, 0, 1)
+    given.settled(given.claimed(1))
+    await bus.prune(at_once)
+    assert (database.count("command"), database.count("expiry")) == (0, 0)
+
+
 @pytest.mark.parametrize("per_command", [True, False], ids=["per command", "per batch"])
 async def test_a_retry_has_started_before_and_does_not_expire(
     bus: CommandBus, given: Given, database: Database, per_command: bool

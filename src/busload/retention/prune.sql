@@ -21,7 +21,7 @@ WHERE first.batch_id = b.batch_id AND first.id & 1023 = 0 AND first.id > %(after
 (SELECT DISTINCT id >> 10 AS load FROM unnest(%(ids)b::bigint[]) AS id)
 
 -- fragment: nothing_is_left
--- No command that the event `v` is about stays.
+-- No command that the event or the expiry `v` is about stays.
 NOT EXISTS (
     SELECT
       FROM busload.command AS c
@@ -180,8 +180,8 @@ SELECT DISTINCT c.id >> 10 FROM busload.command AS c
  WHERE c.id = ANY (%(ids)b::bigint[]) AND c.task_key IS NOT NULL AND t.held_until > now();
 
 -- name: remove
--- Remove commands with their executions, and those of their events that are about no other command. If they
--- go to the archive, they go there in the same statement. What they counted as is kept.
+-- Remove commands with their executions, and those of their events and expiries that are about no other
+-- command. If they go to the archive, they go there in the same statement. What they counted as is kept.
 WITH gone AS (
     DELETE FROM busload.command WHERE id = ANY (%(ids)b::bigint[]) RETURNING *
 ), attempt AS (
@@ -194,6 +194,12 @@ WITH gone AS (
         SELECT v.event FROM event AS v
          WHERE {nothing_is_left}))
     RETURNING event
+), untimed AS (
+    DELETE FROM busload.expiry WHERE lo = ANY (ARRAY(
+        SELECT v.lo FROM {loads_of_ids} AS l
+         CROSS JOIN LATERAL (SELECT lo, hi FROM busload.expiry AS v
+                              WHERE v.lo BETWEEN l.load << 10 AND (l.load << 10 | 1023) OFFSET 0) AS v
+         WHERE {nothing_is_left}))
 ), counted AS (
     INSERT INTO busload.daily AS d (day, domain, way, commands)
     SELECT (created_at AT TIME ZONE 'UTC')::date, domain, busload.way_of(command_type), count(*)
