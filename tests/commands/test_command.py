@@ -31,7 +31,8 @@ def test_values_have_the_promised_fields() -> None:
     command = "command_id domain command_type data batch_id task_key correlation_id reply_to priority created_at"
     more = (
         "status attempts max_attempts run_at started_at finished_at worker execution_id "
-        "last_error_type last_error_code last_error_message result last_traceback"
+        "last_error_type last_error_code last_error_message result last_traceback "
+        "publish_attempts last_publish_error published_at checkpoint"
     )
     assert list(signature(Command).parameters) == command.split()
     assert list(signature(CommandMetadata).parameters) == f"{command} {more}".split()

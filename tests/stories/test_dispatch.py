@@ -992,10 +992,10 @@ async def test_the_last_hour_is_counted_per_job(
     given = Given(bus, database, worker_settings)
     job_id = uuid4()
     await bus.create_batch(DOMAIN, commands(5), job_id=job_id)
-    old = await bus.create_batch(DOMAIN, commands(1))
-    database.rows("UPDATE busload.batch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
     leased = given.claimed(2)
     given.settled(leased[:1])
+    old = await bus.create_batch(DOMAIN, commands(1))
+    database.rows("UPDATE busload.batch SET created_at = now() - interval '2 hours' WHERE batch_id = %s", old)
     transport.refuse(AWAY)
     await bus.create_batch(DOMAIN, commands(4), job_id=job_id)
     columns = "job_id, pending, queued, processing, completed, failed"

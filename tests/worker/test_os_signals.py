@@ -113,7 +113,7 @@ def test_what_stands_in_line_is_handed_back_and_others_run_it(server: TestServer
     with server.database() as dsn, folder() as path, Database(dsn) as database, SyncCommandBus(dsn) as bus:
         options = {"gate": str(path / "gate"), "concurrency": concurrency, "prefetch": 1, "grace": 60}
         with Workers(dsn, path, **options) as workers, Auditor(dsn) as auditor:
-            bus.create_batch(DOMAIN, [BatchCommand("Done") for _ in range(quick)])
+            bus.create_batch(DOMAIN, [BatchCommand("Done") for _ in range(quick)], priority=1)
             batch_id = bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(slow)])
             [pid] = workers.start()
             # Quick ones have set the pace, so it holds more of the slow ones than it has slots for.

@@ -403,7 +403,7 @@ async def test_stats_tell_what_a_worker_does_now(given: Given) -> None:
     given.handler("Wait", wait)
     given.handler()
     settings = replace(given.settings, prefetch=timedelta(seconds=5))
-    await given.batch(commands=300)
+    await given.batch(commands=300, priority=1)
     await given.batch(commands=40, command_type="Wait")
     worker = given.worker(concurrency=5, settings=settings)
     assert worker.stats == replace(worker.stats, claimed=0, in_hand=0, concurrency=5)
