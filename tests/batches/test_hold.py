@@ -161,7 +161,8 @@ async def test_what_a_claim_under_way_brings_after_the_hold_does_not_start(
     seen = given.handler()
     async with given.running() as worker:
         with psycopg.connect(dsn) as conn:
-            conn.execute("LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE")  # no claim comes to its end now
+            lock = "LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE"
+            await asyncio.to_thread(conn.execute, lock)  # no claim comes to its end now
             batch_id = await given.batch(3)
             await eventually(lambda: database.value(WAITING_CLAIMS) > 0)
             claimer = worker._run._claimer  # type: ignore[union-attr]

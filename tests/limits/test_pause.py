@@ -143,7 +143,8 @@ async def test_what_a_claim_under_way_brings_after_the_pause_does_not_start(
     async with given.running(domains=[DOMAIN, "crm"]) as worker:
         await has_looked(given, pushed)
         with psycopg.connect(dsn) as conn:
-            conn.execute("LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE")  # no claim comes to its end now
+            lock = "LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE"
+            await asyncio.to_thread(conn.execute, lock)  # no claim comes to its end now
             batch_id = await given.batch(3)
             await eventually(lambda: database.value(WAITING_CLAIMS) > 0)
             await bus.domains.pause(DOMAIN)
