@@ -362,16 +362,66 @@ async def test_a_held_batch_does_not_keep_others_waiting_for_its_limit(given: Gi
     seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
     await sent(given, 1)
     permit = held_by(given, given.registered_worker())
-    first, second = await sent(given, 1), await sent(given, 1)
+    first, second = await sent(given, 20), await sent(given, 3)
     await given.drained()
+    assert reasons(database) == {"LIMITED": 23}
     await given.bus.hold_batch(DOMAIN, first, reason="wait")
-    database.perform(concurrency.free([permit]))
-    database.perform(concurrency.sweep())
+    assert reasons(database) == {"HELD": 20, "LIMITED": 3}
+    assert database.perform(concurrency.free([permit])) == 1
     await given.drained()
-    assert [command.batch_id for command in seen] == [second]
+    assert [command.batch_id for command in seen] == [second] * 3
     await given.bus.resume_batch(DOMAIN, first)
     await given.drained()
-    assert [command.batch_id for command in seen] == [second, first]
+    assert [command.batch_id for command in seen] == [second] * 3 + [first] * 20
+    database.check_invariants()
+
+
+async def test_what_begins_to_wait_for_a_limit_in_a_held_batch_does_not_keep_others_waiting(
+    given: Given, database: Database
+) -> None:
+    """It was claimed before the hold, and asked for its permit after it."""
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    worker = given.registered_worker()
+    permit = held_by(given, worker)
+    first = await sent(given, 5)
+    leased = given.claimed(5, by=worker)
+    await given.bus.hold_batch(DOMAIN, first, reason="wait")
+    late = [Request(permit.name, "0", 1, [(one.lease, one.id)]) for one in leased]
+    assert database.perform(concurrency.take(late, worker=worker)) == [0] * 5
+    second = await sent(given, 1)
+    await given.drained()
+    assert database.perform(concurrency.free([permit])) == 1
+    await given.drained()
+    assert [command.batch_id for command in seen] == [second]
+    assert database.perform(concurrency.sweep()) == 0
+    await given.bus.resume_batch(DOMAIN, first)
+    assert database.perform(concurrency.sweep()) == 1
+    await given.drained()
+    assert [command.batch_id for command in seen] == [second] + [first] * 5
+    database.check_invariants()
+
+
+async def test_a_paused_domain_does_not_keep_others_waiting_for_their_limit(given: Given, database: Database) -> None:
+    flights, limit = InFlight(), ConcurrencyLimit(1, name="crm", by="key")
+    seen = given.handler("Debit", concurrency_limit=limit)
+    given.bus.handler("other", "Debit", concurrency_limit=limit)(flights.call)
+    await sent(given, 1)
+    permit = held_by(given, given.registered_worker(), name="crm")
+    await sent(given, 20)
+    await given.bus.create_batch("other", [BatchCommand("Debit", data={"key": 0})] * 3)
+    domains = [DOMAIN, "other"]
+    await given.drained(domains=domains)
+    assert reasons(database) == {"LIMITED": 23}
+    await given.bus.domains.pause(DOMAIN)
+    assert database.perform(concurrency.free([permit])) == 1
+    await given.drained(domains=domains)
+    assert (len(seen), flights.calls) == (0, 3)
+    assert database.perform(concurrency.sweep()) == 0
+    await given.bus.domains.resume(DOMAIN)
+    assert database.perform(concurrency.sweep()) == 1
+    await given.drained(domains=domains)
+    assert (len(seen), flights.calls) == (20, 3)
     database.check_invariants()
 
 

@@ -611,6 +611,14 @@ MUTANTS = [
         CONCURRENCY + "test_who_asks_while_a_permit_is_being_taken_waits_for_the_answer",
         "Two workers that ask at the same moment would both get the last permit.",
     ),
+    Mutant(
+        "paused-domain-is-woken-for-its-limit",
+        "postgres/schema/0009_limits.sql",
+        "AND s.domain <> ALL (r.paused) AND",
+        "AND",
+        CONCURRENCY + "test_a_paused_domain_does_not_keep_others_waiting_for_their_limit",
+        "What nobody may claim would be let go, one in each sweep, and everybody else would wait.",
+    ),
     # -- compensation
     Mutant(
         "stages-are-undone-in-the-order-they-were-done",

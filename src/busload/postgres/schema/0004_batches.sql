@@ -225,15 +225,22 @@ CREATE FUNCTION busload.ids_of(batches uuid[]) RETURNS TABLE (batch_id uuid, fir
 $$;
 
 -- Take the loads of these batches out of the queue and the outbox, so that claims do not have to pass them
--- by. They are HELD in `scheduled` until somebody resumes the batch. The caller holds the rows of the
--- batches, so no load can become HELD after its batch was resumed. If a claim is splitting a load, this
--- waits for it, and moves what is left.
+-- by. They are HELD in `scheduled` until somebody resumes the batch. So are those that wait for a concurrency
+-- limit: they ask again when the batch is resumed, and others do not have to wait behind them. The caller
+-- holds the rows of the batches, so no load can become HELD after its batch was resumed. If a claim is
+-- splitting a load, this waits for it, and moves what is left.
 CREATE FUNCTION busload.withhold(batches uuid[]) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     b record;
 BEGIN
     FOR b IN SELECT * FROM busload.ids_of(batches) LOOP
+        UPDATE busload.scheduled
+           SET reason = 'HELD', run_at = 'infinity', limit_name = NULL, limit_subject = NULL, per_call = NULL
+         WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled
+                                WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
+                                  AND reason = 'LIMITED'
+                                ORDER BY hi FOR UPDATE));
         WITH ready AS (
             DELETE FROM busload.queue
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue

@@ -165,7 +165,9 @@ BEGIN
 END $$;
 
 -- Let the commands with the lowest ids that wait for these limits ask again: as many as so many calls take,
--- but not more than there are permits for. Returns how many commands.
+-- but not more than there are permits for. Commands that nobody may claim, of batches that are held or being
+-- canceled and of paused domains, are passed over: they would keep the others waiting. When the batch or the
+-- domain goes on, the next sweep finds them. Returns how many commands.
 CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint[]) RETURNS bigint
     LANGUAGE sql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
     SELECT busload.lock_limits($1, $2);
@@ -173,7 +175,11 @@ CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint
         SELECT k.name, k.subject,
                least(k.calls,
                      l.most - (SELECT count(*) FROM busload.permit AS p
-                                WHERE p.limit_name = k.name AND p.limit_subject = k.subject)) AS calls
+                                WHERE p.limit_name = k.name AND p.limit_subject = k.subject)) AS calls,
+               ARRAY(SELECT domain FROM busload.pause WHERE resumed_at IS NULL) AS paused,
+               ARRAY(SELECT batch_id FROM busload.batch
+                      WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL)
+                        AND completed_at IS NULL) AS stopped
           FROM unnest($1, $2, $3) AS k (name, subject, calls)
           JOIN busload.concurrency_limit AS l ON l.name = k.name
     ), next AS (
@@ -183,11 +189,13 @@ CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint
             SELECT s.hi
               FROM busload.scheduled AS s
              WHERE s.reason = 'LIMITED' AND s.limit_name = r.name AND s.limit_subject = r.subject
+               AND s.domain <> ALL (r.paused) AND (s.batch_id <> ALL (r.stopped)) IS NOT FALSE
              ORDER BY s.hi
              LIMIT greatest(r.calls, 0) * (
                 SELECT f.per_call
                   FROM busload.scheduled AS f
                  WHERE f.reason = 'LIMITED' AND f.limit_name = r.name AND f.limit_subject = r.subject
+                   AND f.domain <> ALL (r.paused) AND (f.batch_id <> ALL (r.stopped)) IS NOT FALSE
                  ORDER BY f.hi
                  LIMIT 1
              )
