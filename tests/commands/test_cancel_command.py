@@ -22,9 +22,9 @@ from busload import (
     SyncHandlerContext,
     WorkerSettings,
 )
-from busload.commands import Cancellation, cancel, claim
+from busload.commands import Cancellation, cancel, claim, rescue, settle
 from busload.commands.command import CommandStatus
-from busload.commands.execution import FAILED_ATTEMPT
+from busload.commands.execution import FAILED_ATTEMPT, Transition
 from busload.errors import CommandCanceledError, CommandNotFoundError, InvalidOperationError
 from busload.postgres.plan import Plan
 from busload.sync.plan import perform
@@ -226,6 +226,49 @@ async def test_what_is_handed_back_after_it_was_asked_to_stop_is_canceled_by_a_s
     await sweep(bus.pool, worker=worker, judge=False)
     assert await statuses(bus, batch_id) == ["PENDING", "CANCELED", "IN_PROGRESS"]
     assert given.database.count("stopping") == 0
+
+
+async def retried_though_asked_to_stop(bus: CommandBus, given: Given) -> UUID:
+    """A settlement waits for the cancel. Its snapshot is older than the request, so it schedules another attempt."""
+    command_id = await given.sent()
+    [one] = given.claimed()
+    failed = [Transition(one, FAILED_ATTEMPT, delay=0.0)]
+    with given.database.time_standing_still():
+        assert given.database.perform(plan_of(command_id)) is Cancellation.ASKED_TO_STOP
+        thread, answers = beside(bus.dsn, partial(settle.settle, failed, now=0.0))
+        assert answers == []
+    thread.join()
+    assert (await given.command_now(command_id)).status == CommandStatus.SCHEDULED
+    return command_id
+
+
+async def test_a_settlement_that_waited_for_the_cancel_and_did_not_see_it_does_not_undo_it(
+    bus: CommandBus, given: Given
+) -> None:
+    command_id = await retried_though_asked_to_stop(bus, given)
+    await sweep(bus.pool, worker=given.registered_worker(), judge=False)
+    assert (await given.command_now(command_id)).status == CommandStatus.CANCELED
+    assert given.database.count("stopping") == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_attempt_that_begins_before_the_sweep_comes_is_asked_to_stop_and_is_the_last(
+    bus: CommandBus, given: Given, dies: bool
+) -> None:
+    command_id = await retried_though_asked_to_stop(bus, given)
+    given.make_due()
+    given.database.perform(claim.promote())
+    worker = given.registered_worker()
+    leased = given.claimed(by=worker)
+    assert [one.lease.attempt for one in leased] == [2]
+    renewed = given.database.perform(rescue.renew(worker=worker, settled=timedelta(0)))
+    assert renewed is not None and renewed.stopping == {leased[0].id}
+    if dies:
+        given.died(worker)
+        given.rescued()
+    else:
+        given.settled(leased, FAILED_ATTEMPT, delay=0.0)
+    assert (await given.command_now(command_id)).status == CommandStatus.CANCELED
 
 
 async def test_an_operators_retry_is_not_stopped_by_an_older_request(bus: CommandBus, given: Given) -> None:

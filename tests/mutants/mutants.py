@@ -649,10 +649,18 @@ MUTANTS = [
     Mutant(
         "request-to-stop-is-forgotten-by-settlement",
         "commands/settle.sql",
-        "                         WHERE s.command = o.id AND s.attempt = h.attempt\n",
+        "                         WHERE s.command = o.id AND s.attempt > h.forgiven\n",
         "                         WHERE s.command = o.id AND s.attempt > h.attempt\n",
         CANCEL + "test_what_was_asked_to_stop_is_not_tried_again",
         "A command that a person has canceled would be tried again if its attempt fails before the worker has heard.",
+    ),
+    Mutant(
+        "request-to-stop-is-forgotten-for-a-later-attempt",
+        "commands/cancel.sql",
+        "       c.id IS NULL OR place.forgiven >= s.attempt\n",
+        "       c.id IS NULL OR place.forgiven >= 0\n",
+        CANCEL + "test_a_settlement_that_waited_for_the_cancel_and_did_not_see_it_does_not_undo_it",
+        "A command that a person has canceled would be tried again if its attempt failed at the same moment.",
     ),
     Mutant(
         "request-to-stop-dies-with-the-worker",
@@ -673,7 +681,7 @@ MUTANTS = [
     Mutant(
         "request-to-stop-outlives-its-attempt",
         "commands/settle.sql",
-        "                         WHERE s.command = o.id AND s.attempt = h.attempt\n",
+        "                         WHERE s.command = o.id AND s.attempt > h.forgiven\n",
         "                         WHERE s.command = o.id AND s.attempt <= h.attempt\n",
         CANCEL + "test_an_operators_retry_is_not_stopped_by_an_older_request",
         "A command that an operator retries would end at its first failure, because somebody had canceled it before.",

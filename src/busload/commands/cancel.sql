@@ -118,21 +118,23 @@ WITH running AS (
 SELECT pg_notify('busload_cancel', %(command)s::bigint::text) FROM running;
 
 -- name: stopping
--- The commands that were asked to stop, and what became of them: those that wait again, as the same attempt,
--- are to be canceled; those that have ended, or go on with a later attempt, need not be remembered.
-SELECT s.command, s.operator, s.reason, c.batch_id, coalesce(place.attempt = s.attempt, false),
-       c.id IS NULL OR place.attempt > s.attempt
+-- The commands that were asked to stop, and what became of them: those that wait again are to be canceled,
+-- also as a later attempt, since a settlement may not have seen that they were asked. Only an operator's
+-- retry forgives the attempt that was to be the last one. Then nothing need be remembered, nor of those that
+-- have ended.
+SELECT s.command, s.operator, s.reason, c.batch_id, coalesce(place.forgiven < s.attempt, false),
+       c.id IS NULL OR place.forgiven >= s.attempt
        OR c.status IN ('COMPLETED', 'FAILED', 'CANCELED', 'IN_TROUBLESHOOTING_QUEUE')
   FROM busload.stopping AS s
   LEFT JOIN LATERAL (SELECT id, batch_id, status FROM busload.command_status AS c
                       WHERE c.id = s.command OFFSET 0) AS c ON true
   LEFT JOIN LATERAL (
-    SELECT attempt FROM busload.queue WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
+    SELECT forgiven FROM busload.queue WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
     UNION ALL
-    SELECT attempt
+    SELECT forgiven
       FROM busload.scheduled WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
     UNION ALL
-    SELECT attempt FROM busload.outbox WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
+    SELECT forgiven FROM busload.outbox WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
     LIMIT 1
   ) AS place ON true
  ORDER BY s.command

@@ -28,7 +28,7 @@ SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}
               FROM busload.lease AS mine
              WHERE mine.hi BETWEEN s.command AND (s.command | 1023)
                AND mine.lo <= s.command
-               AND mine.attempt = s.attempt
+               AND mine.forgiven < s.attempt
                AND mine.worker = %(worker)s::bigint
             OFFSET 0
          )
@@ -108,7 +108,7 @@ WITH lease AS MATERIALIZED (
       FROM lease AS l
       JOIN busload.command AS c ON c.id BETWEEN l.lo AND l.hi
       LEFT JOIN LATERAL (
-        SELECT command FROM busload.stopping WHERE command = c.id AND attempt = l.attempt OFFSET 0
+        SELECT command FROM busload.stopping WHERE command = c.id AND attempt > l.forgiven OFFSET 0
       ) AS s ON true
       LEFT JOIN LATERAL (
         SELECT true AS recorded

@@ -29,7 +29,7 @@ held AS MATERIALIZED (
                      OR EXISTS (
                         SELECT
                           FROM busload.stopping AS s
-                         WHERE s.command = o.id AND s.attempt = h.attempt
+                         WHERE s.command = o.id AND s.attempt > h.forgiven
                         OFFSET 0
                      )
                 ) THEN 'CANCELED'

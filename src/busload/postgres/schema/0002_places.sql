@@ -101,8 +101,9 @@ CREATE TABLE busload.lease (
 CREATE INDEX lease_load ON busload.lease (hi);
 CREATE INDEX lease_of_worker ON busload.lease (worker);
 
--- Commands that ran when somebody canceled them, and were asked to stop. That attempt is the last one. A row
--- stays until a sweep sees that the command has ended, so there are few.
+-- Commands that ran when somebody canceled them, and were asked to stop. That attempt is the last one, unless
+-- an operator's retry forgives it. A row stays until a sweep sees that the command has ended, so there are
+-- few.
 CREATE TABLE busload.stopping (
     command  bigint      PRIMARY KEY,
     attempt  integer     NOT NULL,
