@@ -7,11 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError, Stage, SyncCommandBus
-from busload.commands import expire
+from busload.commands import claim, expire
 from busload.commands.execution import FAILED_ATTEMPT
+from busload.postgres.plan import Plan
+from busload.sync.plan import perform
 from tests.given import DOMAIN, Database, Given, counts, eventually
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -109,6 +112,28 @@ async def test_what_is_handed_back_after_its_time_is_canceled(
     pass_time(database)
     assert swept(database) == 3
     assert (database.count("expiry"), (await given.batch_now(batch_id)).canceled_count) == (0, 3)
+
+
+async def test_what_is_handed_back_while_the_sweep_looks_is_canceled_by_a_later_one(
+    bus: CommandBus, given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in a lease when the sweep looked for what waits, and waits when the sweep looks for leases"""
+    await bus.send(DOMAIN, "Debit", expires_at=soon())
+    [leased] = given.claimed(1)
+    pass_time(database)
+    cancel = expire._expire
+
+    def hand_back_first(his: list[int]) -> Plan[int]:
+        database.perform(claim.give_back({leased.lease: [leased.id]}))
+        return (yield from cancel(his))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(expire, "_expire", hand_back_first)
+        with psycopg.connect(dsn) as sweeper:
+            assert perform(sweeper, expire.expire_commands()) == 0
+    assert database.count("expiry") == 1
+    pass_time(database)
+    assert (swept(database), database.count("expiry")) == (1, 0)
 
 
 async def test_what_is_pruned_leaves_no_expiry(bus: CommandBus, given: Given, database: Database) -> None:

@@ -8,6 +8,14 @@ attempt = 1 AND crashes = 0
 -- The same, of a batch `b` whose commands have the ids `i`.
 p.hi BETWEEN i.first AND i.last AND p.batch_id = b.batch_id AND {unstarted} OFFSET 0
 
+-- fragment: waiting
+-- What waits of a load `d` and has not started.
+(
+    SELECT hi FROM busload.queue WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
+    UNION ALL SELECT hi FROM busload.scheduled WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
+    UNION ALL SELECT hi FROM busload.outbox WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
+)
+
 -- name: note_expiry
 -- Until when the loads that were just written may start. A load is named by its first and its last command.
 INSERT INTO busload.expiry (lo, hi, batch_id, expires_at, look_at)
@@ -33,31 +41,25 @@ SELECT lo, hi
 
 -- name: waiting
 -- What waits of these loads and has not started.
-SELECT p.hi
-  FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS d (lo, hi)
- CROSS JOIN LATERAL (
-    SELECT hi FROM busload.queue WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
-    UNION ALL SELECT hi FROM busload.scheduled WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
-    UNION ALL SELECT hi FROM busload.outbox WHERE hi BETWEEN d.lo AND d.hi AND {unstarted}
- ) AS p;
+SELECT p.hi FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS d (lo, hi) CROSS JOIN LATERAL {waiting} AS p;
 
 -- name: forget
--- Forget loads of which nothing waits any more. What is in a lease may still be handed back without having
--- begun, so that load is looked at again later.
+-- Forget loads of which nothing can still start. What is in a lease may still be handed back without having
+-- begun, and may have been since `waiting` looked, so that load is looked at again later.
 WITH looked AS MATERIALIZED (
     SELECT d.lo,
            EXISTS (
             SELECT FROM busload.lease AS l
              WHERE l.hi BETWEEN d.lo AND (d.lo | 1023) AND l.lo <= d.hi AND l.attempt = 1
             OFFSET 0
-           ) AS leased
+           ) OR EXISTS (SELECT FROM {waiting} AS p OFFSET 0) AS open
       FROM unnest(%(los)b::bigint[], %(his)b::bigint[]) AS d (lo, hi)
 ), again AS (
     UPDATE busload.expiry
        SET look_at = now() + interval '5 s'
-     WHERE lo = ANY (ARRAY(SELECT lo FROM looked WHERE leased))
+     WHERE lo = ANY (ARRAY(SELECT lo FROM looked WHERE open))
 )
-DELETE FROM busload.expiry WHERE lo = ANY (ARRAY(SELECT lo FROM looked WHERE NOT leased));
+DELETE FROM busload.expiry WHERE lo = ANY (ARRAY(SELECT lo FROM looked WHERE NOT open));
 
 -- name: expired_batch
 -- A batch whose time is over while something of it waits that has not started, unless somebody else holds it
