@@ -24,6 +24,7 @@ from busload import (
 )
 from busload.batches import Canary, FailureBudget
 from busload.batches.guards import hold_overdue
+from busload.commands import expire
 from busload.errors import DuplicateCommandError
 from tests.brokers.faulty import FaultyTransport
 from tests.faces import FACES, bus_of
@@ -149,6 +150,59 @@ async def test_a_held_canary_can_be_canceled(bus: CommandBus, given: Given) -> N
     batch = await given.batch_now(batch_id)
     assert batch.status == "COMPLETED_WITH_FAILURES"
     assert batch.canceled_count >= 990
+
+
+@pytest.mark.parametrize("how", ["by a person", "by its expiry"])
+async def test_a_canary_of_which_something_is_canceled_holds_its_batch(
+    bus: CommandBus, given: Given, database: Database, how: str
+) -> None:
+    """It can never complete. What is canceled of the rest is no matter"""
+    seen = failing(bus, set())
+    at = datetime.now(UTC) + timedelta(hours=1)
+    commands = [BatchCommand("Debit", data={"n": n}, expires_at=at + timedelta(seconds=n)) for n in range(100)]
+    batch_id = await bus.create_batch(DOMAIN, commands, canary=Canary(10, WITHIN))
+    [of_rest, *_] = await bus.list_batch_commands(DOMAIN, batch_id, status="SCHEDULED")
+    [of_canary, *_] = await bus.list_batch_commands(DOMAIN, batch_id, status="PENDING")
+    for one, held in ((of_rest, None), (of_canary, "CANARY")):
+        if how == "by a person":
+            await bus.cancel_command(DOMAIN, one.command_id, reason="a mistake")
+        else:
+            late = at + timedelta(seconds=one.data["n"])
+            database.rows("UPDATE busload.expiry SET look_at = now() WHERE expires_at = %s", late)
+            assert database.perform(expire.expire_commands()) == 1
+        assert (await given.batch_now(batch_id)).held_reason == held
+    assert (await given.batch_now(batch_id)).held_note == "1 of the 10 commands that run first was canceled."
+    assert await given.drained() == 0
+
+    assert await bus.resume_batch(DOMAIN, batch_id, operator="ann")
+    await given.drained()
+    assert set(range(100)) - set(seen) == {of_rest.data["n"], of_canary.data["n"]}
+    batch = await given.batch_now(batch_id)
+    assert (batch.status, counts(batch)) == ("COMPLETED_WITH_FAILURES", (100, 98, 0, 2, 0))
+    assert batch.canary_ended_at is not None
+
+
+async def test_a_canary_that_is_the_whole_batch_is_not_held_for_what_is_canceled(bus: CommandBus, given: Given) -> None:
+    """Nothing waits for it"""
+    seen = failing(bus, set())
+    batch_id = await bus.create_batch(DOMAIN, numbered(3), canary=Canary(3, WITHIN))
+    [first, *_] = await bus.list_batch_commands(DOMAIN, batch_id)
+    await bus.cancel_command(DOMAIN, first.command_id, reason="a mistake")
+    await given.drained()
+    assert (seen, (await given.batch_now(batch_id)).status) == ([1, 2], "COMPLETED_WITH_FAILURES")
+
+
+async def test_a_canary_that_expires_with_its_batch_holds_nothing(
+    bus: CommandBus, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page by page everything is canceled that has not started, so no person needs to decide"""
+    batch_id = await bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN), expires_in=3600)
+    database.rows("UPDATE busload.batch SET expires_at = now()")
+    monkeypatch.setattr(expire, "PAGE", 20)
+    while database.perform(expire.expire_batch()) is not None:
+        pass
+    assert (await given.batch_now(batch_id)).status == "COMPLETED_WITH_FAILURES"
+    assert "BATCH_HELD" not in await trail(bus, batch_id)
 
 
 async def test_a_canary_that_takes_too_long_holds_its_batch(bus: CommandBus, given: Given) -> None:

@@ -25,8 +25,9 @@ NO_GUARDS: dict[str, Any] = dict.fromkeys(("canary", "within", "share", "at_leas
 class Canary:
     """Run `size` commands, spread evenly over the batch, before all others.
 
-    The others wait until these have completed. If one of them fails or goes to troubleshooting, or if they have not
-    completed `within` this time after the batch was created, the batch is held, and a person resumes or cancels it.
+    The others wait until these have completed. If one of them fails, goes to troubleshooting or is canceled, or if they
+    have not completed `within` this time after the batch was created, the batch is held, and a person resumes or
+    cancels it.
     """
 
     size: int

@@ -462,8 +462,8 @@ BEGIN
 END $$;
 
 -- Look after batches that have a canary or a failure budget. The caller holds their rows. A batch is held
--- when its budget is exceeded, or when a command of its canary has failed. When the canary has completed,
--- the others are let go.
+-- when its budget is exceeded, or when a command of its canary has failed or was canceled. When the canary
+-- has completed, the others are let go. If the whole batch expires, nothing is left to hold.
 CREATE FUNCTION busload.guard(batches uuid[]) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -471,6 +471,8 @@ DECLARE
     failures integer;
     allowed  integer;
     used     integer;
+    rest     integer;     -- commands that wait for the canary
+    missing  integer;     -- commands of the canary that were canceled
 BEGIN
     FOR b IN SELECT * FROM busload.batch
               WHERE batch_id = ANY (batches)
@@ -508,6 +510,18 @@ BEGIN
                         json_build_object('canary', b.canary_count, 'completed', b.completed_count));
                 PERFORM busload.release_held(ARRAY[b.batch_id], 'CANARY');
                 PERFORM pg_notify('busload_batch', b.batch_id::text);
+            ELSIF b.canceled_count > 0 AND b.expired_at IS NULL THEN
+                -- What was canceled may be of the canary, which can then never complete, or of the rest.
+                SELECT sum(s.hi - s.lo + 1)::integer INTO rest
+                  FROM busload.ids_of(ARRAY[b.batch_id]) AS i
+                  JOIN busload.scheduled AS s
+                    ON s.hi BETWEEN i.first AND i.last AND s.batch_id = b.batch_id AND s.reason = 'CANARY';
+                missing := b.canary_count - (b.total_count - b.canceled_count - rest);
+                IF missing > 0 THEN
+                    PERFORM busload.hold_batches(ARRAY[b.batch_id], 'CANARY', NULL, format(
+                        '%s of the %s commands that run first %s canceled.', missing, b.canary_count,
+                        CASE missing WHEN 1 THEN 'was' ELSE 'were' END));
+                END IF;
             END IF;
         END IF;
     END LOOP;
