@@ -37,6 +37,7 @@ from busload.errors import InvalidOperationError
 from busload.limits import concurrency
 from busload.limits.concurrency import Held, Request
 from busload.sync.plan import perform
+from busload.worker import claimer
 from busload.worker.lifecycle import Run
 from tests.given import DOMAIN, Database, Given, beside, eventually
 
@@ -423,6 +424,32 @@ async def test_a_paused_domain_does_not_keep_others_waiting_for_their_limit(give
     await given.drained(domains=domains)
     assert (len(seen), flights.calls) == (20, 3)
     database.check_invariants()
+
+
+async def test_a_hold_that_is_heard_while_a_part_is_asked_for_is_heeded_before_the_next(
+    given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permits of two commands are asked for one after the other, and both answers are late."""
+    monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+    lock = "SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])"
+    name = f"{DOMAIN}/Debit"
+    with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second:
+        first.execute(lock, [name, "0"])
+        second.execute(lock, [name, "1"])
+        batch_id = await sent(given, 2, keys=2)
+        async with given.running() as worker:
+            await eventually(lambda: database.value(waits, first.info.backend_pid) == 1)
+            heard = run(worker)._claimer._held_meanwhile
+            await given.bus.hold_batch(DOMAIN, batch_id, reason="wait")
+            tell = "SELECT pg_notify('busload_hold', %s)"  # until it listens
+            await eventually(lambda: database.rows(tell, str(batch_id)) and batch_id in heard)
+            first.rollback()
+            await eventually(lambda: database.value(waits, second.info.backend_pid) == 1)
+            second.rollback()
+            await eventually(lambda: database.count("lease") == 0 and database.count("permit") == 0)
+    assert seen == []
 
 
 # -- workers that die, freeze and come back ----------------------------------------------------------------------------

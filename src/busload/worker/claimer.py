@@ -411,6 +411,8 @@ class Claimer:
             before, paused = paused, self._pauses.paused
             if paused is not before:
                 self.heed_pauses()
+            if self._held_meanwhile:
+                self.heed_holds(self._held_meanwhile)
             for transition in refused:
                 await self._settlement.put(transition)
 
