@@ -574,6 +574,33 @@ async def test_what_is_handed_back_from_the_line_gives_its_permit_back(given: Gi
     assert database.count("permit") == 0
 
 
+async def test_what_is_canceled_in_line_gives_its_permit_back(given: Given, database: Database) -> None:
+    """It waits for the only thread. No sweep comes to its help."""
+    seen: list[int] = []
+    go = threading.Event()
+
+    def call(command: Command, ctx: SyncHandlerContext) -> None:
+        seen.append(command.data["n"])
+        go.wait(60)
+
+    given.handler("Other")  # else no more is claimed than there are threads
+    given.bus.handler(DOMAIN, "Debit", concurrency_limit=ConcurrencyLimit(2))(call)
+    batch_id = await sent(given, 2)
+    permits = "SELECT count(*) FROM busload.permit JOIN busload.command ON id = command WHERE command_id = %s"
+    settings = replace(given.settings, threads=1, sweep_every=timedelta(hours=1), lease_for=timedelta(hours=1))
+    async with given.running(concurrency=2, settings=settings):
+        await eventually(lambda: len(seen) == 1 and database.count("permit") == 2)
+        second = (await given.bus.list_batch_commands(DOMAIN, batch_id))[1 - seen[0]]
+        await given.bus.cancel_command(DOMAIN, second.command_id, reason="no")
+        try:
+            await eventually(lambda: database.value(permits, second.command_id) == 0)
+        finally:
+            go.set()
+        await eventually(database.is_at_rest)
+    assert len(seen) == 1
+    assert (await given.batch_now(batch_id)).canceled_count == 1
+
+
 # -- wrong input -------------------------------------------------------------------------------------------------------
 
 

@@ -371,6 +371,7 @@ class Outcomes:
 
     async def stop(self, leased: Sequence[Leased]) -> None:
         """These were canceled before they have begun."""
+        self._shared.permits.give_up(leased)
         for one in leased:
             one.started = time.monotonic()
             await self._put(Transition(one, CANCELED, NOT_BEGUN))
