@@ -538,6 +538,25 @@ async def test_a_call_that_goes_on_after_its_worker_was_declared_dead_counts_aga
         await eventually(lambda: database.count("permit") == 0)
 
 
+async def test_a_permit_that_was_adopted_meanwhile_is_not_freed_as_that_of_a_dead_worker(
+    given: Given, database: Database, dsn: str
+) -> None:
+    await sent(given, 1)
+    dead, alive = given.registered_worker(), given.registered_worker()
+    permit = held_by(given, dead)
+    database.rows("UPDATE busload.worker SET stopped_at = now() WHERE worker = %s", dead)
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])", [permit.name, permit.subject])
+        thread, answers = beside(dsn, concurrency.sweep)  # it has read whose permits they are
+        assert answers == []
+        database.perform(concurrency.adopt({permit: 1024}, worker=alive))
+    thread.join(60)
+    assert answers == [0]
+    assert database.rows("SELECT worker FROM busload.permit") == [(alive,)]
+    database.perform(concurrency.free([permit]))
+    assert database.count("permit") == 0
+
+
 async def test_a_permit_whose_answer_was_lost_is_freed(given: Given, database: Database) -> None:
     """The worker does not know of it, so nobody will use it."""
     seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))

@@ -14,9 +14,9 @@ SELECT busload.free_permits(%(names)b::text[], %(subjects)b::text[], %(permits)b
 -- name: free_of_dead
 -- Give the permits of workers back that stopped or were declared dead.
 SELECT busload.free_permits(coalesce(array_agg(limit_name), '{}'), coalesce(array_agg(limit_subject), '{}'),
-                            coalesce(array_agg(permit), '{}'))
+                            coalesce(array_agg(permit), '{}'), array_agg(worker))
   FROM (
-    SELECT limit_name, limit_subject, permit
+    SELECT limit_name, limit_subject, permit, worker
       FROM busload.permit AS p
      WHERE NOT EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = p.worker AND w.stopped_at IS NULL)
      ORDER BY permit LIMIT 1000

@@ -216,8 +216,11 @@ $$;
 
 -- Calls have ended, or their worker is dead: give their permits back, and let as many calls ask that wait for
 -- them. If a crash of the server undoes this, a worker finds that it does not use these permits, and frees
--- them again.
-CREATE FUNCTION busload.free_permits(names text[], subjects text[], permits bigint[]) RETURNS bigint
+-- them again. With `workers`, a permit is given back only if it still belongs to its worker: one that was
+-- declared dead may have come back meanwhile, and have counted its call again.
+CREATE FUNCTION busload.free_permits(
+    names text[], subjects text[], permits bigint[], workers bigint[] DEFAULT NULL
+) RETURNS bigint
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 DECLARE
@@ -232,8 +235,9 @@ BEGIN
     PERFORM busload.lock_limits($1, $2);
     WITH gone AS (
         DELETE FROM busload.permit AS p
-         USING unnest($1, $2, $3) AS f (name, subject, permit)
+         USING unnest($1, $2, $3, $4) AS f (name, subject, permit, worker)
          WHERE p.limit_name = f.name AND p.limit_subject = f.subject AND p.permit = f.permit
+           AND (f.worker IS NULL OR p.worker = f.worker)
         RETURNING p.limit_name, p.limit_subject
     )
     SELECT array_agg(g.limit_name), array_agg(g.limit_subject), array_agg(g.calls)
