@@ -228,6 +228,26 @@ async def test_what_is_handed_back_after_it_was_asked_to_stop_is_canceled_by_a_s
     assert given.database.count("stopping") == 0
 
 
+async def test_a_sweep_cancels_batch_by_batch_as_everybody_locks_them(bus: CommandBus, given: Given) -> None:
+    """The older batch has the larger id. Somebody locks both by id while the sweep is at work: no deadlock"""
+    small, large = sorted((uuid4(), uuid4()))
+    await given.batch(1, batch_id=large)
+    await given.batch(1, batch_id=small)
+    leased = given.claimed(2)
+    for one in leased:
+        await canceled(bus, one.command_id)
+        given.database.perform(claim.give_back({one.lease: [one.id]}, pause=None, details=()))
+    lock = "SELECT FROM busload.batch WHERE batch_id = %s FOR NO KEY UPDATE"
+    with psycopg.connect(bus.dsn) as holder:
+        holder.execute(lock, [small])
+        thread, answers = beside(bus.dsn, cancel.cancel_stragglers)
+        holder.execute(lock, [large])
+    thread.join()
+    assert [type(answer) for answer in answers] == [int]
+    given.database.perform(cancel.cancel_stragglers())
+    assert await statuses(bus, small) == await statuses(bus, large) == ["CANCELED"]
+
+
 async def retried_though_asked_to_stop(bus: CommandBus, given: Given) -> UUID:
     """A settlement waits for the cancel. Its snapshot is older than the request, so it schedules another attempt."""
     command_id = await given.sent()

@@ -121,7 +121,7 @@ SELECT pg_notify('busload_cancel', %(command)s::bigint::text) FROM running;
 -- The commands that were asked to stop, and what became of them: those that wait again are to be canceled,
 -- also as a later attempt, since a settlement may not have seen that they were asked. Only an operator's
 -- retry forgives the attempt that was to be the last one. Then nothing need be remembered, nor of those that
--- have ended.
+-- have ended. In the order in which everybody locks batches.
 SELECT s.command, s.operator, s.reason, c.batch_id, coalesce(place.forgiven < s.attempt, false),
        c.id IS NULL OR place.forgiven >= s.attempt
        OR c.status IN ('COMPLETED', 'FAILED', 'CANCELED', 'IN_TROUBLESHOOTING_QUEUE')
@@ -137,7 +137,7 @@ SELECT s.command, s.operator, s.reason, c.batch_id, coalesce(place.forgiven < s.
     SELECT forgiven FROM busload.outbox WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
     LIMIT 1
   ) AS place ON true
- ORDER BY s.command
+ ORDER BY c.batch_id, s.command
  LIMIT 1000
    FOR UPDATE OF s SKIP LOCKED;
 
