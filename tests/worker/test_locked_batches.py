@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import psycopg
 import pytest
 
-from busload import CommandBus
+from busload import BatchCommand, CommandBus
+from busload.batches import Canary
+from busload.commands import claim
 from busload.errors import InvalidOperationError
-from tests.given import DOMAIN, Database, Given, counts, eventually
+from busload.worker.sweep import sweep
+from tests.given import DOMAIN, WITHIN, Database, Given, counts, eventually
 
 
 async def open_batch(bus: CommandBus, commands: int, command_type: str = "Debit") -> UUID:
@@ -134,4 +138,58 @@ async def test_what_a_dead_worker_held_is_rescued_though_somebody_holds_one_of_i
         assert counts(await given.batch_now(held)) == (1, 0, 0, 0, 0)
     await given.drained()
     assert counts(await given.batch_now(held)) == (1, 0, 0, 1, 0)
+    database.check_invariants()
+
+
+async def handed_back(bus: CommandBus, given: Given, batches: int) -> list[UUID]:
+    """Batches of one command that was asked to stop, and then handed back; by id."""
+    batch_ids = [await given.batch(1) for _ in range(batches)]
+    for one in given.claimed(batches):
+        await bus.cancel_command(DOMAIN, one.command_id, reason="paid twice")
+        given.database.perform(claim.give_back({one.lease: [one.id]}, pause=None, details=()))
+    return sorted(batch_ids)
+
+
+async def test_a_sweep_cancels_what_was_asked_to_stop_though_somebody_holds_the_batch_of_one(
+    bus: CommandBus, given: Given, database: Database, dsn: str
+) -> None:
+    held, free = await handed_back(bus, given, 2)
+    worker = given.registered_worker()
+    with psycopg.connect(dsn) as holder:
+        holder.execute("SELECT FROM busload.batch WHERE batch_id = %s FOR UPDATE", [held])
+        await asyncio.wait_for(sweep(bus.pool, worker=worker, judge=False), WITHIN)
+        assert counts(await given.batch_now(held)) == (1, 0, 0, 0, 0)
+        assert counts(await given.batch_now(free)) == (1, 0, 0, 1, 0)
+    await sweep(bus.pool, worker=worker, judge=False)
+    assert counts(await given.batch_now(held)) == (1, 0, 0, 1, 0)
+    database.check_invariants()
+
+
+@pytest.mark.parametrize("part", ["canceled batch", "expired command", "expired batch", "canary"])
+async def test_a_sweep_goes_on_without_the_part_for_which_somebody_holds_a_load(
+    bus: CommandBus, given: Given, database: Database, dsn: str, part: str
+) -> None:
+    """For as long as a transaction of the application likes; the next sweep does it."""
+    [stopped] = await handed_back(bus, given, 1)
+    hour = timedelta(hours=1)
+    if part == "canary":
+        other = await bus.create_batch(DOMAIN, [BatchCommand("Debit")] * 3, canary=Canary(1, timedelta(microseconds=1)))
+        done = "SELECT held_at IS NOT NULL FROM busload.batch WHERE batch_id = %s"
+    else:
+        expires_at = datetime.now(UTC) + hour if part == "expired command" else None
+        expires_in = hour if part == "expired batch" else None
+        other = await bus.create_batch(DOMAIN, [BatchCommand("Debit", expires_at=expires_at)], expires_in=expires_in)
+        done = "SELECT canceled_count = 1 FROM busload.batch WHERE batch_id = %s"
+    if part == "canceled batch":
+        database.rows("UPDATE busload.batch SET canceled_at = now() WHERE batch_id = %s", other)
+    database.rows("UPDATE busload.expiry SET look_at = now()")
+    database.rows("UPDATE busload.batch SET expires_at = now() WHERE expires_at IS NOT NULL")
+    worker = given.registered_worker()
+    with psycopg.connect(dsn) as holder:
+        holder.execute("SELECT FROM busload.queue WHERE batch_id = %s FOR UPDATE", [other])
+        await asyncio.wait_for(sweep(bus.pool, worker=worker, judge=False), WITHIN)
+        assert counts(await given.batch_now(stopped)) == (1, 0, 0, 1, 0)
+        assert not database.value(done, other)
+    await sweep(bus.pool, worker=worker, judge=False)
+    assert database.value(done, other)
     database.check_invariants()

@@ -7,12 +7,15 @@ from enum import StrEnum
 from typing import NoReturn
 from uuid import UUID
 
+from psycopg.errors import LockNotAvailable
+
 from busload.commands.checks import SENT_BY_BUFFERS
 from busload.commands.command import CommandStatus
 from busload.commands.search import ENDED
 from busload.errors import CommandNotFoundError, InvalidOperationError
 from busload.postgres.plan import Plan, Row, Savepoint, execute
 from busload.postgres.statements import statements
+from busload.postgres.write import hurried
 
 SQL = statements(__name__)
 
@@ -117,17 +120,25 @@ def refuse_restless(command_id: UUID) -> NoReturn:
 
 
 def cancel_stragglers() -> Plan[int]:
-    """Cancel commands that were asked to stop, and then handed back without having run; needs a transaction.
+    """Cancel commands that were asked to stop, and wait again; needs a transaction.
 
-    Returns how many that were. Of the others, those are forgotten for which there is nothing more to do.
+    Returns how many that were. Of the others, those are forgotten for which there is nothing more to do. What somebody
+    else holds is left for the next time.
     """
     canceled, over = 0, []
+    locked: set[UUID] = set()
     for id, operator, reason, batch_id, waits, done in (yield from execute(SQL.stopping)):
         if waits:
+            if batch_id in locked:
+                continue
             try:
-                yield Savepoint(cancel_waiting(id, batch_id, reason=reason, operator=operator))
+                yield Savepoint(hurried(cancel_waiting(id, batch_id, reason=reason, operator=operator)))
             except _MovedError:
                 continue  # a worker has it again, and hears of it with its next heartbeat
+            except LockNotAvailable:
+                if batch_id is not None:
+                    locked.add(batch_id)
+                continue
             canceled += 1
         if waits or done:
             over.append(id)

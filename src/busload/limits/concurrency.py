@@ -152,11 +152,21 @@ def free(permits: Sequence[Held]) -> Plan[int]:
 
 def sweep() -> Plan[int]:
     """Free the permits of dead workers, and wake what was forgotten; return how many commands may ask again."""
+    return (yield from free_of_dead()) + (yield from wake_forgotten())
+
+
+def free_of_dead() -> Plan[int]:
+    """Free the permits of dead workers; return how many commands may ask again."""
     [(woken,)] = yield from execute(SQL.free_of_dead)
+    return int(woken)
+
+
+def wake_forgotten() -> Plan[int]:
+    """Wake what waits for a limit though a permit is free; return how many commands may ask again."""
     [(names, subjects, calls)] = yield from execute(SQL.forgotten)
-    if names:
-        [(more,)] = yield from execute(SQL.wake, names=names, subjects=subjects, calls=calls)
-        woken += more
+    if not names:
+        return 0
+    [(woken,)] = yield from execute(SQL.wake, names=names, subjects=subjects, calls=calls)
     return int(woken)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 from psycopg.errors import LockNotAvailable
 
@@ -12,14 +13,16 @@ from busload.commands import expire, rescue
 from busload.commands.wording import counted
 from busload.limits import concurrency
 from busload.postgres.connection import AsyncConnection
-from busload.postgres.plan import perform_async
+from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.write import hurried
 
 log = logging.getLogger("busload")
 
 PATIENCE = 1000
-"""Milliseconds that a rescue waits for a batch that others hold. Then it rescues the other batches only."""
+"""Milliseconds that a part of the sweep waits for a row that others hold. Then the sweep goes on without it."""
+
+T = TypeVar("T")
 
 
 async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
@@ -28,13 +31,12 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         returned = await _rescue(conn, worker, judge)
         canceled = await _cancel_stragglers(conn)
         expired = await _expire(conn)
-        async with conn.transaction():
-            overdue = await perform_async(conn, guards.hold_overdue())
-            await perform_async(conn, hold.withhold_stragglers())
-        async with conn.transaction():
-            stopped = await perform_async(conn, cancel_command.cancel_stragglers())
-        await perform_async(conn, rescue.start_batches(worker=worker))
-        await perform_async(conn, concurrency.sweep())
+        overdue = await _try(conn, guards.hold_overdue())
+        await _try(conn, hold.withhold_stragglers())
+        stopped = await _try(conn, cancel_command.cancel_stragglers())
+        await _try(conn, rescue.start_batches(worker=worker))
+        await _try(conn, concurrency.free_of_dead())
+        await _try(conn, concurrency.wake_forgotten())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",
@@ -53,12 +55,11 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
 
 async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Returned:
     """Take back what dead workers held; if somebody holds a batch, everything else."""
-    try:
-        async with conn.transaction():
-            return await perform_async(conn, hurried(rescue.rescue(worker=worker, judge=judge), PATIENCE))
-    except LockNotAvailable:
-        async with conn.transaction():
-            return await perform_async(conn, rescue.rescue(worker=worker, judge=judge, free_only=True))
+    for free_only in (False, True):
+        returned = await _try(conn, rescue.rescue(worker=worker, judge=judge, free_only=free_only))
+        if returned is not None:
+            return returned
+    return rescue.Returned()
 
 
 async def _expire(conn: AsyncConnection) -> int:
@@ -66,8 +67,7 @@ async def _expire(conn: AsyncConnection) -> int:
     total = 0
     for page in (expire.expire_commands, expire.expire_batch):
         while True:
-            async with conn.transaction():
-                canceled = await perform_async(conn, page())
+            canceled = await _try(conn, page())
             if canceled is None:
                 break
             total += canceled
@@ -78,8 +78,19 @@ async def _cancel_stragglers(conn: AsyncConnection) -> int:
     """A transaction per page, until nothing is left."""
     total = 0
     while True:
-        async with conn.transaction():
-            canceled = await perform_async(conn, cancel.cancel_stragglers())
+        canceled = await _try(conn, cancel.cancel_stragglers())
         if not canceled:
             return total
         total += canceled
+
+
+async def _try(conn: AsyncConnection, plan: Plan[T]) -> T | None:
+    """Carry out a part of the sweep in a transaction of its own; None if somebody holds a row that it needs.
+
+    That may be a transaction of the application, which stays open for as long as it likes. The next sweep tries again.
+    """
+    try:
+        async with conn.transaction():
+            return await perform_async(conn, hurried(plan, PATIENCE))
+    except LockNotAvailable:
+        return None
