@@ -248,6 +248,17 @@ async def test_a_sweep_cancels_batch_by_batch_as_everybody_locks_them(bus: Comma
     assert await statuses(bus, small) == await statuses(bus, large) == ["CANCELED"]
 
 
+async def test_a_thousand_that_still_run_do_not_hide_one_that_was_handed_back(bus: CommandBus, given: Given) -> None:
+    batch_id = await given.batch(1001)
+    leased = given.claimed(1001)
+    given.database.rows("INSERT INTO busload.stopping (command, attempt) SELECT id, 1 FROM busload.command")
+    last = max(leased, key=lambda one: one.id)
+    given.database.perform(claim.give_back({last.lease: [last.id]}, pause=None, details=()))
+    assert given.database.perform(cancel.cancel_stragglers()) == 1
+    assert counts(await given.batch_now(batch_id)) == (1001, 0, 0, 1, 0)
+    assert given.database.count("stopping") == 1000
+
+
 async def retried_though_asked_to_stop(bus: CommandBus, given: Given) -> UUID:
     """A settlement waits for the cancel. Its snapshot is older than the request, so it schedules another attempt."""
     command_id = await given.sent()

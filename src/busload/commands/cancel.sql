@@ -118,7 +118,7 @@ WITH running AS (
 SELECT pg_notify('busload_cancel', %(command)s::bigint::text) FROM running;
 
 -- name: stopping
--- The commands that were asked to stop, and what became of them: those that wait again are to be canceled,
+-- The commands that were asked to stop and do not run any more. Those that wait again are to be canceled,
 -- also as a later attempt, since a settlement may not have seen that they were asked. Only an operator's
 -- retry forgives the attempt that was to be the last one. Then nothing need be remembered, nor of those that
 -- have ended. In the order in which everybody locks batches.
@@ -137,6 +137,7 @@ SELECT s.command, s.operator, s.reason, c.batch_id, coalesce(place.forgiven < s.
     SELECT forgiven FROM busload.outbox WHERE hi BETWEEN s.command AND (s.command | 1023) AND lo <= s.command
     LIMIT 1
   ) AS place ON true
+ WHERE c.id IS NULL OR c.status <> 'IN_PROGRESS'
  ORDER BY c.batch_id, s.command
  LIMIT 1000
    FOR UPDATE OF s SKIP LOCKED;
