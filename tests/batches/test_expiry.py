@@ -98,6 +98,17 @@ async def test_commands_have_times_of_their_own(bus: CommandBus, given: Given, d
     assert {command.data["n"] % 3 for command in ended} == {0, 1}
 
 
+async def test_one_transaction_cancels_a_page_of_commands_and_up_to_a_load_more(
+    bus: CommandBus, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many loads are late, their batches are not held locked for long"""
+    monkeypatch.setattr(expire, "PAGE", 3)
+    for _ in range(5):
+        await bus.create_batch(DOMAIN, [BatchCommand("Debit", expires_at=soon())] * 2)
+    pass_time(database)
+    assert [database.perform(expire.expire_commands()) for _ in range(4)] == [4, 4, 2, None]
+
+
 async def test_what_is_handed_back_after_its_time_is_canceled(
     bus: CommandBus, given: Given, database: Database
 ) -> None:

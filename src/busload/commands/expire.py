@@ -12,7 +12,7 @@ from busload.postgres.statements import statements
 SQL = statements(__name__)
 
 PAGE = 2000
-"""Commands of a batch that one transaction cancels, and up to a load more."""
+"""Commands that one transaction cancels, and up to a load more."""
 LOADS = 500
 """Loads with a time of their own that one transaction looks at."""
 
@@ -35,11 +35,11 @@ def note_expiry(loads: Sequence[NewLoad]) -> Plan[None]:
 
 
 def expire_commands() -> Plan[int | None]:
-    """Cancel commands whose own time is over and that have not started; needs a transaction.
+    """Cancel a page of commands whose own time is over and that have not started; needs a transaction.
 
     Returns how many were canceled; None if no time is over.
     """
-    due = yield from execute(SQL.due, limit=LOADS)
+    due = yield from execute(SQL.due, loads=LOADS, limit=PAGE)
     if not due:
         return None
     loads = {"los": [lo for lo, _ in due], "his": [hi for _, hi in due]}

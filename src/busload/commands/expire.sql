@@ -26,18 +26,26 @@ SELECT first.id, last.id, first.batch_id, n.expires_at, n.expires_at
   JOIN busload.command AS last ON last.domain = n.domain AND last.command_id = n.last_id;
 
 -- name: due
--- Loads whose time is over, and their batches, which are locked before the loads. What belongs to a batch
--- that somebody else holds locked is left for the next time.
+-- Loads whose time is over, until they hold `limit` commands, and their batches, which are locked before the
+-- loads. What belongs to a batch that somebody else holds locked is left for the next time.
 SELECT lo, hi
-  FROM busload.expiry AS e
- WHERE look_at <= now()
-   AND (
-        batch_id IS NULL
-        OR EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = e.batch_id FOR NO KEY UPDATE SKIP LOCKED)
-   )
- ORDER BY look_at
- LIMIT %(limit)s::integer
-   FOR UPDATE SKIP LOCKED;
+  FROM (
+    SELECT lo, hi, sum(size) OVER (ORDER BY look_at, lo) - size AS before
+      FROM (
+        SELECT lo, hi, look_at, (hi - lo + 1)::integer AS size
+          FROM busload.expiry AS e
+         WHERE look_at <= now()
+           AND (
+                batch_id IS NULL
+                OR EXISTS (SELECT FROM busload.batch AS b
+                            WHERE b.batch_id = e.batch_id FOR NO KEY UPDATE SKIP LOCKED)
+           )
+         ORDER BY look_at
+         LIMIT %(loads)s::integer
+           FOR UPDATE SKIP LOCKED
+      ) AS load
+  ) AS load
+ WHERE before < %(limit)s::integer;
 
 -- name: waiting
 -- What waits of these loads and has not started.
