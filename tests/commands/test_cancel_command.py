@@ -26,7 +26,7 @@ from busload.commands import Cancellation, cancel, claim, rescue, settle
 from busload.commands.command import CommandStatus
 from busload.commands.execution import FAILED_ATTEMPT, Transition
 from busload.errors import CommandCanceledError, CommandNotFoundError, InvalidOperationError
-from busload.postgres.plan import Plan
+from busload.postgres.plan import Plan, execute
 from busload.sync.plan import perform
 from busload.worker.sweep import sweep
 from tests.faces import FACES, bus_of
@@ -237,6 +237,7 @@ async def test_a_sweep_cancels_batch_by_batch_as_everybody_locks_them(bus: Comma
     for one in leased:
         await canceled(bus, one.command_id)
         given.database.perform(claim.give_back({one.lease: [one.id]}, pause=None, details=()))
+    assert [row[3] for row in given.database.perform(execute(cancel.SQL.stopping))] == [small, large]
     lock = "SELECT FROM busload.batch WHERE batch_id = %s FOR NO KEY UPDATE"
     with psycopg.connect(bus.dsn) as holder:
         holder.execute(lock, [small])
