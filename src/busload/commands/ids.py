@@ -46,7 +46,7 @@ JobId: TypeAlias = UUID | str
 
 
 def job_id_of(text: JobId | None) -> JobId | None:
-    """The id of a job. A text that is a UUID is that UUID, however it is spelt."""
+    """The id of a job. A text that is a UUID, written with hyphens, is that UUID."""
     return UUID(text) if isinstance(text, str) and _SPELT_AS_UUID.fullmatch(text) else text
 
 
