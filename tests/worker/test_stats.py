@@ -468,7 +468,7 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back_counted_and_does_no
 
     given.handler("Wait", wait)
     given.handler()
-    await given.batch(commands=300)
+    await given.batch(commands=300, priority=1)
     await given.batch(commands=400, command_type="Wait")
     async with given.running(concurrency=5, settings=replace(given.settings, lease_for=timedelta(seconds=4))) as worker:
         await eventually(lambda: worker.stats.handed_back and not worker.stats.prefetch)
