@@ -18,6 +18,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from msgspec import structs
+from psycopg.conninfo import make_conninfo
 
 from busload import BusloadError, Dedup
 from busload.batches import cancel
@@ -39,6 +40,8 @@ HISTORY = ["execution", "event", "command", "batch", "task", "archive", "archive
 DEDUP = Dedup(window=timedelta(0))
 AT_ONCE = timedelta(microseconds=1)
 KEY = "invoice:7"
+PLANNED_ONCE = "-c plan_cache_mode=force_generic_plan -c jit=off -c enable_seqscan=off"
+"""As in the sessions of a worker. Else more than half of the time goes into planning the same statements again."""
 
 
 @dataclass
@@ -252,10 +255,12 @@ def run_to_the_end(database: Database, scene: Scene) -> None:
 
 @pytest.fixture(scope="module")
 def stage(server: TestServer) -> Iterator[tuple[str, Database, Second]]:
-    with server.database() as dsn, Database(dsn) as database:
-        second = Second(dsn)
-        yield dsn, database, second
-        second.close()
+    with server.database() as plain:
+        dsn = make_conninfo(plain, options=PLANNED_ONCE)
+        with Database(dsn) as database:
+            second = Second(dsn)
+            yield dsn, database, second
+            second.close()
 
 
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
