@@ -21,8 +21,9 @@ setup: .venv/ready  ## Make .venv with busload, embedded PostgreSQL and the test
 demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
+# Tests wait for servers and processes a quarter of their time: three processes keep two cores busy.
 test: lint servers  ## Lint, check types, run every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
