@@ -14,7 +14,7 @@ import psycopg
 
 from bench.case import Case, Measured, heard, helpers, say
 from bench.clock import timed
-from busload import BatchCommand, Command, CommandBus, HandlerContext, Worker
+from busload import BatchCommand, Command, CommandBus, ConcurrencyLimit, HandlerContext, Worker
 
 DOMAIN = "bench"
 our_case = partial(Case, "busload")
@@ -46,9 +46,11 @@ async def create(dsn: str, size: int) -> Measured:
     return lap.measured(size)
 
 
-async def drain(dsn: str, size: int, *, concurrency: int | None = None) -> Measured:
+async def drain(
+    dsn: str, size: int, *, concurrency: int | None = None, limit: ConcurrencyLimit | None = None
+) -> Measured:
     async with CommandBus(dsn) as bus:
-        bus.handler(DOMAIN, "Nothing")(nothing)
+        bus.handler(DOMAIN, "Nothing", concurrency_limit=limit)(nothing)
         worker = Worker(bus, concurrency=concurrency)
         with timed(dsn) as lap:
             settled = await worker.drain()

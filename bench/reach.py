@@ -123,6 +123,7 @@ GOALS = [
     AtMost("latency p99", 15, _latency("busload/latency", 99), unit="ms"),
     Goal("drain of one batch, beside none", 0.9, _rates("busload/drain", "busload/drain-unbatched")),
     Goal("drain of 1,000 batches, beside none", 0.85, _rates("busload/drain-1000-batches", "busload/drain-unbatched")),
+    Goal("drain with a concurrency limit, beside none", 0.6, _rates("busload/drain-limited", "busload/drain")),
     Goal("32 small workers on one batch, beside 32", 0.8, _rates("busload/crowd-1", "busload/crowd-32")),
     AtMost("claim with many waiting, beside few", 1.3, _latencies("busload/claim-many", "busload/claim-few")),
     AtMost(

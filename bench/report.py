@@ -44,6 +44,7 @@ VARIANTS = {
     "send-10": "send",
     "drain-unbatched": "drain",
     "drain-1000-batches": "drain-unbatched",
+    "drain-limited": "drain",
     "create-100b": "create",
     "create-1kb": "create-100b",
     "create-10kb": "create-100b",

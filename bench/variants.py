@@ -23,6 +23,7 @@ from busload import (
     BusinessRuleError,
     Command,
     CommandBus,
+    ConcurrencyLimit,
     HandlerContext,
     RetryPolicy,
     TransientCommandError,
@@ -268,6 +269,12 @@ BACKLOGS: dict[str, Any] = {"few": {"extent": "few"}, "many": {"extent": "many",
 CASES = [
     our_case("drain-unbatched", "drain without batches", drain, prepare=fill_without_batches),
     our_case("drain-1000-batches", "drain of 1,000 batches", drain, prepare=fill_many_batches),
+    our_case(
+        "drain-limited",
+        "drain, a concurrency limit with a key per command",
+        partial(drain, limit=ConcurrencyLimit(1, by="n")),
+        prepare=fill,
+    ),
     *(
         case
         for name, (length, title) in LENGTHS.items()

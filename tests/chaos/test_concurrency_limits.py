@@ -6,9 +6,12 @@ import random
 import signal
 import time
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 
 from busload import BatchCommand, Settings, SyncCommandBus
+from busload.commands import claim, rescue
+from busload.limits.concurrency import Singles, take_single
 from tests.chaos.harness import Server, Workers, folder, seeded
 from tests.chaos.nursery import CONCURRENT
 from tests.given import Database, short_and_long, until
@@ -56,6 +59,29 @@ def test_never_more_calls_run_than_allowed_though_workers_are_killed_and_frozen(
         assert database.value(completed) == commands
         assert database.count("permit") == 0
         database.check_invariants()
+
+
+def test_a_permit_outlasts_a_crash_of_the_server() -> None:
+    """The server crashes right after it has granted permits, and with it everything that was not on the disk."""
+    with folder() as path, Server(path / "server") as server:
+        with SyncCommandBus(server.dsn) as bus:
+            bus.create_batch(CONCURRENT, [command(n, 10) for n in range(20)])
+        with Database(server.dsn) as database:
+            database.rows("ALTER SYSTEM SET wal_writer_delay = '10s'")
+            database.rows("SELECT pg_reload_conf()")
+            lease_for = timedelta(minutes=5)
+            plan = rescue.register(name="given", domains=[CONCURRENT], concurrency=20, lease_for=lease_for)
+            worker = database.perform(plan)
+            leased = database.perform(claim.claim(worker=worker, domains=[CONCURRENT], limit=20)).leased
+            asked, again = Singles(), Singles()
+            for n, one in enumerate(leased):
+                (asked if n < 10 else again).add("crm", str(n % 10), 1, one)
+            permits = database.perform(take_single(asked, worker=worker))
+        server.restart()
+        with Database(server.dsn) as database:
+            assert database.rows("SELECT permit FROM busload.permit ORDER BY permit") == [(one,) for one in permits]
+            assert database.perform(take_single(again, worker=worker)) == [0] * 10
+            database.check_invariants()
 
 
 def command(n: int, keys: int) -> BatchCommand:

@@ -156,6 +156,71 @@ async def test_who_asks_while_a_permit_is_being_taken_waits_for_the_answer(given
     assert reasons(given.database) == {"LIMITED": 1}
 
 
+async def test_who_asks_while_a_permit_is_being_freed_gets_it(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    await given.batch(2)
+    permit = held_by(given, worker, name="crm")
+    [one] = given.claimed(by=worker)
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, concurrency.free([permit])) == 0
+        request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
+        thread, answers = beside(dsn, partial(concurrency.take, [request], worker=worker))
+        assert answers == []
+    thread.join(60)
+    assert len(answers) == 1
+    assert answers[0][0] > permit.permit
+    assert reasons(given.database) == {}
+
+
+async def test_who_frees_a_permit_while_a_command_begins_to_wait_lets_it_ask_again(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    await given.batch(2)
+    permit = held_by(given, worker, name="crm")
+    [one] = given.claimed(by=worker)
+    with psycopg.connect(dsn) as conn:
+        request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
+        assert perform(conn, concurrency.take([request], worker=worker)) == [0]
+        thread, answers = beside(dsn, partial(concurrency.free, [permit]))
+        assert answers == []
+    thread.join(60)
+    assert answers == [1]
+    assert reasons(given.database) == {}
+    assert given.database.count("queue") == 1
+
+
+async def test_while_nobody_waits_permits_of_a_key_are_taken_and_freed_side_by_side(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    await given.batch(3)
+    permit = held_by(given, worker, name="crm", calls=3)
+    [first], [second] = given.claimed(by=worker), given.claimed(by=worker)
+    requests = [Request("crm", permit.subject, 3, [(one.lease, one.id)]) for one in (first, second)]
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, concurrency.take(requests[:1], worker=worker)) != [0]
+        assert given.database.perform(concurrency.free([permit])) == 0  # does not wait for the commit above
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, concurrency.free([permit])) == 0
+        assert given.database.perform(concurrency.take(requests[1:], worker=worker)) != [0]
+    assert given.database.count("permit") == 2
+
+
+async def test_the_next_commands_are_claimed_while_permits_of_the_last_are_asked_for(
+    given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
+    flights = InFlight()
+    given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="key"))
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])", [f"{DOMAIN}/Debit", "0"])
+        await sent(given, 2, keys=2)
+        async with given.running():
+            await eventually(lambda: database.value("SELECT coalesce(sum(open), 0) FROM busload.lease") == 2)
+            assert flights.calls == 0
+            conn.rollback()
+            await eventually(lambda: flights.calls == 2 and database.is_at_rest())
+    assert database.count("permit") == 0
+    database.check_invariants()
+
+
 async def test_handlers_in_threads_are_limited_as_well(given: Given, database: Database) -> None:
     flights, pause = InFlight(), threading.Event()
 
@@ -426,13 +491,42 @@ async def test_a_paused_domain_does_not_keep_others_waiting_for_their_limit(give
     database.check_invariants()
 
 
-async def test_a_hold_that_is_heard_while_a_part_is_asked_for_is_heeded_before_the_next(
+async def test_what_waits_for_a_limit_in_a_resumed_domain_asks_again_at_once(given: Given, database: Database) -> None:
+    """And not with the next sweep, which is an hour away."""
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    permit = held_by(given, given.registered_worker())
+    await sent(given, 1)
+    async with given.running(settings=replace(given.settings, sweep_every=timedelta(hours=1))) as worker:
+        await eventually(lambda: reasons(database) == {"LIMITED": 1})
+        await given.bus.domains.pause(DOMAIN)
+        await eventually(lambda: DOMAIN in run(worker)._pauses.paused)
+        assert database.perform(concurrency.free([permit])) == 0
+        await given.bus.domains.resume(DOMAIN)
+        await eventually(lambda: len(seen) == 1)
+
+
+async def test_a_command_that_waits_for_a_limit_shows_no_time_at_which_it_runs(
+    given: Given, database: Database
+) -> None:
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    await sent(given, 1)
+    held_by(given, given.registered_worker())
+    late = await given.bus.send(DOMAIN, "Debit", {"key": 0})
+    await given.drained()
+    assert reasons(database) == {"LIMITED": 1}
+    command = await given.bus.get_command(DOMAIN, late.command_id)
+    assert command is not None
+    assert (command.status, command.run_at) == ("SCHEDULED", None)
+
+
+async def test_a_hold_that_is_heard_while_permits_are_asked_for_is_heeded(
     given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The permits of two commands are asked for one after the other, and both answers are late."""
+    """The permits of two commands are asked for one by one, and both answers are late."""
     monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
     seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE pg_blocking_pids(pid) && %s::integer[]"
     lock = "SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])"
     name = f"{DOMAIN}/Debit"
     with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second:
@@ -440,13 +534,16 @@ async def test_a_hold_that_is_heard_while_a_part_is_asked_for_is_heeded_before_t
         second.execute(lock, [name, "1"])
         batch_id = await sent(given, 2, keys=2)
         async with given.running() as worker:
-            await eventually(lambda: database.value(waits, first.info.backend_pid) == 1)
-            heard = run(worker)._claimer._held_meanwhile
+            pids = [first.info.backend_pid, second.info.backend_pid]
+            await eventually(lambda: database.value(waits, pids) == 2)
+            asking = run(worker)._claimer._asking
+            assert len(asking) == 2
             await given.bus.hold_batch(DOMAIN, batch_id, reason="wait")
             tell = "SELECT pg_notify('busload_hold', %s)"  # until it listens
-            await eventually(lambda: database.rows(tell, str(batch_id)) and batch_id in heard)
+            await eventually(
+                lambda: database.rows(tell, str(batch_id)) and all(batch_id in heard for heard in asking.values())
+            )
             first.rollback()
-            await eventually(lambda: database.value(waits, second.info.backend_pid) == 1)
             second.rollback()
             await eventually(lambda: database.count("lease") == 0 and database.count("permit") == 0)
     assert seen == []
@@ -546,7 +643,7 @@ async def test_a_permit_that_was_adopted_meanwhile_is_not_freed_as_that_of_a_dea
     permit = held_by(given, dead)
     database.rows("UPDATE busload.worker SET stopped_at = now() WHERE worker = %s", dead)
     with psycopg.connect(dsn) as conn:
-        conn.execute("SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])", [permit.name, permit.subject])
+        conn.execute("SELECT busload.lock_waiting(ARRAY[%s], ARRAY[%s], true)", [permit.name, permit.subject])
         thread, answers = beside(dsn, concurrency.sweep)  # it has read whose permits they are
         assert answers == []
         database.perform(concurrency.adopt({permit: 1024}, worker=alive))

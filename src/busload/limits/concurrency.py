@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 from uuid import UUID
 
 import msgspec
 
 from busload.commands.checks import refuse as refuse_invalid
 from busload.commands.checks import require, whole, wrong_name
-from busload.commands.execution import Lease
+from busload.commands.execution import Lease, Leased
 from busload.commands.payload import safe_str
 from busload.errors import PermanentCommandError
 from busload.limits.rate import KEY_BYTES, is_async, key_text
@@ -110,7 +110,22 @@ class Request(msgspec.Struct, frozen=True, eq=False, gc=False):  # made in a fif
     size: int = 1
 
 
-class Held(NamedTuple):
+class Singles(msgspec.Struct):
+    """As many requests, each for one command: in columns, because there are many."""
+
+    names: list[str] = []
+    subjects: list[str] = []
+    most: list[int] = []
+    leased: list[Leased] = []
+
+    def add(self, name: str, subject: str, most: int, leased: Leased) -> None:
+        self.names.append(name)
+        self.subjects.append(subject)
+        self.most.append(most)
+        self.leased.append(leased)
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A permit, under its limit and the value of its `by`."""
 
     name: str
@@ -118,17 +133,29 @@ class Held(NamedTuple):
     permit: int
 
 
+class AnyPermit(Protocol):
+    """What is known of a permit wherever it is held."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def subject(self) -> str: ...
+    @property
+    def permit(self) -> int: ...
+
+
 def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
     """Return the permit of each request. 0 means that there is none: what it is for waits and is not ours any more.
 
     None means that the worker holds none of its commands: it was declared dead, or lost their leases.
     """
-    ordinals: dict[UUID, int] = {}
-    rows = [
-        (id, request, ordinals.setdefault(lease.lease_id, len(ordinals) + 1))
-        for request, one in enumerate(requests, 1)
-        for lease, id in one.commands
-    ]
+    leases: dict[Lease, int] = {}
+    for one in requests:
+        for lease, _ in one.commands:
+            if lease not in leases:
+                leases[lease] = len(leases) + 1
+    rows = [(id, nth, leases[lease]) for nth, one in enumerate(requests, 1) for lease, id in one.commands]
+    commands, nths, ordinals = zip(*rows, strict=True)
     [(granted,)] = yield from execute(
         SQL.take,
         worker=worker,
@@ -136,15 +163,36 @@ def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
         subjects=Texts.of([one.subject for one in requests]),
         most=Integers.of([one.most for one in requests]),
         sizes=Integers.of([one.size for one in requests]),
-        leases=list(ordinals),
-        commands=Bigints.of([id for id, _, _ in rows]),
-        requests=Integers.of([request for _, request, _ in rows]),
-        lease_ordinals=Integers.of([lease for _, _, lease in rows]),
+        leases=[lease.lease_id for lease in leases],
+        commands=Bigints.of(commands),
+        requests=Integers.of(nths),
+        lease_ordinals=Integers.of(ordinals),
     )
     return list(granted)
 
 
-def free(permits: Sequence[Held]) -> Plan[int]:
+def take_single(asked: Singles, *, worker: int) -> Plan[list[int | None]]:
+    """The same for single commands."""
+    of_commands = [one.lease for one in asked.leased]
+    leases = list(dict.fromkeys(of_commands))
+    ordinals = {lease: ordinal for ordinal, lease in enumerate(leases, 1)}
+    count = len(of_commands)
+    [(granted,)] = yield from execute(
+        SQL.take,
+        worker=worker,
+        names=Texts.of_few(asked.names),
+        subjects=Texts.of(asked.subjects),
+        most=Integers.of(asked.most),
+        sizes=Integers.of([1] * count),
+        leases=[lease.lease_id for lease in leases],
+        commands=Bigints.of([one.id for one in asked.leased]),
+        requests=Integers.of(range(1, count + 1)),
+        lease_ordinals=Integers.of([ordinals[lease] for lease in of_commands]),
+    )
+    return granted  # type: ignore[no-any-return]
+
+
+def free(permits: Sequence[AnyPermit]) -> Plan[int]:
     """Give permits back; return how many commands may ask again. Safe to repeat."""
     [(woken,)] = yield from execute(SQL.free, **_columns(permits))
     return int(woken)
@@ -175,14 +223,14 @@ def permits_of(worker: int, *, settled: timedelta) -> Plan[list[Held]]:
     return many(Held, SQL.permits_of, worker=worker, settled=settled)
 
 
-def adopt(permits: Mapping[Held, int], *, worker: int) -> Plan[None]:
+def adopt(permits: Mapping[AnyPermit, int], *, worker: int) -> Plan[None]:
     """Count calls that still run, by their first command, though their worker was declared dead meanwhile."""
     yield from execute(SQL.adopt, worker=worker, **_columns(list(permits)), commands=list(permits.values()))
 
 
-def _columns(permits: Sequence[Held]) -> dict[str, Any]:
+def _columns(permits: Sequence[AnyPermit]) -> dict[str, Any]:
     return {
-        "names": Texts.of([one.name for one in permits]),
+        "names": Texts.of_few([one.name for one in permits]),
         "subjects": Texts.of([one.subject for one in permits]),
         "permits": Bigints.of([one.permit for one in permits]),
     }

@@ -58,8 +58,20 @@ class Texts(Packed):
 
     @classmethod
     def of(cls, values: Sequence[str | None]) -> Packed:  # type: ignore[override]
-        raw = [None if value is None else value.encode() for value in values]
-        return cls._of([_NULL if value is None else len(value).to_bytes(4) + value for value in raw])
+        if None in values:
+            return cls._of([_NULL if value is None else cls._field(value) for value in values])
+        return cls._of([len(raw).to_bytes(4) + raw for raw in [value.encode() for value in values]])  # type: ignore[union-attr]
+
+    @classmethod
+    def of_few(cls, values: Sequence[str]) -> Packed:
+        """The same where only few of the values are different."""
+        fields = {value: cls._field(value) for value in dict.fromkeys(values)}
+        return cls._of([fields[value] for value in values])
+
+    @staticmethod
+    def _field(value: str) -> bytes:
+        raw = value.encode()
+        return len(raw).to_bytes(4) + raw
 
 
 def unless_all_null(values: Iterable[T]) -> list[T]:

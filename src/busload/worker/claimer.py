@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -21,6 +22,7 @@ from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
 from busload.worker.line import Claimed, Gathered, Line, commands_of
+from busload.worker.pace import Pace
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
@@ -40,18 +42,17 @@ LONGEST_EMPTY = 0.05
 SMALLEST_TICK = 0.02
 """Seconds between two promotions that find something: retries become due one by one."""
 
-SHORTEST_SAMPLE = 0.0005
-"""Seconds that a pace is measured over, at least."""
-
 OLDEST_EVERY = 16
 """One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
 
 MOST_AHEAD = 20
 """Commands in line for each slot, at most: however fast the last ones were, the next ones may be slow."""
 
+ASKED_TOGETHER = 1000
+"""Commands that are claimed, and whose permits are asked for, in one statement at most."""
 
-ASKED_TOGETHER = 2000
-"""Commands whose permits are asked for in one statement."""
+MOST_ASKING = 2
+"""Statements at a time that ask for permits: the server begins the next one while we run what the last one granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +63,6 @@ class Look:
     """Seconds until the next round; None if the next round waits until something has changed."""
     found_nothing: bool = False
     """Whether nothing is ready in any domain."""
-
-
-class Pace:
-    """How many commands to hold ahead of the slots: as many as finish here within the horizon.
-
-    The horizon is `prefetch`, or ten claims' time where claims are slow, as they are when many workers share a machine:
-    fewer and larger ones then leave more of it to the handlers. It is never longer than `longest`.
-    """
-
-    def __init__(self, prefetch: float, longest: float) -> None:
-        self._prefetch, self._longest = prefetch, longest
-        self._claim = 0.0
-        self._rate = 0.0
-        self._finished, self._busy = 0, 0.0
-
-    @property
-    def horizon(self) -> float:
-        """Seconds."""
-        return min(max(self._prefetch, 10 * self._claim), self._longest)
-
-    def claimed(self, seconds: float) -> None:
-        """Learn how long a claim took."""
-        self._claim += (seconds - self._claim) / 4
-
-    def ahead(self, finished: int, busy: float) -> int:
-        """Learn that so many have finished so far, in so many seconds in which there was something to do."""
-        if self._prefetch == 0:
-            return 0
-        elapsed = busy - self._busy
-        if elapsed >= SHORTEST_SAMPLE:
-            rate = (finished - self._finished) / elapsed
-            self._rate += (rate - self._rate) * (min(1.0, elapsed / self._prefetch) if self._rate else 1.0)
-            self._finished, self._busy = finished, busy
-        return int(self._rate * self.horizon)
 
 
 class Claimer:
@@ -135,6 +102,8 @@ class Claimer:
         """Has the next round begin at once."""
         self._held_meanwhile: set[UUID] = set()
         """Batches that were held since the last claim was sent: it may still bring commands of them."""
+        self._asking: dict[asyncio.Task[None], set[UUID]] = {}
+        """Claims whose permits are asked for, and the batches that were held since."""
         self.sent_at: float | None = None
         """When the claim under way was sent; None while there is none."""
         self.emptied = False
@@ -165,7 +134,14 @@ class Claimer:
             wanted, rest = self._without_resting(wanted)
         if self._broker is not None:
             self._decide_on_poll(self._broker)
-        found = [await self._claim(domains, most) for domains, most in wanted]
+        try:
+            found = [await self._claim_in_parts(domains, most) for domains, most in wanted]
+        except asyncio.CancelledError:
+            for asking in self._asking:
+                asking.cancel()
+            raise
+        finally:
+            await self._answered()
         taken_all = [len(taken.leased) < most for taken, (_, most) in zip(found, wanted, strict=True)]
         if self._handlers.gathers:
             now = time.monotonic()
@@ -287,9 +263,11 @@ class Claimer:
         except ValueError:
             log.debug("Ignored a notification of a hold without an id")
 
-    def heed_holds(self, held: Collection[UUID]) -> None:
+    def heed_holds(self, held: Set[UUID]) -> None:
         """Take what belongs to these batches out of the line; the next round hands it back."""
-        self._held_meanwhile.update(held)
+        self._held_meanwhile |= held
+        for heard in self._asking.values():
+            heard |= held
         items = self._line.items
         self._take_out([item for item in items if any(one.lease.batch_id in held for one in commands_of(item))])
         self._hand_back.add(self._gatherer.abandon(batches=held))
@@ -313,6 +291,21 @@ class Claimer:
         poll = self._settings.poll_every.total_seconds()
         pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
         return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
+
+    async def _claim_in_parts(self, domains: list[str], limit: int) -> claim.Claim:
+        """Claim so many commands of these domains; if they may need permits, in parts.
+
+        While the permits of one part are asked for, slots run the part before, and the next part is claimed.
+        """
+        if not self._handlers.concurrency_limits or limit <= ASKED_TOGETHER:
+            return await self._claim(domains, limit)
+        part, found = math.ceil(limit / math.ceil(limit / ASKED_TOGETHER)), NOTHING
+        while (wanted := min(part, limit - len(found.leased))) > 0:
+            taken = await self._claim(domains, wanted)
+            found = found.joined(taken)
+            if len(taken.leased) < wanted or taken.contended:
+                break
+        return found
 
     async def _claim(self, domains: list[str], limit: int) -> claim.Claim:
         """Claim so many commands of these domains, and put them into the line.
@@ -342,7 +335,7 @@ class Claimer:
         if not domains:
             return NOTHING
         number, taken = self._shared.number, NOTHING
-        self._held_meanwhile.clear()
+        self._held_meanwhile = set()
         sent_at = self.sent_at = time.monotonic()
         try:
             if deliveries is None:
@@ -382,7 +375,7 @@ class Claimer:
                 lease.lost = True
             raise
         if self._handlers.concurrency_limits:
-            await self._add_with_permits(known, paused)
+            await self._ask_for_permits(known, paused)
         elif self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
         if self._held_meanwhile:
@@ -399,22 +392,40 @@ class Claimer:
         self._line.add(known)
         return refused
 
-    async def _add_with_permits(self, known: list[Leased], paused: Collection[str]) -> None:
-        """Put commands into the line that have a permit or need none, a part after the other: slots begin meanwhile."""
-        for first in range(0, len(known), ASKED_TOGETHER):
+    async def _ask_for_permits(self, known: list[Leased], paused: Collection[str]) -> None:
+        """Begin to ask for the permits of these commands: so the server has always something to do."""
+        heard = self._held_meanwhile
+        self._asking[asyncio.create_task(self._add_with_permits(known, paused, heard))] = heard
+        await self._answered(MOST_ASKING - 1)
+
+    async def _answered(self, left: int = 0) -> None:
+        """Wait until no more than so many requests have no answer. The commands of the others stand in line."""
+        failure: Exception | None = None
+        while len(self._asking) > left:
+            first = next(iter(self._asking))
             try:
-                granted, refused = await self._shared.permits.take(known[first : first + ASKED_TOGETHER])
-            except BaseException:
-                self._hand_back.add(known[first:])
-                raise
-            refused += self._add(granted)
-            before, paused = paused, self._pauses.paused
-            if paused is not before:
-                self.heed_pauses()
-            if self._held_meanwhile:
-                self.heed_holds(self._held_meanwhile)
-            for transition in refused:
-                await self._settlement.put(transition)
+                await first
+            except Exception as error:
+                failure = error
+            finally:
+                del self._asking[first]
+        if failure is not None:
+            raise failure
+
+    async def _add_with_permits(self, known: list[Leased], paused: Collection[str], held: set[UUID]) -> None:
+        """Put those commands into the line that have a permit or need none; `held` has the batches held meanwhile."""
+        try:
+            granted, refused = await self._shared.permits.take(known)
+        except BaseException:
+            self._hand_back.add(known)
+            raise
+        refused += self._add(granted)
+        if self._pauses.paused is not paused:
+            self.heed_pauses()
+        if held:
+            self.heed_holds(held)
+        for transition in refused:
+            await self._settlement.put(transition)
 
     def _decide_on_poll(self, broker: Broker) -> None:
         """Look at the queue itself when the database notifies, and at times: a message may be lost."""

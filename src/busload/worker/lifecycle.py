@@ -299,7 +299,7 @@ class Run:
             self._claimer.heed_pauses()
             self._limiter.refuse_domains(self._pauses.paused)
             self._moved.set()
-            for loop in (self._claiming, *self._distributing):
+            for loop in (self._claiming, self._sweeping, *self._distributing):
                 loop.wake()
         return self._settings.sweep_every.total_seconds()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
+import msgspec
 import psycopg
 
 from busload.commands.bulk_items import Chunk, Group
@@ -14,9 +16,10 @@ from busload.commands.execution import Leased, Transition, Unreadable, failure
 from busload.commands.payload import UndecodableError
 from busload.handlers.registry import Handler
 from busload.limits import concurrency
-from busload.limits.concurrency import Held, Request
+from busload.limits.concurrency import AnyPermit, ConcurrencyLimit, Held, Request, Singles
 from busload.limits.limiter import Entered, LimitedError, PermitLostError
 from busload.postgres.backoff import Backoff
+from busload.postgres.plan import Plan
 from busload.worker.call_handler import argument_of
 from busload.worker.coalescer import Coalescer
 from busload.worker.settlement import end_failed
@@ -28,21 +31,29 @@ FREED_WITHIN = timedelta(milliseconds=5)
 """How long a permit that is free waits for others, to be given back together with them."""
 
 
-class Permit:
+_Kind: TypeAlias = tuple[Handler, ConcurrencyLimit, str]
+"""A handler, its limit, and the name of the limit."""
+
+
+class Permit(msgspec.Struct, eq=False):
     """A call that may begin while its worker lives, as the database sees it. `argument` is what a single one gets."""
 
-    __slots__ = ("_shared", "argument", "begun", "counted_for", "freed", "held", "leased", "worker")
-
-    def __init__(self, shared: Shared, held: Held, leased: Sequence[Leased], argument: Any, worker: int) -> None:
-        self._shared, self.held, self.leased, self.argument = shared, held, leased, argument
-        self.worker = self.counted_for = worker
-        self.begun = self.freed = False
+    shared: Shared
+    name: str
+    subject: str
+    permit: int
+    leased: Sequence[Leased]
+    argument: Any
+    worker: int
+    counted_for: int
+    begun: bool = False
+    freed: bool = False
 
     def begin(self) -> None:
         """The call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
-        alive = self._shared.surely_alive  # asked first: a new number comes before its first sign of life
-        if not alive or self.worker != self._shared.number or self.freed:
-            raise PermitLostError(self.held.name)
+        alive = self.shared.surely_alive  # asked first: a new number comes before its first sign of life
+        if not alive or self.worker != self.shared.number or self.freed:
+            raise PermitLostError(self.name)
         self.begun = True
 
 
@@ -70,7 +81,7 @@ class Permits:
         """When the requests were sent that have no answer yet."""
         self._strange: set[Held] = set()
         self._closed = False
-        self._freed: Coalescer[Held] = Coalescer(
+        self._freed: Coalescer[AnyPermit] = Coalescer(
             self._flush,
             max_size=1000,
             max_interval=FREED_WITHIN,
@@ -90,30 +101,44 @@ class Permits:
         Returns those that may run, with those that need no permit, and the results of those whose `by` fails. All
         others wait in the database and are not ours any more.
         """
-        asking: list[tuple[Request, Sequence[Leased], Any]] = []
+        asked, arguments = Singles(), []
         refused: list[Transition] = []
-        without: set[Leased] = set()
-        find = self._shared.bus.handlers.find
+        may_run: list[Leased] = []
+        kinds: dict[tuple[str, str], _Kind | None] = {}
         for one in leased:
-            lease = one.lease
-            handler = find(lease.domain, one.command_type)
-            if handler is None or (limit := handler.concurrency_limit) is None or handler.takes_many:
+            kind_of = one.lease.domain, one.command_type
+            try:
+                kind = kinds[kind_of]
+            except KeyError:
+                kind = kinds[kind_of] = self._kind(*kind_of)
+            if kind is None:
+                may_run.append(one)
                 continue
-            without.add(one)
+            handler, limit, name = kind
             try:
                 argument = argument_of(one)
                 subject = limit.subject_of(argument)
             except BaseException as error:
                 refused.append(self._refused(one, error, handler))
             else:
-                name = limit.name_for(lease.domain, one.command_type)
-                asking.append((Request(name, subject, limit.calls, [(lease, one.id)]), [one], argument))
-        if asking:
-            for permit in await self._ask(asking):
-                [one] = permit.leased
-                self._of[one] = permit
-                without.discard(one)
-        return [one for one in leased if one not in without], refused
+                asked.add(name, subject, limit.calls, one)
+                arguments.append(argument)
+        if not arguments:
+            return may_run, refused
+        answers, number = await self._ask(partial(concurrency.take_single, asked))
+        granted: list[Leased] = []
+        columns = zip(asked.names, asked.subjects, asked.leased, arguments, answers, strict=True)
+        for name, subject, one, argument, answer in columns:
+            if answer:
+                permit = Permit(self._shared, name, subject, answer, (one,), argument, number, number)
+                self._held[answer] = self._of[one] = permit
+                granted.append(one)
+            else:
+                self._not_granted([one], answer)
+        if not may_run:
+            return granted, refused
+        allowed = {*may_run, *granted}
+        return [one for one in leased if one in allowed], refused
 
     async def enter(
         self, handler: Handler, domain: str, command_type: str, bulk: Chunk | Group, leased: Sequence[Leased]
@@ -127,7 +152,7 @@ class Permits:
         request = Request(name, subject, limit.calls, commands, size)
         while True:
             try:
-                granted = await self._ask([(request, leased, None)])
+                [answer], number = await self._ask(partial(concurrency.take, [request]))
             except psycopg.Error as error:  # it may have been granted all the same: `once` frees that permit
                 if all(one.lease.lost for one in leased):
                     raise PermitLostError(name) from error
@@ -136,9 +161,12 @@ class Permits:
                 await asyncio.sleep(pause)
                 continue
             self._shared.outage.worked(ASKING, reached=True)
-            if not granted:
+            if not answer:
+                self._not_granted(leased, answer)
                 raise LimitedError(name)
-            return granted[0]
+            permit = Permit(self._shared, name, subject, answer, leased, None, number, number)
+            self._held[answer] = permit
+            return permit
 
     def of(self, leased: Leased) -> Permit | None:
         """The permit of a single command; None if its handler has no limit."""
@@ -147,11 +175,11 @@ class Permits:
     def free(self, permit: Permit) -> None:
         """The call has ended, or will not be made."""
         permit.freed = True
-        if self._held.pop(permit.held.permit, None) is not None:
+        if self._held.pop(permit.permit, None) is not None:
             for one in permit.leased:
                 self._of.pop(one, None)
             if not self._closed:  # else others free it, as this worker has stopped
-                self._freed.offer(permit.held)
+                self._freed.offer(permit)
 
     def give_up(self, leased: Iterable[Leased]) -> None:
         """These commands are handed back: their calls will not be made."""
@@ -194,36 +222,39 @@ class Permits:
         number = self._shared.number
         running = [permit for permit in self._held.values() if permit.begun and permit.counted_for != number]
         if running:
-            calls = {permit.held: permit.leased[0].id for permit in running}
+            calls: dict[AnyPermit, int] = {permit: permit.leased[0].id for permit in running}
             await self._shared.perform(concurrency.adopt(calls, worker=number))
             for permit in running:
                 permit.counted_for = number
-                if permit.held.permit not in self._held:  # it ended meanwhile
-                    self._freed.offer(permit.held)
+                if permit.permit not in self._held:  # it ended meanwhile
+                    self._freed.offer(permit)
 
-    async def _ask(self, asking: Sequence[tuple[Request, Sequence[Leased], Any]]) -> list[Permit]:
-        shared = self._shared
-        number, granted = shared.number, []
-        sent_at = clock()
+    def _kind(self, domain: str, command_type: str) -> _Kind | None:
+        """What limits the commands of a type, one by one; None if nothing does."""
+        handler = self._shared.bus.handlers.find(domain, command_type)
+        if handler is None or (limit := handler.concurrency_limit) is None or handler.takes_many:
+            return None
+        return handler, limit, limit.name_for(domain, command_type)
+
+    async def _ask(self, take: Callable[..., Plan[list[int | None]]]) -> tuple[list[int | None], int]:
+        """Ask for permits; returns the answers, and the number of this worker for which they are."""
+        number, sent_at = self._shared.number, clock()
         self._asked.append(sent_at)
         try:
-            answers = await shared.perform(concurrency.take([request for request, _, _ in asking], worker=number))
+            return await self._shared.perform(take(worker=number)), number
         finally:
             self._asked.remove(sent_at)
-        for (request, leased, argument), answer in zip(asking, answers, strict=True):
-            if answer:
-                permit = Permit(shared, Held(request.name, request.subject, answer), leased, argument, number)
-                self._held[answer] = permit
-                granted.append(permit)
-            elif answer is None:
-                self._hand_back(leased)
-            else:
-                for one in leased:
-                    one.lease.running -= 1
-                shared.held.settled(leased)
-        return granted
 
-    async def _flush(self, permits: Sequence[Held]) -> None:
+    def _not_granted(self, leased: Sequence[Leased], answer: int | None) -> None:
+        """These commands wait in the database, or are not ours any more."""
+        if answer is None:
+            self._hand_back(leased)
+            return
+        for one in leased:
+            one.lease.running -= 1
+        self._shared.held.settled(leased)
+
+    async def _flush(self, permits: Sequence[AnyPermit]) -> None:
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
             await self._shared.perform(concurrency.free(permits))
         self._on_freed()

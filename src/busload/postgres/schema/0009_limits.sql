@@ -57,22 +57,37 @@ CREATE TABLE busload.permit (
     PRIMARY KEY (limit_name, limit_subject, permit) -- finds a permit, and counts those of a limit
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- Whoever takes or frees permits is alone with their limits until its transaction ends. Limits share 128
--- locks, so that a transaction takes no more of them than the server has room for, and always in the same
--- order. The statement that calls one of the functions below is the whole transaction: a client that freezes
--- holds nobody up. Plans are kept, and may be made while the tables are empty: by their settings they are
--- right at any size.
+-- Whoever takes permits is alone with their limits until its transaction ends. Limits share 128 locks, so
+-- that a transaction takes no more of them than the server has room for, and always in the same order. The
+-- statement that calls one of the functions below is the whole transaction: a client that freezes holds
+-- nobody up. Plans are kept, and may be made while the tables are empty: by their settings they are right at
+-- any size.
 CREATE FUNCTION busload.lock_limits(names text[], subjects text[]) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-DECLARE part integer;
 BEGIN
-    FOR part IN
+    PERFORM pg_advisory_xact_lock(27711006, part)
+       FROM (
         SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
           FROM unnest($1, $2) AS k (name, subject)
          ORDER BY part
-    LOOP
-        PERFORM pg_advisory_xact_lock(27711006, part);
-    END LOOP;
+        OFFSET 0
+       ) AS k;
+END $$;
+
+-- Whoever frees permits, or wakes commands that wait for them, does it beside others. But whoever is about to
+-- let a command wait is alone, and counts again: so it either sees the permit as free, or its command is seen
+-- by who frees the permit. Most often nobody has to wait, and then those who take and free do not meet.
+CREATE FUNCTION busload.lock_waiting(names text[], subjects text[], alone boolean) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM CASE WHEN alone THEN pg_advisory_xact_lock(27711008, part)
+                 ELSE pg_advisory_xact_lock_shared(27711008, part) END
+       FROM (
+        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
+          FROM unnest($1, $2) AS k (name, subject)
+         ORDER BY part
+        OFFSET 0
+       ) AS k;
 END $$;
 
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
@@ -86,9 +101,18 @@ CREATE FUNCTION busload.take_permits(
 ) RETURNS bigint[]
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_nestloop = off AS $$
-DECLARE answer bigint[];
+DECLARE
+    asked record;
+    intact boolean;
+    fits boolean;
+    answer bigint[];
+    granted_to bigint[];
 BEGIN
-    PERFORM FROM busload.lease WHERE lease_id = ANY ($6) AND worker = $1 ORDER BY lease_id FOR UPDATE;
+    SELECT count(*) = cardinality($6) AND bool_and(l.returned = '{}')
+      INTO intact
+      FROM (SELECT returned FROM busload.lease
+             WHERE lease_id = ANY ($6) AND worker = $1
+             ORDER BY lease_id FOR UPDATE) AS l;
     PERFORM busload.lock_limits($2, $3);
     INSERT INTO busload.concurrency_limit AS l (name, most)
     SELECT DISTINCT ON (n.name) n.name, n.most
@@ -97,6 +121,43 @@ BEGIN
                         WHERE k.name = n.name AND k.most = n.most AND k.used_at > now() - interval '1 hour')
      ORDER BY n.name
         ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
+    -- Most often each call has one command, and there are permits for all of them: then nothing has to wait.
+    fits := intact AND cardinality($7) = cardinality($2)
+            AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL);
+    IF fits THEN
+        FOR asked IN
+            SELECT r.name, min(r.most) AS most, array_agg(r.subject) AS subjects
+              FROM unnest($2, $3, $4) AS r (name, subject, most)
+             GROUP BY r.name
+        LOOP
+            SELECT coalesce(max(k.calls) <= asked.most, true)
+              INTO fits
+              FROM (
+                SELECT count(*) AS calls
+                  FROM (
+                    SELECT unnest(asked.subjects) AS subject
+                     UNION ALL
+                    SELECT limit_subject
+                      FROM busload.permit
+                     WHERE limit_name = asked.name AND limit_subject = ANY (asked.subjects)
+                  ) AS call
+                 GROUP BY subject COLLATE "C"
+              ) AS k;
+            EXIT WHEN NOT fits;
+        END LOOP;
+    END IF;
+    IF fits THEN
+        WITH granted AS (
+            INSERT INTO busload.permit (limit_name, limit_subject, worker, command)
+            SELECT r.name, r.subject, $1, r.command
+              FROM unnest($2, $3, $7) AS r (name, subject, command)
+            RETURNING permit, command
+        )
+        SELECT array_agg(permit), array_agg(command) INTO answer, granted_to FROM granted;
+        ASSERT granted_to = $7, 'permits come in the order of their requests';
+        RETURN answer;
+    END IF;
+    PERFORM busload.lock_waiting($2, $3, true);
     WITH request AS (
         SELECT *
           FROM unnest($2, $3, $4, $5) WITH ORDINALITY AS r (name, subject, most, size, ordinal)
@@ -107,14 +168,18 @@ BEGIN
           JOIN busload.lease AS l ON l.lease_id = n.lease_id AND l.worker = $1
          WHERE c.id <> ALL (l.returned)
            AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL)
+    ), key AS MATERIALIZED (
+        SELECT k.name, k.subject,
+               (SELECT count(*) FROM busload.permit AS p
+                 WHERE p.limit_name = k.name AND p.limit_subject = k.subject) AS calls
+          FROM (SELECT DISTINCT r.name, r.subject FROM request AS r) AS k
     ), judged AS MATERIALIZED (
         SELECT r.*, f.first,
                row_number() OVER (
                    PARTITION BY r.name COLLATE "C", r.subject COLLATE "C" ORDER BY f.first
-               )
-               <= r.most - (SELECT count(*) FROM busload.permit AS p
-                             WHERE p.limit_name = r.name AND p.limit_subject = r.subject) AS granted
+               ) <= r.most - k.calls AS granted
           FROM request AS r
+          JOIN key AS k ON k.name = r.name AND k.subject = r.subject
           JOIN (SELECT request, min(id) AS first FROM command GROUP BY request) AS f ON f.request = r.ordinal
     ), granted AS (
         INSERT INTO busload.permit (limit_name, limit_subject, worker, command)
@@ -170,7 +235,7 @@ END $$;
 -- domain goes on, the next sweep finds them. Returns how many commands.
 CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint[]) RETURNS bigint
     LANGUAGE sql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
-    SELECT busload.lock_limits($1, $2);
+    SELECT busload.lock_waiting($1, $2, false);
     WITH room AS (
         SELECT k.name, k.subject,
                least(k.calls,
@@ -222,7 +287,7 @@ CREATE FUNCTION busload.free_permits(
     names text[], subjects text[], permits bigint[], workers bigint[] DEFAULT NULL
 ) RETURNS bigint
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
-    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+    SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off AS $$
 DECLARE
     gone_names text[];
     gone_subjects text[];
@@ -232,19 +297,23 @@ BEGIN
         RETURN 0;
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
-    PERFORM busload.lock_limits($1, $2);
+    PERFORM busload.lock_waiting($1, $2, false);
+    IF NOT EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED' AND limit_name = ANY ($1)) THEN
+        DELETE FROM busload.permit AS p
+         USING unnest($3, $4) AS f (permit, worker)
+         WHERE p.limit_name = ANY ($1) AND p.limit_subject = ANY ($2) AND p.permit = f.permit
+           AND (f.worker IS NULL OR p.worker = f.worker);
+        RETURN 0;
+    END IF;
     WITH gone AS (
         DELETE FROM busload.permit AS p
-         USING unnest($1, $2, $3, $4) AS f (name, subject, permit, worker)
-         WHERE p.limit_name = f.name AND p.limit_subject = f.subject AND p.permit = f.permit
+         USING unnest($3, $4) AS f (permit, worker)
+         WHERE p.limit_name = ANY ($1) AND p.limit_subject = ANY ($2) AND p.permit = f.permit
            AND (f.worker IS NULL OR p.worker = f.worker)
         RETURNING p.limit_name, p.limit_subject
     )
     SELECT array_agg(g.limit_name), array_agg(g.limit_subject), array_agg(g.calls)
       INTO gone_names, gone_subjects, calls
       FROM (SELECT limit_name, limit_subject, count(*) AS calls FROM gone GROUP BY 1, 2) AS g;
-    IF NOT EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED' AND limit_name = ANY ($1)) THEN
-        RETURN 0;
-    END IF;
     RETURN busload.wake_limited(gone_names, gone_subjects, calls);
 END $$;

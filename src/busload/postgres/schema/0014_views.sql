@@ -15,7 +15,7 @@ SELECT c.id,
        coalesce(q.priority, s.priority, o.priority, l.priority, c.priority) AS priority,
        c.max_attempts,
        c.created_at,
-       coalesce(nullif(s.run_at, 'infinity'), c.run_at) AS run_at,
+       coalesce(CASE WHEN s.reason <> 'LIMITED' THEN nullif(s.run_at, 'infinity') END, c.run_at) AS run_at,
        CASE WHEN t.command IS NOT NULL THEN 'IN_TROUBLESHOOTING_QUEUE'
             WHEN q.hi IS NOT NULL THEN 'PENDING'
             WHEN s.hi IS NOT NULL THEN 'SCHEDULED'
