@@ -344,7 +344,7 @@ async def test_a_flush_that_fails_is_repeated_with_the_same_items(caplog: pytest
     assert coalescer.stats.failures == 2 and coalescer.stats.items == 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert said[0].startswith("A flush of the coalescer, whose items are kept, failed, trying again: ")
+    assert said[0].startswith("A flush of the coalescer, whose items are kept, failed with 2 items, trying again: ")
     assert "gone" in said[0] and "works again after" in said[1]
     await coalescer.close()
 
@@ -662,7 +662,7 @@ async def test_without_on_refused_a_data_error_is_repeated_like_any_other(
         await coalescer.put(item)
     assert await coalescer.close() == []
     assert sizes == [10] * 4
-    assert caplog.text.count("whose items are kept, failed, trying again") == 1
+    assert caplog.text.count("whose items are kept, failed with 10 items, trying again") == 1
 
 
 async def test_a_folded_flush_is_halved_as_it_was_folded() -> None:

@@ -46,8 +46,11 @@ class Outage:
         """Whether the database cannot be reached."""
         return _AWAY in self._troubles
 
-    def failed(self, part: str, error: BaseException) -> None:
-        """A part has failed and will try again: because the database is away, or for a reason of its own."""
+    def failed(self, part: str, error: BaseException, *, of: str = "") -> None:
+        """A part has failed and will try again: because the database is away, or for a reason of its own.
+
+        `of` says for the log how much it concerns, such as "12 items".
+        """
         log.debug("%s failed: %r", part, error)
         now = time.monotonic()
         away = is_lost(error) or (isinstance(error, TimeoutError) and self.is_away)  # it waited for a connection
@@ -59,7 +62,7 @@ class Outage:
                 if away:
                     log.warning("The database cannot be reached, trying until it is back: %s", _words(error))
                 else:
-                    log.warning("%s failed, trying again: %r", part, error)
+                    log.warning("%s failed%s, trying again: %r", part, of and f" with {of}", error)
                 return
             trouble.over = None
             if now - trouble.said >= SAY_EVERY:

@@ -266,7 +266,7 @@ class Coalescer(Generic[T]):
                     log.debug("Flush of %s failed and is halved: %r", counted(count, "item"), error)
                     return error
                 pause = backoff.pause()
-                self._outage.failed(self._part, error)
+                self._outage.failed(self._part, error, of=counted(count, "item"))
                 await asyncio.sleep(pause)
 
 
