@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 from busload import CommandBus, Group, PermanentCommandError, RetryPolicy, TransientCommandError
-from tests.given import Database, Given
+from tests.given import Database, Given, short_and_long
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
-EVENTS, SIZE, GROUPS = "events", 100, 100
+EVENTS, SIZE = "events", 100
 
 
+@short_and_long("groups", (25,), (100,))
 @pytest.mark.parametrize("error", [TransientCommandError, PermanentCommandError])
 async def test_one_percent_of_poison_keeps_nothing_else_from_being_done(
-    bus: CommandBus, given: Given, database: Database, error: type[Exception]
+    bus: CommandBus, given: Given, database: Database, error: type[Exception], groups: int
 ) -> None:
     """Whoever is there when a call fails is not blamed for it, and that takes few calls more."""
-    events = bus.buffer(EVENTS, size=SIZE, max_groups=GROUPS)
-    numbers = range(SIZE * GROUPS)
+    events = bus.buffer(EVENTS, size=SIZE, max_groups=groups)
+    numbers = range(SIZE * groups)
     poison = set(random.Random(15).sample(numbers, len(numbers) // 100))
     done, calls, retry = Counter[int](), 0, RetryPolicy(max_attempts=3, backoff=(0,))
 
@@ -48,7 +49,7 @@ async def test_one_percent_of_poison_keeps_nothing_else_from_being_done(
     }, "each with its error"
     # A whole call per attempt, and for each bad item a way down to it and a call for what is left; twice at most, since
     # the last attempt looks again at the bad ones of a group together.
-    assert calls <= retry.max_attempts * GROUPS + len(poison) * (ceil(log2(SIZE)) + 4)
+    assert calls <= retry.max_attempts * groups + len(poison) * (ceil(log2(SIZE)) + 4)
     status = await events.status()
     assert (status.done, status.calls, status.waiting) == (len(numbers) - len(poison), calls, 0)
     database.check_invariants()

@@ -22,7 +22,7 @@ from busload.buffers.event_table import OWN, all_ddl, ddl, find
 from busload.errors import InvalidOperationError
 from busload.postgres.plan import Plan, Statement
 from busload.sync.plan import perform
-from tests.given import Database, Given, at_once, eventually, until
+from tests.given import Database, Given, at_once, eventually, short_and_long, until
 
 NEVER = timedelta(days=30)
 TABLE = """CREATE TABLE activity (id bigint PRIMARY KEY);
@@ -149,13 +149,14 @@ async def test_the_same_key_in_two_buffers_is_two_subjects(bus: CommandBus) -> N
     assert await one.add(1, key="a") is None
 
 
+@short_and_long("rounds", (10,), (100,))
 @pytest.mark.parametrize("rule", ["keep_last", "keep_first"])
 async def test_a_newer_event_of_a_key_in_flight_is_kept_as_the_next(
-    bus: CommandBus, database: Database, rule: Any
+    bus: CommandBus, database: Database, rule: Any, rounds: int
 ) -> None:
     """Never rejected, never merged into the running one, and not taken while that is in its group"""
     events = bus.buffer("events", merge=rule, size=5, max_age=timedelta(0))
-    for round in range(100):
+    for round in range(rounds):
         running = await events.add({"round": round, "n": 1}, key="a")
         assert await events.distribute() == 1
         following = await events.add({"round": round, "n": 2}, key="a")

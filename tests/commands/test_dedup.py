@@ -30,7 +30,7 @@ from busload import (
     task_key,
 )
 from busload.errors import DuplicateTaskError
-from tests.given import DOMAIN, Database, Given, counts, eventually
+from tests.given import DOMAIN, Database, Given, counts, eventually, short_and_long
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
@@ -317,24 +317,26 @@ async def test_a_key_sent_in_a_transaction_is_held_exactly_if_that_commits(
     assert not (await sent(bus)).created
 
 
-async def test_thirty_two_senders_at_once_one_wins(dsn: str, database: Database) -> None:
-    """1,000 rounds; the others get the winner's id. Half of them without a window: open is enough"""
+@short_and_long("rounds", (100,), (1000,))
+async def test_thirty_two_senders_at_once_one_wins(dsn: str, database: Database, rounds: int) -> None:
+    """The others get the winner's id. Half of the rounds are without a window: open is enough"""
     async with CommandBus(dsn, settings=Settings(pool_size=32)) as bus:
-        for n in range(1000):
+        for n in range(rounds):
             dedup = ONCE if n % 2 else NO_WINDOW
             results = await asyncio.gather(*(sent(bus, f"round{n}", dedup) for _ in range(32)))
             assert sum(result.created for result in results) == 1
             assert len({result.command_id for result in results}) == 1
-    assert database.count("command") == database.count("task") == 1000
+    assert database.count("command") == database.count("task") == rounds
 
 
-async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, database: Database) -> None:
-    """200 rounds of 16 senders that need a key of a transaction which is rolled back; never nobody, never two"""
+@short_and_long("rounds", (60,), (200,))
+async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, database: Database, rounds: int) -> None:
+    """Rounds of 16 senders that need a key of a transaction which is rolled back; never nobody, never two"""
     async with (
         CommandBus(dsn, settings=Settings(pool_size=20)) as bus,
         await psycopg.AsyncConnection.connect(dsn) as winner,
     ):
-        for n in range(200):
+        for n in range(rounds):
             key = f"round{n}"
             first = await sent(bus, key, conn=winner)
             waiting = [asyncio.create_task(sent(bus, key)) for _ in range(16)]
@@ -345,7 +347,7 @@ async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, databas
             assert sum(result.created for result in results) == 1
             assert {result.command_id for result in results}.isdisjoint({first.command_id})
             assert len({result.command_id for result in results}) == 1
-    assert database.count("command") == 200
+    assert database.count("command") == rounds
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])

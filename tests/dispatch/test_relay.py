@@ -22,7 +22,7 @@ from busload.errors import Refusal, RefusalReason
 from busload.postgres.plan import Plan
 from busload.transports import Message
 from tests.brokers.faulty import AWAY, FaultyTransport, forget_unresponsive
-from tests.given import DOMAIN, LISTENERS, Database, Given, eventually
+from tests.given import DOMAIN, LISTENERS, Database, Given, eventually, short_and_long
 
 POLL = timedelta(milliseconds=50)
 
@@ -90,13 +90,14 @@ async def test_relays_at_once_publish_each_load_once(
     assert sorted(told(transport.confirmed).values()) == [1] * 90
 
 
+@short_and_long("step", (9,), (1,))
 async def test_only_what_was_not_confirmed_is_published_again(
-    dsn: str, conn: psycopg.AsyncConnection, transport: FaultyTransport, database: Database
+    dsn: str, conn: psycopg.AsyncConnection, transport: FaultyTransport, database: Database, step: int
 ) -> None:
-    """A failure at every message k of 100."""
+    """A failure at the first message of 100, at the last and between, or at every one."""
     async with CommandBus(dsn, transport=transport, settings=Settings(envelope_size=1)) as bus:
         relay = Relay(bus.publisher, bus.database.in_transaction, POLL)
-        for k in range(100):
+        for k in range(0, 100, step):
             batch_id = await written(bus, conn, 100)
             transport.confirmed.clear()
             transport.refuses = lambda index, message, k=k: (  # type: ignore[misc]
