@@ -567,6 +567,18 @@ async def test_a_running_worker_publishes_what_it_hears_of(
     assert database.is_at_rest()
 
 
+async def test_a_running_worker_recovers_by_itself(
+    bus: CommandBus, given: Given, worker_settings: WorkerSettings, transport: FaultyTransport, database: Database
+) -> None:
+    """Also for domains that it does not serve: what nobody claimed for five minutes is published again."""
+    bus.handler("mail", "Send")(lambda command, ctx: None)
+    await given.batch(commands=10)
+    assert sorted(told(transport.confirmed).values()) == [1] * 10
+    database.rows("UPDATE busload.queue SET published_at = published_at - interval '6 minutes'")
+    async with given.running(domains=["mail"], settings=replace(worker_settings, recover_every=POLL)):
+        await eventually(lambda: sorted(told(transport.confirmed).values()) == [2] * 10)
+
+
 async def test_the_figures_say_what_waits_and_why(
     bus: CommandBus, given: Given, conn: psycopg.AsyncConnection, transport: FaultyTransport, monkeypatch: Any
 ) -> None:

@@ -273,8 +273,13 @@ async def test_a_duplicate_is_skipped_with_a_line_in_the_log(
 
 
 async def test_a_task_that_has_ended_is_held_for_the_window_only(tracker: TaskTracker, database: Database) -> None:
+    """Five minutes after it was enqueued."""
     await tracker.complete(await claimed(tracker))
     assert await tracker.enqueue(TASK, queue=QUEUE) is None
+    held_for = database.value(
+        "SELECT held_until - created_at FROM busload.task JOIN busload.command USING (domain, command_id)"
+    )
+    assert abs(held_for - timedelta(seconds=300)) < timedelta(seconds=1)
     database.rows("UPDATE busload.task SET held_until = now() - interval '1 s'")
     assert await tracker.enqueue(TASK, queue=QUEUE) is not None
     assert await statuses(tracker) == ["completed", "queued"]

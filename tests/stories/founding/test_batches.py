@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from uuid import uuid4
 
 import pytest
@@ -12,6 +13,13 @@ from tests.given import Database, Given, eventually
 DOMAIN = "payments"
 
 
+COMMAND = ("command_type", "command_id", "data", "reply_to", "correlation_id")
+METADATA = (
+    *("batch_id", "domain", "name", "custom_data", "status", "total_count", "completed_count", "failed_count"),
+    *("canceled_count", "in_troubleshooting_count", "created_at", "started_at", "completed_at"),
+)
+
+
 def debits(count: int) -> list[BatchCommand]:
     return [BatchCommand("Debit", uuid4(), {"account": n, "amount": 10}) for n in range(count)]
 
@@ -20,6 +28,11 @@ async def debit(command: Command, ctx: HandlerContext) -> dict[str, int]:
     if command.data["account"] in (3, 4):
         raise PermanentCommandError("no such account")
     return {"debited": command.data["amount"]}
+
+
+def test_the_classes_have_the_fields_of_the_document_in_its_order() -> None:
+    assert tuple(each.name for each in fields(BatchCommand))[:5] == COMMAND
+    assert tuple(each.name for each in fields(BatchMetadata))[:13] == METADATA
 
 
 async def test_a_batch_is_created_processed_and_counted(bus: CommandBus, given: Given) -> None:
@@ -33,7 +46,7 @@ async def test_a_batch_is_created_processed_and_counted(bus: CommandBus, given: 
     done = await bus.get_batch(DOMAIN, batch_id)
     assert done is not None and (done.status, done.completed_count) == ("COMPLETED", 3)
     assert done.started_at is not None and done.completed_at is not None
-    commands = await bus.list_batch_commands(DOMAIN, batch_id, status="COMPLETED")
+    commands = await bus.list_batch_commands(DOMAIN, batch_id, status="COMPLETED", limit=100, offset=0)
     assert [command.result for command in commands] == [{"debited": 10}] * 3
     types = [event.type for event in await bus.get_batch_audit_trail(DOMAIN, batch_id)]
     assert types.index("BATCH_STARTED") < types.index("BATCH_COMPLETED")

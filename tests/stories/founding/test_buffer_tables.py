@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import timedelta
+from uuid import UUID
 
 import pytest
 
@@ -59,6 +60,31 @@ async def test_claimed_events_go_to_a_bulk_job_and_are_deleted_as_a_group(
     await given.drained(domains=None)
     assert sorted(id for call in calls for id in call) == list(range(1, 451))
     assert max(map(len, calls)) == BATCH_SIZE
+    assert database.value("SELECT count(*) FROM contact_activity_events") == 0
+
+
+@pytest.mark.usefixtures("contact_activities")
+async def test_the_claim_job_of_the_document_hands_each_slice_to_one_events_job(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """It claims a batch at a time until nothing is left; then nobody is called."""
+    recorded(database, 250)
+    events, claimed, jobs = buffer(bus), list[UUID](), list[tuple[UUID, int]]()
+
+    async def claim_contact_activity_events_job() -> int:
+        return len(await events.claim(claimed.append, limit=BATCH_SIZE))
+
+    @events.handler()
+    async def contact_activity_events_job(group: Group, ctx: HandlerContext) -> None:
+        in_table = "SELECT count(*) FROM contact_activity_events WHERE group_id = %s"
+        jobs.append((group.group_id, database.value(in_table, group.group_id)))
+
+    assert [await claim_contact_activity_events_job() for _ in range(4)] == [100, 100, 50, 0]
+    assert len(claimed) == len(set(claimed)) == 3
+    groups = "SELECT group_id, count(*) FROM contact_activity_events GROUP BY group_id"
+    assert dict(database.rows(groups)) == dict(zip(claimed, (100, 100, 50), strict=True))
+    await given.drained(domains=None)
+    assert dict(jobs) == dict(zip(claimed, (100, 100, 50), strict=True)) and len(jobs) == 3
     assert database.value("SELECT count(*) FROM contact_activity_events") == 0
 
 

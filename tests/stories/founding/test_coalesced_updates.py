@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Sequence
@@ -11,18 +12,31 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
-from busload import WorkerSettings
+from busload import Command, HandlerContext, PermanentCommandError, WorkerSettings
 from busload.worker import Coalescer
 from tests.given import Database, Given
 
 MAX_BATCH_SIZE, MAX_BATCH_INTERVAL, CHANNEL_SIZE = 100, timedelta(seconds=5), 500
 UPDATE = """
-    UPDATE tasks SET status = u.status, completed_at = u.completed_at, error = u.error,
-                     response_time = u.response_time, cache_status = u.cache_status
-      FROM unnest(%s::text[], %s::text[], %s::timestamptz[], %s::text[], %s::bigint[], %s::text[])
-           AS u (id, status, completed_at, error, response_time, cache_status)
-     WHERE tasks.id = u.id
+    UPDATE tasks
+    SET
+        status = updates.status,
+        completed_at = updates.completed_at,
+        error = updates.error,
+        response_time = updates.response_time,
+        cache_status = updates.cache_status
+    FROM (
+        SELECT
+            unnest(%s::text[]) AS id,
+            unnest(%s::text[]) AS status,
+            unnest(%s::timestamptz[]) AS completed_at,
+            unnest(%s::text[]) AS error,
+            unnest(%s::bigint[]) AS response_time,
+            unnest(%s::text[]) AS cache_status
+    ) AS updates
+    WHERE tasks.id = updates.id
 """
+"""The statement of the document, word by word; only its parameters are those of psycopg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +84,21 @@ async def test_many_updates_are_one_statement_each_hundred(
 
 
 async def test_each_worker_claims_other_commands_and_results_share_transactions(given: Given) -> None:
-    """The pool owns the manager: success and failure go through it."""
-    given.handler()
-    batch_id = await given.batch(commands=250)
-    worker = given.worker()
-    assert await worker.drain() == 250
-    assert worker.stats.settlement.flushes < 250 / 5 and worker.stats.settlement.items == 250
-    assert (await given.batch_now(batch_id)).completed_count == 250
+    """The pool owns the manager: success and failure go through it, and stopping the pool flushes the rest."""
+
+    async def crawl(command: Command, ctx: HandlerContext) -> None:
+        if command.data["n"] % 10 == 0:
+            raise PermanentCommandError("404")
+
+    seen = given.handler("Crawl", crawl)
+    batch_id = await given.batch(commands=250, command_type="Crawl")
+    workers = [given.worker(concurrency=25) for _ in range(2)]
+    assert sum(await asyncio.gather(*(worker.drain() for worker in workers))) == 250
+    assert sorted(command.data["n"] for command in seen) == list(range(250))
+    settled = [worker.stats.settlement for worker in workers]
+    assert sum(one.items for one in settled) == 250 and sum(one.flushes for one in settled) < 250 / 5
+    batch = await given.batch_now(batch_id)
+    assert (batch.completed_count, batch.in_troubleshooting_count) == (225, 25)
 
 
 async def test_stopping_flushes_what_is_held_and_the_constants_are_accepted(tasks: Database) -> None:

@@ -1,19 +1,64 @@
-"""The worked examples of coordinating a database with a broker: 10,000 tasks of one stage, by three patterns."""
+"""The worked examples of coordinating a database with a broker: 10,000 tasks of one stage, by three patterns.
+
+And the three queries of its dashboard, word by word, on a view of our tables that has the columns of the document.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 import pytest
 
-from busload import BatchCommand, CommandBus, Settings
+from busload import BatchCommand, CommandBus, Settings, WorkerSettings
+from busload.commands.execution import FAILED
 from busload.dispatch import DispatchReport
 from busload.errors import DispatchIncompleteError, Refusal, RefusalReason
 from tests.brokers.faulty import AWAY, FaultyTransport
-from tests.given import Database
+from tests.given import DOMAIN, Database, Given
 
 TASKS = 10_000
 JOB, STAGE = "reproject-2025-09-25", 2
+VIEW = """
+    CREATE VIEW tasks AS
+    SELECT c.command_id AS task_id, b.job_id AS parent_job_id, c.command_type AS task_type, c.data AS parameters,
+           c.batch_id, c.publish_attempts AS queue_attempt_count, c.last_publish_error AS last_queue_error,
+           c.published_at AS queued_at, c.created_at,
+           CASE c.status WHEN 'PENDING' THEN 'queued' WHEN 'IN_PROGRESS' THEN 'processing' ELSE lower(c.status) END
+               AS batch_status
+      FROM busload.command_status AS c LEFT JOIN busload.batch AS b USING (batch_id)
+"""
+NEEDING_RETRY = """
+    SELECT
+        parent_job_id,
+        COUNT(*) as pending_tasks,
+        MIN(created_at) as oldest_task,
+        MAX(queue_attempt_count) as max_attempts
+    FROM tasks
+    WHERE batch_status = 'pending_retry'
+    GROUP BY parent_job_id;
+"""
+SUCCESS_RATE = """
+    SELECT
+        DATE(created_at) as date,
+        COUNT(DISTINCT batch_id) as total_batches,
+        COUNT(DISTINCT batch_id) FILTER (WHERE batch_status = 'queued') as successful_batches,
+        AVG(queue_attempt_count) as avg_attempts
+    FROM tasks
+    WHERE batch_id IS NOT NULL
+    GROUP BY DATE(created_at);
+"""
+QUEUE_LAG = """
+    SELECT
+        parent_job_id,
+        COUNT(*) FILTER (WHERE batch_status = 'pending_queue') as pending,
+        COUNT(*) FILTER (WHERE batch_status = 'queued') as queued,
+        COUNT(*) FILTER (WHERE batch_status = 'processing') as processing,
+        COUNT(*) FILTER (WHERE batch_status = 'completed') as completed
+    FROM tasks
+    WHERE created_at > NOW() - INTERVAL '1 hour'
+    GROUP BY parent_job_id;
+"""
 THROTTLED = Refusal(RefusalReason.REFUSED, "the broker throttles")
 
 
@@ -98,3 +143,61 @@ async def test_the_optimistic_pattern_takes_back_only_what_the_broker_refused(
     assert (result.status, result.total_tasks) == ("partial_success", 1000)
     assert (result.queued_tasks, result.retry_tasks) == (800, 200)
     assert database.value("SELECT count(*) FROM busload.command_status WHERE status = 'PENDING_RETRY'") == 200
+
+
+async def test_a_task_goes_through_the_statuses_of_the_document(
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """New, not queued, to be retried, queued, processing; then one task is completed and the other failed."""
+    given = Given(bus, database, worker_settings)
+    database.rows(VIEW)
+    statuses = "SELECT batch_status FROM tasks ORDER BY batch_status"
+    seen: list[object] = []
+
+    async def look() -> None:
+        seen.append(database.rows(statuses))
+
+    transport.before = look
+    transport.refuse(AWAY)
+    await bus.create_batch(DOMAIN, task_definitions(2), dispatch="two_phase")
+    assert seen == [[("pending_queue",)] * 2]
+    transport.before = None
+    assert database.rows(statuses) == [("pending_retry",)] * 2
+    transport.mend()
+    database.rows("UPDATE busload.outbox SET due_at = now()")
+    await bus.recover()
+    assert database.rows(statuses) == [("queued",)] * 2
+    first, second = given.claimed(2)
+    assert database.rows(statuses) == [("processing",)] * 2
+    given.settled([first])
+    given.settled([second], FAILED)
+    assert database.rows(statuses) == [("completed",), ("failed",)]
+    times = database.rows("SELECT queue_attempt_count, last_queue_error, queued_at > created_at FROM tasks")
+    assert times == [(2, "nobody answers", True)] * 2
+
+
+async def test_the_three_queries_of_the_dashboard_run_as_they_stand(
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """Our own views tell the same, and go on to do so when a day's tasks have ended."""
+    given = Given(bus, database, worker_settings)
+    database.rows(VIEW)
+    await bus.create_batch(DOMAIN, task_definitions(5), job_id="import-7")
+    given.settled(given.claimed(2)[:1])
+    transport.refuse(AWAY)
+    before = datetime.now(UTC)
+    await bus.create_batch(DOMAIN, task_definitions(4), job_id="import-8")
+    database.rows("UPDATE busload.outbox SET due_at = now()")
+    await bus.recover()
+    await bus.create_batch(DOMAIN, task_definitions(2), job_id="import-7", dispatch="relay")
+
+    [(job_id, pending, oldest, attempts)] = database.rows(NEEDING_RETRY)
+    assert (job_id, pending, attempts) == ("import-8", 4, 2) and before <= oldest <= datetime.now(UTC)
+    assert database.rows("SELECT job_id, commands, most_rounds FROM busload.dispatch_retry") == [("import-8", 4, 2)]
+    [(day, batches, successful, average)] = database.rows(SUCCESS_RATE)
+    assert (batches, successful) == (3, 1)
+    assert float(average) == pytest.approx((5 * 1 + 4 * 2 + 2 * 0) / 11)
+    assert database.rows("SELECT day, batches, published FROM busload.dispatch_daily") == [(day, 3, 1)]
+    assert sorted(database.rows(QUEUE_LAG)) == [("import-7", 2, 3, 1, 1), ("import-8", 0, 0, 0, 0)]
+    ours = "SELECT job_id, pending, queued, processing, completed FROM busload.dispatch_recent ORDER BY job_id"
+    assert database.rows(ours) == [("import-7", 2, 3, 1, 1), ("import-8", 4, 0, 0, 0)]
