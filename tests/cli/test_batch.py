@@ -78,6 +78,34 @@ async def test_watch_ends_with_zero_when_all_completed(busload: Busload, given: 
     assert result.stdout == "3/3  completed 3  failed 0  canceled 0  in troubleshooting 0  COMPLETED\n"
 
 
+async def test_show_watch_and_explain_say_when_a_batch_will_be_done(
+    busload: Busload, given: Given, spawn: Spawn
+) -> None:
+    batch_id = await given.batch(commands=20)
+    worker = given.registered_worker()
+    given.settled(given.claimed(15, by=worker))
+
+    shown = busload("batch", "show", batch_id).stdout
+    assert "commands a second" in shown and "in about " in shown
+    for verb in ("show", "explain"):
+        found = json.loads(busload("batch", verb, batch_id, "--json").stdout)["forecast"]
+        assert [*found] == ["made_at", "rate", "done_at", "earliest", "latest", "unknown", "changes"]
+        assert found["rate"] > 0 and found["unknown"] is None
+        assert found["made_at"] <= found["earliest"] <= found["done_at"] <= found["latest"]
+    said = busload("batch", "explain", batch_id).stdout.splitlines()
+    assert said[0].startswith("On its way: 15 of 20 commands have ended, 0 running, 5 ready; done in about ")
+    assert said[2].startswith("FORECAST, ") and said[3].startswith("  Done in about ")
+    process = spawn("batch", "watch", batch_id, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert b"IN_PROGRESS  done in about " in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN)
+
+    await given.bus.hold_batch(DOMAIN, batch_id, reason="wait")
+    assert "unknown: HELD" in busload("batch", "show", batch_id).stdout
+    assert "FORECAST" not in busload("batch", "explain", batch_id).stdout
+
+
 def test_watch_follows_until_the_end_and_ends_with_one_when_some_did_not_complete(
     spawn: Spawn, sync_bus: SyncCommandBus
 ) -> None:

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 
+from busload.batches.forecast import Forecast, NoForecast
 from busload.commands.wording import span
 from busload.explain.blockers import Blocker
 from busload.explain.explanation import Explanation, explain
@@ -153,15 +154,17 @@ def test_since_is_when_it_began_to_be_in_the_way() -> None:
     assert (gone.since, never.since) == (NOW - timedelta(seconds=9), NOW - MINUTE)
 
 
-def test_the_eta_follows_from_the_rate_so_far() -> None:
-    """Six of ten in an hour: the other four take forty minutes."""
-    explanation = explain(facts(READY))
-    assert (explanation.eta, explanation.remaining) == (NOW + timedelta(minutes=40), 4)
-    assert explanation.summary == "On its way: 6 of 10 commands have ended, 0 running, 4 ready; done in about 40 min."
-    assert explain(facts(READY, Surroundings(workers=0))).eta is None
-    nothing_ended = Places(ready=(Ready(0, 10, NOW),))
-    assert explain(facts(nothing_ended)).eta is None
-    assert explain(facts(READY, started_at=None)).eta is None
+def test_the_eta_of_a_healthy_batch_is_that_of_its_forecast() -> None:
+    """If something is in the way, there is a forecast, but no eta."""
+    made = Forecast(NOW, 0.1, NOW + 40 * MINUTE, NOW + 30 * MINUTE, NOW + 55 * MINUTE)
+    explanation = explain(facts(READY, forecast=made))
+    assert (explanation.eta, explanation.remaining, explanation.forecast) == (made.done_at, 4, made)
+    assert explanation.summary == (
+        "On its way: 6 of 10 commands have ended, 0 running, 4 ready; done in about 40 min (30 min to 55 min)."
+    )
+    stuck = explain(facts(READY, Surroundings(workers=0), forecast=made))
+    assert (stuck.eta, stuck.forecast) == (None, made)
+    assert explain(facts(READY, forecast=Forecast(NOW, 0.0, unknown=NoForecast.NOTHING_ENDED))).eta is None
 
 
 def test_a_finished_batch_has_neither_reasons_nor_an_eta() -> None:

@@ -36,6 +36,7 @@ OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"
 FAIR = "tests/commands/test_fair_turns.py::"
+FORECAST = "tests/batches/test_forecast.py::"
 RESCUE = "tests/commands/test_rescue.py::"
 CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
@@ -767,6 +768,38 @@ MUTANTS = [
         "   SET rounds = rounds + 1, retry_needed = true, published_at = NULL, first_published_at = NULL,\n",
         COUNTING + "test_the_rate_of_a_day_does_not_fall_when_commands_are_published_again",
         "A command that is tried again while the broker is away would turn a published batch into a failed one.",
+    ),
+    Mutant(
+        "a-forecast-forgets-retries",
+        "batches/forecast.py",
+        "    due = max(outlook.last_retry, outlook.last_planned)\n",
+        "    due = outlook.last_planned\n",
+        FORECAST + "test_a_batch_is_not_done_before_its_last_retry_or_its_last_run_at",
+        "A batch would be said to be done while commands of it wait for their next attempt.",
+    ),
+    Mutant(
+        "a-canceled-command-is-pace",
+        "postgres/schema/0004_batches.sql",
+        "(CASE WHEN ran THEN u.completed + u.failed",
+        "(CASE WHEN true THEN u.completed + u.failed",
+        FORECAST + "test_the_pace_counts_what_ran_to_an_end_and_fades",
+        "A batch of which much is canceled would seem to go very fast.",
+    ),
+    Mutant(
+        "a-held-batch-has-a-forecast",
+        "batches/forecast.py",
+        "    if outlook.held is not None and waits:\n",
+        "    if outlook.held is not None and not outlook.left:\n",
+        FORECAST + "test_each_reason_is_found_in_the_database",
+        "A batch that nobody lets go on would be said to be done soon.",
+    ),
+    Mutant(
+        "a-young-batch-seems-slow",
+        "batches/forecast.py",
+        " / (scale * -math.expm1(-age / scale))",
+        " / scale",
+        FORECAST + "test_a_batch_that_has_just_begun_is_not_taken_for_a_slow_one",
+        "A batch of twenty seconds would be judged as if it had been idle for a thousand before.",
     ),
     Mutant(
         "only-the-broker-tells-of-creations",

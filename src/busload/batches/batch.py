@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from inspect import iscoroutinefunction
@@ -12,6 +12,7 @@ from uuid import UUID
 
 import msgspec
 
+from busload.batches.forecast import Forecast, read_forecast
 from busload.batches.guards import NO_GUARDS, Canary, FailureBudget
 from busload.commands.checks import (
     check_all,
@@ -92,6 +93,11 @@ class BatchMetadata:
     """How many of them have failed or wait in troubleshooting, or for the worst cause with `per_cause`."""
     fair_by: str | None = None
     """The key by which it takes turns with others; None: by itself."""
+    forecast: Forecast | None = field(default=None, compare=False)
+    """When it will be done; None if it has ended. Only `get_batch` and `watch_batch` look for it.
+
+    It differs from moment to moment, so it does not count when two are compared.
+    """
 
     @property
     def finished_count(self) -> int:
@@ -112,7 +118,7 @@ SQL = statements(__name__)
 
 
 def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
-    return one(_batch, SQL.batch, domain=domain, batch_id=batch_id)
+    return one(_batch_with_forecast, SQL.batch, domain=domain, batch_id=batch_id)
 
 
 def list_batches(
@@ -134,6 +140,11 @@ def _batch(*row: Any) -> BatchMetadata:
     if batch.job_id is None and batch.stage is None:
         return batch
     return replace(batch, job_id=job_id_of(batch.job_id), stage=readable(cast(str | None, batch.stage)))
+
+
+def _batch_with_forecast(*row: Any) -> BatchMetadata:
+    *columns, outlook = row
+    return replace(_batch(*columns), forecast=read_forecast(outlook))
 
 
 class BatchOptions(TypedDict, total=False):

@@ -1,8 +1,8 @@
 -- fragments of: busload.commands.load
 
--- fragment: batch
--- The columns are in the order of `BatchMetadata`.
-SELECT batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
+-- fragment: columns
+-- In the order of `BatchMetadata`.
+batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
        canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text,
        expires_at, held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
        busload.failures_allowed(budget_share, budget_at_least, total_count),
@@ -11,7 +11,9 @@ SELECT batch_id, domain, name, custom_data::text, status, total_count, completed
                    WHERE c.batch_id = batch.batch_id)
             ELSE failed_count + in_troubleshooting_count - budget_from
        END, fair_by
-  FROM busload.batch
+
+-- fragment: batch
+SELECT {columns} FROM busload.batch
 
 -- fragment: newest_batches
 -- The newest batch comes first; `after` is the last batch of the page before.
@@ -22,8 +24,8 @@ ORDER BY created_at DESC, batch_id DESC
 {page}
 
 -- name: batch
--- One batch.
-{batch}
+-- One batch, and what a forecast of it needs to know.
+SELECT {columns}, busload.outlook(batch)::text FROM busload.batch
  WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
 
 -- name: batches

@@ -41,6 +41,12 @@ BATCH = View[BatchMetadata](
     " remaining=remaining_count created=created_at started=started_at completed_at"
     " expires=expires_at held=held_at held_reason held_by held_note"
     " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
+    " rate done forecast",
+    {
+        "rate": lambda found: found.forecast and f"{found.forecast.rate:,.3g} commands a second",
+        "done": lambda found: found.forecast and str(found.forecast),
+        "forecast": lambda found: " ".join(found.forecast.changes) or None if found.forecast else None,
+    },
 )
 TRAIL = View[AuditEvent]("AT EVENT=type OPERATOR DETAILS", nothing="Nothing has happened to it yet.", elastic="DETAILS")
 DISPATCH = View[DispatchReport](
@@ -77,7 +83,7 @@ def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: str | None, **p
 @batch.command()
 @about("batch")
 def show(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
-    """Show how far a batch has come, and what happened to it.
+    """Show how far a batch has come, when it will be done, and what happened to it.
 
     busload batch show 0198c5d2-7f3a
     busload batch show 0198c5d2-7f3a --json | jq .completed_count
@@ -172,10 +178,11 @@ def reprioritize(bus: SyncCommandBus, domain: str, batch_id: UUID, *, priority: 
 def explain(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     """Say why a batch is not finished, and what to do about it.
 
-    If nothing is in its way, it says when the batch will be done.
+    It also says when the batch will be done, with an interval, and what would change that.
 
         busload batch explain 0198c5d2-7f3a
         busload batch explain 0198c5d2-7f3a --json | jq -r '.reasons[].code'
+        busload batch explain 0198c5d2-7f3a --json | jq -r .forecast.latest
     """
     return explained(bus.explain_batch(domain, batch_id))
 

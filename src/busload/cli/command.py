@@ -200,6 +200,10 @@ def _print_explanation(found: Explanation) -> None:
         click.echo(f"\n{reason.code}{since}")
         paragraph(shown(reason.message), first="  ", then="  ")
         paragraph(shown(reason.advice), first="  → ", then="    ")
+    if found.forecast is not None and (found.forecast.done_at is not None or not found.reasons):
+        click.echo(f"\nFORECAST, {found.forecast.rate:,.3g} commands a second")
+        for said in (f"Done {found.forecast}.", *found.forecast.changes):
+            paragraph(shown(said), first="  ", then="  ")
 
 
 def _traceback(details: object) -> str | None:

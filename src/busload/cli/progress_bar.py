@@ -44,7 +44,8 @@ def _bar(indent: str) -> Iterator[Show]:
 
     class Counters(TextColumn):
         def render(self, task: Any) -> Text:
-            room = screen.width - len(f"{indent}{' ' * length} {task.completed:,}/{task.total:,} ")
+            taken = f"{indent}{' ' * length} {task.completed:,}/{task.total:,} {task.fields['done']} "
+            room = screen.width - len(taken)
             return Text("  ").join(
                 Text.assemble((f"{name} ", "dim"), (f"{count:,}", STYLES[name] if count else "dim"))
                 for name, count in counters_that_fit(task.fields["counters"], room).items()
@@ -52,13 +53,14 @@ def _bar(indent: str) -> Iterator[Show]:
 
     start = [TextColumn(indent[:-1])] if indent else []  # a column ends with a space of its own
     done = TextColumn("{task.completed:,}/{task.total:,}", table_column=Column(no_wrap=True))
-    columns = (*start, BarColumn(length), done, Counters("", table_column=Column(no_wrap=True)))
+    end = TextColumn("{task.fields[done]}", table_column=Column(no_wrap=True))
+    columns = (*start, BarColumn(length), done, end, Counters("", table_column=Column(no_wrap=True)))
     with Progress(*columns, console=screen, refresh_per_second=12) as bar:
         task = bar.add_task("", visible=False)
 
         def show(batch: BatchMetadata) -> None:
             total, ended = batch.total_count, batch.finished_count
-            bar.update(task, visible=True, total=total, completed=ended, counters=counters(batch))
+            bar.update(task, visible=True, total=total, completed=ended, counters=counters(batch), done=_done(batch))
 
         yield show
 
@@ -90,7 +92,14 @@ def _lines(indent: str) -> Iterator[Show]:
 
 
 def _line(batch: BatchMetadata) -> str:
-    return f"{batch.finished_count:,}/{batch.total_count:,}  {_listed(counters(batch))}  {batch.status}"
+    done = _done(batch)
+    line = f"{batch.finished_count:,}/{batch.total_count:,}  {_listed(counters(batch))}  {batch.status}"
+    return f"{line}  {done}" if done else line
+
+
+def _done(batch: BatchMetadata) -> str:
+    """When the batch will be done; nothing if nobody can tell."""
+    return "" if batch.forecast is None or batch.forecast.done_at is None else f"done {batch.forecast}"
 
 
 def _listed(counts: dict[str, int]) -> str:

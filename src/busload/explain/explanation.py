@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
+from busload.batches.forecast import Forecast
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
 from busload.explain.facts import Facts, read_batch, read_command
@@ -28,7 +29,9 @@ class Explanation:
     remaining: int
     """Commands that have not ended."""
     eta: datetime | None
-    """When a healthy batch will be done if it goes on at its rate so far; None before anything has ended."""
+    """When a healthy batch will be done, most likely; None if nobody can tell."""
+    forecast: Forecast | None = None
+    """When a batch will be done, with an interval and what would change it; None for a command, or if it has ended."""
 
 
 def explain_batch(domain: str, batch_id: UUID) -> Plan[Explanation]:
@@ -45,18 +48,19 @@ def explain(facts: Facts) -> Explanation:
     """Say why a batch or a command is not finished."""
     reasons = reasons_of(facts)
     healthy = not reasons and not facts.finished
-    eta = _eta(facts) if healthy else None
+    eta = facts.forecast.done_at if healthy and facts.forecast is not None else None
     summary = _batch_summary(facts, reasons, eta) if facts.command_id is None else _command_summary(facts, reasons)
     return Explanation(
-        facts.domain, facts.batch_id, facts.command_id, facts.finished, summary, reasons, facts.remaining, eta
+        facts.domain,
+        facts.batch_id,
+        facts.command_id,
+        facts.finished,
+        summary,
+        reasons,
+        facts.remaining,
+        eta,
+        facts.forecast,
     )
-
-
-def _eta(facts: Facts) -> datetime | None:
-    """When the rest will have ended, at the rate of what has."""
-    if facts.started_at is None or not facts.ended:
-        return None
-    return facts.now + (facts.now - facts.started_at) / facts.ended * facts.remaining
 
 
 def _batch_summary(facts: Facts, reasons: Sequence[Reason], eta: datetime | None) -> str:
@@ -71,7 +75,7 @@ def _batch_summary(facts: Facts, reasons: Sequence[Reason], eta: datetime | None
     running = sum(running.count for running in facts.places.running)
     outbox = sum(held.count for held in facts.places.unconfirmed)
     published = f", {outbox:,} to be published" if outbox else ""
-    done = "" if eta is None else f"; done in about {span(eta - facts.now)}"
+    done = "" if eta is None else f"; done {facts.forecast}"
     return f"On its way: {ended}, {running:,} running, {ready:,} ready{published}{done}."
 
 

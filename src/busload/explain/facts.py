@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from busload.batches.forecast import Forecast, read_forecast
 from busload.commands.command import CommandStatus
 from busload.errors import BatchNotFoundError, CommandNotFoundError
 from busload.limits.pause import Pause
@@ -191,6 +192,8 @@ class Facts:
     """What holds the batch, if it is held."""
     canary: Canary = Canary(None, None, None)
     """The canary of the batch, if it has one."""
+    forecast: Forecast | None = None
+    """When the batch will be done, if it has not ended."""
     total: int = 1
     ended: int
     places: Places = Places()
@@ -236,7 +239,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *rest = rows[
         0
     ]
-    hold, ids, canary = _hold(*rest[:4]), rest[4:6], Canary(*rest[6:])
+    hold, ids, canary = _hold(*rest[:4]), rest[4:6], Canary(*rest[6:-1])
     facts = Facts(
         now=now,
         domain=domain,
@@ -251,6 +254,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
         completed_at=completed_at,
         hold=hold,
         canary=canary,
+        forecast=read_forecast(rest[-1]),
     )
     if completed_at is None:
         return (yield from _with_places_of_all_domains(facts, *ids))

@@ -17,7 +17,8 @@ greatest(lo, %(first)s::bigint) AS lo, least(hi, %(last)s::bigint) AS hi
 SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.canceled_count,
        b.created_at, b.started_at, b.sealed_at, b.canceled_at, b.completed_at,
        (b.on_complete ->> 'command_id')::uuid, b.held_at, b.held_reason, b.held_by, b.held_note,
-       first.id, last.id | 1023, b.canary_count, b.completed_count, b.canary_until
+       first.id, last.id | 1023, b.canary_count, b.completed_count, b.canary_until,
+       busload.outlook(b)::text
   FROM busload.batch AS b
   LEFT JOIN LATERAL (SELECT id FROM busload.command
                       WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id LIMIT 1) AS first ON true

@@ -54,6 +54,13 @@ CREATE TABLE busload.batch (
     budget_per_cause         boolean,
     budget_from              integer,
     on_exceeded              json,        -- the command to send when the budget is exceeded
+    -- The pace, for a forecast: how many commands have run to an end, where one that ended t seconds before
+    -- paced_at counts exp(-t / n), for n = 1, 10, 100 and 1,000 seconds.
+    paced_at                 timestamptz,
+    pace_1                   float8      NOT NULL DEFAULT 0,
+    pace_10                  float8      NOT NULL DEFAULT 0,
+    pace_100                 float8      NOT NULL DEFAULT 0,
+    pace_1000                float8      NOT NULL DEFAULT 0,
     CONSTRAINT valid_status CHECK (
         status IN ('PENDING', 'IN_PROGRESS', 'COMPLETED', 'COMPLETED_WITH_FAILURES')),
     CONSTRAINT exact_counts CHECK (
@@ -638,7 +645,7 @@ DECLARE
     heard uuid[];
 BEGIN
     WITH before AS MATERIALIZED (
-        SELECT batch_id, status FROM busload.batch
+        SELECT batch_id, status, greatest(date_part('epoch', now() - paced_at), 0) AS idle FROM busload.batch
          WHERE batch_id = ANY (batches) ORDER BY batch_id FOR NO KEY UPDATE
     ), counted AS (
         UPDATE busload.batch AS b
@@ -657,10 +664,20 @@ BEGIN
                budget_from = CASE WHEN b.budget_from > 0   -- what is tried again is no failure now
                                   THEN least(b.budget_from, b.failed_count + d.failed
                                              + b.in_troubleshooting_count + d.troubleshooting)
-                                  ELSE b.budget_from END
+                                  ELSE b.budget_from END,
+               paced_at    = greatest(b.paced_at, now()),
+               pace_1      = b.pace_1 * exp(-least(before.idle, 500)) + d.ended,
+               pace_10     = b.pace_10 * exp(-least(before.idle / 10, 500)) + d.ended,
+               pace_100    = b.pace_100 * exp(-least(before.idle / 100, 500)) + d.ended,
+               pace_1000   = b.pace_1000 * exp(-least(before.idle / 1000, 500)) + d.ended
           FROM before
-          JOIN unnest(batches, completed, failed, canceled, troubleshooting)
-               AS d (batch_id, completed, failed, canceled, troubleshooting) ON d.batch_id = before.batch_id
+          JOIN (
+            SELECT u.*, (CASE WHEN ran THEN u.completed + u.failed + u.canceled + u.troubleshooting
+                              ELSE 0 END)::float8 AS ended
+              FROM unnest(batches, completed, failed, canceled, troubleshooting)
+                   AS u (batch_id, completed, failed, canceled, troubleshooting)
+            OFFSET 0   -- else it would be computed, and planned, once for each of its uses
+          ) AS d ON d.batch_id = before.batch_id
          WHERE b.batch_id = before.batch_id
         RETURNING b.*, ran AND before.status = 'PENDING' AS begins
     )

@@ -238,3 +238,98 @@ SELECT domain,
                  WHERE c.created_at > now() - interval '1 hour' AND c.batch_id IS NULL) AS command
          GROUP BY domain) AS batch
  GROUP BY domain, job_id;
+
+-- What a forecast of a batch needs to know, with all times in seconds from now; null for a batch that has
+-- ended. It has to be cheap, so it looks at no more than the last thousand leases and the last two hundred
+-- loads that wait among the ids of the batch: they tell enough about the others.
+CREATE FUNCTION busload.outlook(b busload.batch) RETURNS json
+    LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    oldest  bigint;
+    newest  bigint;
+    running record;
+    waiting record;
+    around  record;
+    paused  boolean;
+BEGIN
+    IF b.completed_at IS NOT NULL THEN
+        RETURN NULL;
+    END IF;
+    SELECT id INTO oldest FROM busload.command
+     WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id LIMIT 1;
+    SELECT id | 1023 INTO newest FROM busload.command
+     WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id DESC LIMIT 1;
+
+    SELECT coalesce(sum(l.open), 0) AS count, date_part('epoch', now() - min(l.since)) AS longest,
+           coalesce(min(l.domain), (
+               SELECT q.domain FROM (SELECT domain, batch_id FROM busload.queue
+                                      WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 200) AS q
+                WHERE q.batch_id = b.batch_id LIMIT 1), b.domain) AS domain
+      INTO running
+      FROM (SELECT batch_id, open, since, domain FROM busload.lease
+             WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 1000) AS l
+     WHERE l.batch_id = b.batch_id;
+
+    SELECT sum(size) FILTER (WHERE reason = 'RETRY') AS retries,
+           date_part('epoch', max(run_at) FILTER (WHERE reason = 'RETRY') - now()) AS last_retry,
+           sum(size) FILTER (WHERE reason = 'RUN_AT') AS planned,
+           date_part('epoch', max(run_at) FILTER (WHERE reason = 'RUN_AT') - now()) AS last_planned,
+           sum(size) FILTER (WHERE reason = 'NO_HANDLER') AS no_handler,
+           sum(size) FILTER (WHERE reason = 'RATE_LIMITED') AS rate_limited,
+           max(lo) FILTER (WHERE reason = 'RATE_LIMITED') AS sample,
+           sum(size) FILTER (WHERE reason = 'LIMITED') AS limited,
+           max(limit_name) FILTER (WHERE reason = 'LIMITED') AS limit_name,
+           max(limit_subject) FILTER (WHERE reason = 'LIMITED') <> '' AS by_key
+      INTO waiting
+      FROM (SELECT batch_id, lo, hi - lo + 1 AS size, reason, run_at, limit_name, limit_subject
+              FROM busload.scheduled
+             WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 200) AS s
+     WHERE s.batch_id = b.batch_id AND s.run_at > now();
+
+    -- A tracker has no concurrency, and takes only what it is told to.
+    SELECT count(*) AS workers, coalesce(sum(w.concurrency), 0) AS slots,
+           (SELECT coalesce(sum(l.open), 0)
+              FROM (SELECT open FROM busload.lease
+                     WHERE worker = ANY (array_agg(w.worker)) LIMIT 1000) AS l) AS busy
+      INTO around
+      FROM busload.worker AS w
+     WHERE w.concurrency > 0 AND w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for
+       AND running.domain = ANY (w.domains);
+    paused := EXISTS (SELECT FROM busload.pause WHERE domain = running.domain AND resumed_at IS NULL);
+
+    IF waiting.sample IS NOT NULL THEN   -- the limit has left an event the first time
+        SELECT details ->> 'limit' INTO waiting.limit_name FROM busload.event
+         WHERE lo >> 10 = waiting.sample >> 10 AND lo <= waiting.sample AND hi >= waiting.sample
+           AND type = 'RATE_LIMITED' LIMIT 1;
+    END IF;
+    RETURN json_strip_nulls(json_build_object(
+        'now', now(),
+        'total', b.total_count,
+        'ended', b.completed_count + b.failed_count + b.canceled_count,
+        'parked', b.in_troubleshooting_count,
+        'sealed', b.sealed_at IS NOT NULL,
+        'held', b.held_reason,
+        'canary', b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL,
+        'age', date_part('epoch', now() - b.started_at),
+        'idle', greatest(date_part('epoch', now() - b.paced_at), 0),
+        'paces', json_build_array(b.pace_1, b.pace_10, b.pace_100, b.pace_1000),
+        'running', running.count,
+        'longest', running.longest,
+        'domain', running.domain,
+        'retries', waiting.retries,
+        'last_retry', waiting.last_retry,
+        'planned', waiting.planned,
+        'last_planned', waiting.last_planned,
+        'no_handler', waiting.no_handler,
+        'rate_limited', waiting.rate_limited,
+        'limited', waiting.limited,
+        'limit', waiting.limit_name,
+        'allowed', CASE WHEN waiting.sample IS NOT NULL
+                        THEN (SELECT sum(rate) FROM busload.rate_limit WHERE name = waiting.limit_name)
+                        ELSE (SELECT most FROM busload.concurrency_limit WHERE name = waiting.limit_name) END,
+        'by_key', waiting.by_key,
+        'workers', around.workers,
+        'slots', around.slots,
+        'busy', around.busy,
+        'paused', paused));
+END $$;
