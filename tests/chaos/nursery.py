@@ -56,8 +56,8 @@ from busload.transports import find_transport
 from tests.stepped import SteppedBus
 
 DOMAIN = "payments"
-BULK, LIMITED, CONCURRENT = "crm", "partner", "storage"
-"""Domains of commands that run in chunks, of those that a limit holds up, and of those that run few at a time."""
+BULK, LIMITED, CONCURRENT, ORDERED = "crm", "partner", "storage", "accounts"
+"""Domains of commands that run in chunks, that a limit holds up, that run few at a time, and that run in order."""
 STRATEGIES = "two_phase", "checkpoint", "optimistic"
 DID_NOT_START = 75
 """The exit status of a worker that found no database when it started: whoever runs workers starts another."""
@@ -277,6 +277,47 @@ def register_concurrent(bus: CommandBus, options: dict[str, Any]) -> None:
         bus.handler(CONCURRENT, f"At{most}", retry=retry, concurrency_limit=limit)(handle)
 
 
+def register_ordered(bus: CommandBus, options: dict[str, Any]) -> None:
+    """Types that share an order: each call notes when it begins and ends. They run in the event loop, in a thread or in
+    a transaction of their own, and fail at times.
+    """
+    ledger = os.open(options["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    pause = options.get("pause", 0.01)
+    retry = RetryPolicy(max_attempts=20, backoff=(0.01,))
+    limit = ConcurrencyLimit(1, by="key", name="accounts", ordered=True)
+
+    def note(fact: str, command: Command, ctx: HandlerContext | SyncHandlerContext) -> None:
+        key, n = command.data["key"], command.data["n"]
+        os.write(ledger, f"{fact} {key} {n} {ctx.execution_id} {os.getpid()} {time.time_ns()}\n".encode())
+
+    def fail_at_times() -> None:
+        if random.randrange(20) == 0:
+            raise TransientCommandError("busy")
+
+    @bus.handler(ORDERED, "Plain", retry=retry, concurrency_limit=limit)
+    async def plain(command: Command, ctx: HandlerContext) -> None:
+        note("begin", command, ctx)
+        await asyncio.sleep(random.uniform(0, pause))
+        note("end", command, ctx)
+        fail_at_times()
+
+    @bus.handler(ORDERED, "InThread", retry=retry, concurrency_limit=limit)
+    def in_thread(command: Command, ctx: SyncHandlerContext) -> None:
+        note("begin", command, ctx)
+        time.sleep(random.uniform(0, pause))
+        note("end", command, ctx)
+        fail_at_times()
+
+    @bus.handler(ORDERED, "InTransaction", retry=retry, concurrency_limit=limit)
+    async def in_transaction(command: Command, ctx: HandlerContext) -> None:
+        async with ctx.transaction() as conn:
+            note("begin", command, ctx)
+            await conn.execute("SELECT 1")
+            await asyncio.sleep(random.uniform(0, pause))
+            note("end", command, ctx)
+            fail_at_times()
+
+
 class Told:
     """Becomes true when this process is told to end; until then, `wait` waits."""
 
@@ -453,6 +494,8 @@ async def serve(options: dict[str, Any]) -> None:
             register_limited(bus, receiver, options)
         if "concurrent" in options:
             register_concurrent(bus, options)
+        if "ordered" in options:
+            register_ordered(bus, options)
         domains = options.get("domains", [DOMAIN])
         await Worker(bus, domains=domains, concurrency=options.get("concurrency", 10), settings=settings).run(
             signals=True

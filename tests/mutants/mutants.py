@@ -41,6 +41,7 @@ RESCUE = "tests/commands/test_rescue.py::"
 CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
 CONCURRENCY = "tests/limits/test_concurrency.py::"
+ORDER = "tests/limits/test_order.py::"
 TRACE = "tests/tasks/test_trace.py::"
 COUNTING = "tests/dispatch/test_counting.py::"
 TOLD = "tests/dispatch/test_told_of_commands.py::"
@@ -651,6 +652,54 @@ MUTANTS = [
         "AND",
         CONCURRENCY + "test_a_paused_domain_does_not_keep_others_waiting_for_their_limit",
         "What nobody may claim would be let go, one in each sweep, and everybody else would wait.",
+    ),
+    Mutant(
+        "order-ignores-a-locked-load",
+        "limits/order.sql",
+        "(SELECT min(hi) FROM candidate WHERE hi NOT IN (SELECT hi FROM free)),",
+        "NULL::bigint,",
+        ORDER + "test_a_load_that_somebody_has_locked_is_not_overtaken",
+        "What comes behind a command that somebody is about to cancel, or not, would overtake it.",
+    ),
+    Mutant(
+        "order-is-entered-side-by-side",
+        "limits/order.sql",
+        "pg_advisory_xact_lock(27711007, hashtext(%(domain)s::text))",
+        "NULL",
+        ORDER + "test_one_worker_at_a_time_claims_in_a_domain",
+        "A worker would enter later commands of a key before the one that has claimed the earlier ones.",
+    ),
+    Mutant(
+        "retry-loses-its-place",
+        "postgres/schema/0009_limits.sql",
+        "s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER')",
+        "s.reason IN ('RATE_LIMITED', 'NO_HANDLER')",
+        ORDER + "test_a_retry_runs_before_its_successors",
+        "The successors of a command would run while it waits for its retry.",
+    ),
+    Mutant(
+        "order-goes-by-priority",
+        "postgres/schema/0009_limits.sql",
+        "FROM (SELECT owner.priority, owner.fair FROM owner ORDER BY owner.hi LIMIT most) AS o",
+        "FROM (SELECT owner.priority, owner.fair FROM owner LIMIT most) AS o",
+        ORDER + "test_commands_are_claimed_in_the_order_of_sending_whatever_their_priority",
+        "A command of a higher priority would overtake its predecessors.",
+    ),
+    Mutant(
+        "successor-runs-beside-a-thread-that-outlives-its-time",
+        "worker/executor.py",
+        "if overdue is not None and handler.ordered:",
+        "if False:",
+        ORDER + "test_a_thread_that_outlives_its_time_keeps_its_successors_waiting",
+        "The retry of a call would run beside the call.",
+    ),
+    Mutant(
+        "send-takes-a-lower-id-than-one-before",
+        "commands/send.sql",
+        "(SELECT last_value FROM busload.load_number) = %(id)s::bigint >> 10)",
+        "true)",
+        ORDER + "test_who_sends_after_another_send_has_returned_gets_a_higher_id",
+        "A command would run before one that was sent, and had returned, before it.",
     ),
     # -- compensation
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +21,7 @@ from busload.commands import claim, rescue, settle
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.commands.load import Load
 from busload.commands.wording import counted
+from busload.limits import order
 from busload.postgres.arrays import Packed, Texts
 from busload.postgres.plan import Plan, Statement, perform_async
 from busload.postgres.pool import engine_pool
@@ -326,6 +327,33 @@ def test_a_claim_among_2000_batches_reads_about_as_many_rows_as_it_takes_command
             after_it = backlog.execute(reads).fetchone()
             assert before is not None and after_it is not None
             assert after_it[0] - before[0] <= 150 + 5 * limit
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+@pytest.mark.parametrize(("domain", "most"), [("payments", 1_000), ("tiles", 10_000)])
+def test_a_claim_in_order_reads_by_index_whatever_waits(
+    backlog: psycopg.Connection[Any], domain: str, most: int, mode: str
+) -> None:
+    """100,000 single sends, or 2,000 batches: it leaps from batch to batch, and once reads the first load of each."""
+    with backlog.transaction(force_rollback=True):
+        backlog.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+        reads = "SELECT sum(idx_tup_fetch + seq_tup_read) FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
+        [(before,)], scanned = backlog.execute(reads).fetchall(), seq_scans(backlog)
+        keys = [order.Key("orders", str(n)) for n in range(10)]
+
+        def keys_of(leased: Sequence[Leased]) -> dict[Leased, order.Key]:
+            return {one: keys[n % 10] for n, one in enumerate(leased)}
+
+        plan = order.claim_in_order(worker=1, domain=domain, limit=100, suspects=True, keys=keys_of)
+        taken = perform(backlog, plan)
+        [(after,)] = backlog.execute(reads).fetchall()
+        if domain == "payments":
+            assert (len(taken.first), len(taken.waiting)) == (10, 90)
+        assert after - before <= most
+        perform(backlog, settle.settle([Transition(one, COMPLETED) for one in taken.first], now=0.0))
+        assert perform(backlog, order.advance(keys)) == (10 if domain == "payments" else 0)
+        assert perform(backlog, order.sweep()) == 0
+        assert {table: n for table, n in seq_scans(backlog).items() if n > scanned[table]} == {}
 
 
 # -- plans that were made too early ---------------------------------------------------------------------------------

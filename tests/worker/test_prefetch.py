@@ -17,9 +17,9 @@ from hypothesis import given as whatever
 from hypothesis import strategies as st
 
 from busload import Command, CommandBus, HandlerContext, Worker, WorkerSettings
-from busload.worker.claimer import SMALLEST_GAP, Claimer, Look
+from busload.worker.claimer import SMALLEST_GAP, Claimer
 from busload.worker.lifecycle import Run
-from busload.worker.pace import SHORTEST_SAMPLE, Pace
+from busload.worker.pace import SHORTEST_SAMPLE, Look, Pace
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
 
 HELD = "SELECT coalesce(sum(open), 0) FROM busload.lease"

@@ -94,7 +94,7 @@ def claim(
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, last, leases, leased = *row[:2], *_read(row[2:12], *row[12:])
+    seen, last, leases, leased = *row[:2], *read(row[2:12], *row[12:])
     contended = seen is not None and len(leased) < min(limit, seen)
     return Claim(leases, leased, contended, refused=seen is None, turns=dict(zip(domains, last, strict=True)))
 
@@ -110,7 +110,7 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
         wanted=[wanted[load] for load in loads],
         lease=str(new_id()),
     )
-    alive, unknown, passed_over, leases, leased = *row[:3], *_read(row[3:13], *row[13:])
+    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:13], *row[13:])
     return DeliveredClaim(
         leases,
         leased,
@@ -147,7 +147,7 @@ def give_back(
     return set(given)
 
 
-def _read(
+def read(
     lease_columns: tuple[list[Any], ...],
     created_at: datetime,
     created_ats: list[datetime] | None,

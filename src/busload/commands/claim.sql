@@ -71,10 +71,9 @@ alive AS (
 LIMIT w.loads
            FOR UPDATE SKIP LOCKED
 
--- fragment: lease_ready
--- Lease the loads of `ready`: whole ones, and a part of the last one, which is one that may be `split`.
--- Neighbours that were sent one by one are leased together. A load that was held by a worker when it died is
--- a suspect. A worker runs one suspect at a time, so that the next crash names its command.
+-- fragment: suspect
+-- A load that was held by a worker when it died is a suspect. A worker runs one suspect at a time, so that
+-- the next crash names its command.
 suspect AS (
     SELECT *, false AS split
       FROM busload.ready
@@ -82,18 +81,12 @@ suspect AS (
      ORDER BY priority DESC, hi
      LIMIT %(suspects)s::integer * (SELECT count(*) FROM alive)
        FOR UPDATE SKIP LOCKED
-), taken AS (
-    SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
-      FROM (
-        SELECT *,
-               sum((hi - lo + 1)::integer) OVER (
-                   ORDER BY priority DESC, crashes = 0, split, hi
-                   ROWS UNBOUNDED PRECEDING
-               ) - (hi - lo + 1) AS before
-          FROM (SELECT * FROM suspect UNION ALL SELECT * FROM ready) AS load
-      ) AS load
-     WHERE before < %(limit)s::integer
-), whole AS (
+)
+
+-- fragment: lease_taken
+-- Lease the loads of `taken`, each up to `upto`: whole ones, and a part of the last one. Neighbours that were
+-- sent one by one are leased together.
+whole AS (
     DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT hi FROM taken WHERE upto = hi))
 ), split AS (   -- only the last load can be split: a scalar, so that no plan reads the whole queue for it
     UPDATE busload.queue
@@ -117,6 +110,21 @@ suspect AS (
     SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
     RETURNING *
 )
+
+-- fragment: lease_ready
+-- Lease the loads of `ready`: whole ones, and a part of the last one, which is one that may be `split`.
+{suspect}, taken AS (
+    SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
+      FROM (
+        SELECT *,
+               sum((hi - lo + 1)::integer) OVER (
+                   ORDER BY priority DESC, crashes = 0, split, hi
+                   ROWS UNBOUNDED PRECEDING
+               ) - (hi - lo + 1) AS before
+          FROM (SELECT * FROM suspect UNION ALL SELECT * FROM ready) AS load
+      ) AS load
+     WHERE before < %(limit)s::integer
+), {lease_taken}
 
 -- fragment: seen
 -- How many commands were ready, as far as a claim looks; null for a worker that was declared dead.

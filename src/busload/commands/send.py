@@ -109,6 +109,8 @@ def send(
 ) -> Plan[int | None]:
     """Send one command without a batch, in one statement. Returns its id: the given one, or one that begins a load.
 
+    In a domain whose commands run in order, the given one is used only if nobody has drawn a number since.
+
     With a `window`, the command is sent only if its task key is free, and holds it for so long. If it is not, the
     result is None.
     """

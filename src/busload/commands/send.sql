@@ -10,7 +10,14 @@ t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.comman
 id, domain, command_id, command_type, data, task_key, correlation_id, reply_to, priority, max_attempts
 
 -- fragment: values_of_one
-coalesce(%(id)s::bigint, nextval('busload.load_number') * 1024),
+-- The given id follows one that this sender has drawn before. In a domain whose commands run in order it is
+-- not used if anybody has drawn a number since: who sends after others have sent gets a higher id than they.
+CASE WHEN %(id)s::bigint IS NOT NULL
+          AND (NOT EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s::text)
+               OR (SELECT last_value FROM busload.load_number) = %(id)s::bigint >> 10)
+     THEN %(id)s::bigint
+     ELSE nextval('busload.load_number') * 1024
+END,
 %(domain)s::text,
 %(command_id)s::uuid,
 %(command_type)s::text,

@@ -211,7 +211,7 @@ class Sending:
             if owed:
                 self._notices.owe(domain)
             raise
-        if id is None:
+        if taken != id:
             self._neighbours.begin(kind, now, taken)
         if not notify:
             self._notices.owe(domain)

@@ -65,6 +65,8 @@ class Waiting:
     failures: tuple[Failure, ...] = ()
     command_types: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    ordered: bool = False
+    """Of LIMITED: whether all of them wait for their predecessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +345,8 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | 
         [(limits, since)] = yield from execute(SQL.limits, **here)
         return replace(waiting, since=since, limits=tuple(limits))
     if waiting.reason == "LIMITED":
-        [(limits, since)] = yield from execute(SQL.concurrency_limits, **here)
-        return replace(waiting, since=since, limits=tuple(limits))
+        [(limits, since, ordered)] = yield from execute(SQL.concurrency_limits, **here)
+        return replace(waiting, since=since, limits=tuple(limits), ordered=ordered)
     return waiting
 
 

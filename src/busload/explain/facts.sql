@@ -90,8 +90,10 @@ SELECT coalesce(array_agg(DISTINCT e.details ->> 'limit' ORDER BY e.details ->> 
 
 -- name: concurrency_limits
 -- Which concurrency limits commands wait for, and since when: each command has an event of the first time.
-SELECT coalesce(array_agg(DISTINCT load.limit_name ORDER BY load.limit_name), '{}'), min(e.at)
-  FROM (SELECT lo, hi, limit_name
+-- The third column says whether all of them wait for their predecessors.
+SELECT coalesce(array_agg(DISTINCT load.limit_name ORDER BY load.limit_name), '{}'), min(e.at),
+       coalesce(bool_and(load.per_call IS NULL), false)
+  FROM (SELECT lo, hi, limit_name, per_call
           FROM busload.scheduled
          WHERE {here} AND reason = 'LIMITED' ORDER BY hi LIMIT 1000) AS load
   LEFT JOIN LATERAL (SELECT at FROM busload.event

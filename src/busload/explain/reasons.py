@@ -279,9 +279,15 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
         case "LIMITED":
             code = Blocker.LIMITED
             names = ", ".join(waiting.limits) or "unknown"
-            message = f"{counted(count, 'command waits', 'commands wait')} for a concurrency limit, {names}."
+            wait = counted(count, "command waits", "commands wait")
+            if waiting.ordered:
+                message = f"{wait} for {'its' if count == 1 else 'their'} predecessors in the order of {names}."
+                rule = "each goes on when the one before it has ended, or waits for a person"
+            else:
+                message = f"{wait} for a concurrency limit, {names}."
+                rule = "each goes on when a call under its limit has ended, or its worker was declared dead"
             advice = (
-                "Nothing to do: each goes on when a call under its limit has ended, or its worker was declared dead. "
+                f"Nothing to do: {rule}. "
                 f"`busload limit concurrency {waiting.limits[0] if waiting.limits else 'NAME'}` tells how many calls "
                 "run now, and on which workers."
             )

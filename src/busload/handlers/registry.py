@@ -77,6 +77,11 @@ class Handler:
         object.__setattr__(self, "plain_with_permit", plain and self.concurrency_limit is not None)
 
     @property
+    def ordered(self) -> bool:
+        """Whether the commands of a key run in order."""
+        return self.concurrency_limit is not None and self.concurrency_limit.ordered
+
+    @property
     def takes_many(self) -> bool:
         """Whether one call takes several commands or events."""
         return self.gathering is not None or self.buffer is not None
@@ -105,6 +110,8 @@ class Handlers:
         """Whether there is a handler with a limit."""
         self.concurrency_limits = False
         """Whether there is a handler with a concurrency limit."""
+        self.ordered: set[str] = set()
+        """Domains with a handler whose commands run in order."""
         self.threaded = False
         """Whether there is a handler written with `def`."""
 
@@ -175,6 +182,8 @@ class Handlers:
             self.gathers = self.gathers or gathering is not None
             self.limits = self.limits or rate_limit is not None
             self.concurrency_limits = self.concurrency_limits or concurrency_limit is not None
+            if concurrency_limit is not None and concurrency_limit.ordered:
+                self.ordered.add(domain)
             self.threaded = self.threaded or not is_async(function)
             return function
 
@@ -206,6 +215,11 @@ class Handlers:
                 f"The concurrency limit of {domain}/{command_type} has by={limit.by!r}, but a {first} has no fields. "
                 f"Give it a function: by=lambda {first}: ..."
             )
+        if limit.ordered and first != "command":
+            raise InvalidOperationError(
+                f"The concurrency limit of {domain}/{command_type} is ordered, but only single commands run in order, "
+                f"and this handler gets a {first}. Use `handler`, or leave out ordered=True."
+            )
         name = limit.name_for(domain, command_type)
         for (of, type), handler in self._handlers.items():
             other = handler.concurrency_limit
@@ -213,6 +227,12 @@ class Handlers:
                 raise InvalidOperationError(
                     f"The concurrency limit {name!r} allows {other.calls} calls at a time for {of}/{type}, and "
                     f"{limit.calls} for {domain}/{command_type}. Give both the same number, or another name to one."
+                )
+            if other is not None and other.name_for(of, type) == name and other.ordered != limit.ordered:
+                raise InvalidOperationError(
+                    f"The concurrency limit {name!r} has ordered={other.ordered} for {of}/{type}, and "
+                    f"ordered={limit.ordered} for {domain}/{command_type}. Write the same for both, or give another "
+                    "name to one."
                 )
 
     def find(self, domain: str, command_type: str) -> Handler | None:

@@ -14,8 +14,8 @@ from uuid import UUID
 
 import msgspec
 
+from busload.commands.checks import FLAG, require, whole, wrong_name
 from busload.commands.checks import refuse as refuse_invalid
-from busload.commands.checks import require, whole, wrong_name
 from busload.commands.execution import Lease, Leased
 from busload.commands.payload import safe_str
 from busload.errors import PermanentCommandError
@@ -38,11 +38,15 @@ class ConcurrencyLimit:
     command, group or chunk, and each value that it returns has a limit of its own. For a handler of single commands it
     may also be the name of a field of their data. A value is text of at most 512 bytes, a number, a UUID or a date. A
     command whose `by` raises, or returns anything else, waits for a person.
+
+    With `ordered`, for handlers of single commands, one call at a time and a `by`: the commands of each value run in
+    the order in which they were sent, and a retry runs before its successors.
     """
 
     calls: int
     by: Callable[[Any], object] | str | None = None
     name: str | None = None
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         require(whole(1, MOST_CALLS), calls=self.calls)
@@ -53,6 +57,14 @@ class ConcurrencyLimit:
                 raise ValueError("by must be a function or the name of a field, found an empty name.")
         elif self.by is not None and (not callable(self.by) or is_async(self.by)):
             raise ValueError(f"by must be a function with def or the name of a field, found {self.by!r:.80}.")
+        require(FLAG, ordered=self.ordered)
+        if self.ordered and self.calls != 1:
+            raise ValueError(f"ordered=True needs one call at a time, found calls={self.calls}. Write calls=1.")
+        if self.ordered and self.by is None:
+            raise ValueError(
+                "ordered=True needs a `by`, which says whose commands run in order, found none. Name a field: "
+                'by="customer".'
+            )
 
     def name_for(self, domain: str, command_type: str) -> str:
         return self.name or f"{domain}/{command_type}"
@@ -95,9 +107,12 @@ class ConcurrencyStatus:
     workers: tuple[str, ...]
     """Who runs the calls, the oldest call first."""
     commands: tuple[UUID | None, ...]
-    """The first command of each of these calls; None if it was deleted."""
+    """The first command of each of these calls; None if it was deleted.
+
+    Of an ordered limit: the command whose turn it is, also while it waits for its retry.
+    """
     since: datetime | None
-    """When the oldest call got its permit."""
+    """When the oldest call got its permit, or since when it is the turn of the command."""
 
 
 class Request(msgspec.Struct, frozen=True, eq=False, gc=False):  # made in a fifth of a dataclass's time

@@ -71,18 +71,37 @@ SELECT permit, name, subject, %(worker)s::bigint, command
     ON CONFLICT (limit_name, limit_subject, permit) DO UPDATE SET worker = excluded.worker;
 
 -- name: concurrency
--- Every limit that runs calls or is waited for; who runs them, and how many commands wait.
+-- Every limit that runs calls or is waited for; who runs them, and how many commands wait. Of an ordered
+-- limit: the first command of each key, which runs if somebody has its lease.
 SELECT coalesce(h.limit_name, w.limit_name) AS name, coalesce(h.limit_subject, w.limit_subject) AS subject,
-       coalesce(l.most, 0), coalesce(h.running, 0)::integer, coalesce(w.waiting, 0)::bigint,
+       coalesce(l.most, h.most, 0), coalesce(h.running, 0)::integer, coalesce(w.waiting, 0)::bigint,
        coalesce(h.workers, '{}'), coalesce(h.commands, '{}'), h.since
   FROM (
-    SELECT p.limit_name, p.limit_subject, count(*) AS running, min(p.since) AS since,
-           array_agg(coalesce(k.name, p.worker::text) ORDER BY p.since, p.permit) AS workers,
+    SELECT p.limit_name, p.limit_subject, count(*) FILTER (WHERE p.runs) AS running, min(p.since) AS since,
+           min(p.most) AS most,
+           coalesce(array_agg(coalesce(k.name, p.worker::text) ORDER BY p.since, p.permit)
+                    FILTER (WHERE p.runs), '{}') AS workers,
            array_agg(c.command_id ORDER BY p.since, p.permit) AS commands
-      FROM busload.permit AS p
+      FROM (
+        SELECT limit_name, limit_subject, permit, worker, command, since, true AS runs, NULL::integer AS most
+          FROM busload.permit
+         WHERE %(name)s::text IS NULL OR limit_name = %(name)s::text
+        UNION ALL
+        SELECT f.limit_name, f.limit_subject, 0, l.worker, f.command, f.since, l.worker IS NOT NULL, 1
+          FROM busload.first_in_order AS f
+          LEFT JOIN LATERAL (
+            SELECT worker
+              FROM busload.lease AS l
+             WHERE l.hi BETWEEN f.command AND (f.command | 1023) AND l.lo <= f.command
+               AND f.command <> ALL (l.returned)
+               AND NOT EXISTS (SELECT FROM busload.execution AS e
+                                WHERE e.command = f.command AND e.attempt = l.attempt OFFSET 0)
+             LIMIT 1
+          ) AS l ON true
+         WHERE %(name)s::text IS NULL OR f.limit_name = %(name)s::text
+      ) AS p
       LEFT JOIN busload.worker AS k ON k.worker = p.worker
       LEFT JOIN busload.command AS c ON c.id = p.command
-     WHERE %(name)s::text IS NULL OR p.limit_name = %(name)s::text
      GROUP BY p.limit_name, p.limit_subject
   ) AS h
   FULL JOIN (

@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 from uuid import UUID
@@ -22,7 +21,8 @@ from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
 from busload.worker.line import Claimed, Gathered, Line, commands_of
-from busload.worker.pace import Pace
+from busload.worker.order import may_run, parts_in_turn
+from busload.worker.pace import Look, Pace
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
@@ -55,16 +55,6 @@ MOST_ASKING = 2
 """Statements at a time that ask for permits: the server begins the next one while we run what the last one granted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a round of the claimer found."""
-
-    pause: float | None
-    """Seconds until the next round; None if the next round waits until something has changed."""
-    found_nothing: bool = False
-    """Whether nothing is ready in any domain."""
-
-
 class Claimer:
     """Keeps the slots busy, and holds as many commands in line as the slots finish within `prefetch`."""
 
@@ -88,7 +78,6 @@ class Claimer:
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self._empty_at = 0.0
         self._bulk_empty_at: dict[str, float] = {}
-        self._unknown: set[tuple[str, str]] = set()
         self._turns: dict[str, int] = {}
         """Who was the last to have a turn, for each domain."""
         self._until_oldest = OLDEST_EVERY
@@ -98,6 +87,7 @@ class Claimer:
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
         self._polled_at = 0.0
+        self._first_part = 0
         self.wake: Callable[[], None] = lambda: None
         """Has the next round begin at once."""
         self._held_meanwhile: set[UUID] = set()
@@ -310,6 +300,23 @@ class Claimer:
     async def _claim(self, domains: list[str], limit: int) -> claim.Claim:
         """Claim so many commands of these domains, and put them into the line.
 
+        Domains whose commands run in order are claimed one by one. All take turns at being first.
+        """
+        ordered = self._handlers.ordered
+        if not ordered or ordered.isdisjoint(domains):
+            return await self._claim_together(domains, limit)
+        self._first_part += 1
+        found = NOTHING
+        for part in parts_in_turn(domains, ordered, self._first_part):
+            if limit > 0:
+                taken = await self._claim_together(part, limit)
+                found = found.joined(taken)
+                limit -= len(taken.leased)
+        return found
+
+    async def _claim_together(self, domains: list[str], limit: int) -> claim.Claim:
+        """Claim so many commands of these domains, and put them into the line.
+
         With a broker, claim what messages tell of and, if it is time, what the queue holds; the two take turns at being
         first.
         """
@@ -336,9 +343,19 @@ class Claimer:
             return NOTHING
         number, taken = self._shared.number, NOTHING
         self._held_meanwhile = set()
+        wanted: dict[int, int] = {}
+        waiting: list[Leased] = []
+        refused: list[Transition] = []
         sent_at = self.sent_at = time.monotonic()
         try:
-            if deliveries is None:
+            if deliveries is not None and not (wanted := deliveries.wanted(domains, limit)):
+                return NOTHING
+            if domains[0] in self._handlers.ordered:
+                taken, refused = await self._shared.permits.order.claim(domains[0], limit)
+                waiting = taken.waiting
+                if deliveries is not None:
+                    deliveries.answer(wanted, taken.delivered(wanted))
+            elif deliveries is None:
                 suspects = not self._held.has_suspect
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
                 turns = self._turns if self._until_oldest else None
@@ -347,14 +364,12 @@ class Claimer:
                 if self._until_oldest:
                     self._turns |= taken.turns
                 self._all_fits = len(taken.leased) < limit and not taken.contended
-            elif wanted := deliveries.wanted(domains, limit):
+            else:
                 delivered = await self._shared.perform(
                     claim.claim_delivered(worker=number, domains=domains, wanted=wanted)
                 )
                 deliveries.answer(wanted, delivered)
                 taken = delivered
-            else:
-                return NOTHING
             self._held.take(taken.leases)
         finally:
             self.sent_at = None
@@ -363,11 +378,12 @@ class Claimer:
         self.empty_claims += not taken.leased
         self._pace.claimed(time.monotonic() - sent_at)
         try:
-            known = await self._known(taken.leased)
+            known = await self._hand_back.without_unknown(may_run(taken.leased, waiting, refused, self._held))
             self._settlement.expect(taken.leases)
             if self._rests:
                 self._rests.claimed(taken.leased)
-            refused = [] if self._handlers.concurrency_limits else self._add(known)
+            if not self._handlers.concurrency_limits:
+                refused = self._add(known)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.
             self._held.drop(lease.lease_id for lease in taken.leases)
@@ -448,22 +464,6 @@ class Claimer:
         awake = [([domain for domain in domains if domain not in resting], most) for domains, most in wanted]
         left_out = {domain for domains, _ in wanted for domain in domains if domain in resting}
         return awake, min((resting[domain] for domain in left_out - paused), default=math.inf)
-
-    async def _known(self, leased: list[Leased]) -> list[Leased]:
-        """Give back commands that have no handler here; they wait for a worker that has one."""
-        find = self._handlers.find
-        kinds = {(one.lease.domain, one.command_type) for one in leased}
-        strange = {kind for kind in kinds if find(*kind) is None}
-        if not strange:
-            return leased
-        for domain, command_type in strange - self._unknown:
-            log.warning(
-                "No handler for %s in %s here; such commands wait for a worker that has one", command_type, domain
-            )
-        self._unknown |= strange
-        unknown = [one for one in leased if (one.lease.domain, one.command_type) in strange]
-        await self._hand_back.postpone_unknown(unknown, self._settings.no_handler_pause.total_seconds())
-        return [one for one in leased if (one.lease.domain, one.command_type) not in strange]
 
     async def _watch_threads(self) -> None:
         """Hand back what waits too long for a thread: the threads may be stuck."""

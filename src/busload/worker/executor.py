@@ -299,14 +299,18 @@ class Executor:
         begin = None if entered is None and permit is None else partial(begin_call, entered, permit)
         judge = partial(complete, leased, limits=self._limits)
         call = await self.calls.make(Work(handler, command, context, [leased], judge, _settle, begin), called)
+        overdue = call.overdue
+        if overdue is not None and handler.ordered:  # nothing of its key may begin while it runs, not even a retry
+            await outlast(overdue, handler, leased.command_type)
+            overdue = None
         if call.void is not None:
             await self._outcomes.drop(leased, call.void)
         elif call.error is not None:
             await self._outcomes.fail(leased, handler, call.error, entered)
         else:
             await self._outcomes.complete(call.judged, settled=call.ended is not None)
-        if call.overdue is not None:
-            await outlast(call.overdue, handler, leased.command_type)
+        if overdue is not None:
+            await outlast(overdue, handler, leased.command_type)
 
     async def _make_and_free(
         self,

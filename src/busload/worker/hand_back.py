@@ -26,6 +26,7 @@ class HandBack:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._leaving: list[Leased] = []
+        self._unknown: set[tuple[str, str]] = set()
         self.commands = 0
         """How many were handed back so far."""
 
@@ -55,8 +56,23 @@ class HandBack:
         gone = set(map(id, leaving))
         self._leaving = [one for one in self._leaving if id(one) not in gone]
 
-    async def postpone_unknown(self, leased: list[Leased], seconds: float) -> None:
-        """Nobody here has a handler for these: they wait for a worker that has one."""
+    async def without_unknown(self, leased: list[Leased]) -> list[Leased]:
+        """Give back commands that have no handler here; they wait for a worker that has one. Returns the others."""
+        find = self._shared.bus.handlers.find
+        kinds = {(one.lease.domain, one.command_type) for one in leased}
+        strange = {kind for kind in kinds if find(*kind) is None}
+        if not strange:
+            return leased
+        for domain, command_type in strange - self._unknown:
+            log.warning(
+                "No handler for %s in %s here; such commands wait for a worker that has one", command_type, domain
+            )
+        self._unknown |= strange
+        unknown = [one for one in leased if (one.lease.domain, one.command_type) in strange]
+        await self._postpone_unknown(unknown, self._shared.settings.no_handler_pause.total_seconds())
+        return [one for one in leased if (one.lease.domain, one.command_type) not in strange]
+
+    async def _postpone_unknown(self, leased: list[Leased], seconds: float) -> None:
         parts = _by_lease(leased)
         types = ({one.command_type for one in commands} for commands in parts.values())
         await self._give_back(parts, seconds, [encode({"command_types": sorted(each)}) for each in types])

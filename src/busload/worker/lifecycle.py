@@ -244,6 +244,8 @@ class Run:
         self._settlement = Settlement(self._pool, self._held, settings, self._on_settled, self._outage)
         self._hand_back = HandBack(shared)
         shared.permits = self._permits = Permits(shared, self._hand_back.add, self._moved.set)
+        if shared.bus.handlers.ordered:
+            self._permits.order.follow(self._settlement)
         self._outcomes = Outcomes(shared, self._settlement)
         self._line = Line(settings.concurrency, settings.most_threads, self._on_low)
         self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)

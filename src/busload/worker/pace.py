@@ -1,9 +1,21 @@
-"""How far ahead of its slots a worker claims."""
+"""How far ahead of its slots a worker claims, and when it looks again."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 SHORTEST_SAMPLE = 0.0005
 """Seconds that a pace is measured over, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a round of the claimer found."""
+
+    pause: float | None
+    """Seconds until the next round; None if the next round waits until something has changed."""
+    found_nothing: bool = False
+    """Whether nothing is ready in any domain."""
 
 
 class Pace:

@@ -18,10 +18,12 @@ from busload.handlers.registry import Handler
 from busload.limits import concurrency
 from busload.limits.concurrency import AnyPermit, ConcurrencyLimit, Held, Request, Singles
 from busload.limits.limiter import Entered, LimitedError, PermitLostError
+from busload.limits.order import Key
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.worker.call_handler import argument_of
 from busload.worker.coalescer import Coalescer
+from busload.worker.order import Order
 from busload.worker.settlement import end_failed
 from busload.worker.shared import Shared, clock
 
@@ -57,6 +59,10 @@ class Permit(msgspec.Struct, eq=False):
         self.begun = True
 
 
+class Place(Permit):
+    """The place of a command that is the first of its key. It is not given back: it belongs to the command."""
+
+
 def begin_call(entered: Entered | None, permit: Permit | None) -> None:
     """Right before a call: raise a `PostponedError` if it must not begin."""
     if entered is not None:
@@ -89,11 +95,12 @@ class Permits:
             name="permits",
             outage=shared.outage,
         )
+        self.order = Order(shared, self._place, self._refused, on_freed)
 
     @property
     def freeing(self) -> int:
         """Permits that are free, though the database does not know it yet."""
-        return self._freed.stats.waiting
+        return self._freed.stats.waiting + self.order.advancing
 
     async def take(self, leased: list[Leased]) -> tuple[list[Leased], list[Transition]]:
         """Ask for the permits of single commands that were claimed.
@@ -175,7 +182,11 @@ class Permits:
     def free(self, permit: Permit) -> None:
         """The call has ended, or will not be made."""
         permit.freed = True
-        if self._held.pop(permit.permit, None) is not None:
+        if isinstance(permit, Place):
+            for one in permit.leased:
+                self._of.pop(one, None)
+            self.order.left()
+        elif self._held.pop(permit.permit, None) is not None:
             for one in permit.leased:
                 self._of.pop(one, None)
             if not self._closed:  # else others free it, as this worker has stopped
@@ -197,6 +208,9 @@ class Permits:
         for permit in list(self._held.values()):
             if not permit.begun and all(one.settled or one.lease.lost for one in permit.leased):
                 self.free(permit)
+        gone = {one for one in self._of if one.settled or one.lease.lost}
+        self.give_up(one for one in gone if isinstance(self._of[one], Place) and not self._of[one].begun)
+        self.order.forget_gone()
         await self._adopt()
         settings = self._shared.settings
         known = await self._shared.perform(
@@ -215,7 +229,7 @@ class Permits:
         for permit in [permit for permit in self._held.values() if not permit.begun]:
             self.free(permit)
         self._closed = True
-        await self._freed.close(deadline)
+        await asyncio.gather(self._freed.close(deadline), self.order.close(deadline))
 
     async def _adopt(self) -> None:
         """If this worker has a new number, because it was declared dead, the calls that it still runs count again."""
@@ -232,7 +246,7 @@ class Permits:
     def _kind(self, domain: str, command_type: str) -> _Kind | None:
         """What limits the commands of a type, one by one; None if nothing does."""
         handler = self._shared.bus.handlers.find(domain, command_type)
-        if handler is None or (limit := handler.concurrency_limit) is None or handler.takes_many:
+        if handler is None or (limit := handler.concurrency_limit) is None or handler.takes_many or limit.ordered:
             return None
         return handler, limit, limit.name_for(domain, command_type)
 
@@ -253,6 +267,10 @@ class Permits:
         for one in leased:
             one.lease.running -= 1
         self._shared.held.settled(leased)
+
+    def _place(self, one: Leased, key: Key, argument: Any, worker: int) -> None:
+        """A command is the first of its key, and may run while this worker lives."""
+        self._of[one] = Place(self._shared, *key, 0, [one], argument, worker, worker)
 
     async def _flush(self, permits: Sequence[AnyPermit]) -> None:
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):

@@ -106,6 +106,8 @@ class Settlement:
         self.in_transactions = self.late = 0
         self.failures_in_row, self.failed_at = 0, 0.0
         """How many of the last attempts have failed, one after the other, and when the last of them was settled."""
+        self.on_ended: Callable[[Iterable[Leased]], None] | None = None
+        """Called with the commands of each settlement, if somebody wants to know."""
 
     @property
     def stats(self) -> CoalescerStats:
@@ -168,6 +170,8 @@ class Settlement:
         self.in_transactions += 1
         self._held.settled([leased])
         self._ran(leased.lease)
+        if self.on_ended is not None:
+            self.on_ended([leased])
         self._tell_settled()
 
     def superseded(self, leased: Leased) -> None:
@@ -292,6 +296,8 @@ class Settlement:
         async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
             credited = await perform_async(conn, plan)
         self._held.settled(transition.leased for transition in transitions)
+        if self.on_ended is not None:
+            self.on_ended(transition.leased for transition in transitions)
         if late := len(transitions) - len(credited):
             log.warning("Did not count %s, which came after the lease was lost", counted(late, "result"))
             self.late += late

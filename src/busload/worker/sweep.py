@@ -11,7 +11,7 @@ from busload.batches import cancel, guards, hold
 from busload.commands import cancel as cancel_command
 from busload.commands import expire, rescue
 from busload.commands.wording import counted
-from busload.limits import concurrency
+from busload.limits import concurrency, order
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool
@@ -37,6 +37,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         await _try(conn, rescue.start_batches(worker=worker))
         await _try(conn, concurrency.free_of_dead())
         await _try(conn, concurrency.wake_forgotten())
+        await _try(conn, order.sweep())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",

@@ -317,3 +317,234 @@ BEGIN
       FROM (SELECT limit_name, limit_subject, count(*) AS calls FROM gone GROUP BY 1, 2) AS g;
     RETURN busload.wake_limited(gone_names, gone_subjects, calls);
 END $$;
+
+-- Order: commands of one value of `by` run one at a time, in the order of their ids. The key of a command is
+-- known only to the workers, so a claim of such a domain and the entry of its commands into the order are one
+-- transaction, one at a time in each domain. What was ever claimed is then known to the order: it is the
+-- first of its key, or it waits in `scheduled` as LIMITED, without per_call, behind the first.
+
+-- Domains that workers claim in order. Single sends into them take no id that is lower than one drawn before.
+CREATE TABLE busload.ordered_domain (
+    domain  text        COLLATE "C" PRIMARY KEY,
+    used_at timestamptz NOT NULL DEFAULT now()      -- to the hour
+);
+
+-- The first command of each key: only this one may run. The place belongs to the command, not to a call or a
+-- worker: the command keeps it while it is tried again, handed back or rescued, until it has ended or stepped
+-- out. A key has a row while commands of it wait.
+CREATE TABLE busload.first_in_order (
+    limit_name    text        COLLATE "C" NOT NULL,
+    limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`
+    command       bigint      NOT NULL,
+    since         timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (limit_name, limit_subject)
+) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+
+-- Whoever enters commands, or lets the next one run, is alone with their keys until its transaction ends. The
+-- keys share 128 locks, which are taken in the same order by all.
+CREATE FUNCTION busload.lock_keys(names text[], subjects text[]) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock(27711009, part)
+       FROM (
+        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
+          FROM unnest($1, $2) AS k (name, subject)
+         ORDER BY part
+        OFFSET 0
+       ) AS k;
+END $$;
+
+-- Whether a command keeps its place: it runs, is ready, or comes back by itself. It has stepped out if it has
+-- ended, waits for a person, for a later time or for its batch to go on. One statement, so one snapshot: a
+-- command that moves from one place to another is seen in one of them.
+CREATE FUNCTION busload.keeps_its_place(command bigint) RETURNS boolean
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+    SELECT EXISTS (
+            SELECT
+              FROM busload.lease AS l
+             WHERE l.hi BETWEEN $1 AND ($1 | 1023) AND l.lo <= $1 AND $1 <> ALL (l.returned)
+               AND NOT EXISTS (SELECT FROM busload.execution AS e
+                                WHERE e.command = $1 AND e.attempt = l.attempt OFFSET 0)
+           )
+        OR (SELECT q.lo FROM busload.ready AS q
+             WHERE q.hi BETWEEN $1 AND ($1 | 1023) ORDER BY q.hi LIMIT 1) <= $1
+        OR (SELECT s.lo <= $1 AND s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER')
+              FROM busload.scheduled AS s
+             WHERE s.hi BETWEEN $1 AND ($1 | 1023) ORDER BY s.hi LIMIT 1)
+$$;
+
+-- The ready loads of a domain in the order of sending, whatever their priority and their owner, suspects left
+-- out. `owner` leaps from owner to owner and finds the first load of each; only of as many owners as loads
+-- are wanted it reads on. The planner puts this function in the place of its call.
+CREATE FUNCTION busload.oldest_loads(domain text, most integer) RETURNS TABLE (hi bigint)
+    LANGUAGE sql STABLE
+BEGIN ATOMIC
+    WITH RECURSIVE owner AS (
+        (SELECT r.priority::integer, r.fair, r.hi
+           FROM busload.ready AS r
+          WHERE r.domain = oldest_loads.domain AND r.crashes = 0
+          ORDER BY r.priority DESC, r.fair, r.hi
+          LIMIT 1)
+        UNION ALL
+        SELECT n.priority, n.fair, n.hi
+          FROM owner AS o
+         CROSS JOIN LATERAL (
+            (SELECT r.priority::integer, r.fair, r.hi
+               FROM busload.ready AS r
+              WHERE r.domain = oldest_loads.domain AND r.crashes = 0
+                AND r.priority = o.priority AND r.fair > o.fair
+              ORDER BY r.fair, r.hi
+              LIMIT 1)
+            UNION ALL   -- the next priority
+            (SELECT r.priority, r.fair, r.hi
+               FROM busload.ready AS r
+              WHERE r.domain = oldest_loads.domain AND r.crashes = 0 AND r.priority < o.priority
+              ORDER BY r.priority DESC, r.fair, r.hi
+              LIMIT 1)
+            LIMIT 1
+         ) AS n
+    )
+    SELECT q.hi
+      FROM (SELECT owner.priority, owner.fair FROM owner ORDER BY owner.hi LIMIT most) AS o
+     CROSS JOIN LATERAL (
+        SELECT r.hi
+          FROM busload.ready AS r
+         WHERE r.domain = oldest_loads.domain AND r.crashes = 0
+           AND r.priority = o.priority AND r.fair = o.fair
+         ORDER BY r.hi
+         LIMIT most
+     ) AS q
+     ORDER BY q.hi
+     LIMIT most;
+END;
+
+-- Enter commands that a worker has just claimed, each with the lease that it came in. Returns for each
+-- whether it is the first of its key, and may run. The others leave their lease and wait, as the same
+-- attempt. The caller has claimed them in this transaction, and holds the lock of their domain.
+CREATE FUNCTION busload.enter_order(
+    taker bigint, names text[], subjects text[], commands bigint[], leases uuid[], lease_ordinals integer[]
+) RETURNS boolean[]
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_nestloop = off AS $$
+DECLARE answer boolean[];
+BEGIN
+    PERFORM busload.lock_keys(names, subjects);
+    WITH asked AS MATERIALIZED (
+        SELECT a.name COLLATE "C" AS name, a.subject COLLATE "C" AS subject, a.id, a.ordinal, l.*
+          FROM unnest($2, $3, $4, $6) WITH ORDINALITY AS a (name, subject, id, lease, ordinal)
+          JOIN unnest($5) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = a.lease
+          JOIN busload.lease AS l ON l.lease_id = n.lease_id
+    ), entered AS (   -- the first of a key of which nobody waits
+        INSERT INTO busload.first_in_order (limit_name, limit_subject, command)
+        SELECT name, subject, min(id) FROM asked GROUP BY name, subject
+            ON CONFLICT (limit_name, limit_subject) DO NOTHING
+        RETURNING limit_name, limit_subject, command
+    ), first AS (
+        SELECT * FROM entered
+        UNION ALL
+        SELECT f.limit_name, f.limit_subject, f.command
+          FROM (SELECT DISTINCT name, subject FROM asked) AS k
+         CROSS JOIN LATERAL (SELECT * FROM busload.first_in_order
+                              WHERE limit_name = k.name AND limit_subject = k.subject OFFSET 0) AS f
+    ), judged AS MATERIALIZED (
+        SELECT a.*, a.id = f.command AS may_run
+          FROM asked AS a
+          JOIN first AS f ON f.limit_name = a.name AND f.limit_subject = a.subject
+    ), late AS MATERIALIZED (
+        SELECT * FROM judged WHERE NOT may_run
+    ), progress AS (
+        SELECT lease_id, array_agg(id) AS ids, min(open) - count(*)::integer AS open
+          FROM late
+         GROUP BY lease_id
+    ), closed AS (
+        DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
+    ), kept AS (
+        UPDATE busload.lease AS l SET returned = l.returned || p.ids, open = p.open FROM progress AS p
+         WHERE l.lease_id = p.lease_id
+           AND l.lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open > 0))
+    ), scheduled AS (
+        INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
+                                       replies, fair, run_at, reason, limit_name, limit_subject)
+        SELECT id, id, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
+               now() + interval '1 hour', 'LIMITED', name, subject
+          FROM late
+    ), noted AS (   -- the first time; later ones would only repeat it
+        INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
+        SELECT 'LIMITED', min(id), max(id), batch_id, attempt, lease_id, $1,
+               json_build_object('limit', name, 'by', subject, 'ordered', true)
+          FROM (SELECT *,
+                       id - row_number() OVER (PARTITION BY lease_id, name, subject ORDER BY id) AS island
+                  FROM late
+                 WHERE NOT EXISTS (SELECT
+                                     FROM busload.event AS e
+                                    WHERE e.lo >> 10 = late.id >> 10
+                                      AND late.id BETWEEN e.lo AND e.hi
+                                      AND e.type = 'LIMITED'
+                                   OFFSET 0)) AS part
+         GROUP BY lease_id, batch_id, attempt, name, subject, island
+    )
+    SELECT array_agg(may_run ORDER BY ordinal) INTO answer FROM judged;
+    RETURN answer;
+END $$;
+
+-- The first of these keys may have ended or stepped out: then the one with the lowest id that waits is the
+-- first, and ready. Commands of batches that are held or being canceled are passed over; if only such wait,
+-- one of them keeps the key known to the sweep. If somebody has locked the next one, it is the first all the
+-- same, and the sweep makes it ready. Returns how many became ready. To repeat it is harmless.
+CREATE FUNCTION busload.advance_order(names text[], subjects text[]) RETURNS bigint
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    stopped uuid[];
+    woken bigint;
+BEGIN
+    PERFORM busload.lock_keys($1, $2);
+    stopped := ARRAY(SELECT batch_id FROM busload.batch
+                      WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL);
+    WITH key AS MATERIALIZED (
+        SELECT f.limit_name, f.limit_subject, f.command
+          FROM (SELECT DISTINCT name, subject FROM unnest($1, $2) AS k (name, subject)) AS k
+         CROSS JOIN LATERAL (SELECT * FROM busload.first_in_order
+                              WHERE limit_name = k.name AND limit_subject = k.subject OFFSET 0) AS f
+         WHERE busload.keeps_its_place(f.command) IS NOT TRUE
+    ), next AS MATERIALIZED (
+        SELECT k.limit_name, k.limit_subject, k.command, coalesce(going.hi, stays.hi) AS next, going.hi
+          FROM key AS k
+          LEFT JOIN LATERAL (
+            SELECT s.hi
+              FROM busload.scheduled AS s
+             WHERE s.reason = 'LIMITED' AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
+               AND (s.batch_id <> ALL (stopped)) IS NOT FALSE
+             ORDER BY s.hi LIMIT 1
+          ) AS going ON true
+          LEFT JOIN LATERAL (
+            SELECT s.hi
+              FROM busload.scheduled AS s
+             WHERE s.reason = 'LIMITED' AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
+               AND going.hi IS NULL
+             ORDER BY s.hi LIMIT 1
+          ) AS stays ON true
+    ), ended AS (
+        DELETE FROM busload.first_in_order AS f USING next AS n
+         WHERE f.limit_name = n.limit_name AND f.limit_subject = n.limit_subject AND n.next IS NULL
+    ), follows AS (
+        UPDATE busload.first_in_order AS f SET command = n.next, since = now() FROM next AS n
+         WHERE f.limit_name = n.limit_name AND f.limit_subject = n.limit_subject AND n.next <> n.command
+    ), due AS (
+        DELETE FROM busload.scheduled
+         WHERE hi = ANY (ARRAY(SELECT s.hi FROM busload.scheduled AS s
+                                WHERE s.hi = ANY (ARRAY(SELECT n.hi FROM next AS n)) AND s.reason = 'LIMITED'
+                                  FOR UPDATE SKIP LOCKED))
+        RETURNING *
+    ), queued AS (
+        INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies,
+                                   fair)
+        SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair FROM due
+        RETURNING domain
+    ), told AS (
+        SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS d
+    )
+    SELECT (SELECT count(*) FROM due) INTO woken FROM told;
+    RETURN woken;
+END $$;

@@ -1,0 +1,91 @@
+-- fragments of: busload.commands.claim
+
+-- name: register_domain
+-- Workers claim this domain in order.
+INSERT INTO busload.ordered_domain (domain) VALUES (%(domain)s::text)
+    ON CONFLICT (domain) DO UPDATE SET used_at = now()
+ WHERE ordered_domain.used_at < now() - interval '1 hour';
+
+-- name: is_ready
+-- Whether a claim of this domain may find something.
+SELECT EXISTS (SELECT FROM busload.ready WHERE domain = %(domain)s::text AND crashes = 0)
+    OR %(suspects)s::integer > 0
+       AND EXISTS (SELECT FROM busload.ready WHERE domain = %(domain)s::text AND crashes > 0);
+
+-- name: lock_domain
+-- Be the only one who claims in this domain, until the transaction ends. A client that freezes meanwhile is
+-- disconnected by the server, and its claim is undone. Returns what the entry into the order sets again,
+-- because a claim does not wait for the disk.
+SELECT current_setting('synchronous_commit'),
+       set_config('idle_in_transaction_session_timeout', %(idle)s::integer::text, true),
+       set_config('lock_timeout', %(patience)s::integer::text, true),
+       pg_advisory_xact_lock(27711007, hashtext(%(domain)s::text));
+
+-- name: claim_in_order
+-- Take ready commands in the order of sending, whatever their priority and their owner. What comes behind a
+-- load that somebody has locked stays: it must not overtake that load. So does what comes behind a load that
+-- is not published yet. The second and the third column say whether there is a locked load, or either.
+-- Suspects were claimed before, so the order knows them.
+WITH {alive}, candidate AS MATERIALIZED (
+    SELECT o.hi
+      FROM alive
+     CROSS JOIN busload.oldest_loads(%(domain)s::text, %(limit)s::integer) AS o
+), free AS MATERIALIZED (
+    SELECT {load}
+      FROM busload.queue
+     WHERE hi = ANY (ARRAY(SELECT hi FROM candidate))
+       FOR UPDATE SKIP LOCKED
+), barrier AS MATERIALIZED (
+    SELECT least(
+               (SELECT min(hi) FROM candidate WHERE hi NOT IN (SELECT hi FROM free)),
+               (SELECT hi
+                  FROM busload.unmarked
+                 WHERE domain = %(domain)s::text AND hi < (SELECT max(hi) FROM candidate)
+                 ORDER BY hi
+                 LIMIT 1)
+           ) AS hi
+), {suspect}, taken AS (
+    SELECT *, least(hi, lo + %(limit)s::integer - before - 1) AS upto
+      FROM (
+        SELECT *,
+               sum((hi - lo + 1)::integer) OVER (ORDER BY crashes = 0, hi ROWS UNBOUNDED PRECEDING)
+               - (hi - lo + 1) AS before
+          FROM (
+            SELECT {load} FROM suspect
+            UNION ALL
+            SELECT * FROM free WHERE (hi < (SELECT hi FROM barrier)) IS NOT FALSE
+          ) AS load
+      ) AS load
+     WHERE before < %(limit)s::integer
+), {lease_taken}
+SELECT EXISTS (SELECT FROM alive),
+       EXISTS (SELECT FROM candidate WHERE hi NOT IN (SELECT hi FROM free)),
+       (SELECT hi IS NOT NULL FROM barrier),
+       l.*, c.*
+  {leases_and_commands};
+
+-- name: enter
+-- Enter claimed commands into the order; see busload.enter_order. The commit waits for the disk: a claim that
+-- a crash of the server undid would let the same command run twice at a time.
+SELECT busload.enter_order(
+           %(worker)s::bigint, %(names)b::text[], %(subjects)b::text[], %(commands)b::bigint[],
+           %(leases)b::uuid[], %(lease_ordinals)b::integer[]
+       ),
+       set_config('synchronous_commit', %(commit)s::text, true);
+
+-- name: advance
+-- Let the next of these keys run, if the first has ended; see busload.advance_order. It does not wait for the
+-- disk: if a crash of the server undoes it, the sweep does it again.
+SELECT busload.advance_order(%(names)b::text[], %(subjects)b::text[])
+  FROM (SELECT set_config('synchronous_commit', 'off', true)) AS hasty;
+
+-- name: stale
+-- Keys whose first command has ended or stepped out, and nobody has said so: it was canceled, expired or
+-- held, or its worker died.
+SELECT coalesce(array_agg(limit_name), '{}'), coalesce(array_agg(limit_subject), '{}')
+  FROM (
+    SELECT limit_name, limit_subject
+      FROM busload.first_in_order
+     WHERE busload.keeps_its_place(command) IS NOT TRUE
+     LIMIT 10000
+  ) AS stale;
