@@ -1,7 +1,7 @@
 """Replays recorded runs over the forecast: `python -m bench.calibration` writes the table into docs/forecast.md.
 
-`bench.forecast` has recorded the runs. The constants of the forecast were chosen on the runs with even numbers; those
-with odd numbers only check it.
+`bench.forecast` has recorded the runs. The constants of the forecast were fitted on the runs with even numbers, and then
+rounded and adjusted by hand with the table of all runs in view. So the runs with odd numbers are a weak check of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Look:
 
     @property
     def tuned(self) -> bool:
-        """Whether the forecast was tuned on this run."""
+        """Whether the constants of the forecast were fitted on this run."""
         return self.run % 2 == 0
 
     @property
@@ -90,8 +90,8 @@ def table(looks: Sequence[Look]) -> str:
     """The calibration as Markdown: all, both halves, by how much had ended, and by shape."""
     rows = [
         ("**all**", looks),
-        ("runs it was tuned on", [look for look in looks if look.tuned]),
-        ("runs it was not tuned on", [look for look in looks if not look.tuned]),
+        ("runs it was fitted on", [look for look in looks if look.tuned]),
+        ("other runs", [look for look in looks if not look.tuned]),
         *_grouped(looks, lambda look: f"{look.at:.0%} ended"),
         *_grouped(looks, lambda look: look.shape),
     ]

@@ -179,9 +179,9 @@ SHAPES: dict[Callable[[random.Random], Shape], int] = {
 """Shapes, and how many runs of each. A run of `beside` is three batches."""
 
 
-def plan() -> list[Shape]:
-    """All runs, in an order that mixes shapes, the same each time."""
-    r = random.Random(2026)
+def plan(seed: int = 2026) -> list[Shape]:
+    """All runs, in an order that mixes shapes, the same each time for one seed."""
+    r = random.Random(seed)
     shapes = [make(r) for make, count in SHAPES.items() for _ in range(count)]
     r.shuffle(shapes)
     return shapes
@@ -288,9 +288,10 @@ def main() -> None:
     options.add_argument("path", type=Path, help="the recording, which grows")
     options.add_argument("--from", type=int, default=0, dest="first", help="the first run to record")
     options.add_argument("--runs", type=int, default=len(plan()), help="how many runs to record")
+    options.add_argument("--seed", type=int, default=2026, help="other runs of the same shapes")
     given = options.parse_args()
     logging.getLogger("busload").setLevel(logging.CRITICAL)  # failures by chance are no news
-    shapes = dict(list(enumerate(plan()))[given.first : given.first + given.runs])
+    shapes = dict(list(enumerate(plan(given.seed)))[given.first : given.first + given.runs])
     with tempfile.TemporaryDirectory() as home:
         Path(home).chmod(0o755)
         with TestServer(Path(home), config={"max_connections": "300"}) as server, server.database() as dsn:

@@ -16,7 +16,7 @@ def test_the_recording_has_two_hundred_runs_of_mixed_shapes() -> None:
 
 
 def test_nine_in_ten_recorded_ends_lie_within_the_interval() -> None:
-    """And so do the ends of runs that the forecast was not tuned on; an interval of any width would hold them all."""
+    """And nearly so do those of runs that it was not fitted on. An interval that is wide enough would hold them all."""
     both = Calibration.of(LOOKS)
     tuned, others = (Calibration.of([look for look in LOOKS if look.tuned is which]) for which in (True, False))
     assert both.within >= 0.90 and others.within >= 0.88, (tuned, others)
