@@ -344,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "line-of-any-length",
-        "worker/claimer.py",
+        "worker/pace.py",
         "return int(self._rate * self.horizon)",
         "return 1000 + int(self._rate * self.horizon)",
         COALESCING + "test_slow_handlers_hold_no_more_than_they_run",
@@ -566,8 +566,8 @@ MUTANTS = [
     Mutant(
         "a-claim-under-way-outruns-a-pause",
         "worker/claimer.py",
-        "if self._pauses.paused is not paused:",
-        "if False:",
+        "elif self._pauses.paused is not paused:",
+        "elif False:",
         "tests/limits/test_pause.py::test_what_a_claim_under_way_brings_after_the_pause_does_not_start",
         "Commands of a paused domain would start.",
     ),
@@ -592,7 +592,7 @@ MUTANTS = [
     Mutant(
         "call-begins-with-a-lost-permit",
         "worker/permits.py",
-        "if not alive or self.worker != self._shared.number or self.freed:",
+        "if not alive or self.worker != self.shared.number or self.freed:",
         "if not alive:",
         CONCURRENCY + "test_a_call_does_not_begin_with_a_permit_that_was_lost",
         "A worker that comes back would call beside the one that has its permit.",
