@@ -1,6 +1,6 @@
 """Replays recorded runs over the forecast: `python -m bench.calibration` writes the table into docs/forecast.md.
 
-`bench.forecast` has recorded the runs. The constants of the forecast were fitted on the runs with even numbers, and then
+`bench.forecast` has recorded the runs. The constants of the forecast were fitted on the runs with even numbers, then
 rounded and adjusted by hand with the table of all runs in view. So the runs with odd numbers are a weak check of it.
 """
 
