@@ -859,6 +859,14 @@ MUTANTS = [
         "Batches without a broker would be created without a word.",
     ),
     Mutant(
+        "no-worker-recovers",
+        "worker/broker_stations.py",
+        "for loop in (self._relaying, self._recovering)]",
+        "for loop in (self._relaying,)]",
+        "tests/dispatch/test_relay.py::test_a_running_worker_recovers_by_itself",
+        "Commands whose messages were lost would wait until somebody calls `recover`.",
+    ),
+    Mutant(
         "news-of-a-message-counts-twice",
         "dispatch/outbox.sql",
         "v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0",
