@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from bench import beside, buffers, dispatch, identity, limits, ours, variants
+from bench import beside, buffers, dispatch, identity, limits, ours, turns, variants
 
-ALL = [*limits.CASES, *ours.CASES, *variants.CASES, *identity.CASES, *buffers.CASES, *dispatch.CASES, *beside.CASES]
+ALL = [
+    *limits.CASES,
+    *ours.CASES,
+    *variants.CASES,
+    *turns.CASES,
+    *identity.CASES,
+    *buffers.CASES,
+    *dispatch.CASES,
+    *beside.CASES,
+]

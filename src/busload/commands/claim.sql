@@ -31,7 +31,8 @@ CROSS JOIN (
            array_agg(attempt),
            array_agg(forgiven),
            array_agg(crashes),
-           array_agg(remaining)
+           array_agg(remaining),
+           array_agg(fair)
       FROM (
         SELECT l.*, b.remaining
           FROM leased AS l
