@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from bench import beside, buffers, dispatch, identity, limits, ours, turns, variants
+from bench import beside, buffers, dispatch, identity, limits, ours, variants
 
-ALL = [
-    *limits.CASES,
-    *ours.CASES,
-    *variants.CASES,
-    *turns.CASES,
-    *identity.CASES,
-    *buffers.CASES,
-    *dispatch.CASES,
-    *beside.CASES,
-]
+ALL = [*limits.CASES, *ours.CASES, *variants.CASES, *identity.CASES, *buffers.CASES, *dispatch.CASES, *beside.CASES]

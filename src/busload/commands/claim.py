@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -95,18 +94,9 @@ def claim(
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-<<<<<<< HEAD
     seen, last, leases, leased = *row[:2], *read(row[2:12], *row[12:])
-=======
-    seen, last, leases, leased = *row[:2], *_read(row[2:13], *row[13:])
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
     contended = seen is not None and len(leased) < min(limit, seen)
     return Claim(leases, leased, contended, refused=seen is None, turns=dict(zip(domains, last, strict=True)))
-
-
-def newest_owner() -> int:
-    """As `busload.fair_of` counts, the owner of a batch that was created a second ago: newer ones come behind it."""
-    return (time.time_ns() // 1_000_000 - 1000) << 20
 
 
 def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[DeliveredClaim]:
@@ -120,11 +110,7 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
         wanted=[wanted[load] for load in loads],
         lease=str(new_id()),
     )
-<<<<<<< HEAD
     alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:13], *row[13:])
-=======
-    alive, unknown, passed_over, leases, leased = *row[:3], *_read(row[3:14], *row[14:])
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
     return DeliveredClaim(
         leases,
         leased,
@@ -174,10 +160,10 @@ def read(
     """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
     if ids is None:
         return [], []
-    lease_ids, los, his, *shared, remaining, fair = lease_columns
+    lease_ids, los, his, *shared, remaining = lease_columns
     loads = list(map(Load, los, his))
     counts = [load.size for load in loads]
-    leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), counts, counts, remaining, fair))
+    leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), counts, counts, remaining))
     if ids == [id for load in loads for id in load.ids]:
         owners = [lease for lease in leases for _ in range(lease.unsettled)]
     else:

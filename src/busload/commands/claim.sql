@@ -31,8 +31,7 @@ CROSS JOIN (
            array_agg(attempt),
            array_agg(forgiven),
            array_agg(crashes),
-           array_agg(remaining),
-           array_agg(fair)
+           array_agg(remaining)
       FROM (
         SELECT l.*, b.remaining
           FROM leased AS l

@@ -112,10 +112,6 @@ class Lease(msgspec.Struct, eq=False):
     """Commands that have no result yet, whether they have started or not."""
     remaining: int | None = None
     """What had not ended of its batch when it was claimed; None if there is no batch, or it may still grow."""
-    fair: int = 0
-    """Its owner, among those of the domain who take turns."""
-    overtakes: bool = False
-    """Whether its commands go before those of others of the same priority in the worker's line."""
     claimed: float = 0.0
     """When it was claimed, on the worker's own clock."""
     canceled: bool = False

@@ -55,10 +55,6 @@ class Gatherer:
         """Commands that wait until their chunk is full."""
         return (one for gathered in self._open.values() for one in gathered.leased)
 
-    def serves(self, domain: str) -> bool:
-        """Whether a domain has a bulk handler."""
-        return self._handlers.gathers and any(h.gathering is not None for h in self._handlers.of_domain(domain))
-
     def only_gathers(self, domain: str) -> bool:
         """Whether every handler of a domain is a bulk handler: a claim there cannot bring too many of other kinds."""
         handlers = self._handlers.of_domain(domain)

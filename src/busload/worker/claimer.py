@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Set
 from functools import partial
+from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands import claim
@@ -20,23 +21,23 @@ from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
 from busload.worker.line import Claimed, Gathered, Line, commands_of
-<<<<<<< HEAD
 from busload.worker.order import may_run, parts_in_turn
 from busload.worker.pace import Look, Pace
-=======
-from busload.worker.overtake import FEW, Precedence
-from busload.worker.pace import Pace
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
-from busload.worker.wants import LONGEST_EMPTY, Want, Wants
 
 log = logging.getLogger("busload")
+
+Want: TypeAlias = tuple[list[str], int]
+"""Domains, and how many commands of them to claim."""
 
 NOTHING = claim.Claim([], [], contended=False)
 
 SMALLEST_GAP = 0.002
 """Seconds between a claim that emptied the queue and the next: commands sent one by one are claimed together."""
+
+LONGEST_EMPTY = 0.05
+"""Seconds for which claims leave out a domain of bulk handlers that was empty."""
 
 SMALLEST_TICK = 0.02
 """Seconds between two promotions that find something: retries become due one by one."""
@@ -71,19 +72,12 @@ class Claimer:
         self._held, self._handlers, self._pauses = shared.held, shared.bus.handlers, shared.pauses
         self._rests, self._domains, self._settings = shared.limiter.rests, shared.domains, shared.settings
         self._concurrency = shared.settings.concurrency
-        self._reserved = FEW if shared.settings.flush_size > FEW else 0
-        """Room for results that is left to claims out of turn."""
         self._farthest = max(MOST_AHEAD * shared.settings.concurrency, LOAD_SIZE)
         self._quarter_lease = shared.settings.lease_for.total_seconds() / 4
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self._empty_at = 0.0
-<<<<<<< HEAD
         self._bulk_empty_at: dict[str, float] = {}
-=======
-        self._wants = Wants(self._handlers, self._domains, self._concurrency, line, gatherer)
-        self._unknown: set[tuple[str, str]] = set()
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
         self._turns: dict[str, int] = {}
         """Who was the last to have a turn, for each domain."""
         self._until_oldest = OLDEST_EVERY
@@ -96,25 +90,17 @@ class Claimer:
         self._first_part = 0
         self.wake: Callable[[], None] = lambda: None
         """Has the next round begin at once."""
-        self._precedence = Precedence()
         self._held_meanwhile: set[UUID] = set()
         """Batches that were held since the last claim was sent: it may still bring commands of them."""
         self._asking: dict[asyncio.Task[None], set[UUID]] = {}
         """Claims whose permits are asked for, and the batches that were held since."""
-        self._held_beside: set[UUID] = set()
-        """The same for claims out of turn."""
-        self._under_way: list[tuple[float, int]] = []
-        """When each claim under way was sent, the earliest first, and how many commands it may bring."""
+        self.sent_at: float | None = None
+        """When the claim under way was sent; None while there is none."""
         self.emptied = False
         """Whether the last claim took everything that was ready."""
         self.claims = self.empty_claims = self.claimed = 0
         self.ahead = 0
         """How many commands should stand in line, as of the last look."""
-
-    @property
-    def sent_at(self) -> float | None:
-        """When the earliest claim under way was sent; None while there is none."""
-        return self._under_way[0][0] if self._under_way else None
 
     def look_at_queue(self) -> None:
         """Look at the queue itself in the next round: something may be ready that no message tells of."""
@@ -130,7 +116,7 @@ class Claimer:
             await self._watch_threads()
         waiting = len(self._line.for_threads)
         limit = self._limit(waiting)
-        wanted, left_out = self._wants.of(limit, self.ahead)
+        wanted, left_out = self._wanted(limit)
         if not wanted:
             return Look(await self._watch_line())
         rest = math.inf
@@ -147,7 +133,11 @@ class Claimer:
         finally:
             await self._answered()
         taken_all = [len(taken.leased) < most for taken, (_, most) in zip(found, wanted, strict=True)]
-        self._wants.learn(wanted, taken_all)
+        if self._handlers.gathers:
+            now = time.monotonic()
+            for (domains, _), empty in zip(wanted, taken_all, strict=True):
+                if len(domains) == 1 and empty:
+                    self._bulk_empty_at[domains[0]] = now
         found_nothing = not any(taken.leased or taken.contended or taken.refused for taken in found)
         if rest < math.inf or left_out:
             found_nothing = False  # some domains were left out
@@ -178,12 +168,13 @@ class Claimer:
     def _limit(self, waiting: int) -> int:
         """How many single commands to claim. `waiting` is how many wait for a thread: those take no slot."""
         in_hand = self._line.in_hand - waiting
-        concurrency = self._wants.slots()
-        ahead = self._look_ahead()
+        concurrency = self._slots()
+        ahead = self._pace.ahead(self._line.finished - self._shared.postponed, self._line.busy)
+        ahead = self.ahead = min(ahead, self._farthest)
         # Half of what is ahead may be used up before the next claim, so that a claim is worth its round trip.
         low_water = concurrency - 1 + ahead // 2
         # Each command in hand becomes a result, and there must be room for it.
-        limit = min(concurrency + ahead, self._settlement.room - self._reserved - waiting) - in_hand - self._asked
+        limit = min(concurrency + ahead, self._settlement.room - waiting) - in_hand
         if limit <= 0:
             self._settlement.ask_for_room()
         if in_hand > low_water or limit <= 0:
@@ -191,33 +182,51 @@ class Claimer:
             return 0
         return limit
 
-    def _look_ahead(self) -> int:
-        ahead = self._pace.ahead(self._line.finished - self._shared.postponed, self._line.busy)
-        self.ahead = min(ahead, self._farthest)
-        return self.ahead
+    def _wanted(self, limit: int) -> tuple[list[Want], bool]:
+        """What to claim, and whether a domain is left out because it was empty a moment ago.
 
-    @property
-    def _asked(self) -> int:
-        """How many commands the claims under way may bring."""
-        return sum(most for _, most in self._under_way)
+        A domain with bulk handlers only: as many as its chunks may hold. A domain with other handlers too: no more than
+        the slots can take, because the type of a command is not known before the claim. A domain whose handlers are all
+        written with `def`: no more than the threads can take. A domain with some of these: until as many commands wait
+        for a thread as there are slots.
+        """
+        if not self._handlers.gathers and not self._handlers.threaded:
+            return ([(self._domains, limit)] if limit else []), False
+        if self._line.in_hand < self._concurrency:
+            self._gatherer.slot_is_free()
+        single: list[str] = []
+        threaded: list[str] = []
+        wanted: list[Want] = []
+        for domain in self._domains:
+            room = self._gatherer.room(domain)
+            if room is None or (room and not self._gatherer.only_gathers(domain)):
+                threads = self._handlers.threads(domain)
+                if threads == "all":
+                    threaded.append(domain)
+                elif threads == "none" or len(self._line.for_threads) < self._concurrency:
+                    single.append(domain)
+            elif room:
+                wanted.append(([domain], room))
+        if self._handlers.threaded:
+            # As with slots: half of what is ahead may be used up before the next claim.
+            enough = 1 + self.ahead // 2 - self.ahead
+            if threaded and limit and self._line.free_threads >= enough:
+                wanted.append((threaded, min(limit, self._line.free_threads + self.ahead)))
+            self._line.threads_wanted = enough
+        if not single or not limit:
+            return wanted, False
+        # Not every claim for single commands needs to ask a domain that was empty a moment ago.
+        now = time.monotonic()
+        due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
+        return [(single, limit), *due], len(due) < len(wanted)
 
-    def most_out_of_turn(self) -> int:
-        """How many commands to claim out of turn: 0 if the next claim, which comes at once, brings all there is."""
-        line = self._line
-        if self._broker is not None or self._handlers.concurrency_limits or len(line.for_threads) > self._concurrency:
-            return 0
-        if self._all_fits and not line.ready:
-            return 0
-        room = self._settlement.room - line.in_hand - self._asked
-        return min(self._look_ahead(), room, self._precedence.allowance(line.finished))
-
-    async def claim_out_of_turn(self, limit: int) -> bool:
-        """Claim a few commands, of the newest batches first; return whether any of them overtakes others in line."""
-        wanted: Want = self._wants.single_ones(), limit
-        if self._rests:
-            [wanted], _ = self._without_resting([wanted])
-        taken = await self._take(*wanted, None, out_of_turn=True)
-        return any(lease.overtakes for lease in taken.leases)
+    def _slots(self) -> int:
+        """How many commands can run at a time: if all need a thread, no more than there are threads."""
+        threads = self._line.threads
+        if not self._handlers.threaded or threads >= self._concurrency:
+            return self._concurrency
+        all_need_them = all(self._handlers.threads(domain) == "all" for domain in self._domains)
+        return threads if all_need_them else self._concurrency
 
     def empty_line(self) -> None:
         """Start nothing of what stands in line; the next round hands it back."""
@@ -247,7 +256,6 @@ class Claimer:
     def heed_holds(self, held: Set[UUID]) -> None:
         """Take what belongs to these batches out of the line; the next round hands it back."""
         self._held_meanwhile |= held
-        self._held_beside |= held
         for heard in self._asking.values():
             heard |= held
         items = self._line.items
@@ -327,16 +335,13 @@ class Claimer:
                 self._queue_wanted = True  # there may be more
         return found
 
-    async def _take(
-        self, domains: list[str], limit: int, deliveries: Deliveries | None, *, out_of_turn: bool = False
-    ) -> claim.Claim:
+    async def _take(self, domains: list[str], limit: int, deliveries: Deliveries | None) -> claim.Claim:
         """Claim in one statement what the queue holds, or what messages tell of."""
         paused = self._pauses.paused
         domains = [domain for domain in domains if domain not in paused]
         if not domains:
             return NOTHING
         number, taken = self._shared.number, NOTHING
-<<<<<<< HEAD
         self._held_meanwhile = set()
         wanted: dict[int, int] = {}
         waiting: list[Leased] = []
@@ -350,20 +355,6 @@ class Claimer:
                 waiting = taken.waiting
                 if deliveries is not None:
                     deliveries.answer(wanted, taken.delivered(wanted))
-=======
-        held: set[UUID] = set()
-        if out_of_turn:
-            self._held_beside = held
-        else:
-            self._held_meanwhile = held
-        sent_at = time.monotonic()
-        self._under_way.append(under_way := (sent_at, limit))
-        try:
-            if out_of_turn:
-                newest = dict.fromkeys(domains, claim.newest_owner())
-                look = partial(claim.claim, worker=number, domains=domains, limit=limit, suspects=False)
-                taken = await self._shared.perform(look(turns=newest))
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
             elif deliveries is None:
                 suspects = not self._held.has_suspect
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
@@ -381,24 +372,18 @@ class Claimer:
                 taken = delivered
             self._held.take(taken.leases)
         finally:
-            self._under_way.remove(under_way)
+            self.sent_at = None
         self.claims += 1
         self.claimed += len(taken.leased)
         self.empty_claims += not taken.leased
-        if not out_of_turn:
-            self._pace.claimed(time.monotonic() - sent_at)
-        overtakes = self._precedence.decide(taken.leases, self._line.finished, out_of_turn=out_of_turn)
+        self._pace.claimed(time.monotonic() - sent_at)
         try:
             known = await self._hand_back.without_unknown(may_run(taken.leased, waiting, refused, self._held))
             self._settlement.expect(taken.leases)
             if self._rests:
                 self._rests.claimed(taken.leased)
-<<<<<<< HEAD
             if not self._handlers.concurrency_limits:
                 refused = self._add(known)
-=======
-            refused = [] if self._handlers.concurrency_limits else self._add(known, overtakes)
->>>>>>> 13a70a9 (Let a small batch start before what busy workers hold in line)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.
             self._held.drop(lease.lease_id for lease in taken.leases)
@@ -406,30 +391,27 @@ class Claimer:
                 lease.lost = True
             raise
         if self._handlers.concurrency_limits:
-            await self._ask_for_permits(known, overtakes, paused)
+            await self._ask_for_permits(known, paused)
         elif self._pauses.paused is not paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
-        if held:
-            self.heed_holds(held)
+        if self._held_meanwhile:
+            self.heed_holds(self._held_meanwhile)
         for transition in refused:
             await self._settlement.put(transition)
         return taken
 
-    def _add(self, known: list[Leased], overtakes: bool) -> list[Transition]:
+    def _add(self, known: list[Leased]) -> list[Transition]:
         """Put commands into the line, or into a chunk; return the results of those that fail at once."""
         refused: list[Transition] = []
         if self._handlers.gathers:
             known, refused = self._gatherer.take(known)
-        if overtakes:
-            self._line.add([one for one in known if one.lease.overtakes], overtaking=True)
-            known = [one for one in known if not one.lease.overtakes]
         self._line.add(known)
         return refused
 
-    async def _ask_for_permits(self, known: list[Leased], overtakes: bool, paused: Collection[str]) -> None:
+    async def _ask_for_permits(self, known: list[Leased], paused: Collection[str]) -> None:
         """Begin to ask for the permits of these commands: so the server has always something to do."""
         heard = self._held_meanwhile
-        self._asking[asyncio.create_task(self._add_with_permits(known, overtakes, paused, heard))] = heard
+        self._asking[asyncio.create_task(self._add_with_permits(known, paused, heard))] = heard
         await self._answered(MOST_ASKING - 1)
 
     async def _answered(self, left: int = 0) -> None:
@@ -446,16 +428,14 @@ class Claimer:
         if failure is not None:
             raise failure
 
-    async def _add_with_permits(
-        self, known: list[Leased], overtakes: bool, paused: Collection[str], held: set[UUID]
-    ) -> None:
+    async def _add_with_permits(self, known: list[Leased], paused: Collection[str], held: set[UUID]) -> None:
         """Put those commands into the line that have a permit or need none; `held` has the batches held meanwhile."""
         try:
             granted, refused = await self._shared.permits.take(known)
         except BaseException:
             self._hand_back.add(known)
             raise
-        refused += self._add(granted, overtakes)
+        refused += self._add(granted)
         if self._pauses.paused is not paused:
             self.heed_pauses()
         if held:
@@ -505,9 +485,7 @@ class Claimer:
                 self._gatherer.stuck(gathered.lease.domain)
             self._take_out(stuck)
             await self._hand_back.once()
-        ready = self._line.ready
-        first = next((one for one in ready if isinstance(one, Leased) and not one.lease.overtakes), None)
-        first = first or next((one for one in ready if isinstance(one, Leased)), None)
+        first = next((one for one in self._line.ready if isinstance(one, Leased)), None)
         if first is None:  # a slot that comes free wakes the loop
             return self._quarter_lease / 4 if len(self._line) else None
         waited, patience = now - first.lease.claimed, min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)

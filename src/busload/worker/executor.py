@@ -40,6 +40,9 @@ log = logging.getLogger("busload")
 Rest: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do for a command once its handler has begun or ended."""
 
+LONGEST_TURN = 0.001
+"""Seconds after which a slot yields, even if no handler waits: claims and settlement need the event loop too."""
+
 
 class Waiting(msgspec.Struct, eq=False):
     """A handler that waits for something, and what it was given."""
@@ -157,7 +160,7 @@ class Executor:
                 return
             if rest is not None:
                 await self._finish(slot, rest)
-            if taken.started - self._yielded_at > line.longest_turn:
+            if taken.started - self._yielded_at > LONGEST_TURN:
                 self._yielded_at = taken.started
                 await asyncio.sleep(0)
 

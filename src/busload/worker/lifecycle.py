@@ -42,7 +42,6 @@ from busload.worker.heartbeat import Heartbeat
 from busload.worker.line import Line
 from busload.worker.loop import Loop, ends_first
 from busload.worker.metrics import gathered
-from busload.worker.overtake import Overtaker
 from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
@@ -53,7 +52,7 @@ log = logging.getLogger("busload")
 
 ENGINE_CONNECTIONS = 5
 """One each for claiming, settling, promoting and sweeping, and one for results whose batch others hold; one more where
-limits are asked, and one for a relay. Claims out of turn take one that is free."""
+limits are asked, and one for a relay."""
 
 MOST_DISTRIBUTING = 8
 """Connections for distributing, at most. They are apart, so that a locked table of a buffer holds up nothing else."""
@@ -129,7 +128,7 @@ class Run:
             ending.result()
 
     async def until_stopped(self) -> None:
-        self._rounds = self._start(self._claiming, self._overtaking, self._promoting)
+        self._rounds = self._start(self._claiming, self._promoting)
         self._start(self._sweeping, *self._pruning, *self._distributing)
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         if self._broker is not None:
@@ -225,14 +224,14 @@ class Run:
         self._resources.callback(self._threads.close)
         self._claiming = Loop("Claiming", self._claim, self._outage)
         self._claimer.wake = self._claiming.wake
-        self._overtaking = Loop("Claiming out of turn", self._overtaker.once, self._outage, self._overtaker.due)
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
-        freeing = [Loop("Freeing permits", self._permits.once, self._outage)]
-        self._freeing = freeing if bus.handlers.concurrency_limits else []
+        self._freeing = []
+        if bus.handlers.concurrency_limits:
+            self._freeing.append(Loop("Freeing permits", self._permits.once, self._outage))
         self._pruning = []
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
@@ -258,12 +257,12 @@ class Run:
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
-        self._overtaker = Overtaker(self._line, self._claimer.most_out_of_turn, self._claimer.claim_out_of_turn)
 
     def _assemble_distribution(self, shared: Shared, silence: float) -> None:
         """Buffers have connections of their own: whoever locks a table of theirs holds up nothing else."""
         buffers = [buffer for buffer in self._bus.handlers.buffers if buffer.name in self._domains]
-        size, pool = min(len(buffers), MOST_DISTRIBUTING), self._pool
+        size = min(len(buffers), MOST_DISTRIBUTING)
+        pool = self._pool
         if buffers:
             pool = engine_pool(
                 self._bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
@@ -336,7 +335,6 @@ class Run:
             self._broker.hear(payload)
         elif payload in self._domains:
             self._claimer.look_at_queue()
-            self._overtaker.hear()
             self._claiming.wake()
 
     def _hear_cancel(self, payload: str) -> None:
@@ -411,8 +409,7 @@ class Run:
         """Stop claiming, let handlers finish, settle, hand back, retire: each as far as the database allows."""
         self._log_stopping()
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
-        loops = self._claiming, self._overtaking, self._promoting
-        for loop in (*loops, *self._pruning, *self._distributing, *self._freeing):
+        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing, *self._freeing):
             loop.stop()
         deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
         graceful = TimeLimit(grace)

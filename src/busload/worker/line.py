@@ -1,7 +1,4 @@
-"""The line before the slots: commands and chunks that were claimed.
-
-Higher priorities come first. Among equal ones it is first come, first served, except for commands that overtake.
-"""
+"""The line before the slots: commands and chunks that were claimed, first come first served."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from itertools import groupby
 from typing import TypeAlias
 from uuid import UUID
 
@@ -51,12 +47,6 @@ class Gathered:
         return len(self.leased) >= self.gathering.size or (most is not None and self.bytes >= most)
 
 
-LONGEST_TURN = 0.001
-"""Seconds after which a slot yields, even if no handler waits: claims and settlement need the event loop too."""
-
-SHORT_TURN = 0.0001
-"""The same while commands are on their way that will overtake those in line."""
-
 Claimed: TypeAlias = Leased | Gathered
 """What stands in line: a single command, or a chunk."""
 
@@ -83,8 +73,6 @@ class Line:
         """When no more than that are in hand, `on_low` is called once."""
         self.threads_wanted: int | None = None
         """When that many threads are free, `on_low` is called once."""
-        self.longest_turn = LONGEST_TURN
-        """Seconds after which a slot yields."""
         self._resting: list[asyncio.Future[None]] = []
         self.idle = asyncio.Event()
         """Set while nothing is in hand."""
@@ -113,17 +101,11 @@ class Line:
     def __len__(self) -> int:
         return len(self.ready) + len(self.for_threads)
 
-    def add(self, items: Sequence[Claimed], *, overtaking: bool = False) -> None:
-        """Let these join, which come in the order of their priorities.
-
-        With `overtaking` they go before others of their priority.
-        """
-        if not items:
-            return
-        if self.in_hand == 0:
+    def add(self, items: Sequence[Claimed]) -> None:
+        if items and self.in_hand == 0:
             self.idle.clear()
             self._busy_since = time.monotonic()
-        (_join_first if overtaking else _join)(self.ready, items)
+        self.ready.extend(items)
         self.in_hand += len(items)
         self.wake_two()
 
@@ -144,7 +126,7 @@ class Line:
         if self._in_threads < self.threads:
             self._in_threads += 1
             return True
-        (_join_first if item.lease.overtakes else _join)(self.for_threads, [item])
+        self.for_threads.append(item)
         if not self.ready:
             self.on_low()
         return False
@@ -180,24 +162,3 @@ class Line:
         if self.in_hand <= self.low_water:
             self.low_water = -1  # said once; whoever fills the line asks again
             self.on_low()
-
-
-def _join(line: deque[Claimed], items: Sequence[Claimed]) -> None:
-    """Put items behind the others, except for those of a lower priority."""
-    if line and _priority(items[0]) > _priority(line[-1]):
-        items = sorted([*line, *items], key=_priority, reverse=True)  # those of one priority keep their order
-        line.clear()
-    line.extend(items)
-
-
-def _join_first(line: deque[Claimed], items: Sequence[Claimed]) -> None:
-    """Put items before the others, but behind those of a higher priority and those that have overtaken before."""
-    for priority, group in groupby(items, _priority):
-        before: list[Claimed] = []
-        while line and (_priority(line[0]), line[0].lease.overtakes) >= (priority, True):
-            before.append(line.popleft())
-        line.extendleft(reversed([*before, *group]))
-
-
-def _priority(item: Claimed) -> int:
-    return item.lease.priority
