@@ -192,6 +192,30 @@ async def test_a_canary_that_is_the_whole_batch_is_not_held_for_what_is_canceled
     assert (seen, (await given.batch_now(batch_id)).status) == ([1, 2], "COMPLETED_WITH_FAILURES")
 
 
+@pytest.mark.parametrize("rest", ["there is none", "is canceled"])
+async def test_a_canary_that_is_all_of_its_batch_passes_with_it(bus: CommandBus, given: Given, rest: str) -> None:
+    failing(bus, set())
+    total = 3 if rest == "there is none" else 5
+    batch_id = await bus.create_batch(DOMAIN, numbered(total), canary=Canary(3, WITHIN))
+    for one in await bus.list_batch_commands(DOMAIN, batch_id, status="SCHEDULED"):
+        await bus.cancel_command(DOMAIN, one.command_id, reason="a mistake")
+    await given.drained()
+    batch = await given.batch_now(batch_id)
+    assert batch.canary_ended_at == batch.completed_at is not None
+    assert (await trail(bus, batch_id))[-2:] == ["BATCH_CANARY_PASSED", "BATCH_COMPLETED"]
+
+
+async def test_a_batch_that_ends_with_a_failed_canary_has_not_passed(bus: CommandBus, given: Given) -> None:
+    failing(bus, {1}, BusinessRuleError)
+    batch_id = await bus.create_batch(DOMAIN, numbered(3), canary=Canary(3, WITHIN))
+    await given.drained()
+    if (await given.batch_now(batch_id)).held_at is not None:
+        await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+    batch = await given.batch_now(batch_id)
+    assert (batch.status, batch.canary_ended_at) == ("COMPLETED_WITH_FAILURES", None)
+    assert "BATCH_CANARY_PASSED" not in await trail(bus, batch_id)
+
+
 async def test_a_canary_that_expires_with_its_batch_holds_nothing(
     bus: CommandBus, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +490,12 @@ async def test_a_command_is_sent_when_the_budget_is_exceeded(bus: CommandBus, gi
     first = await given.command_now(chosen)
     assert (first.command_type, first.priority, first.data["to"]) == ("Alarm", 5, "ann")
     assert first.data["batch"]["batch_id"] == str(batch_id)
-    assert (first.data["batch"]["name"], first.data["batch"]["failed_count"]) == ("fees", 3)
+    told = first.data["batch"]
+    assert (told["name"], told["failed_count"]) == ("fees", 3)
+    assert (told["held_reason"], told["failure_budget"], told["failure_budget_used"]) == ("BUDGET", 2, 3)
+    assert told["held_note"] == "3 of 100 commands have failed or wait for a person, and its budget allows 2."
+    assert told["failure_cause"] is None
+    assert datetime.fromisoformat(told["held_at"]) == (await given.batch_now(batch_id)).held_at
     await bus.resume_batch(DOMAIN, batch_id, budget=FailureBudget(0.01))
     seen = given.handler("Alarm")
     await given.drained(domains=["nobody"])
@@ -477,6 +506,18 @@ async def test_a_command_is_sent_when_the_budget_is_exceeded(bus: CommandBus, gi
     given.database.bury()
     await given.drained()
     assert len(seen) == 2
+
+
+async def test_the_command_tells_which_cause_has_exceeded_the_budget(bus: CommandBus, given: Given) -> None:
+    chosen = uuid4()
+    budget = FailureBudget(0.02, per_cause=True, on_exceeded=BatchCommand("Alarm", chosen))
+    await given.batch(commands=100, budget=budget)
+    given.settled(given.claimed(1), "FAILED", details=wrong("amount of 1"))
+    given.settled(given.claimed(3), "TROUBLESHOOTING", details=wrong("account of 2"), reason="PERMANENT")
+    told = (await given.command_now(chosen)).data["batch"]
+    assert (told["failed_count"] + told["in_troubleshooting_count"], told["failure_budget_used"]) == (4, 3)
+    [cause] = await bus.troubleshooting.groups(DOMAIN)
+    assert told["failure_cause"] == cause.fingerprint
 
 
 async def test_an_open_batch_has_a_budget_of_what_was_added(bus: CommandBus, given: Given) -> None:

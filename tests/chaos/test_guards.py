@@ -13,13 +13,13 @@ from uuid import UUID
 from busload import BatchCommand, BatchMetadata, Settings, SyncCommandBus, WorkerSettings
 from busload.batches import Canary, FailureBudget
 from busload.testing import TestServer
-from busload.worker.settlement import capacity
+from busload.worker.budget_gate import one_flush
 from tests.chaos.harness import Auditor, Workers, deadlocks, folder, seeded
 from tests.given import DOMAIN, Database, short_and_long, until
 
 CONCURRENCY, FLUSH_SIZE = 5, 10
-IN_HAND = capacity(WorkerSettings(concurrency=CONCURRENCY, flush_size=FLUSH_SIZE))
-"""The commands that a worker may have claimed, begun or finished, and not settled: what the docs say."""
+FLUSH = one_flush(WorkerSettings(concurrency=CONCURRENCY, flush_size=FLUSH_SIZE))
+"""The commands that a worker may begin past a budget: what the docs say."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ def storm(server: TestServer, count: int) -> Iterator[Storm]:
 
 
 @short_and_long("count, kills, rounds, commands", (4, 3, 2, 4000), (8, 20, 20, 100_000))
-def test_workers_that_are_killed_run_no_more_past_the_budget_than_they_had_in_hand(
+def test_workers_that_are_killed_run_no_more_past_the_budget_than_one_flush_each(
     server: TestServer, count: int, kills: int, rounds: int, commands: int
 ) -> None:
     """Every command fails. The batch is held, resumed and held again, and canceled at last."""
@@ -97,7 +97,7 @@ def test_workers_that_are_killed_run_no_more_past_the_budget_than_they_had_in_ha
             until(run.nothing_runs, 60)
             started, processes = run.started() - before, count + run.killed - killed
             print(f"round {round}: {started} started, {started - allowed} past the budget, {processes} processes")
-            assert allowed < started <= allowed + processes * IN_HAND
+            assert allowed < started <= allowed + processes * FLUSH
         batch = run.batch(batch_id)
         left = commands - batch.failed_count - batch.in_troubleshooting_count
         assert run.bus.cancel_batch(DOMAIN, batch_id, reason="enough") == left

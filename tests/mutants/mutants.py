@@ -35,6 +35,7 @@ SIGNALS = "tests/worker/test_os_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"
+GATE = "tests/batches/test_budget_gate.py::"
 FAIR = "tests/commands/test_fair_turns.py::"
 FORECAST = "tests/batches/test_forecast.py::"
 RESCUE = "tests/commands/test_rescue.py::"
@@ -185,6 +186,49 @@ MUTANTS = [
         "THEN 0\n                                  ELSE b.budget_from END\n          FROM held",
         "tests/batches/test_guards.py::test_after_a_resume_the_budget_starts_anew",
         "A person has decided about what had failed by then.",
+    ),
+    Mutant(
+        "a-worker-without-a-gate",
+        "worker/claimer.py",
+        "                self._line.gate = self._gate\n",
+        "                pass\n",
+        GATE + "test_a_worker_that_exceeds_the_budget_begins_no_more_than_one_flush_past_it[plain]",
+        "Whatever stands in line would run before the first results count.",
+    ),
+    Mutant(
+        "a-settlement-that-looks-for-no-hold",
+        "worker/settlement.py",
+        "        await self.look_for_holds(transitions)\n",
+        "",
+        GATE + "test_a_worker_that_hears_of_nothing_begins_no_more_than_one_flush_past_the_budget[plain]",
+        "The gate would open though the budget is exceeded.",
+    ),
+    Mutant(
+        "a-transaction-that-looks-for-no-hold",
+        "worker/settlement.py",
+        "            await self._settlement.look_for_holds([transition])\n",
+        "",
+        GATE + "test_a_worker_that_hears_of_nothing_begins_no_more_than_one_flush_past_the_budget"
+        "[in transactions of their own]",
+        "The gate would open though the budget is exceeded.",
+    ),
+    Mutant(
+        "what-waits-at-the-gate-stays-there",
+        "worker/stuck_line.py",
+        "            self.take_out(late_at_gate)",
+        "            pass",
+        GATE + "test_what_waits_for_its_budget_keeps_no_others_from_running",
+        "A batch that somebody has locked would take up all of the worker's line.",
+    ),
+    Mutant(
+        "a-canary-of-all-never-passes",
+        "postgres/schema/0004_batches.sql",
+        "                                      THEN coalesce(canary_ended_at, statement_timestamp())\n"
+        "                                      ELSE canary_ended_at END,\n               status",
+        "                                      THEN canary_ended_at\n"
+        "                                      ELSE canary_ended_at END,\n               status",
+        "tests/batches/test_guards.py::test_a_canary_that_is_all_of_its_batch_passes_with_it[there is none]",
+        "Whoever waits for the canary to pass would wait for ever.",
     ),
     # -- settling
     Mutant(

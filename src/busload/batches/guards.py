@@ -48,7 +48,8 @@ class FailureBudget:
     A small batch may have `at_least` so many failures before it is held. With `per_cause` each cause of failures has
     the whole budget for itself, and a failure counts again if its command fails again. `on_exceeded` is a command that
     is sent, in the domain of the batch, by the transaction that holds it, with the batch under the key "batch" of its
-    data. After a resume the budget counts from there.
+    data: also why it is held, how many failures its budget allows, and how many there are. After a resume the budget
+    counts from there.
     """
 
     share: float

@@ -94,7 +94,7 @@ def claim(
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, last, leases, leased = *row[:2], *read(row[2:12], *row[12:])
+    seen, last, leases, leased = *row[:2], *read(row[2:13], *row[13:])
     contended = seen is not None and len(leased) < min(limit, seen)
     return Claim(leases, leased, contended, refused=seen is None, turns=dict(zip(domains, last, strict=True)))
 
@@ -110,7 +110,7 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
         wanted=[wanted[load] for load in loads],
         lease=str(new_id()),
     )
-    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:13], *row[13:])
+    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:14], *row[14:])
     return DeliveredClaim(
         leases,
         leased,
@@ -160,10 +160,11 @@ def read(
     """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
     if ids is None:
         return [], []
-    lease_ids, los, his, *shared, remaining = lease_columns
+    lease_ids, los, his, *shared, remaining, has_budget = lease_columns
     loads = list(map(Load, los, his))
     counts = [load.size for load in loads]
-    leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), counts, counts, remaining))
+    numbers = counts, counts, remaining, map(bool, has_budget)
+    leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), *numbers))
     if ids == [id for load in loads for id in load.ids]:
         owners = [lease for lease in leases for _ in range(lease.unsettled)]
     else:

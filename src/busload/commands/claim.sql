@@ -10,7 +10,7 @@
 -- then that column is null. A claim does not wait for the disk: if a crash undoes it, the commands are ready
 -- again, and a result of theirs cannot be durable without it. It starts the batches that begin with it. If
 -- somebody else holds the row of a batch, its first settlement starts it. `remaining` is what has not ended
--- of a batch that takes no more commands.
+-- of a batch that takes no more commands; `has_budget` says whether the batch has a failure budget.
 FROM (
     SELECT set_config('synchronous_commit', 'off', true),
            (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
@@ -31,15 +31,19 @@ CROSS JOIN (
            array_agg(attempt),
            array_agg(forgiven),
            array_agg(crashes),
-           array_agg(remaining)
+           array_agg(remaining),
+           array_agg(has_budget)
       FROM (
-        SELECT l.*, b.remaining
+        SELECT l.*, b.remaining, b.has_budget
           FROM leased AS l
           LEFT JOIN LATERAL (
-            SELECT total_count - completed_count - failed_count - canceled_count
-                   - in_troubleshooting_count AS remaining
+            SELECT CASE WHEN sealed_at IS NOT NULL
+                        THEN total_count - completed_count - failed_count - canceled_count
+                             - in_troubleshooting_count
+                   END AS remaining,
+                   budget_share IS NOT NULL AS has_budget
               FROM busload.batch
-             WHERE batch_id = l.batch_id AND sealed_at IS NOT NULL
+             WHERE batch_id = l.batch_id
             OFFSET 0
           ) AS b ON true
          ORDER BY l.priority DESC, l.hi

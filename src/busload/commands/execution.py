@@ -112,6 +112,8 @@ class Lease(msgspec.Struct, eq=False):
     """Commands that have no result yet, whether they have started or not."""
     remaining: int | None = None
     """What had not ended of its batch when it was claimed; None if there is no batch, or it may still grow."""
+    has_budget: bool = False
+    """Whether its batch had a failure budget when it was claimed."""
     claimed: float = 0.0
     """When it was claimed, on the worker's own clock."""
     canceled: bool = False

@@ -60,6 +60,13 @@ def credited(transitions: Sequence[Transition]) -> Plan[set[int]]:
     return {id for (id,) in rows}
 
 
+def held_batches(transitions: Iterable[Transition]) -> Plan[frozenset[UUID]]:
+    """Which batches of these attempts are held, of those that have a failure budget. Others are not looked at."""
+    batches = {t.leased.lease.batch_id for t in transitions if t.leased.lease.has_budget}
+    rows = (yield from execute(SQL.held_batches, batches=list(batches))) if batches else []
+    return frozenset(batch_id for (batch_id,) in rows)
+
+
 def _outcomes(transitions: Sequence[Transition]) -> Packed:
     return Texts.of(unless_all_null([None if t.outcome == COMPLETED else t.outcome for t in transitions]))
 

@@ -136,6 +136,10 @@ SELECT e.command
         OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED'
    );
 
+-- name: held_batches
+-- Which of these batches are held: asked after a settlement, which may itself have exceeded their budget.
+SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL;
+
 -- name: locked
 -- Which of these leases and batches others hold right now: asked when a settlement had to wait for too long.
 WITH free_lease AS MATERIALIZED (

@@ -93,7 +93,7 @@ def claim_in_order(
         suspects=int(suspects),
         lease=str(new_id()),
     )
-    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:13], *row[13:])
+    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:14], *row[14:])
     asked = keys(leased)
     may_run = yield from _enter(asked, worker=worker, commit=commit)
     return OrderedClaim(

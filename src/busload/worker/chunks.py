@@ -271,6 +271,7 @@ class _ChunkRun(BulkRun):
             return BulkCall(Judgement([], [(item, error) for item in items], {}, answered=True))
         if call.ended is not None:
             [transitions] = call.ended
+            await self._settlement.look_for_holds(transitions)
             for transition in transitions:
                 self._leased.pop(transition.leased.command_id, None)
                 self._settlement.settled_elsewhere(transition.leased, transition.outcome)

@@ -15,16 +15,17 @@ from uuid import UUID
 from busload.commands import claim
 from busload.commands.execution import Leased, Transition
 from busload.commands.load import LOAD_SIZE
-from busload.commands.wording import counted
 from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
+from busload.worker.budget_gate import BudgetGate, one_flush
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
-from busload.worker.line import Claimed, Gathered, Line, commands_of
+from busload.worker.line import Claimed, Line, commands_of
 from busload.worker.order import may_run, parts_in_turn
 from busload.worker.pace import Look, Pace
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
+from busload.worker.stuck_line import StuckLine
 
 log = logging.getLogger("busload")
 
@@ -76,6 +77,12 @@ class Claimer:
         self._quarter_lease = shared.settings.lease_for.total_seconds() / 4
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
+        self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)
+        self._gate = BudgetGate(
+            self._held, one_flush(shared.settings), lambda: gatherer.gathered, settlement.flush_soon
+        )
+        settlement.heed_holds = self.heed_holds
+        self._promoted_at = time.monotonic()
         self._empty_at = 0.0
         self._bulk_empty_at: dict[str, float] = {}
         self._turns: dict[str, int] = {}
@@ -107,13 +114,20 @@ class Claimer:
         self._queue_wanted = True
 
     async def once(self, *, everywhere: bool = False) -> Look:
-        """Claim what is missing, in one statement. With `everywhere`, leave out no domain because of its limits."""
+        """Claim what is missing, in one statement.
+
+        With `everywhere`, for a worker that only drains, leave out no domain because of its limits; and as nobody else
+        promotes then, do so from time to time.
+        """
+        if everywhere and time.monotonic() - self._promoted_at >= self._settings.poll_every.total_seconds():
+            await self.promote()
         too_soon = self._empty_at + SMALLEST_GAP - time.monotonic()
         if too_soon > 0:
             return Look(too_soon)
         await self._hand_back.once()
+        self._line.let_in()
         if self._line.for_threads:
-            await self._watch_threads()
+            await self._stuck.look_for_threads()
         waiting = len(self._line.for_threads)
         limit = self._limit(waiting)
         wanted, left_out = self._wanted(limit)
@@ -265,8 +279,7 @@ class Claimer:
 
     def _take_out(self, items: Collection[Claimed]) -> None:
         """Take these out of the line; the next round hands them back."""
-        self._line.drop(items)
-        self._hand_back.add(self._gatherer.unpack(items))
+        self._stuck.take_out(items)
 
     async def promote(self) -> float:
         """Make ready what is due; return the seconds until the next promotion, so that some come together.
@@ -276,6 +289,7 @@ class Claimer:
         waiting = [*self._gatherer.gathered, *(one for item in self._line.items for one in commands_of(item))]
         batches = {one.lease.batch_id for one in waiting if one.lease.batch_id is not None}
         promotion = await self._shared.perform(claim.promote(batches))
+        self._promoted_at = time.monotonic()
         if promotion.held:
             self.heed_holds(promotion.held)
         poll = self._settings.poll_every.total_seconds()
@@ -371,6 +385,8 @@ class Claimer:
                 deliveries.answer(wanted, delivered)
                 taken = delivered
             self._held.take(taken.leases)
+            if self._held.has_budgets:
+                self._line.gate = self._gate
         finally:
             self.sent_at = None
         self.claims += 1
@@ -465,32 +481,6 @@ class Claimer:
         left_out = {domain for domains, _ in wanted for domain in domains if domain in resting}
         return awake, min((resting[domain] for domain in left_out - paused), default=math.inf)
 
-    async def _watch_threads(self) -> None:
-        """Hand back what waits too long for a thread: the threads may be stuck."""
-        late = time.monotonic() - self._quarter_lease
-        stuck = [one for one in self._line.for_threads if isinstance(one, Leased) and one.lease.claimed < late]
-        if stuck:
-            commands = counted(len(stuck), "command")
-            log.info("Handing back %s after %.1f s of waiting for a thread", commands, self._quarter_lease)
-            self._take_out(stuck)
-            await self._hand_back.once()
-
     async def _watch_line(self) -> float | None:
-        """Hand back what waits too long for a slot: the slots may be stuck. Return when to look again."""
-        now = time.monotonic()
-        late = now - self._quarter_lease
-        stuck = [one for one in self._line.items if isinstance(one, Gathered) and one.in_line_since < late]
-        if stuck:
-            for gathered in stuck:
-                self._gatherer.stuck(gathered.lease.domain)
-            self._take_out(stuck)
-            await self._hand_back.once()
-        first = next((one for one in self._line.ready if isinstance(one, Leased)), None)
-        if first is None:  # a slot that comes free wakes the loop
-            return self._quarter_lease / 4 if len(self._line) else None
-        waited, patience = now - first.lease.claimed, min(max(1.0, 20 * self._pace.horizon), self._quarter_lease)
-        if waited > patience:
-            log.info("Handing back %s after %.1f s of waiting for a slot", counted(len(self._line), "command"), waited)
-            self._take_out([one for one in self._line.items if isinstance(one, Leased)])
-            await self._hand_back.once()
-        return patience / 4
+        """Hand back what waits too long for a slot. Return when to look again."""
+        return await self._stuck.look()

@@ -17,6 +17,8 @@ class HeldLeases:
         self._missing: set[UUID] = set()
         self._deserted: set[UUID] = set()
         self._ran_suspect = False
+        self.has_budgets = False
+        """Whether a lease came that belongs to a batch with a failure budget."""
         self.lost = 0
         """Leases that others took over."""
         self.on_gone: Callable[[Lease], None] | None = None
@@ -27,6 +29,7 @@ class HeldLeases:
         for lease in leases:
             lease.claimed = now
             self._ran_suspect = self._ran_suspect or lease.crashes > 0
+            self.has_budgets = self.has_budgets or lease.has_budget
             self._leases[lease.lease_id] = lease
 
     @property

@@ -368,6 +368,7 @@ class Run:
 
     def _on_settled(self, room_wanted: bool) -> None:
         self._moved.set()
+        self._line.let_in()
         if self._held.suspect_ended():
             self._claimer.look_at_queue()  # the next suspect may run
             self._claiming.wake()

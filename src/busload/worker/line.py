@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import UUID
 
 from busload.commands.execution import Lease, Leased
 from busload.handlers.registry import Gathering, Handler
+
+if TYPE_CHECKING:
+    from busload.worker.budget_gate import BudgetGate
 
 Key: TypeAlias = tuple[str, str, object, UUID | None]
 """Domain, type, what `by` returned, and the lease of a suspect: a suspect runs apart from others."""
@@ -59,7 +62,8 @@ class Line:
     """More may stand here than there are slots.
 
     What needs a thread when none is free waits beside the line, so that others need not wait for a thread as well.
-    `on_low` is called when so few are in hand, or so many threads are free, as whoever fills the line has asked for.
+    What must not begin yet, because of the failure budget of its batch, waits at the `gate`. `on_low` is called when so
+    few are in hand, or so many threads are free, as whoever fills the line has asked for.
     """
 
     def __init__(self, slots: int, threads: int, on_low: Callable[[], None]) -> None:
@@ -67,6 +71,8 @@ class Line:
         """What stands in line, for slots to take."""
         self.for_threads: deque[Claimed] = deque()
         """What waits for a thread."""
+        self.gate: BudgetGate | None = None
+        """None until a batch with a failure budget comes."""
         self.threads, self._in_threads = threads, 0
         self.on_low = on_low
         self.low_water = slots - 1
@@ -79,7 +85,7 @@ class Line:
         self.idle.set()
         self._busy = self._busy_since = 0.0
         self.in_hand = 0
-        """How many stand in line, wait for a thread, or run."""
+        """How many stand in line, wait for a thread or at the gate, or run."""
         self.finished = 0
         """How many have run."""
 
@@ -91,7 +97,12 @@ class Line:
     @property
     def items(self) -> list[Claimed]:
         """What has no slot yet."""
-        return [*self.for_threads, *self.ready]
+        return [*self.for_threads, *self.ready, *self.at_gate]
+
+    @property
+    def at_gate(self) -> Collection[Claimed]:
+        """What may not begin yet."""
+        return () if self.gate is None else self.gate.waiting
 
     @property
     def free_threads(self) -> int:
@@ -99,22 +110,28 @@ class Line:
         return self.threads - self._in_threads - len(self.for_threads)
 
     def __len__(self) -> int:
-        return len(self.ready) + len(self.for_threads)
+        return len(self.ready) + len(self.for_threads) + len(self.at_gate)
 
     def add(self, items: Sequence[Claimed]) -> None:
         if items and self.in_hand == 0:
             self.idle.clear()
             self._busy_since = time.monotonic()
-        self.ready.extend(items)
         self.in_hand += len(items)
+        self.ready.extend(items if self.gate is None else self.gate.add(items))
         self.wake_two()
+
+    def let_in(self) -> None:
+        """Let what has waited at the gate into the line, as much as may begin now."""
+        if self.at_gate and self.gate is not None:
+            self.ready.extend(self.gate.let_in())
+            self.wake_two()
 
     def drop(self, items: Collection[Claimed]) -> None:
         """Take these out: they have to be handed back."""
         if not items:
             return
         gone = set(map(id, items))
-        for waiting in (self.for_threads, self.ready):
+        for waiting in (self.for_threads, self.ready, *([] if self.gate is None else [self.gate.waiting])):
             others = [one for one in waiting if id(one) not in gone]
             waiting.clear()
             waiting.extend(others)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TypeAlias
 from uuid import UUID
 
+import psycopg
 from psycopg.errors import LockNotAvailable
 
 from busload.commands import settle
@@ -102,6 +103,8 @@ class Settlement:
         self._turn = asyncio.Lock()
         self._last_batches: set[UUID] = set()
         self._room_wanted = False
+        self.heed_holds: Callable[[Set[UUID]], None] = lambda held: None
+        """Told of batches that are held, before anything may begin that waits for their results to count."""
         self.outcomes: Counter[str] = Counter()
         self.in_transactions = self.late = 0
         self.failures_in_row, self.failed_at = 0, 0.0
@@ -163,6 +166,19 @@ class Settlement:
             if lease.batch_id is not None and lease.remaining is not None and lease.remaining <= ours[lease.batch_id]:
                 self._last_batches.add(lease.batch_id)
 
+    async def look_for_holds(self, transitions: Sequence[Transition]) -> None:
+        """Look whether batches of these results, which are in the database, are held: their budget may be exceeded."""
+        if not self._held.has_budgets:
+            return
+        try:
+            async with asyncio.timeout(self._deadline.total_seconds()), self._pool.connection() as conn:
+                held = await perform_async(conn, settle.held_batches(transitions))
+        except (psycopg.Error, TimeoutError):  # rather hand back what is not held than begin what is
+            leases = (transition.leased.lease for transition in transitions)
+            held = frozenset(lease.batch_id for lease in leases if lease.has_budget and lease.batch_id is not None)
+        if held:
+            self.heed_holds(held)
+
     def settled_elsewhere(self, leased: Leased, outcome: str = COMPLETED) -> None:
         """The handler's own transaction has settled this one."""
         self.outcomes[outcome] += 1
@@ -172,7 +188,7 @@ class Settlement:
         self._ran(leased.lease)
         if self.on_ended is not None:
             self.on_ended([leased])
-        self._tell_settled()
+        self.tell_settled()
 
     def superseded(self, leased: Leased) -> None:
         """The handler's own transaction found that the lease is gone: this attempt counts for nothing."""
@@ -208,7 +224,8 @@ class Settlement:
             outage=self._outage,
         )
 
-    def _tell_settled(self) -> None:
+    def tell_settled(self) -> None:
+        """Say that there is room for others."""
         wanted, self._room_wanted = self._room_wanted, False
         self._on_settled(wanted)
 
@@ -255,7 +272,7 @@ class Settlement:
                 self.stats.apart += 1
                 await self._line(lease.batch_id or lease.lease_id).put(transition)
         if len(rest) < len(transitions):
-            self._tell_settled()  # there is room for others
+            self.tell_settled()  # there is room for others
         return rest
 
     def _line(self, key: UUID) -> Coalescer[Transition]:
@@ -295,6 +312,7 @@ class Settlement:
         plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
         async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
             credited = await perform_async(conn, plan)
+        await self.look_for_holds(transitions)
         self._held.settled(transition.leased for transition in transitions)
         if self.on_ended is not None:
             self.on_ended(transition.leased for transition in transitions)
@@ -308,7 +326,7 @@ class Settlement:
         outcomes = list(map(attrgetter("outcome"), transitions))
         self.outcomes.update(outcomes)
         self._count_failures(outcomes)
-        self._tell_settled()
+        self.tell_settled()
         return len(transitions)
 
     def _count_failures(self, outcomes: Sequence[str]) -> None:
@@ -349,6 +367,7 @@ class Outcomes:
     async def complete(self, transition: Transition, *, settled: bool = False) -> None:
         """A handler has returned; `settled` says that its own transaction has recorded that."""
         if settled:
+            await self._settlement.look_for_holds([transition])
             self._settlement.settled_elsewhere(transition.leased, transition.outcome)
         else:
             await self._put(transition)
@@ -411,6 +430,7 @@ class Outcomes:
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
             await self._shared.perform(rate.postpone(rows))
         self._shared.held.settled(leased for leased, _ in late)
+        self._settlement.tell_settled()
 
     async def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> None:
         transition = decide(leased, outcome, retry, self._limits)

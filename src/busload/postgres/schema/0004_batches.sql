@@ -497,11 +497,22 @@ BEGIN
                 CASE WHEN b.budget_per_cause THEN ' for one cause'
                      WHEN b.budget_from > 0 THEN ' since it was resumed' ELSE '' END, allowed));
             IF b.on_exceeded IS NOT NULL THEN   -- the id that was chosen serves the first time
-                PERFORM busload.send_callback(h, h.on_exceeded, CASE
-                            WHEN EXISTS (SELECT FROM busload.command AS c
-                                          WHERE c.domain = h.domain
-                                            AND c.command_id = (h.on_exceeded ->> 'command_id')::uuid)
-                            THEN gen_random_uuid() ELSE (h.on_exceeded ->> 'command_id')::uuid END)
+                PERFORM busload.send_callback(
+                            h, h.on_exceeded,
+                            CASE WHEN EXISTS (SELECT FROM busload.command AS c
+                                               WHERE c.domain = h.domain
+                                                 AND c.command_id = (h.on_exceeded ->> 'command_id')::uuid)
+                                 THEN gen_random_uuid() ELSE (h.on_exceeded ->> 'command_id')::uuid END,
+                            json_build_object(
+                                'held_at', h.held_at,
+                                'held_reason', h.held_reason,
+                                'held_note', h.held_note,
+                                'failure_budget', allowed,
+                                'failure_budget_used', used,
+                                'failure_cause', CASE WHEN h.budget_per_cause THEN (
+                                    SELECT fingerprint FROM busload.batch_cause AS c
+                                     WHERE c.batch_id = h.batch_id
+                                     ORDER BY failed DESC, fingerprint LIMIT 1) END))
                    FROM busload.batch AS h WHERE h.batch_id = b.batch_id;
             END IF;
         ELSIF b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL THEN
@@ -534,9 +545,10 @@ BEGIN
     END LOOP;
 END $$;
 
--- Send the callback of a batch, which is `asked` for with this id, with the batch in its data. If somebody
--- has used the id meanwhile, there is no callback.
-CREATE FUNCTION busload.send_callback(done busload.batch, asked json, chosen uuid) RETURNS void
+-- Send the callback of a batch, which is `asked` for with this id, with the batch in its data, and there what
+-- `more` says of it. If somebody has used the id meanwhile, there is no callback.
+CREATE FUNCTION busload.send_callback(done busload.batch, asked json, chosen uuid, more json DEFAULT NULL)
+    RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     callback bigint := nextval('busload.load_number') * 1024;
@@ -547,19 +559,22 @@ BEGIN
            (SELECT json_object_agg(key, value) FROM (
                 SELECT key, value FROM json_each(c.data)
                 UNION ALL
-                SELECT 'batch', json_build_object(
-                    'batch_id', done.batch_id,
-                    'name', done.name,
-                    'custom_data', done.custom_data,
-                    'status', done.status,
-                    'total_count', done.total_count,
-                    'completed_count', done.completed_count,
-                    'failed_count', done.failed_count,
-                    'canceled_count', done.canceled_count,
-                    'in_troubleshooting_count', done.in_troubleshooting_count,
-                    'created_at', done.created_at,
-                    'started_at', done.started_at,
-                    'completed_at', done.completed_at)) AS pair),
+                SELECT 'batch', json_object_agg(key, value) FROM (
+                    SELECT key, value FROM json_each(json_build_object(
+                        'batch_id', done.batch_id,
+                        'name', done.name,
+                        'custom_data', done.custom_data,
+                        'status', done.status,
+                        'total_count', done.total_count,
+                        'completed_count', done.completed_count,
+                        'failed_count', done.failed_count,
+                        'canceled_count', done.canceled_count,
+                        'in_troubleshooting_count', done.in_troubleshooting_count,
+                        'created_at', done.created_at,
+                        'started_at', done.started_at,
+                        'completed_at', done.completed_at))
+                    UNION ALL
+                    SELECT key, value FROM json_each(more)) AS fact) AS pair),
            c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts
       FROM json_to_record(asked)
            AS c (command_type text, data json, correlation_id uuid,
@@ -586,15 +601,24 @@ BEGIN
                notified_at = now(),
                stalled_at = NULL,
                held_at = NULL, held_reason = NULL, held_by = NULL, held_note = NULL,
+               canary_ended_at = CASE WHEN completed_count >= canary_count AND failed_count = 0
+                                      THEN coalesce(canary_ended_at, statement_timestamp())
+                                      ELSE canary_ended_at END,
                status = CASE WHEN failed_count + canceled_count > 0 THEN 'COMPLETED_WITH_FAILURES'
                              ELSE 'COMPLETED' END
          WHERE batch_id = ANY (batches)
            AND sealed_at IS NOT NULL
            AND completed_at IS NULL
            AND completed_count + failed_count + canceled_count = total_count
-        RETURNING batch_id, on_complete IS NOT NULL AS has_callback
+        RETURNING batch_id, on_complete IS NOT NULL AS has_callback, canary_count, completed_count,
+                  canary_ended_at = completed_at AS passes   -- its canary was all that was left of it
     ), noted AS (
-        INSERT INTO busload.event (type, batch_id) SELECT 'BATCH_COMPLETED', batch_id FROM ended
+        INSERT INTO busload.event (type, batch_id, details)
+        SELECT 'BATCH_CANARY_PASSED', batch_id,
+               json_build_object('canary', canary_count, 'completed', completed_count)
+          FROM ended WHERE passes
+        UNION ALL
+        SELECT 'BATCH_COMPLETED', batch_id, NULL FROM ended
     )
     SELECT count(pg_notify('busload_batch', batch_id::text)), array_agg(batch_id) FILTER (WHERE has_callback)
       INTO completed, awaited
