@@ -6,6 +6,8 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,10 +15,21 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from busload import BatchCommand, BatchNotFoundError, CommandBus, InvalidCommandError, WorkerSettings
+from busload import (
+    BatchCommand,
+    BatchNotFoundError,
+    CommandBus,
+    ConcurrencyLimit,
+    InvalidCommandError,
+    PermanentCommandError,
+    RateLimit,
+    WorkerSettings,
+)
 from busload.buffers import add, declaration, groups
 from busload.commands import checks, load, send, traceback_text
 from busload.commands.execution import describe
+from busload.limits.concurrency import MOST_CALLS
+from busload.limits.rate import KEY_BYTES
 from busload.settings import LONGEST, LONGEST_FLUSH_EVERY, InputLimits, PayloadLimits
 from busload.worker.coalescer import Coalescer
 from busload.worker.settlement import capacity
@@ -66,7 +79,16 @@ DECLARED: dict[str, int] = {
     "bytes of a result (setting)": LIMITS.payload.data_bytes,
     "bytes of an error's message": default_of(describe, "max_bytes"),
     "bytes of a traceback": traceback_text.MOST_BYTES,
-    "days until a `run_at`": LONGEST.days,
+    "days until a `run_at` or an `expires_at`": LONGEST.days,
+    "bytes of a `fair_by`": LIMITS.name_bytes,
+    "bytes of a `stage` that is a text": LIMITS.name_bytes,
+    "highest `stage` that is a number": largest(partial(checks.wrong_stage, limits=LIMITS)),
+    "days of an `expires_in`": LONGEST.days,
+    "bytes of the text that a search looks for in errors": 4096,
+    "bytes of the name that a limit is found by": 2 * LIMITS.name_bytes + 1,
+    "bytes of the name that a limit is given": LIMITS.name_bytes,
+    "bytes of the key that `by` returns": KEY_BYTES,
+    "calls at a time in a `ConcurrencyLimit`": MOST_CALLS,
     "events in a group": largest(declaration.SIZES),
     "groups of a buffer at a time": largest(declaration.GROUPS),
     "bytes of an event's data (setting)": LIMITS.payload.data_bytes,
@@ -107,6 +129,19 @@ OVER: dict[str, tuple[str, Callable[[CommandBus, int], Awaitable[object]]]] = {
     "bytes of a reason": ("TOO_LONG", lambda bus, n: bus.cancel_batch(DOMAIN, uuid4(), reason="x" * n)),
     "highest priority": ("INVALID_OPTION", lambda bus, n: bus.send(DOMAIN, "Debit", priority=n)),
     "attempts": ("INVALID_OPTION", lambda bus, n: bus.send(DOMAIN, "Debit", max_attempts=n)),
+    "bytes of a `fair_by`": ("TOO_LONG", lambda bus, n: batch(bus, fair_by="x" * n)),
+    "bytes of a `stage` that is a text": ("TOO_LONG", lambda bus, n: batch(bus, stage="x" * n, job_id="job")),
+    "highest `stage` that is a number": ("INVALID_OPTION", lambda bus, n: batch(bus, stage=n, job_id="job")),
+    "days of an `expires_in`": ("INVALID_OPTION", lambda bus, n: batch(bus, expires_in=timedelta(days=n))),
+    "days until a `run_at` or an `expires_at`": (
+        "INVALID_TIME",
+        lambda bus, n: bus.send(DOMAIN, "Debit", expires_at=datetime.now(UTC) + timedelta(days=n)),
+    ),
+    "bytes of the text that a search looks for in errors": (
+        "TOO_LONG",
+        lambda bus, n: bus.list_commands(DOMAIN, error="x" * n),
+    ),
+    "bytes of the name that a limit is found by": ("TOO_LONG", lambda bus, n: bus.limits.list("x" * n)),
     "bytes of an event's key": ("TOO_LONG", lambda bus, n: bus.buffer("events").add({}, key="x" * n)),
 }
 """What one more than the limit is refused with, and how to ask for it."""
@@ -161,6 +196,24 @@ async def test_a_batch_that_is_full_stays_as_it_is(bus: CommandBus, database: Da
         assert database.value("SELECT total_count FROM busload.batch WHERE batch_id = %s", batch_id) == most
         assert database.count("command") == 0
         database.rows("UPDATE busload.batch SET total_count = 0 WHERE batch_id = %s", batch_id)
+
+
+def test_a_limit_of_calls_beyond_its_ceiling_is_refused() -> None:
+    longest, most = (
+        DECLARED["bytes of the name that a limit is given"],
+        DECLARED["calls at a time in a `ConcurrencyLimit`"],
+    )
+    for kind in (partial(RateLimit, 5, timedelta(seconds=1)), partial(ConcurrencyLimit, 5)):
+        kind(name="x" * longest)
+        with pytest.raises(InvalidCommandError, match=f"found {longest + 1} bytes, at most {longest} are allowed"):
+            kind(name="x" * (longest + 1))
+    ConcurrencyLimit(most)
+    with pytest.raises(ValueError, match="calls must be"):
+        ConcurrencyLimit(most + 1)
+    by_text = ConcurrencyLimit(5, by=lambda command: "x" * command)
+    assert len(by_text.subject_of(KEY_BYTES)) == KEY_BYTES
+    with pytest.raises(PermanentCommandError, match="at most 512 bytes"):
+        by_text.subject_of(KEY_BYTES + 1)
 
 
 def test_a_setting_beyond_its_ceiling_is_refused() -> None:

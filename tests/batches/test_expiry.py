@@ -10,11 +10,12 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError, Stage, SyncCommandBus
+from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError, Settings, Stage, SyncCommandBus
 from busload.commands import claim, expire
 from busload.commands.execution import FAILED_ATTEMPT
 from busload.postgres.plan import Plan
 from busload.sync.plan import perform
+from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, Database, Given, counts, eventually
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -273,16 +274,51 @@ WRONG: dict[str, Callable[[CommandBus], Any]] = {
     "not a number": lambda bus: bus.create_batch(DOMAIN, [BatchCommand("Debit")], expires_in=float("nan")),
     "a truth": lambda bus: bus.create_batch(DOMAIN, [BatchCommand("Debit")], expires_in=True),
     "a text": lambda bus: bus.create_batch(DOMAIN, [BatchCommand("Debit")], expires_in="1h"),  # type: ignore[arg-type]
+    "of a batch, before a run_at": lambda bus: bus.create_batch(
+        DOMAIN, [BatchCommand("Debit"), BatchCommand("Debit", run_at=soon(2))], expires_in=3600
+    ),
     "of a callback": lambda bus: bus.create_batch(
         DOMAIN, [BatchCommand("Debit")], on_complete=BatchCommand("Done", expires_at=soon())
     ),
 }
 
 
+@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("call", WRONG)
 async def test_an_expiry_that_makes_no_sense_is_refused_before_anything_is_written(
-    bus: CommandBus, database: Database, call: str
+    face: str, dsn: str, settings: Settings, database: Database, call: str
 ) -> None:
-    with pytest.raises(InvalidCommandError, match="expires_"):
-        await WRONG[call](bus)
-    assert (database.count("command"), database.count("batch")) == (0, 0)
+    before = database.everything()
+    async with bus_of(face, dsn, settings=settings) as bus:
+        with pytest.raises(InvalidCommandError, match=r"expires_.*(wanted|without a time zone|cannot have a time)"):
+            await WRONG[call](bus)
+    assert database.everything() == before
+
+
+async def test_a_command_that_would_expire_before_it_may_start_is_named_by_its_index(bus: CommandBus) -> None:
+    for_later = [BatchCommand("Debit", run_at=soon(n)) for n in (0.5, 1.5, 2.5)]
+    with pytest.raises(InvalidCommandError, match="would expire before it may start") as refused:
+        await bus.create_batch(DOMAIN, for_later, expires_in=timedelta(hours=1))
+    assert [(p.index, p.path, p.code) for p in refused.value.problems] == [
+        (1, "/run_at", "INVALID_TIME"),
+        (2, "/run_at", "INVALID_TIME"),
+    ]
+
+
+async def test_a_command_tells_when_it_expires_until_it_has_ended(bus: CommandBus, given: Given) -> None:
+    """By its own time or by that of its batch, whichever comes first"""
+    at = soon(0.5)
+    commands = [BatchCommand("Debit", expires_at=at), BatchCommand("Debit"), BatchCommand("Debit", expires_at=soon(2))]
+    batch_id = await bus.create_batch(DOMAIN, commands, expires_in=3600)
+    of_batch = (await given.batch_now(batch_id)).expires_at
+    listed = await bus.list_batch_commands(DOMAIN, batch_id)
+    assert [command.expires_at for command in listed] == [at, of_batch, of_batch]
+    single = await bus.send(DOMAIN, "Debit", expires_at=at)
+    found = await given.command_now(single.command_id)
+    assert found.expires_at == at
+    assert (await given.command_now((await bus.send(DOMAIN, "Debit")).command_id)).expires_at is None
+    everywhere = {command.command_id: command.expires_at for command in await bus.list_commands(DOMAIN)}
+    assert everywhere[single.command_id] == at
+    given.handler()
+    await given.drained()
+    assert (await given.command_now(single.command_id)).expires_at is None

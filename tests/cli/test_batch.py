@@ -166,9 +166,32 @@ def test_show_tells_of_canary_and_budget_and_resume_raises_the_budget(
 def test_reprioritize_says_how_many_commands_it_concerns(busload: Busload, sync_bus: SyncCommandBus) -> None:
     batch_id = str(sync_bus.create_batch("payments", [BatchCommand("Debit")] * 2))
     assert busload("batch", "reprioritize", batch_id, "9").stdout == "Gave 2 commands the priority 9.\n"
-    result = json.loads(busload("batch", "reprioritize", batch_id, "--json", "--", "-3").stdout)
+    result = json.loads(busload("batch", "reprioritize", batch_id, "-3", "--json").stdout)
     assert (result["priority"], result["changed"]) == (-3, 2)
     assert busload("batch", "reprioritize", batch_id, "40000").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("resume", "{held}", "--budget", "0"), "/budget/share: found 0.0, wanted a share of more than 0"),
+        (("resume", "{held}", "--budget", "1.5"), "/budget/share: found 1.5, wanted a share of more than 0"),
+        (("resume", "{held}", "--budget", "half"), "'half' is not a valid float"),
+        (("resume", "{held}", "--budget", "0.5", "--at-least", "-1"), "/budget/at_least: found -1, wanted a whole"),
+        (("reprioritize", "{held}", "-40000"), "-40000 is not in the range"),
+        (("reprioritize", "{held}", "high"), "'high' is not a valid integer"),
+    ],
+)
+def test_what_is_wrong_at_the_shell_changes_nothing(
+    busload: Busload, sync_bus: SyncCommandBus, database: Database, arguments: tuple[str, ...], said: str
+) -> None:
+    held = sync_bus.create_batch("payments", [BatchCommand("Debit")] * 10, budget=FailureBudget(0.5))
+    sync_bus.hold_batch("payments", held, reason="lunch")
+    before = database.everything(), sync_bus.get_batch("payments", held)
+    result = busload("batch", *(argument.format(held=held) for argument in arguments))
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert (database.everything(), sync_bus.get_batch("payments", held)) == before
 
 
 def test_cancel_keeps_the_reason_and_the_operator(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from busload import CommandMetadata, Dedup, SyncCommandBus
 from busload.cli import main
 from tests.cli.conftest import Busload
-from tests.given import DOMAIN, Given
+from tests.given import DOMAIN, Database, Given
 
 
 def sent(busload: Busload, bus: SyncCommandBus, *arguments: object) -> CommandMetadata:
@@ -36,6 +36,28 @@ def test_a_command_is_sent_with_all_its_options(busload: Busload, sync_bus: Sync
     assert found.run_at == datetime(2090, 1, 1, 8, tzinfo=UTC)
     (tmp_path / "debit.json").write_text('{"cents": 500}')
     assert sent(busload, sync_bus, "--data", f"@{tmp_path}/debit.json").data == {"cents": 500}
+
+
+def test_a_command_that_expires_is_sent_and_shown(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    found = sent(busload, sync_bus, "--expires-at", "2090-01-01T08:00+00:00", "--fair-by", "customer-7")
+    assert found.expires_at == datetime(2090, 1, 1, 8, tzinfo=UTC)
+    shown = busload("command", "show", str(found.command_id))
+    assert "expires" in shown.stdout and "2090-01-01" in shown.stdout
+    [in_json] = json.loads(busload("command", "ls", "--json").stdout)
+    assert datetime.fromisoformat(in_json["expires_at"]) == found.expires_at
+
+
+def test_a_command_that_expires_too_early_is_not_sent(
+    busload: Busload, sync_bus: SyncCommandBus, database: Database
+) -> None:
+    before = database.everything()
+    past = busload("send", DOMAIN, "Debit", "--expires-at", "2020-01-01T08:00+00:00")
+    assert past.exit_code != 0 and "which has passed; wanted a time to come" in past.stderr
+    early = busload("send", DOMAIN, "Debit", "--expires-at", "1h", "--run-at", "2h")
+    assert early.exit_code != 0 and "wanted a time after run_at" in early.stderr
+    of_batch = busload("send", DOMAIN, "Debit", "--fair-by", "x" * 256)
+    assert of_batch.exit_code != 0 and "found 256 bytes, at most 255 are allowed" in of_batch.stderr
+    assert database.everything() == before
 
 
 def test_data_may_come_by_stdin(dsn: str, sync_bus: SyncCommandBus) -> None:

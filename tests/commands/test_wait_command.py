@@ -89,3 +89,8 @@ async def test_a_command_that_never_was_is_not_waited_for(bus: CommandBus) -> No
         await bus.wait_command(DOMAIN, "17")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be"):
         await bus.wait_command(DOMAIN, uuid4(), timeout="soon")  # type: ignore[arg-type]
+    for negative in (-1, -0.5, timedelta(seconds=-1), float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"timeout must be a timedelta or seconds, 0 or more, found"):
+            await bus.wait_command(DOMAIN, uuid4(), timeout=negative)
+        with pytest.raises(ValueError, match=r"timeout must be a timedelta or seconds, 0 or more, found"):
+            await bus.health(timeout=negative)

@@ -921,8 +921,8 @@ MUTANTS = [
     Mutant(
         "an-unmarked-message-was-not-sent",
         "dispatch/creation_state.sql",
-        "       greatest(d.written - o.commands, d.confirmed),\n",
-        "       d.written - o.commands,\n",
+        "       greatest(d.written - o.commands - w.commands, d.confirmed),\n",
+        "       d.written - o.commands - w.commands,\n",
         "tests/stories/test_dispatch.py::test_a_mark_that_fails_is_a_warning_and_moves_nothing_backwards",
         "A report with a warning would say that nothing was published although all of it was.",
     ),

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -29,6 +29,7 @@ from busload import (
     Worker,
     WorkerSettings,
 )
+from busload.batches import Canary
 from busload.commands import claim as claim_plans
 from busload.commands.claim import DeliveredClaim
 from busload.commands.load import Load
@@ -550,6 +551,39 @@ async def test_a_batch_that_is_canceled_meanwhile_ends_its_creation(
         assert told.published_at is not None and told.error is not None and "was canceled" in told.error
         assert (told.recovery_possible, told.failed_checkpoint) == (False, None)
     assert database.is_at_rest()
+
+
+@pytest.mark.parametrize("how", ["held", "canceled", "put off"])
+async def test_a_report_does_not_wait_for_what_will_never_be_published(
+    bus: CommandBus, transport: FaultyTransport, how: str
+) -> None:
+    """Held, canceled or put off before the relay comes: PostgreSQL delivers what still runs"""
+    for_later = commands(1)
+    batch_id = await bus.create_batch(DOMAIN, for_later, dispatch="relay")
+    assert (await report(bus, batch_id)).status == "pending"
+    if how == "held":
+        await bus.hold_batch(DOMAIN, batch_id, reason="lunch")
+    elif how == "canceled":
+        await bus.cancel_batch(DOMAIN, batch_id, reason="no")
+    else:
+        [command] = await bus.list_batch_commands(DOMAIN, batch_id)
+        await bus.reschedule_command(DOMAIN, command.command_id, datetime.now(UTC) + timedelta(hours=1))
+    told = await report(bus, batch_id)
+    assert (told.status, told.retry_needed) == ("success", False)
+    await bus.recover()
+    assert (await report(bus, batch_id)).status == "success"
+
+
+async def test_what_waits_for_a_canary_was_not_published(
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    batch_id = await bus.create_batch(DOMAIN, commands(100), canary=Canary(10))
+    assert (await report(bus, batch_id)).queued_tasks == 0
+    await bus.recover()
+    told = await report(bus, batch_id)
+    assert (told.status, told.queued_tasks, told.database_tasks) == ("success", 10, 100)
+    await all_run_once(bus, database, worker_settings, 100)
+    assert (await report(bus, batch_id)).queued_tasks == 100
 
 
 async def test_a_creation_that_stopped_and_was_canceled_is_closed_by_a_recovery(

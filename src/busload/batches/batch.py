@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeAlias, TypedDict, cast
@@ -271,6 +271,8 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     if not checked and not first:
         message = "found no commands, wanted at least one; open_batch may stay empty"
         raise InvalidCommandError([Problem("EMPTY_BATCH", "/commands", message)])
+    if batch.expires_in is not None:
+        refuse(_too_late(batch.expires_in, checked, first))
     size = None if batch.guards is None else batch.guards["canary"]
     if size is not None and size > len(checked):
         message = f"found {size:,}, but the batch has {counted(len(checked), 'command')}; wanted no more than that"
@@ -279,6 +281,22 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
     return with_priority(batch, checked)
+
+
+def _too_late(expires_in: timedelta, commands: Sequence[NewCommand], first: int) -> list[Problem]:
+    """Commands that may start only after their batch has expired."""
+    expiry = datetime.now(UTC) + expires_in
+    return [
+        Problem(
+            "INVALID_TIME",
+            "/run_at",
+            f"found {command.run_at.isoformat()}, but expires_in cancels the batch at {expiry.isoformat()}: it would "
+            "expire before it may start; wanted an earlier run_at, or a longer expires_in",
+            index + first,
+        )
+        for index, command in enumerate(commands)
+        if command.run_at is not None and command.run_at >= expiry
+    ]
 
 
 def with_priority(batch: NewBatch, commands: list[NewCommand]) -> list[NewCommand]:

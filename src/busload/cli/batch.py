@@ -158,7 +158,7 @@ def resume(
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed}, said)
 
 
-@batch.command()
+@batch.command(context_settings={"ignore_unknown_options": True})  # a negative number is no option
 @options.operator
 @about("batch")
 @click.argument("priority", type=click.IntRange(-32768, 32767))
@@ -166,7 +166,7 @@ def reprioritize(bus: SyncCommandBus, domain: str, batch_id: UUID, *, priority: 
     """Give everything that waits of a batch another priority; what runs keeps its own.
 
     busload batch reprioritize 0198c5d2-7f3a 9
-    busload batch reprioritize 0198c5d2-7f3a -- -5
+    busload batch reprioritize 0198c5d2-7f3a -5
     """
     changed = bus.reprioritize_batch(domain, batch_id, priority, operator=operator)
     value = {"batch_id": batch_id, "domain": domain, "priority": priority, "changed": changed}

@@ -136,6 +136,11 @@ def run_at(*, required: bool = False) -> Decorator:
     return click.option("--run-at", callback=_time, metavar="TIME", required=required, help=about)
 
 
+def expires_at() -> Decorator:
+    about = "Cancel it if it has not started by then: in so long (30s, 2h, 1d), or a time."
+    return click.option("--expires-at", callback=_time, metavar="TIME", help=about)
+
+
 def status(statuses: type[StrEnum]) -> Decorator:
     """One of these; where they are too many for a line, the help has them below."""
     names = [status.value for status in statuses]

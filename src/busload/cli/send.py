@@ -25,6 +25,8 @@ from busload.sync.bus import SyncCommandBus
 @click.option("--dedup", is_flag=True, help="Send nothing if another open command has this --task-key.")
 @click.option("--priority", type=click.IntRange(-32768, 32767), default=0, help="Higher runs earlier.")
 @options.run_at()
+@options.expires_at()
+@click.option("--fair-by", metavar="KEY", help="Whose turn it is to run, such as a customer; default all single sends.")
 @click.option("--max-attempts", type=click.IntRange(1, 32767), help="How often to try it; default as its handler says.")
 @click.option("--reply-to", metavar="DOMAIN", help="The domain that gets the reply.")
 @click.option("--batch", type=id_or_beginning, metavar="ID", help="The open batch that the command joins.")
@@ -43,6 +45,7 @@ def send(
 
     busload send payments Debit --data '{"account": 4, "cents": 400}'
     busload send payments Debit --data @debit.json --run-at 2h
+    busload send payments Quote --expires-at 15m --fair-by customer-7
     busload send payments Debit --json | jq -r .command_id \\
         | xargs busload command wait
     """

@@ -87,9 +87,9 @@ def choice(kind: type[Choice], value: str | None, path: str = "status", *, write
 def seconds_of(timeout: timedelta | float | None, name: str = "timeout") -> float | None:
     """A time-out in seconds; None if there is none."""
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if seconds is None or (isinstance(seconds, int | float) and seconds == seconds):  # NaN is not
+    if seconds is None or (isinstance(seconds, int | float) and seconds >= 0):  # NaN is not
         return seconds
-    raise ValueError(f"{name} must be a timedelta or seconds, found {timeout!r:.80}.")
+    raise ValueError(f"{name} must be a timedelta or seconds, 0 or more, found {timeout!r:.80}.")
 
 
 def encoded(value: Any, path: str, limits: PayloadLimits) -> str:

@@ -184,6 +184,8 @@ class CommandMetadata(SentCommand):
     """When the broker has confirmed the last message about it."""
     checkpoint: str | None = None
     """Of a batch that was created in checkpoints, the one that it came with: `<job>-cp-<n>`."""
+    expires_at: datetime | None = None
+    """When it is canceled if it has not started; None if it may always start, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)

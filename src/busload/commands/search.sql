@@ -11,7 +11,14 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
          WHERE x.command = s.id AND x.outcome <> 'COMPLETED'
          ORDER BY x.attempt DESC
          LIMIT 1),
-       s.publish_attempts, s.last_publish_error, s.published_at, s.checkpoint
+       s.publish_attempts, s.last_publish_error, s.published_at, s.checkpoint,
+       CASE WHEN s.finished_at IS NULL
+            THEN least(
+                (SELECT min(e.expires_at) FROM busload.expiry AS e
+                  WHERE e.lo BETWEEN s.id & ~1023 AND s.id AND e.hi >= s.id),
+                (SELECT b.expires_at FROM busload.batch AS b WHERE b.batch_id = s.batch_id)
+            )
+       END
 
 -- fragment: after_the_last
 -- The commands `c` of a batch that come after the last one of the page before. The `first` command of each

@@ -70,22 +70,33 @@ SELECT batch_id FROM closed;
 
 -- name: find
 -- How a creation went, and what is still in the outbox now. What the broker has confirmed was published, also
--- while it could not be marked. A batch that was sealed before all of it was
--- written is given up: the rest is never written.
+-- while it could not be marked. What waits for the canary of its batch was not. If nothing is left to be
+-- published because the batch was held, canceled or put off before, the creation is closed soon, and its
+-- status is that already. A batch that was sealed before all of it was written is given up: the rest is never
+-- written.
 SELECT d.batch_id, d.transport, d.strategy, s.status, d.total, d.written,
-       greatest(d.written - o.commands, d.confirmed),
+       greatest(d.written - o.commands - w.commands, d.confirmed),
        o.failed > 0, c.confirmed, CASE WHEN s.status <> 'pending' THEN c.unconfirmed END,
        coalesce(d.error, o.error), d.warning, d.rounds, d.insert_ms, d.send_ms, d.mark_ms, d.total_ms,
        d.created_at, d.published_at, b.job_id, b.stage::text, s.given_up
   FROM busload.batch AS b JOIN busload.dispatch AS d USING (batch_id)
  CROSS JOIN LATERAL (
         SELECT given_up,
-               CASE WHEN given_up AND d.status = 'pending' THEN 'partial_success' ELSE d.status END AS status
+               CASE WHEN given_up AND d.status = 'pending' THEN 'partial_success'
+                    WHEN d.status = 'pending' AND b.sealed_at IS NOT NULL AND NOT EXISTS (
+                         SELECT FROM busload.outbox WHERE batch_id = b.batch_id OFFSET 0)
+                    THEN CASE WHEN d.retry_needed THEN 'recovered' ELSE 'success' END
+                    ELSE d.status END AS status
           FROM (SELECT b.sealed_at IS NOT NULL AND d.written IS DISTINCT FROM d.total AS given_up) AS g) AS s
  CROSS JOIN LATERAL (SELECT coalesce(sum(hi - lo + 1), 0)::integer AS commands,
                             count(*) FILTER (WHERE rounds > 0) AS failed,
                             max(error) AS error
                        FROM busload.outbox WHERE batch_id = b.batch_id) AS o
+ CROSS JOIN LATERAL (
+        SELECT coalesce(sum(p.hi - p.lo + 1), 0)::integer AS commands
+          FROM busload.ids_of(CASE WHEN b.canary_until IS NOT NULL THEN ARRAY[b.batch_id] END) AS i
+          JOIN busload.scheduled AS p
+            ON p.hi BETWEEN i.first AND i.last AND p.batch_id = b.batch_id AND p.reason = 'CANARY') AS w
  CROSS JOIN LATERAL (
         SELECT coalesce(
                    array_agg(checkpoint ORDER BY checkpoint) FILTER (WHERE confirmed_at IS NOT NULL), '{}'

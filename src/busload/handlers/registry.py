@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Literal, Unpack
@@ -168,6 +168,8 @@ class Handlers:
             self._refuse_mixture(domain, command_type)
             if concurrency_limit is not None:
                 self._refuse_other_limit(concurrency_limit, domain, command_type, first)
+            if rate_limit is not None and rate_limit.name is not None:
+                self._refuse_other_rate(rate_limit, domain, command_type)
             self._handlers[domain, command_type] = Handler(
                 function,
                 retry or RetryPolicy(),
@@ -233,6 +235,17 @@ class Handlers:
                     f"The concurrency limit {name!r} has ordered={other.ordered} for {of}/{type}, and "
                     f"ordered={limit.ordered} for {domain}/{command_type}. Write the same for both, or give another "
                     "name to one."
+                )
+
+    def _refuse_other_rate(self, limit: RateLimit, domain: str, command_type: str) -> None:
+        """Handlers that share a rate limit agree on it; only their `by` may differ."""
+        for (of, type), handler in self._handlers.items():
+            other = handler.rate_limit
+            if other is not None and other.name == limit.name and replace(other, by=limit.by) != limit:
+                found, wanted = (f"{one.calls:g} per {one.per}, burst {one.burst}" for one in (limit, other))
+                raise InvalidOperationError(
+                    f"The rate limit {limit.name!r} is {wanted} for {of}/{type}, and {found} for "
+                    f"{domain}/{command_type}. Give both the same figures, or another name to one."
                 )
 
     def find(self, domain: str, command_type: str) -> Handler | None:
