@@ -310,8 +310,8 @@ def register_ordered(bus: CommandBus, options: dict[str, Any]) -> None:
 
     @bus.handler(ORDERED, "InTransaction", retry=retry, concurrency_limit=limit)
     async def in_transaction(command: Command, ctx: HandlerContext) -> None:
+        note("begin", command, ctx)  # before it waits for anything: it may be frozen there
         async with ctx.transaction() as conn:
-            note("begin", command, ctx)
             await conn.execute("SELECT 1")
             await asyncio.sleep(random.uniform(0, pause))
             note("end", command, ctx)
