@@ -358,7 +358,7 @@ INVARIANTS = {
     "a batch's total is the number of its commands": """
         SELECT batch_id FROM busload.batch
           LEFT JOIN (SELECT batch_id, count(*) AS n FROM busload.command GROUP BY batch_id) AS members USING (batch_id)
-         WHERE total_count <> coalesce(n, 0) AND pruned_at IS NULL""",
+         WHERE total_count <> coalesce(n, 0) AND pruned_at IS NULL AND batch_type = 'COMMANDS'""",
     "counters equal the facts": """
         SELECT batch_id FROM busload.batch AS b LEFT JOIN (
             SELECT batch_id, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
@@ -366,9 +366,18 @@ INVARIANTS = {
                    count(*) FILTER (WHERE status = 'CANCELED') AS canceled,
                    count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE') AS troubleshooting
               FROM busload.command_status GROUP BY batch_id) AS m USING (batch_id)
-         WHERE b.pruned_at IS NULL AND
+         WHERE b.pruned_at IS NULL AND b.batch_type = 'COMMANDS' AND
                (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count) IS DISTINCT FROM
                (coalesce(completed, 0), coalesce(failed, 0), coalesce(canceled, 0), coalesce(troubleshooting, 0))""",
+    "a batch of jobs counts its jobs as they are": """
+        SELECT batch_id FROM busload.batch AS b LEFT JOIN (
+            SELECT batch_id, count(*) AS total, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
+                   count(*) FILTER (WHERE status = 'FAILED') AS failed,
+                   count(*) FILTER (WHERE status = 'CANCELED') AS canceled
+              FROM busload.job WHERE batch_id IS NOT NULL GROUP BY batch_id) AS m USING (batch_id)
+         WHERE b.pruned_at IS NULL AND b.batch_type = 'JOBS' AND
+               (b.total_count, b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count)
+               IS DISTINCT FROM (m.total, m.completed, m.failed, m.canceled, 0)""",
     "completed exactly when sealed and nothing is open": """
         SELECT b.batch_id FROM busload.batch b
          WHERE (b.completed_at IS NOT NULL) IS DISTINCT FROM

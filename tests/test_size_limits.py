@@ -28,6 +28,7 @@ from busload import (
 from busload.buffers import add, declaration, groups
 from busload.commands import checks, load, send, traceback_text
 from busload.commands.execution import describe
+from busload.jobs import batch as job_batch
 from busload.limits.concurrency import MOST_CALLS
 from busload.limits.rate import KEY_BYTES
 from busload.settings import LONGEST, LONGEST_FLUSH_EVERY, InputLimits, PayloadLimits
@@ -60,6 +61,7 @@ LIMITS = InputLimits()
 DECLARED: dict[str, int] = {
     "commands in a list or a batch, at least": 1,
     "commands in a batch, at most": 2**31 - 1,
+    "jobs in a batch of jobs": job_batch.MOST,
     "commands in a statement": send.SOME,
     "commands in a load": load.LOAD_SIZE,
     "commands between checkpoints of an open batch": largest(checks.RULES["checkpoint_size"]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from busload.batches.batch import BatchMetadata as BatchMetadata
     from busload.batches.batch import BatchStatus as BatchStatus
+    from busload.batches.batch import BatchType as BatchType
     from busload.bus import CommandBus as CommandBus
     from busload.commands.bulk_items import Chunk as Chunk
     from busload.commands.bulk_items import Group as Group
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from busload.handlers.methods import bulk_handler as bulk_handler
     from busload.handlers.methods import handler as handler
     from busload.handlers.methods import planner as planner
+    from busload.jobs.job import BatchJob as BatchJob
     from busload.jobs.job import Stage as Stage
     from busload.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from busload.limits.rate import RateLimit as RateLimit
@@ -68,7 +70,7 @@ else:
 
 
 _NAMES = {
-    "batches.batch": "BatchMetadata BatchStatus",
+    "batches.batch": "BatchMetadata BatchStatus BatchType",
     "bus": "CommandBus",
     "commands.bulk_items": "Chunk Group Item",
     "commands.command": "AuditEvent BatchCommand Command CommandMetadata CommandStatus SendResult TroubleshootingItem",
@@ -78,7 +80,7 @@ _NAMES = {
     "errors": "BatchNotFoundError BusinessRuleError BusloadError DuplicateCommandError InvalidCommandError"
     " PermanentCommandError RateLimitedError TransientCommandError",
     "handlers.methods": "bulk_handler handler planner",
-    "jobs.job": "Stage",
+    "jobs.job": "BatchJob Stage",
     "limits.concurrency": "ConcurrencyLimit",
     "limits.rate": "RateLimit",
     "settings": "Settings WorkerSettings",

@@ -19,12 +19,14 @@ from busload.batches.batch import (
     BatchCompletionCallback,
     BatchMetadata,
     BatchOptions,
+    BatchType,
     CreateOptions,
     find_batch,
     members,
     new_batch,
 )
 from busload.batches.callbacks import Completions
+from busload.batches.cancel import begin_to_cancel, cancel
 from busload.batches.open_batch import OpenBatch
 from busload.buffers.buffer import Buffer, Buffers
 from busload.buffers.declaration import BufferOptions, BufferSettings, declared
@@ -51,13 +53,15 @@ from busload.explain.explanation import Explanation
 from busload.handlers.methods import HandlerRegistration
 from busload.handlers.registry import Handlers
 from busload.health.api import HealthVerbs
-from busload.jobs.api import Jobs
+from busload.jobs.api import Jobs, cancel_jobs
+from busload.jobs.batch import is_of_jobs
 from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import Write
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.transports import Transport, find_transport
@@ -142,7 +146,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
 
     def _make_parts(self) -> None:
         self.database = Database(self._given_dsn, self.settings)
-        self.jobs = Jobs(self.database, self.settings, self.via, self._changes)
+        self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.buffers = Buffers(self.database)
         self.troubleshooting = Troubleshooting(self.database, self._limits)
@@ -325,6 +329,33 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
                     raise _timeout_error(batch_id, batch, limit.seconds)
                 await changed.wait(min(limit.left, self.settings.poll_every.total_seconds()))
 
+    async def cancel_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> int:
+        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
+
+        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
+        What waits in troubleshooting stays there for its operator.
+
+        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
+        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
+
+        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, and the result is how
+        many jobs that were.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
+        of_jobs = is_of_jobs(domain, batch_id)
+        if await (self.database.read(of_jobs) if conn is None else self.database.write(Write(of_jobs), conn)):
+            return await cancel_jobs(self.database, domain, batch_id, self.via, conn, reason=reason, operator=operator)
+        begin = partial(begin_to_cancel, domain, batch_id)
+        return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
+
     async def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""
         check(self._limits, writes=False, domain=domain, batch_id=batch_id)
@@ -422,5 +453,6 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
 def _timeout_error(batch_id: UUID, batch: BatchMetadata | None, timeout: timedelta | float | None) -> TimeoutError:
     progress = "nothing was seen"
     if batch is not None:
-        progress = f"{batch.finished_count:,} of {counted(batch.total_count, 'command has', 'commands have')} ended"
+        one = "job" if batch.batch_type == BatchType.JOBS else "command"
+        progress = f"{batch.finished_count:,} of {counted(batch.total_count, f'{one} has', f'{one}s have')} ended"
     return TimeoutError(f"Batch {batch_id} is not complete after {seconds_of(timeout)} s: {progress}.")

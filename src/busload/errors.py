@@ -138,10 +138,13 @@ class BatchNotFoundError(BusloadError):
 
 
 class BatchSealedError(BusloadError):
-    def __init__(self, domain: str, batch_id: UUID, *, canceled: bool = False) -> None:
+    def __init__(self, domain: str, batch_id: UUID, *, canceled: bool = False, of_jobs: bool = False) -> None:
         super().__init__(
-            f"Batch {batch_id} in domain {domain!r} was canceled before all its commands were written, and takes no "
-            "more. If they are to run after all, create a batch with another batch_id."
+            f"Batch {batch_id} in domain {domain!r} is a batch of jobs, which takes no commands: each stage of a job "
+            "has a batch of its own. Put the command into a stage, or send it without a batch."
+            if of_jobs
+            else f"Batch {batch_id} in domain {domain!r} was canceled before all its commands were written, and takes "
+            "no more. If they are to run after all, create a batch with another batch_id."
             if canceled
             else f"Batch {batch_id} in domain {domain!r} is sealed and takes no more commands. "
             "Open a batch with `open_batch` to add commands over time."

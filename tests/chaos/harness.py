@@ -382,6 +382,19 @@ WITH ended AS (
            coalesce(w.n, 0) AS waiting, coalesce(a.completions, 0) AS completions, coalesce(a.starts, 0) AS starts
       FROM busload.batch AS b LEFT JOIN ended AS e USING (batch_id) LEFT JOIN acted AS a USING (batch_id)
       LEFT JOIN parked AS p USING (batch_id) LEFT JOIN waiting AS w USING (batch_id)
+     WHERE b.batch_type = 'COMMANDS'
+), waits AS (   -- a job waits for a person: all that is left of its stage is parked, or its step is
+    SELECT j.job_id FROM busload.job AS j JOIN busload.job_stage AS s USING (job_id, position)
+      JOIN facts AS f ON f.batch_id = s.batch_id
+     WHERE j.completed_at IS NULL AND f.parked > 0 AND f.waiting = 0
+    UNION
+    SELECT (c.data ->> 'job_id')::uuid FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
+     WHERE c.command_type LIKE 'busload.%'
+), jobs AS (
+    SELECT j.batch_id, count(*) AS total, count(*) FILTER (WHERE status = 'COMPLETED') AS completed,
+           count(*) FILTER (WHERE status = 'FAILED') AS failed, count(*) FILTER (WHERE status = 'CANCELED') AS canceled,
+           count(*) FILTER (WHERE completed_at IS NULL AND job_id IN (SELECT job_id FROM waits)) AS waiting
+      FROM busload.job AS j WHERE j.batch_id IS NOT NULL GROUP BY j.batch_id
 )
 SELECT batch_id, total_count,
        (completed_count, failed_count, canceled_count, in_troubleshooting_count)::text AS counters,
@@ -392,6 +405,15 @@ SELECT batch_id, total_count,
     OR total_count <> completed + failed + canceled + parked + waiting
     OR (completed_at IS NOT NULL) <> (sealed_at IS NOT NULL AND completed + failed + canceled = total_count)
     OR completions <> (completed_at IS NOT NULL)::int OR starts > 1
+UNION ALL
+SELECT b.batch_id, b.total_count,
+       (b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count)::text,
+       (j.completed, j.failed, j.canceled, j.waiting)::text, b.status, a.completions, a.starts
+  FROM busload.command_bus_batch AS b JOIN jobs AS j USING (batch_id) LEFT JOIN acted AS a USING (batch_id)
+ WHERE (b.total_count, b.completed_count, b.failed_count, b.canceled_count, b.in_troubleshooting_count)
+       IS DISTINCT FROM (j.total, j.completed, j.failed, j.canceled, j.waiting)
+    OR (b.completed_at IS NOT NULL) <> (j.completed + j.failed + j.canceled = j.total)
+    OR a.completions <> (b.completed_at IS NOT NULL)::int OR a.starts > 1
 """
 
 

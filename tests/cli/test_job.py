@@ -7,7 +7,7 @@ from uuid import UUID, uuid4
 
 from click.testing import Result
 
-from busload import BatchCommand, BusinessRuleError, Stage, SyncCommandBus
+from busload import BatchCommand, BatchJob, BusinessRuleError, Stage, SyncCommandBus
 from tests.cli.conftest import Busload
 from tests.given import DOMAIN, Given, raising
 
@@ -121,3 +121,28 @@ async def test_a_compensated_job_shows_what_was_undone(busload: Busload, given: 
     batch_id = found["stages"][0]["compensation"]["batch_id"]
     assert ["one", "COMPLETED", "1/2", batch_id] in [[*row[:2], *row[-2:]] for row in rows]
     assert found["stages"][1]["compensation"] is None
+
+
+def test_a_batch_of_jobs_is_shown_listed_and_canceled(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    other = sync_bus.jobs.create(DOMAIN, [Stage("one", [BatchCommand("Debit")])])
+    jobs = [BatchJob([Stage("one", [BatchCommand("Debit")])], name=name) for name in ("north", "south")]
+    batch_id = str(sync_bus.jobs.create_batch(DOMAIN, jobs, name="Night"))
+    rows = lines(busload("batch", "show", batch_id))
+    assert [row for row in rows if row[:1] in (["type"], ["total"])] == [["type", "JOBS"], ["total", "2"]]
+
+    def ids(key: str, *words: object) -> list[str]:
+        return [one[key] for one in json.loads(busload(*words, "--json").stdout)]
+
+    assert ids("batch_id", "batch", "ls", "--type", "jobs") == [batch_id]
+    assert batch_id not in ids("batch_id", "batch", "ls", "--type", "COMMANDS")
+    for wanted in (batch_id, batch_id[:18]):
+        assert ids("name", "job", "ls", "--batch", wanted) == ["south", "north"]
+    assert str(other) in ids("job_id", "job", "ls")
+    [job_id, _] = ids("job_id", "job", "ls", "--batch", batch_id)
+    assert ["batch", batch_id] in lines(busload("job", "show", job_id))
+    explained = busload("batch", "explain", batch_id).stdout
+    assert "Not finished: 0 of 2 jobs have ended; jobs: 2 without a worker." in explained
+    assert f"of job {job_id}" in explained or "and alike in 1 other job" in explained
+    assert busload("batch", "cancel", batch_id, "--reason", "wrong list").stdout == "Canceled 2 jobs.\n"
+    assert busload("batch", "watch", batch_id).exit_code == 1
+    assert "is a batch of jobs" in busload("batch", "hold", batch_id, "--reason", "x").stderr

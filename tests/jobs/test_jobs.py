@@ -60,7 +60,7 @@ def jobs_are_sound(database: Database) -> Iterator[None]:
                               ELSE 0 END) <> 1
         UNION ALL
         SELECT j.job_id FROM busload.job AS j JOIN busload.job_stage AS s USING (job_id)
-          JOIN busload.batch AS b USING (batch_id) WHERE s.position > j.position""")
+          JOIN busload.batch AS b ON b.batch_id = s.batch_id WHERE s.position > j.position""")
 
 
 async def test_a_stage_begins_when_the_one_before_is_complete(bus: CommandBus, given: Given) -> None:

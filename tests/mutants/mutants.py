@@ -39,6 +39,7 @@ GATE = "tests/batches/test_budget_gate.py::"
 FAIR = "tests/commands/test_fair_turns.py::"
 FORECAST = "tests/batches/test_forecast.py::"
 RESCUE = "tests/commands/test_rescue.py::"
+JOB_BATCHES = "tests/jobs/test_batches_of_jobs.py::"
 CANCEL = "tests/commands/test_cancel_command.py::"
 DEDUP = "tests/commands/test_dedup.py::"
 CONCURRENCY = "tests/limits/test_concurrency.py::"
@@ -761,6 +762,49 @@ MUTANTS = [
         "awaited",
         "tests/jobs/test_compensation.py::test_a_compensation_that_fails_is_recorded_and_does_not_stop_the_rest",
         "What other stages have done would stay until a person looks.",
+    ),
+    # -- batches of jobs
+    Mutant(
+        "a-resumed-job-still-counts-as-failed",
+        "postgres/schema/0005_jobs.sql",
+        "sum((j.status = 'FAILED')::integer - (o.status = 'FAILED')::integer) AS failed",
+        "sum((j.status = 'FAILED')::integer) AS failed",
+        JOB_BATCHES + "test_a_job_that_is_resumed_or_canceled_after_it_failed_moves_between_the_counters",
+        "A job would be counted twice: as failed, and as what it is after its resume.",
+    ),
+    Mutant(
+        "a-complete-batch-of-jobs-is-counted-again",
+        "jobs/progress.py",
+        """    yield from _refuse_if_counted(job, "resumed")
+""",
+        "",
+        JOB_BATCHES + "test_a_failure_that_a_complete_batch_has_counted_stays",
+        "The counters of a batch would change after its callback has told them.",
+    ),
+    Mutant(
+        "an-open-batch-of-jobs-loses-those-that-have-ended",
+        "retention/prune.sql",
+        " AND NOT {in_young_batch}",
+        "",
+        JOB_BATCHES + "test_a_batch_of_jobs_and_its_jobs_are_kept_and_removed_together",
+        "The batch would count jobs that nobody can look at any more.",
+    ),
+    Mutant(
+        "a-claim-waits-for-the-batch-of-jobs",
+        "postgres/schema/0005_jobs.sql",
+        "FOR NO KEY UPDATE OF b SKIP LOCKED;",
+        "FOR NO KEY UPDATE OF b;",
+        JOB_BATCHES + "test_a_batch_starts_with_the_first_of_its_jobs_and_no_claim_waits_for_its_row",
+        "One open transaction would stop the claims of every worker.",
+    ),
+    Mutant(
+        "a-canceled-batch-of-jobs-is-left-half-way",
+        "worker/sweep.py",
+        """        await _try(conn, jobs.cancel_stragglers())
+""",
+        "",
+        JOB_BATCHES + "test_a_worker_goes_on_with_a_cancel_whose_process_died",
+        "Jobs of a canceled batch would go on for ever if whoever canceled it has died.",
     ),
     # -- methods as handlers
     Mutant(

@@ -1,4 +1,4 @@
-"""What the bus does with a batch that exists: find it, seal it, hold and resume it, change its priority, cancel it."""
+"""What the bus does with a batch that exists: find it, seal it, hold and resume it, change its priority."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from busload.batches.batch import (
     BatchMetadata,
     BatchStatus,
     BatchStatusName,
+    BatchType,
+    BatchTypeName,
     budget_columns,
     find_batch,
     list_batches,
 )
-from busload.batches.cancel import begin_to_cancel, cancel
 from busload.batches.guards import FailureBudget
 from busload.batches.open_batch import seal
 from busload.batches.reprioritize import reprioritize
@@ -48,17 +49,19 @@ class BatchVerbs:
         *,
         status: BatchStatus | BatchStatusName | None = None,
         job_id: JobId | None = None,
+        batch_type: BatchType | BatchTypeName | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
     ) -> list[BatchMetadata]:
-        """The batches of a domain, newest first: all, or those of one `status` or one `job_id`.
+        """The batches of a domain, newest first: all, or those of one `status`, one `job_id` or one `batch_type`.
 
         `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
         check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
-        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
+        kind = choice(BatchType, batch_type, "batch_type")
+        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, batch_type=kind, **page)
         return await self.database.read(plan)
 
     async def list_batch_commands(
@@ -142,24 +145,3 @@ class BatchVerbs:
         check(self._limits, domain=domain, batch_id=batch_id, priority=priority, operator=operator)
         plan = partial(reprioritize, domain, batch_id, priority, operator=operator)
         return await self.database.write(patient(plan, batch_id), conn)
-
-    async def cancel_batch(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: AnyConnection | None = None,
-    ) -> int:
-        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
-
-        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
-        What waits in troubleshooting stays there for its operator.
-
-        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
-        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
-        """
-        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        begin = partial(begin_to_cancel, domain, batch_id)
-        return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)

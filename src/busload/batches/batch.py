@@ -37,6 +37,8 @@ from busload.settings import InputLimits
 
 BatchStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "COMPLETED_WITH_FAILURES"]
 
+BatchTypeName = Literal["COMMANDS", "JOBS"]
+
 HeldReason = Literal["OPERATOR", "CANARY", "BUDGET"]
 
 
@@ -51,9 +53,20 @@ class BatchStatus(StrEnum):
         return self in (BatchStatus.COMPLETED, BatchStatus.COMPLETED_WITH_FAILURES)
 
 
+class BatchType(StrEnum):
+    """What a batch counts."""
+
+    COMMANDS = "COMMANDS"
+    JOBS = "JOBS"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """A batch with its exact counters at one moment."""
+    """A batch with its exact counters at one moment.
+
+    A batch of jobs counts jobs where others count commands. Its `in_troubleshooting_count` are jobs that wait for a
+    person.
+    """
 
     batch_id: UUID
     domain: str
@@ -93,8 +106,10 @@ class BatchMetadata:
     """How many of them have failed or wait in troubleshooting, or for the worst cause with `per_cause`."""
     fair_by: str | None = None
     """The key by which it takes turns with others; None: by itself."""
+    batch_type: BatchType = BatchType.COMMANDS
+    """What it counts: commands or, if `bus.jobs.create_batch` created it, jobs."""
     forecast: Forecast | None = field(default=None, compare=False)
-    """When it will be done; None if it has ended. Only `get_batch` and `watch_batch` look for it.
+    """When it will be done; None if it has ended or is a batch of jobs. Only `get_batch` and `watch_batch` look for it.
 
     It differs from moment to moment, so it does not count when two are compared.
     """
@@ -122,9 +137,17 @@ def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
 
 
 def list_batches(
-    domain: str, *, status: BatchStatus | None, limit: int, offset: int, after: UUID | None, job_id: JobId | None = None
+    domain: str,
+    *,
+    status: BatchStatus | None,
+    limit: int,
+    offset: int,
+    after: UUID | None,
+    job_id: JobId | None = None,
+    batch_type: BatchType | None = None,
 ) -> Plan[list[BatchMetadata]]:
-    page = {"domain": domain, "status": status and status.value, "limit": limit, "offset": offset, "after": after}
+    kinds = {"status": status and status.value, "batch_type": batch_type and batch_type.value}
+    page: dict[str, Any] = {"domain": domain, "limit": limit, "offset": offset, "after": after, **kinds}
     if job_id is None:
         return many(_batch, SQL.batches, **page)
     return many(_batch, SQL.batches_of_job, job_id=str(job_id_of(job_id)), **page)
@@ -135,7 +158,8 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 
 def _batch(*row: Any) -> BatchMetadata:
-    batch_id, domain, name, custom_data, status, *others = row
+    batch_id, domain, name, custom_data, status, *others, batch_type = row
+    others.append(BatchType(batch_type))
     batch = BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
     if batch.job_id is None and batch.stage is None:
         return batch
@@ -144,7 +168,8 @@ def _batch(*row: Any) -> BatchMetadata:
 
 def _batch_with_forecast(*row: Any) -> BatchMetadata:
     *columns, outlook = row
-    return replace(_batch(*columns), forecast=read_forecast(outlook))
+    batch = _batch(*columns)
+    return batch if batch.batch_type is BatchType.JOBS else replace(batch, forecast=read_forecast(outlook))
 
 
 class BatchOptions(TypedDict, total=False):

@@ -3,14 +3,16 @@
 -- fragment: columns
 -- In the order of `BatchMetadata`.
 batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
-       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text,
+       canceled_count,
+       CASE batch_type WHEN 'JOBS' THEN busload.jobs_waiting(batch_id) ELSE in_troubleshooting_count END,
+       created_at, started_at, completed_at, job_id, stage::text,
        expires_at, held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
        busload.failures_allowed(budget_share, budget_at_least, total_count),
        CASE WHEN budget_per_cause
             THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
                    WHERE c.batch_id = batch.batch_id)
             ELSE failed_count + in_troubleshooting_count - budget_from
-       END, fair_by
+       END, fair_by, batch_type
 
 -- fragment: batch
 SELECT {columns} FROM busload.batch
@@ -18,6 +20,7 @@ SELECT {columns} FROM busload.batch
 -- fragment: newest_batches
 -- The newest batch comes first; `after` is the last batch of the page before.
 AND (%(status)s::text IS NULL OR status = %(status)s::text)
+AND (%(batch_type)s::text IS NULL OR batch_type = %(batch_type)s::text)
 AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
      (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
 ORDER BY created_at DESC, batch_id DESC

@@ -44,7 +44,13 @@ def lock(domain: str, batch_id: UUID, so: str) -> Plan[tuple[bool, bool]]:
     rows = yield from execute(SQL.lock, domain=domain, batch_id=batch_id)
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
-    held, canceled, completed = rows[0]
+    held, canceled, completed, of_jobs = rows[0]
+    if of_jobs:
+        raise InvalidOperationError(
+            f"Batch {batch_id} in {domain!r} is a batch of jobs, which has no commands of its own: it can be canceled,"
+            " but not held, resumed or given another priority. The batches of its jobs can: list them with"
+            " `busload batch ls --job ID`."
+        )
     if completed:
         raise InvalidOperationError(f"Batch {batch_id} in {domain!r} has ended, so {so}.")
     return held, canceled

@@ -1,6 +1,6 @@
 -- name: lock
--- Lock a batch, and say whether it is held, canceled and complete.
-SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL
+-- Lock a batch, and say whether it is held, canceled, complete, and one of jobs.
+SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL, batch_type = 'JOBS'
   FROM busload.batch
  WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
    FOR NO KEY UPDATE;

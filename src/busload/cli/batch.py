@@ -10,7 +10,7 @@ from uuid import UUID
 
 import click
 
-from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName
+from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, BatchType, BatchTypeName
 from busload.batches.guards import FailureBudget
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
@@ -36,8 +36,8 @@ BATCHES = View[BatchMetadata](
     spare=("CREATED", "NAME"),
 )
 BATCH = View[BatchMetadata](
-    "batch=batch_id domain name custom_data job=job_id stage fair_by status total=total_count completed=completed_count"
-    " failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
+    "batch=batch_id domain name type=batch_type custom_data job=job_id stage fair_by status total=total_count"
+    " completed=completed_count failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
     " expires=expires_at held=held_at held_reason held_by held_note"
     " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
@@ -64,19 +64,32 @@ batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
 
 @batch.command()
 @options.status(BatchStatus)
+@click.option(
+    "--type",
+    "batch_type",
+    type=click.Choice([kind.value for kind in BatchType], case_sensitive=False),
+    help="Only batches of commands, or only batches of jobs.",
+)
 @click.option("--job", metavar="ID", help="Only batches of this job: a UUID, its beginning, or an id of your own.")
 @options.page(20)
 @answers
-def ls(bus: SyncCommandBus, status: BatchStatusName | None, job: str | None, **page: Any) -> Answer:
+def ls(
+    bus: SyncCommandBus,
+    status: BatchStatusName | None,
+    batch_type: BatchTypeName | None,
+    job: str | None,
+    **page: Any,
+) -> Answer:
     """List batches, newest first.
 
     busload batch ls
     busload batch ls --domain payments --status IN_PROGRESS --limit 5
     busload batch ls --job 0198c5d2-7f3a
+    busload batch ls --type JOBS
     busload batch ls --json | jq -r '.[].batch_id'
     """
     job_id = None if job is None else job_of_batches(bus, job, page["domain"])
-    ask = partial(bus.list_batches, status=status, job_id=job_id)
+    ask = partial(bus.list_batches, status=status, batch_type=batch_type, job_id=job_id)
     return BATCHES.list(newest(bus, ask, "created_at", "batch_id", **page))
 
 
@@ -115,11 +128,15 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
 def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
     """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
 
-    busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
+    In a batch of jobs, cancel every job that has not ended.
+
+        busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
     """
     canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
+    found = bus.get_batch(domain, batch_id)
+    one = "job" if found is not None and found.batch_type == BatchType.JOBS else "command"
     value = {"batch_id": batch_id, "domain": domain, "canceled": canceled}
-    return Answer(value, f"Canceled {counted(canceled, 'command')}.")
+    return Answer(value, f"Canceled {counted(canceled, one)}.")
 
 
 @batch.command()

@@ -6,10 +6,13 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import click
+
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
-from busload.cli.find import newest
+from busload.cli.find import find_one, id_or_beginning, newest
 from busload.cli.text_table import View
+from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.errors import JobNotFoundError
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
@@ -49,8 +52,8 @@ JOBS = View[JobMetadata](
     nothing="There are no such jobs.",
 )
 JOB = View[JobMetadata](
-    "job=job_id domain name custom_data status operator reason created=created_at started=started_at completed_at"
-    " compensated_at compensation_failures waits_for last_error=step.last_error_message",
+    "job=job_id domain name batch=batch_id custom_data status operator reason created=created_at started=started_at"
+    " completed_at compensated_at compensation_failures waits_for last_error=step.last_error_message",
     {"waits for": _step, "compensation failures": _compensation_failures},
 )
 STAGES = View[StageMetadata](
@@ -67,16 +70,22 @@ job = noun("job", "ls --status FAILED", "show 0198c5d2-7f3a")
 
 @job.command()
 @options.status(JobStatus)
+@click.option("--batch", type=id_or_beginning, metavar="ID", help="Only jobs of this batch of jobs.")
 @options.page(20)
 @answers
-def ls(bus: SyncCommandBus, status: JobStatusName | None, **page: Any) -> Answer:
+def ls(bus: SyncCommandBus, status: JobStatusName | None, batch: IdRange | None, **page: Any) -> Answer:
     """List jobs, newest first.
 
     busload job ls
     busload job ls --domain reports --status FAILED --limit 5
+    busload job ls --batch 0198c5d2-7f3a
     busload job ls --json | jq -r '.[].job_id'
     """
-    return JOBS.list(newest(bus, partial(bus.jobs.list, status=status), "created_at", "job_id", **page))
+    batch_id = None
+    if batch is not None:
+        page["domain"], batch_id = find_one(bus, "batch", batch, page["domain"])
+    ask = partial(bus.jobs.list, status=status, batch_id=batch_id)
+    return JOBS.list(newest(bus, ask, "created_at", "job_id", **page))
 
 
 @job.command()

@@ -245,8 +245,8 @@ def send_many(
         yield from _refuse_existing(domain, commands)
     if placed is None:
         assert batch_id is not None
-        found = yield from batch_exists(domain, batch_id)
-        raise (BatchSealedError if found else BatchNotFoundError)(domain, batch_id)
+        found = yield from execute(SQL.find_batch, domain=domain, batch_id=batch_id)
+        raise BatchSealedError(domain, batch_id, of_jobs=found[0][0]) if found else BatchNotFoundError(domain, batch_id)
     yield from note_expiry(loads)
     return placed
 

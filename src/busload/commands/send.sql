@@ -285,8 +285,8 @@ UPDATE busload.batch
 RETURNING batch_id;
 
 -- name: find_batch
--- One row if there is such a batch.
-SELECT batch_id
+-- One row if there is such a batch: whether it is one of jobs.
+SELECT batch_type = 'JOBS'
   FROM busload.batch
  WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text;
 

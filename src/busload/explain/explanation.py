@@ -12,6 +12,7 @@ from busload.batches.forecast import Forecast
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
 from busload.explain.facts import Facts, read_batch, read_command
+from busload.explain.jobs import is_of_jobs, reasons_of_jobs
 from busload.explain.reasons import reasons_of
 from busload.postgres.plan import Plan
 
@@ -27,7 +28,7 @@ class Explanation:
     summary: str
     reasons: tuple[Reason, ...]
     remaining: int
-    """Commands that have not ended."""
+    """Commands that have not ended; of a batch of jobs, jobs."""
     eta: datetime | None
     """When a healthy batch will be done, most likely; None if nobody can tell."""
     forecast: Forecast | None = None
@@ -36,7 +37,12 @@ class Explanation:
 
 def explain_batch(domain: str, batch_id: UUID) -> Plan[Explanation]:
     """Needs a transaction of its own."""
-    return explain((yield from read_batch(domain, batch_id)))
+    facts = yield from read_batch(domain, batch_id)
+    if not (yield from is_of_jobs(batch_id)):
+        return explain(facts)
+    reasons = yield from reasons_of_jobs(facts)
+    summary = _jobs_summary(facts, reasons)
+    return Explanation(domain, batch_id, None, facts.finished, summary, reasons, facts.remaining, eta=None)
 
 
 def explain_command(domain: str, command_id: UUID) -> Plan[Explanation]:
@@ -77,6 +83,17 @@ def _batch_summary(facts: Facts, reasons: Sequence[Reason], eta: datetime | None
     published = f", {outbox:,} to be published" if outbox else ""
     done = "" if eta is None else f"; done {facts.forecast}"
     return f"On its way: {ended}, {running:,} running, {ready:,} ready{published}{done}."
+
+
+def _jobs_summary(facts: Facts, reasons: Sequence[Reason]) -> str:
+    if facts.completed_at is not None:
+        callback = "" if facts.callback is None else f"; the callback is {facts.callback.status}"
+        all_of_them = "its job" if facts.total == 1 else f"all {counted(facts.total, 'job')}"
+        return f"{facts.status}: {all_of_them} ended {span(facts.now - facts.completed_at)} ago{callback}."
+    ended = f"{facts.ended:,} of {counted(facts.total, 'job has', 'jobs have')} ended"
+    if reasons:
+        return f"Not finished: {ended}; jobs: {_labels(reasons)}."
+    return f"On its way: {ended}."
 
 
 def _command_summary(facts: Facts, reasons: Sequence[Reason]) -> str:

@@ -235,6 +235,11 @@ def longer_than(usual: timedelta | None) -> timedelta:
 def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     """Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
+    return (yield from batch_facts(domain, batch_id))
+
+
+def batch_facts(domain: str, batch_id: UUID) -> Plan[Facts]:
+    """What a transaction that sees one moment finds about a batch."""
     rows = yield from execute(SQL.batch, domain=domain, batch_id=batch_id)
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
@@ -260,19 +265,20 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     )
     if completed_at is None:
         return (yield from _with_places_of_all_domains(facts, *ids))
-    return replace(facts, callback=(yield from _command(domain, callback_id)) if callback_id else None)
+    return replace(facts, callback=(yield from command_facts(domain, callback_id)) if callback_id else None)
 
 
 def read_command(domain: str, command_id: UUID) -> Plan[Facts]:
     """Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
-    facts = yield from _command(domain, command_id)
+    facts = yield from command_facts(domain, command_id)
     if facts is None:
         raise CommandNotFoundError(domain, command_id)
     return facts
 
 
-def _command(domain: str, command_id: UUID) -> Plan[Facts | None]:
+def command_facts(domain: str, command_id: UUID) -> Plan[Facts | None]:
+    """What a transaction that sees one moment finds about a command; None if there is no such command."""
     rows = yield from execute(SQL.command, domain=domain, command_id=command_id)
     if not rows:
         return None

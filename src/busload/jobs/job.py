@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from busload.commands.checks import (
     wrong_name,
 )
 from busload.commands.command import BatchCommand, CommandMetadata, NewCommand
-from busload.commands.ids import new_id
 from busload.commands.parts import cut
 from busload.errors import InvalidCommandError, PermanentCommandError, Problem
 from busload.settings import InputLimits
@@ -94,6 +93,18 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A job of a batch of jobs: what `bus.jobs.create` is told about one."""
+
+    stages: Iterable[Stage]
+    job_id: UUID | None = None
+    name: str | None = None
+    custom_data: dict[str, Any] | None = None
+    on_complete: BatchCommand | None = None
+    continue_after_failures: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StageMetadata:
     """A stage and how far it has come. There is a batch once its commands were sent."""
 
@@ -127,6 +138,8 @@ class JobMetadata:
     completed_at: datetime | None
     compensated_at: datetime | None = None
     """When all that was to be undone was tried; `compensation_failures` says how much of it has failed."""
+    batch_id: UUID | None = None
+    """The batch of jobs that it counts in, if it was created with others by `create_batch`."""
     stages: tuple[StageMetadata, ...] = ()
     step: CommandMetadata | None = None
     """The command that is to take it to its next stage: what it waits for, its last error. None while a stage runs."""
@@ -223,55 +236,57 @@ class NewJob:
     stages: Sequence[NewStage]
     callback_id: UUID | None = None
 
-    def columns(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COLUMNS}
 
+def new_job(limits: InputLimits, domain: str, job: BatchJob, fresh: UUID) -> NewJob:
+    """Check a job with every command of every stage, so that no job stops at a list that was wrong from the start.
 
-_NO_COLUMNS = "stages", "callback_id"
-
-
-def new_job(
-    limits: InputLimits,
-    domain: str,
-    stages: Iterable[Stage],
-    *,
-    job_id: UUID | None,
-    name: str | None,
-    custom_data: dict[str, Any] | None,
-    on_complete: object,
-    continue_after_failures: bool,
-) -> NewJob:
-    """Check a job with every command of every stage, so that no job stops at a list that was wrong from the start."""
+    `fresh` is its id if the caller has chosen none.
+    """
     problems = problems_of(
         limits,
         domain=domain,
-        continue_after_failures=continue_after_failures,
-        **given(job_id=job_id),
-        name=name,
-        custom_data=custom_data,
+        continue_after_failures=job.continue_after_failures,
+        **given(job_id=job.job_id),
+        name=job.name,
+        custom_data=job.custom_data,
     )
-    if not isinstance(on_complete, BatchCommand | None):
-        problems.append(wrong(on_complete, "on_complete", "a BatchCommand"))
+    asked: object = job.on_complete
+    if not isinstance(asked, BatchCommand | None):
+        problems.append(wrong(asked, "on_complete", "a BatchCommand"))
     refuse(problems)
-    checked = _stages(limits, domain, stages)
+    checked = _stages(limits, domain, job.stages)
     callback, callback_id = None, None
-    if isinstance(on_complete, BatchCommand):
-        callback, callback_id = callback_of(limits, domain, on_complete, "job")
-    for own, ids in chosen_ids(domain, checked, callback_id).items():
+    if job.on_complete is not None:
+        callback, callback_id = callback_of(limits, domain, job.on_complete, "job")
+    text = None if job.custom_data is None else encoded(job.custom_data, "/custom_data", limits.payload)
+    new = NewJob(
+        job.job_id or fresh, domain, job.name, text, callback, job.continue_after_failures, checked, callback_id
+    )
+    refuse_repeated([new])
+    return new
+
+
+def refuse_repeated(jobs: Sequence[NewJob], callback_id: UUID | None = None) -> None:
+    """Refuse jobs that have chosen the same id for two commands; `callback_id` is that of a command beside them."""
+    chosen = chosen_ids(jobs)
+    if callback_id is not None:
+        chosen.setdefault(jobs[0].domain, []).append(callback_id)
+    for own, ids in chosen.items():
         refuse_repeated_ids(own, ids)
-    text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
-    return NewJob(job_id or new_id(), domain, name, text, callback, continue_after_failures, checked, callback_id)
 
 
-def chosen_ids(domain: str, stages: Iterable[NewStage], callback_id: UUID | None) -> dict[str, list[UUID]]:
-    """The ids that the caller chose for commands of these stages, for what undoes them and for the callback.
+def chosen_ids(jobs: Iterable[NewJob], *, later: bool = False) -> dict[str, list[UUID]]:
+    """The ids that the caller chose for commands of the stages, for what undoes them and for the callbacks.
 
-    They are listed by the domain that runs them.
+    They are listed by the domain that runs them. With `later`, those that are sent at once are left out.
     """
-    chosen: dict[str, list[UUID]] = {} if callback_id is None else {domain: [callback_id]}
-    for stage in stages:
-        for own, command_id in (*stage.chosen, *stage.undo_chosen):
-            chosen.setdefault(own, []).append(command_id)
+    chosen: dict[str, list[UUID]] = {}
+    for job in jobs:
+        if job.callback_id is not None:
+            chosen.setdefault(job.domain, []).append(job.callback_id)
+        for position, stage in enumerate(job.stages):
+            for own, command_id in (*(() if later and not position else stage.chosen), *stage.undo_chosen):
+                chosen.setdefault(own, []).append(command_id)
     return chosen
 
 

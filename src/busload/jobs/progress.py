@@ -12,12 +12,13 @@ from uuid import UUID
 import msgspec
 from psycopg import errors as pg
 
-from busload.batches.batch import BatchMetadata, BatchStatus, existing_batches, find_batch
+from busload.batches.batch import BatchStatus, find_batch
 from busload.batches.cancel import Begun
 from busload.batches.cancel import begin_to_cancel as begin_to_cancel_batch
 from busload.commands import search, send
 from busload.commands.command import NewCommand
-from busload.commands.ids import new_id, new_ids
+from busload.commands.ids import ascending_ids, new_id
+from busload.commands.parts import cut
 from busload.commands.payload import WIDEST, decode, encode
 from busload.commands.send import NO_BROKER, Via
 from busload.dispatch import creation_state
@@ -25,13 +26,14 @@ from busload.dispatch.creation_event import log_creation
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
 from busload.explain.facts import ENDED, ONE_MOMENT
 from busload.jobs.job import (
+    PART,
+    PART_BYTES,
     PLAN,
     PRIORITY,
     STAGE,
     JobMetadata,
     JobStatus,
     NewJob,
-    StageMetadata,
     StageStatus,
     Step,
     chosen_ids,
@@ -39,15 +41,25 @@ from busload.jobs.job import (
     read_part,
     summary,
 )
-from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, many, one
+from busload.jobs.listing import (
+    NOT_UNDONE,
+    TO_UNDO,
+    UNDOING,
+    UNDONE,
+    StageRow,
+    awaited_stage,
+    read,
+    stages_of,
+)
+from busload.postgres.arrays import unless_all_null
+from busload.postgres.plan import Plan, Savepoint, Script, execute, one
 from busload.postgres.statements import statements
 
 log = logging.getLogger("busload")
 
 SQL = statements(__name__)
 
-TO_UNDO, UNDOING, UNDONE, NOT_UNDONE = "PENDING", "IN_PROGRESS", "DONE", "SKIPPED"
-"""How far the compensation of a stage has come."""
+COLUMNS_OF_JOBS = "name", "custom_data", "on_complete", "continue_after_failures"
 
 GOING = JobStatus.IN_PROGRESS, JobStatus.COMPENSATING
 
@@ -65,60 +77,60 @@ class _Job:
     on_complete: str | None
     outcome: str | None = None
     """The status that it has after its compensation."""
+    batch_id: UUID | None = None
+    """The batch of jobs that it counts in."""
     via: Via = NO_BROKER
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    job_id: UUID
-    position: int
-    name: str
-    planned: bool
-    batch_id: UUID
-    step_id: UUID
-    plan_id: UUID
-    status: str
-    undo: str | None
-    undo_batch_id: UUID
-    undo_step_id: UUID
-
-    @property
-    def awaited(self) -> UUID:
-        """The command that takes the job on from this stage."""
-        if self.undo == UNDOING:
-            return self.undo_step_id
-        return self.plan_id if self.status == StageStatus.PLANNING else self.step_id
-
-
-def create(job: NewJob, via: Via = NO_BROKER) -> Plan[UUID]:
-    """A job with its first batch; needs a transaction."""
-    yield from _refuse_taken(job)
+def create(jobs: Sequence[NewJob], via: Via = NO_BROKER, *, batch_id: UUID | None = None) -> Plan[None]:
+    """Jobs of one domain, each with its first batch; needs a transaction. With `batch_id`, they count in that batch."""
+    domain, job_ids = jobs[0].domain, [job.job_id for job in jobs]
+    yield from _refuse_taken(jobs)
+    about = {"domain": domain, "batch_id": batch_id, "job_ids": job_ids}
+    about |= {name: unless_all_null(getattr(job, name) for job in jobs) for name in COLUMNS_OF_JOBS}
     try:
-        yield Savepoint(execute(SQL.create, **job.columns()))
+        yield Savepoint(execute(SQL.create, **about))
     except pg.UniqueViolation:
-        raise InvalidOperationError(
-            f"There is already a job {job.job_id}. Nothing was written; "
-            "look at it with `busload job show`, or choose another job_id."
-        ) from None
-    count = len(job.stages)
-    yield from execute(
-        SQL.create_stages,
-        job_id=job.job_id,
-        names=[stage.name for stage in job.stages],
-        planned=[stage.commands is None for stage in job.stages],
-        undone=[bool(stage.undo) for stage in job.stages],
-        batch_ids=new_ids(count),
-        step_ids=new_ids(count),
-        plan_ids=new_ids(count),
-        undo_batch_ids=new_ids(count),
-        undo_step_ids=new_ids(count),
+        raise (yield from _already_exists(job_ids)) from None
+    stages = [_new_stages(job) for job in jobs]
+    rows = [stage for those in stages for stage in those]
+    columns = {name: unless_all_null(getattr(row, name) for row in rows) for name in StageRow.__slots__}
+    yield from execute(SQL.create_stages, **columns)
+    yield from _keep(jobs)
+    for job, those in zip(jobs, stages, strict=True):
+        begun = _Job(job.job_id, domain, job.name, JobStatus.IN_PROGRESS, 0, job.continue_after_failures, None, via=via)
+        yield from _create_stage_batch(begun, those[0], job.stages[0].commands or ())
+
+
+def _already_exists(job_ids: Sequence[UUID]) -> Plan[InvalidOperationError]:
+    """What to say about jobs of which at least one exists."""
+    found = [job_id for (job_id,) in (yield from execute(SQL.existing, job_ids=job_ids))] or job_ids
+    more = f" and {len(found) - 1} more of these" if len(found) > 1 else ""
+    return InvalidOperationError(
+        f"There is already a job {found[0]}{more}. Nothing was written; "
+        "look at it with `busload job show`, or choose another job_id."
     )
-    for position, stage in enumerate(job.stages):
-        yield from _keep(job.job_id, position, stage.commands if position and stage.commands else ())
-        yield from _keep(job.job_id, _place_of_undo(position), stage.undo)
-    held, [first, *_] = yield from _hold(job.domain, job.job_id, via)
-    yield from _start(held, first, job.stages[0].commands or ())
-    return job.job_id
+
+
+def _new_stages(job: NewJob) -> list[StageRow]:
+    """The stages of a new job, with the ids of everything that will take it on. The first one begins at once."""
+    ids = ascending_ids()
+    return [
+        StageRow(
+            job_id=job.job_id,
+            position=position,
+            name=stage.name,
+            planned=stage.commands is None,
+            batch_id=next(ids),
+            step_id=next(ids),
+            plan_id=next(ids),
+            status=(StageStatus.PENDING if position else StageStatus.IN_PROGRESS).value,
+            undo=TO_UNDO if stage.undo else None,
+            undo_batch_id=next(ids),
+            undo_step_id=next(ids),
+        )
+        for position, stage in enumerate(job.stages)
+    ]
 
 
 def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> Plan[str]:
@@ -152,7 +164,7 @@ def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> 
 def job_to_plan(domain: str, step: Step) -> Plan[JobMetadata | None]:
     """The job of a stage; None if the stage is not to be planned any more. Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
-    job = yield from _read(domain, step.job_id)
+    job = yield from read(domain, step.job_id)
     if job is None:
         raise JobNotFoundError(domain, step.job_id)
     if job.status.final or step.position not in range(1, len(job.stages)):
@@ -181,11 +193,12 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
     here = stages[job.position]
     if job.status == JobStatus.FAILED and any(stage.undo == UNDONE for stage in stages):
         raise InvalidOperationError(f"Job {job_id} was compensated: what it has done is undone. Create another job.")
-    if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, _awaits(stages, job.position))):
+    if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, awaited_stage(stages, job.position))):
         wanted = "Only a job that has FAILED can be resumed, or one whose step was completed or canceled by hand"
         raise InvalidOperationError(f"Job {job_id} is {job.status}. {wanted}; look at it with `busload job show`.")
+    yield from _refuse_if_counted(job, "resumed")
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=None)
-    if (undoing := _awaits(stages, job.position)).undo == UNDOING:
+    if (undoing := awaited_stage(stages, job.position)).undo == UNDOING:
         return (yield from _go_back(job, stages, undoing.position, undoing.undo_step_id))
     if here.status == StageStatus.PLANNING:
         again = replace(here, plan_id=new_id())
@@ -206,11 +219,17 @@ def begin_to_cancel(
 ) -> Plan[Begun]:
     """Stop a job and mark the batch of its stage as canceled; needs a transaction.
 
-    What is to be undone waits until everything that runs has ended.
+    What is to be undone waits until everything that runs has ended. A job that was canceled, or goes back already, is
+    left as it is.
     """
     job, stages = yield from _hold(domain, job_id, via)
-    if job.status not in (JobStatus.IN_PROGRESS, JobStatus.FAILED):
+    if job.status in (JobStatus.COMPENSATING, JobStatus.CANCELED):
         return 0, None
+    undone = any(stage.undo == UNDONE for stage in stages)
+    if job.status == JobStatus.COMPLETED or undone:
+        how = " and was compensated" if undone else ""
+        raise InvalidOperationError(f"Job {job_id} is {job.status}{how}: it has ended, and cannot be canceled.")
+    yield from _refuse_if_counted(job, "canceled")
     compensates = any(stage.undo == TO_UNDO for stage in stages[: job.position + 1])
     if job.status == JobStatus.IN_PROGRESS and compensates:
         job = replace(job, status=JobStatus.COMPENSATING.value, outcome=JobStatus.CANCELED.value)
@@ -233,42 +252,35 @@ def begin_to_cancel(
     )
 
 
-def job(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
-    """Needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
-    return (yield from _read(domain, job_id))
+def _refuse_if_counted(job: _Job, done: str) -> Plan[None]:
+    """Refuse to take back a failure that a batch of jobs has counted for good. `done` is what cannot be done."""
+    if job.status != JobStatus.FAILED or job.batch_id is None:
+        return
+    for completed, canceled in (yield from execute(SQL.lock_batch, batch_id=job.batch_id)):
+        if completed or canceled:
+            how = "has completed" if completed else "was canceled"
+            message = f"Job {job.job_id} is {job.status}, and its batch {job.batch_id} {how}"
+            raise InvalidOperationError(f"{message}: the job stays as it ended, and cannot be {done}. Create another.")
 
 
-def jobs(domain: str, *, status: JobStatus | None, limit: int, offset: int) -> Plan[list[JobMetadata]]:
-    """Newest first; needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
-    rows = yield from execute(SQL.jobs, domain=domain, status=status and status.value, limit=limit, offset=offset)
-    return (yield from _with_stages(domain, rows))
-
-
-def _refuse_taken(job: NewJob) -> Plan[None]:
+def _refuse_taken(jobs: Sequence[NewJob]) -> Plan[None]:
     """What later stages and the callback will use must be free now, though it is not held until then."""
-    later = [replace(job.stages[0], chosen=()), *job.stages[1:]]
-    for domain, ids in chosen_ids(job.domain, later, job.callback_id).items():
+    for domain, ids in chosen_ids(jobs, later=True).items():
         taken = yield from send.taken_ids(domain, ids)
         if taken:
             raise DuplicateCommandError(domain, taken)
 
 
-def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[_Job, list[_Stage]]]:
+def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[_Job, list[StageRow]]]:
     """Lock the row of a job, and read its stages after that."""
     job = yield from one(_Job, SQL.hold, domain=domain, job_id=job_id)
     if job is None:
         raise JobNotFoundError(domain, job_id)
-    stages = yield from _stages(job_id)
+    stages = yield from stages_of(job_id)
     return replace(job, via=via), stages
 
 
-def _stages(*job_ids: UUID) -> Plan[list[_Stage]]:
-    return many(_Stage, SQL.stages, job_ids=list(job_ids))
-
-
-def _begin(job: _Job, stages: Sequence[_Stage], position: int) -> Plan[str]:
+def _begin(job: _Job, stages: Sequence[StageRow], position: int) -> Plan[str]:
     """Begin the next stage that has something to do; after the last one the job is complete."""
     for stage in stages[position:]:
         if stage.planned:
@@ -284,15 +296,19 @@ def _begin(job: _Job, stages: Sequence[_Stage], position: int) -> Plan[str]:
     return JobStatus.COMPLETED.value
 
 
-def _start(job: _Job, stage: _Stage, commands: Sequence[NewCommand]) -> Plan[str]:
+def _start(job: _Job, stage: StageRow, commands: Sequence[NewCommand]) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.IN_PROGRESS.value)
-    callback = {"command_id": str(stage.step_id), "data": _step(stage)}
-    yield from _create_batch(job, stage, stage.batch_id, stage.name, callback, commands)
+    yield from _create_stage_batch(job, stage, commands)
     return JobStatus.IN_PROGRESS.value
 
 
+def _create_stage_batch(job: _Job, stage: StageRow, commands: Sequence[NewCommand]) -> Plan[None]:
+    callback = {"command_id": str(stage.step_id), "data": _step(stage)}
+    yield from _create_batch(job, stage, stage.batch_id, stage.name, callback, commands)
+
+
 def _create_batch(
-    job: _Job, stage: _Stage, batch_id: UUID, name: str, callback: dict[str, Any], commands: Sequence[NewCommand]
+    job: _Job, stage: StageRow, batch_id: UUID, name: str, callback: dict[str, Any], commands: Sequence[NewCommand]
 ) -> Plan[None]:
     callback |= {"command_type": STAGE, "priority": PRIORITY}
     batch = send.NewBatch(
@@ -315,7 +331,7 @@ def _create_batch(
     log_creation(batch, len(commands), insert_ms=took, total_ms=took, transport=job.via.transport, strategy=strategy)
 
 
-def _fail(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
+def _fail(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
     """A stage has failed. The job ends, or first undoes what it has done."""
     for stage in stages[: job.position + 1]:
         if (yield from _is_to_be_undone(job, stage)):
@@ -326,7 +342,7 @@ def _fail(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
     return JobStatus.FAILED.value
 
 
-def _go_back(job: _Job, stages: list[_Stage], position: int, command_id: UUID) -> Plan[str]:
+def _go_back(job: _Job, stages: list[StageRow], position: int, command_id: UUID) -> Plan[str]:
     """The compensation of a stage has ended, or what is left of it waits for a person. The one before is next."""
     stage = stages[position]
     if job.status != JobStatus.COMPENSATING or stage.undo != UNDOING or command_id != stage.undo_step_id:
@@ -336,7 +352,7 @@ def _go_back(job: _Job, stages: list[_Stage], position: int, command_id: UUID) -
     return (yield from _undo_next(job, stages))
 
 
-def _undo_next(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
+def _undo_next(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
     """Begin to undo the last stage that has done something and is not undone; if there is none, the job ends."""
     for stage in reversed(stages[: job.position + 1]):
         if stage.undo != TO_UNDO:
@@ -362,7 +378,7 @@ def _undo_next(job: _Job, stages: Sequence[_Stage]) -> Plan[str]:
     return job.outcome
 
 
-def _is_to_be_undone(job: _Job, stage: _Stage) -> Plan[bool]:
+def _is_to_be_undone(job: _Job, stage: StageRow) -> Plan[bool]:
     """Whether at least one of its commands has completed, also if others have not."""
     if stage.undo != TO_UNDO or stage.status not in (StageStatus.COMPLETED, StageStatus.COMPLETED_WITH_FAILURES):
         return False
@@ -370,22 +386,26 @@ def _is_to_be_undone(job: _Job, stage: _Stage) -> Plan[bool]:
     return batch is not None and batch.completed_count > 0
 
 
-def _awaits(stages: Sequence[_Stage], position: int) -> _Stage:
-    """The stage whose step a job waits for: the one that is undone now, or the one where it is."""
-    return next((stage for stage in stages if stage.undo == UNDOING), stages[position])
-
-
 def _place_of_undo(position: int) -> int:
     """Where the commands that undo the stage at this position are kept."""
     return -1 - position
 
 
-def _keep(job_id: UUID, position: int, commands: Sequence[NewCommand]) -> Plan[None]:
-    for part, text in enumerate(parts(commands)):
-        yield from execute(SQL.keep_part, job_id=job_id, position=position, part=part, commands=text)
+def _keep(jobs: Sequence[NewJob]) -> Plan[None]:
+    """Keep the commands of later stages, and those that undo a stage."""
+    rows = [
+        (job.job_id, place, part, text)
+        for job in jobs
+        for position, stage in enumerate(job.stages)
+        for place, commands in ((position, stage.commands if position else ()), (_place_of_undo(position), stage.undo))
+        for part, text in enumerate(parts(commands or ()))
+    ]
+    for some in cut(rows, (len(row[-1]) for row in rows), PART, PART_BYTES):
+        job_ids, positions, numbers, texts = map(list, zip(*some, strict=True))
+        yield from execute(SQL.keep_parts, job_ids=job_ids, positions=positions, parts=numbers, commands=texts)
 
 
-def _send_planner(job: _Job, stage: _Stage) -> Plan[str]:
+def _send_planner(job: _Job, stage: StageRow) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.PLANNING.value)
     data = encode(_step(stage), WIDEST)
     planner = NewCommand(stage.plan_id, PLAN + stage.name, data, None, None, None, PRIORITY, None, None)
@@ -393,12 +413,12 @@ def _send_planner(job: _Job, stage: _Stage) -> Plan[str]:
     return JobStatus.IN_PROGRESS.value
 
 
-def _step(stage: _Stage) -> dict[str, Any]:
+def _step(stage: StageRow) -> dict[str, Any]:
     return {"job_id": str(stage.job_id), "position": stage.position}
 
 
 def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
-    found = yield from _read(job.domain, job.job_id)
+    found = yield from read(job.domain, job.job_id)
     assert found is not None
     callback = decode(on_complete)
     data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
@@ -409,50 +429,9 @@ def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
         log.warning("Job %s is complete; its on_complete was not sent, since its command_id is used", job.job_id)
 
 
-def _is_stuck(job: _Job, here: _Stage) -> Plan[bool]:
+def _is_stuck(job: _Job, here: StageRow) -> Plan[bool]:
     """Whether its step has ended and left it where it is, which only a person can have done."""
     if job.status not in GOING:
         return False
     step = yield from search.command(job.domain, here.awaited)
     return step is not None and step.status in ENDED
-
-
-def _read(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
-    rows = yield from execute(SQL.job, domain=domain, job_id=job_id)
-    found = yield from _with_stages(domain, rows)
-    return found[0] if found else None
-
-
-def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
-    """Jobs as they are shown: with their stages, the batches of these, and the steps that are under way."""
-    if not rows:
-        return []
-    positions = {row[0]: row[-1] for row in rows}
-    stages: dict[UUID, list[_Stage]] = {job_id: [] for job_id in positions}
-    for stage in (yield from _stages(*positions)):
-        stages[stage.job_id].append(stage)
-    ids = [id for those in stages.values() for stage in those for id in (stage.batch_id, stage.undo_batch_id)]
-    batches = {batch.batch_id: batch for batch in (yield from existing_batches(ids))}
-    jobs = [_job(row, stages[row[0]], batches) for row in rows]
-    going = [job.job_id for job in jobs if not job.status.final]
-    awaited = {job_id: _awaits(stages[job_id], positions[job_id]).awaited for job_id in going}
-    found = (yield from search.commands(domain, list(awaited.values()))) if awaited else []
-    steps = {step.command_id: step for step in found}
-    return [replace(job, step=steps.get(awaited.get(job.job_id, job.job_id))) for job in jobs]
-
-
-def _job(row: Row, stages: Sequence[_Stage], batches: dict[UUID, BatchMetadata]) -> JobMetadata:
-    job_id, domain, name, custom_data, status_name, *others, _ = row
-    status = JobStatus(status_name)
-    shown = tuple(_stage(status, stage, batches) for stage in stages)
-    job = JobMetadata(job_id, domain, name, custom_data and decode(custom_data), status, *others)
-    return replace(job, stages=shown)
-
-
-def _stage(job: JobStatus, stage: _Stage, batches: dict[UUID, BatchMetadata]) -> StageMetadata:
-    batch = batches.get(stage.batch_id)
-    status = StageStatus(stage.status if batch is None else batch.status.value)
-    if status is StageStatus.PLANNING and job in (JobStatus.CANCELED, JobStatus.COMPENSATING):
-        status = StageStatus.CANCELED
-    compensation = batches.get(stage.undo_batch_id)
-    return StageMetadata(stage.name, status, stage.planned, batch, stage.undo is not None, compensation)

@@ -1,41 +1,31 @@
--- fragments of: busload.commands.load
-
--- fragment: job
--- In the order of `JobMetadata`. A job is pending until the batch of its first stage has started.
-SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
-       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at,
-       j.compensated_at, j.position
-  FROM busload.job AS j
- CROSS JOIN LATERAL (
-        SELECT CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
-                    ELSE j.status END AS status,
-               b.started_at
-          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
-         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
- WHERE j.domain = %(domain)s::text
+-- name: existing
+-- The jobs of these that exist.
+SELECT job_id FROM busload.job WHERE job_id = ANY (%(job_ids)b::uuid[]);
 
 -- name: create
--- A job without its stages.
-INSERT INTO busload.job (job_id, domain, name, custom_data, continue_after_failures, on_complete)
-VALUES (%(job_id)s::uuid, %(domain)s::text, %(name)s::text, %(custom_data)s::text::jsonb,
-        %(continue_after_failures)s::boolean, %(on_complete)s::text::json);
+-- Jobs without their stages.
+INSERT INTO busload.job (job_id, domain, batch_id, name, custom_data, on_complete, continue_after_failures)
+SELECT job_id, %(domain)s::text, %(batch_id)s::uuid, name, custom_data::jsonb, on_complete::json,
+       continue_after_failures
+  FROM unnest(%(job_ids)b::uuid[], %(name)b::text[], %(custom_data)b::text[], %(on_complete)b::text[],
+              %(continue_after_failures)b::boolean[])
+       AS job (job_id, name, custom_data, on_complete, continue_after_failures);
 
 -- name: create_stages
--- The stages of a job.
-INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id,
+-- The stages of new jobs.
+INSERT INTO busload.job_stage (job_id, position, name, planned, batch_id, step_id, plan_id, status,
                                undo, undo_batch_id, undo_step_id)
-SELECT %(job_id)s::uuid, nth - 1, name, planned, batch_id, step_id, plan_id,
-       CASE WHEN undone THEN 'PENDING' END, undo_batch_id, undo_step_id
-  FROM unnest(%(names)b::text[], %(planned)b::boolean[], %(undone)b::boolean[], %(batch_ids)b::uuid[],
-              %(step_ids)b::uuid[], %(plan_ids)b::uuid[], %(undo_batch_ids)b::uuid[],
-              %(undo_step_ids)b::uuid[])
-       WITH ORDINALITY AS stage (name, planned, undone, batch_id, step_id, plan_id, undo_batch_id,
-                                 undo_step_id, nth);
+SELECT *
+  FROM unnest(%(job_id)b::uuid[], %(position)b::integer[], %(name)b::text[], %(planned)b::boolean[],
+              %(batch_id)b::uuid[], %(step_id)b::uuid[], %(plan_id)b::uuid[], %(status)b::text[],
+              %(undo)b::text[], %(undo_batch_id)b::uuid[], %(undo_step_id)b::uuid[]);
 
--- name: keep_part
--- Keep commands of a stage until its turn has come.
+-- name: keep_parts
+-- Keep commands of stages until their turn has come.
 INSERT INTO busload.job_part (job_id, position, part, commands)
-VALUES (%(job_id)s::uuid, %(position)s::integer, %(part)s::integer, %(commands)s::text::json);
+SELECT job_id, position, part, commands::json
+  FROM unnest(%(job_ids)b::uuid[], %(positions)b::integer[], %(parts)b::integer[], %(commands)b::text[])
+       AS kept (job_id, position, part, commands);
 
 -- name: take_parts
 -- The commands of a stage whose turn has come. From here on they are in its batch.
@@ -51,14 +41,15 @@ DELETE FROM busload.job_part WHERE job_id = %(job_id)s::uuid AND position >= 0;
 
 -- name: hold
 -- Whoever moves a job on, or stops it, locks its row first: one at a time.
-SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text, outcome
+SELECT job_id, domain, name, status, position, continue_after_failures, on_complete::text, outcome, batch_id
   FROM busload.job WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text
    FOR NO KEY UPDATE;
 
--- name: stages
--- The stages of these jobs, in order.
-SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status, undo, undo_batch_id, undo_step_id
-  FROM busload.job_stage WHERE job_id = ANY (%(job_ids)b::uuid[]) ORDER BY job_id, position;
+-- name: lock_batch
+-- Lock the batch of jobs that a job counts in, and say whether it is complete or canceled. The job is locked
+-- before.
+SELECT completed_at IS NOT NULL, canceled_at IS NOT NULL
+  FROM busload.batch WHERE batch_id = %(batch_id)s::uuid FOR NO KEY UPDATE;
 
 -- name: mark_stage
 -- How far a stage has come.
@@ -134,13 +125,3 @@ WITH planner AS MATERIALIZED (
     RETURNING hi
 )
 SELECT count(*)::integer FROM noted;
-
--- name: job
--- One job.
-{job} AND j.job_id = %(job_id)s::uuid;
-
--- name: jobs
--- The jobs of a domain, the newest first.
-{job} AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
- ORDER BY j.created_at DESC, j.job_id DESC
- {page};

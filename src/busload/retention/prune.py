@@ -128,6 +128,7 @@ class Pruning:
             after_time=after.completed_at,
             after=after.batch_id,
             limit=PAGE,
+            dry_run=self._dry_run,
         )
         if page and not self._dry_run:
             yield from execute(SQL.mark, batch_ids=[batch.batch_id for batch in page])

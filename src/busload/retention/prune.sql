@@ -1,10 +1,11 @@
 -- fragment: batch
 batch_id, domain, name, custom_data, status, total_count, completed_count, failed_count, canceled_count,
 in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete, job_id,
-stage
+stage, batch_type
 
 -- fragment: job
-job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, compensated_at
+job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, compensated_at,
+batch_id
 
 -- fragment: key_of
 -- The task key that a command `c` holds.
@@ -29,6 +30,18 @@ NOT EXISTS (
     OFFSET 0
 )
 
+-- fragment: young
+-- A batch `b` has not ended before the cutoff, or its callback has not.
+(b.completed_at IS NULL OR b.completed_at >= %(cutoff)s::timestamptz
+ OR b.on_complete IS NOT NULL AND EXISTS (
+    SELECT FROM busload.command AS c
+     WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid
+       AND NOT EXISTS (SELECT FROM busload.removable(ARRAY[c.id], %(cutoff)s::timestamptz)) OFFSET 0))
+
+-- fragment: in_young_batch
+-- The job `j` counts in a batch of jobs that is young.
+EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = j.batch_id AND {young} OFFSET 0)
+
 -- name: begin
 -- One prune at a time, transaction by transaction; a dry run needs no turn. Nothing is read from end to end.
 -- Nothing waits for the disk: what a crash undoes, the next prune removes.
@@ -42,9 +55,10 @@ SELECT now() - %(older_than)s::interval;
 
 -- name: remove_jobs
 -- Remove jobs that ended before the cutoff. They go before their batches: whoever resumes a job finds all of
--- it, or nothing.
+-- it, or nothing. Jobs of a batch of jobs stay as long as that batch is young.
 WITH old AS MATERIALIZED (
-    SELECT job_id FROM busload.job WHERE completed_at IS NOT NULL AND completed_at < %(cutoff)s::timestamptz
+    SELECT job_id FROM busload.job AS j
+     WHERE completed_at IS NOT NULL AND completed_at < %(cutoff)s::timestamptz AND NOT {in_young_batch}
      ORDER BY completed_at, job_id LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM busload.job WHERE job_id = ANY (ARRAY(SELECT job_id FROM old)) RETURNING *
@@ -68,18 +82,18 @@ SELECT count(*)::integer FROM gone;
 
 -- name: ended_batches
 -- Batches that completed before the cutoff, and whose callback and job, if they have one, have ended before
--- it as well.
+-- it as well. A batch of jobs goes after its jobs.
 SELECT b.batch_id, b.total_count, b.completed_at FROM busload.batch AS b
  WHERE b.completed_at IS NOT NULL AND b.pruned_at IS NULL AND b.completed_at < %(cutoff)s::timestamptz
    AND (b.completed_at, b.batch_id) > (%(after_time)s::timestamptz, %(after)s::uuid)
-   AND (b.on_complete IS NULL OR NOT EXISTS (
-        SELECT FROM busload.command AS c
-         WHERE c.domain = b.domain AND c.command_id = (b.on_complete ->> 'command_id')::uuid
-           AND NOT EXISTS (SELECT FROM busload.removable(ARRAY[c.id], %(cutoff)s::timestamptz)) OFFSET 0))
+   AND NOT {young}
    AND (b.job_id IS NULL OR NOT EXISTS (
         SELECT FROM busload.job AS j
          WHERE j.job_id = busload.uuid_of(b.job_id)
-           AND (j.completed_at IS NULL OR j.completed_at >= %(cutoff)s::timestamptz) OFFSET 0))
+           AND (j.completed_at IS NULL OR j.completed_at >= %(cutoff)s::timestamptz OR {in_young_batch})
+        OFFSET 0))
+   AND (b.batch_type = 'COMMANDS' OR %(dry_run)s::boolean OR NOT EXISTS (
+        SELECT FROM busload.job AS j WHERE j.batch_id = b.batch_id OFFSET 0))
  ORDER BY b.completed_at, b.batch_id LIMIT %(limit)s::integer;
 
 -- name: mark

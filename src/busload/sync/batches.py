@@ -7,8 +7,16 @@ from typing import Any
 from uuid import UUID
 
 from busload.batches import hold
-from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, budget_columns, find_batch, list_batches
-from busload.batches.cancel import begin_to_cancel
+from busload.batches.batch import (
+    BatchMetadata,
+    BatchStatus,
+    BatchStatusName,
+    BatchType,
+    BatchTypeName,
+    budget_columns,
+    find_batch,
+    list_batches,
+)
 from busload.batches.guards import FailureBudget
 from busload.batches.reprioritize import reprioritize
 from busload.commands import search
@@ -19,7 +27,6 @@ from busload.commands.send import Via
 from busload.postgres.connection import Connection
 from busload.postgres.write import patient
 from busload.settings import InputLimits
-from busload.sync.cancel import cancel
 from busload.sync.database import Database
 from busload.sync.open_batch import seal
 
@@ -42,17 +49,19 @@ class BatchVerbs:
         *,
         status: BatchStatus | BatchStatusName | None = None,
         job_id: JobId | None = None,
+        batch_type: BatchType | BatchTypeName | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
     ) -> list[BatchMetadata]:
-        """The batches of a domain, newest first: all, or those of one `status` or one `job_id`.
+        """The batches of a domain, newest first: all, or those of one `status`, one `job_id` or one `batch_type`.
 
         `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
         check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
-        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, **page)
+        kind = choice(BatchType, batch_type, "batch_type")
+        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, batch_type=kind, **page)
         return self.database.read(plan)
 
     def list_batch_commands(
@@ -136,24 +145,3 @@ class BatchVerbs:
         check(self._limits, domain=domain, batch_id=batch_id, priority=priority, operator=operator)
         plan = partial(reprioritize, domain, batch_id, priority, operator=operator)
         return self.database.write(patient(plan, batch_id), conn)
-
-    def cancel_batch(
-        self,
-        domain: str,
-        batch_id: UUID,
-        *,
-        reason: str,
-        operator: str | None = None,
-        conn: Connection | None = None,
-    ) -> int:
-        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
-
-        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
-        What waits in troubleshooting stays there for its operator.
-
-        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
-        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
-        """
-        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        begin = partial(begin_to_cancel, domain, batch_id)
-        return cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)

@@ -18,6 +18,7 @@ from busload.batches.batch import (
     members,
     new_batch,
 )
+from busload.batches.cancel import begin_to_cancel
 from busload.buffers.declaration import BufferOptions, declared
 from busload.bus import Bus, _timeout_error
 from busload.commands import search
@@ -32,18 +33,21 @@ from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
+from busload.jobs.batch import is_of_jobs
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.schema.migrate import Migration
+from busload.postgres.write import Write
 from busload.retention.prune import Pruned, Pruning
 from busload.sync.batches import BatchVerbs
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
+from busload.sync.cancel import cancel
 from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish, create_in_one_write
 from busload.sync.database import Database
 from busload.sync.health import HealthVerbs
-from busload.sync.jobs import Jobs
+from busload.sync.jobs import Jobs, cancel_jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
@@ -68,7 +72,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
 
     def _make_parts(self) -> None:
         self.database = Database(self._given_dsn, self.settings)
-        self.jobs = Jobs(self.database, self.settings, self.via, self._changes)
+        self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.buffers = Buffers(self.database)
         self.troubleshooting = SyncTroubleshooting(self.database, self._limits)
@@ -250,6 +254,33 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
                 if not limit.left:
                     raise _timeout_error(batch_id, batch, limit.seconds)
                 changed.wait(min(limit.left, self.settings.poll_every.total_seconds()))
+
+    def cancel_batch(
+        self,
+        domain: str,
+        batch_id: UUID,
+        *,
+        reason: str,
+        operator: str | None = None,
+        conn: Connection | None = None,
+    ) -> int:
+        """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
+
+        Running commands are asked to stop and finish: taking a lease away would leave their side effects half done.
+        What waits in troubleshooting stays there for its operator.
+
+        It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
+        it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
+
+        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, and the result is how
+        many jobs that were.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
+        of_jobs = is_of_jobs(domain, batch_id)
+        if self.database.read(of_jobs) if conn is None else self.database.write(Write(of_jobs), conn):
+            return cancel_jobs(self.database, domain, batch_id, self.via, conn, reason=reason, operator=operator)
+        begin = partial(begin_to_cancel, domain, batch_id)
+        return cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
 
     def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""

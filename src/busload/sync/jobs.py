@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 from uuid import UUID
 
-from busload.commands.checks import check, choice, seconds_of
+import psycopg
+
+from busload.batches.batch import SyncBatchCompletionCallback
+from busload.commands.checks import check, choice, given, seconds_of
 from busload.commands.command import BatchCommand
+from busload.commands.ids import new_id
 from busload.commands.send import Via
-from busload.errors import JobNotFoundError
-from busload.jobs import progress
+from busload.commands.wording import counted
+from busload.errors import BusloadError, InvalidOperationError, JobNotFoundError, PartlyDoneError
+from busload.jobs import batch, listing, progress
 from busload.jobs.api import _late
-from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, Stage, new_job
+from busload.jobs.batch import JobBatchOptions
+from busload.jobs.job import BatchJob, JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.write import Write, patient, then
@@ -37,9 +43,10 @@ class Jobs:
         settings: Settings,
         via: Via,
         changes: Callable[[UUID], AbstractContextManager[waiting.Event]],
+        call_on_complete: Callable[[UUID, Any], None],
     ) -> None:
         self._database, self._limits, self._poll_every = database, settings.limits, settings.poll_every.total_seconds()
-        self._via, self._changes = via, changes
+        self._via, self._changes, self._call_on_complete = via, changes, call_on_complete
 
     def create(
         self,
@@ -62,35 +69,60 @@ class Jobs:
         `name` and `custom_data` are for you, and kept with the job. With `conn` the job exists exactly if that
         transaction commits.
         """
-        new = new_job(
-            self._limits,
-            domain,
-            stages,
-            job_id=job_id,
-            name=name,
-            custom_data=custom_data,
-            on_complete=on_complete,
-            continue_after_failures=continue_after_failures,
-        )
-        return self._database.write(Write(progress.create(new, self._via), job_id=new.job_id), conn)
+        asked = BatchJob(stages, job_id, name, custom_data, on_complete, continue_after_failures)
+        new = new_job(self._limits, domain, asked, new_id())
+        plan = then(progress.create([new], self._via), new.job_id)
+        return self._database.write(Write(plan, job_id=new.job_id), conn)
+
+    def create_batch(
+        self,
+        domain: str,
+        jobs: Iterable[BatchJob],
+        *,
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
+        conn: Connection | None = None,
+        **options: Unpack[JobBatchOptions],
+    ) -> UUID:
+        """Create up to 10,000 `jobs` as one batch, all or none, in one transaction, and return the id of the batch.
+
+        The batch counts jobs as other batches count commands, and `get_batch`, `list_batches`, `wait_batch`,
+        `watch_batch`, `explain_batch` and `cancel_batch` of the bus are for it, too. It completes with the last of its
+        jobs that ends; `on_complete` is as in `create_batch` of the bus. `list` finds its jobs by `batch_id`.
+        """
+        new, checked = batch.new_job_batch(self._limits, domain, jobs, options, on_complete, awaits=waiting.AWAITS)
+        write = Write(batch.create(new, checked, self._via), new.batch_id)
+        batch_id = self._database.write(write, conn)
+        self._call_on_complete(batch_id, on_complete)
+        return batch_id
 
     def get(self, domain: str, job_id: UUID) -> JobMetadata | None:
         """A job with its stages; None if the domain has no such job."""
         check(self._limits, writes=False, domain=domain, job_id=job_id)
-        return self._database.in_transaction(progress.job(domain, job_id))
+        return self._database.in_transaction(listing.job(domain, job_id))
 
     def list(
-        self, domain: str, *, status: JobStatus | JobStatusName | None = None, limit: int = 100, offset: int = 0
+        self,
+        domain: str,
+        *,
+        status: JobStatus | JobStatusName | None = None,
+        batch_id: UUID | None = None,
+        limit: int = 100,
+        offset: int = 0,
     ) -> builtins.list[JobMetadata]:
-        """The jobs of a domain, or those of one `status`, newest first: at most `limit`, after the first `offset`."""
-        check(self._limits, writes=False, domain=domain, limit=limit, offset=offset)
-        plan = progress.jobs(domain, status=choice(JobStatus, status), limit=limit, offset=offset)
+        """The jobs of a domain, newest first: all, or those of one `status` or one batch of jobs.
+
+        At most `limit`, after the first `offset`.
+        """
+        check(self._limits, writes=False, domain=domain, **given(batch_id=batch_id), limit=limit, offset=offset)
+        wanted = choice(JobStatus, status)
+        plan = listing.jobs(domain, status=wanted, batch_id=batch_id, limit=limit, offset=offset)
         return self._database.in_transaction(plan)
 
     def resume(self, domain: str, job_id: UUID, *, operator: str | None = None, conn: Connection | None = None) -> None:
         """Let a FAILED job go on with its next stage; after the last stage it is COMPLETED.
 
-        A job that was compensated is refused.
+        A job that was compensated is refused, and so is a job that has failed in a batch of jobs which is complete or
+        was canceled: the batch has counted it.
         A job also goes on if an operator has completed or canceled, in troubleshooting, its step to the next stage.
         `operator` names who resumes it. With `conn` it is resumed when that transaction commits.
         """
@@ -110,7 +142,9 @@ class Jobs:
         """Stop a job and cancel the batch of its stage, as `cancel_batch` does; no further stage begins.
 
         Stages that have done something and have a compensation are undone, once everything that runs has ended.
-        Returns how many commands were canceled. A job that is COMPENSATING, COMPLETED or CANCELED is left as it is.
+        Returns how many commands were canceled. A job that is COMPENSATING or CANCELED is left as it is. A job that has
+        ended otherwise is refused: one that is COMPLETED, was compensated, or has failed in a batch of jobs which is
+        complete or was canceled. Any other FAILED job is CANCELED from here on.
         `reason` and `operator`, who cancels it, are kept with the job. With `conn` it is all one transaction: yours.
         """
         check(self._limits, domain=domain, job_id=job_id, operator=operator, reason=reason)
@@ -129,7 +163,7 @@ class Jobs:
                 with waiting.TimeLimit(seconds_of(timeout)) as limit:
                     while True:
                         changed.clear()
-                        plan = progress.job(domain, job_id)
+                        plan = listing.job(domain, job_id)
                         job = self._database.in_transaction(plan, within=limit.patience)
                         if job is None:
                             raise JobNotFoundError(domain, job_id)
@@ -139,3 +173,41 @@ class Jobs:
                         changed.wait(min(limit.left, self._poll_every))
             except TimeoutError:
                 raise _late(job_id, job) from None
+
+
+def cancel_jobs(
+    database: Database,
+    domain: str,
+    batch_id: UUID,
+    via: Via,
+    conn: Connection | None,
+    *,
+    reason: str,
+    operator: str | None,
+) -> int:
+    """Cancel the jobs of a batch that have not ended, and return how many.
+
+    Each job has transactions of its own; with `conn`, all of them are in the caller's. If this process dies, a sweep
+    goes on.
+    """
+    about: dict[str, Any] = {"reason": reason, "operator": operator}
+    if conn is not None:
+        whole = batch.cancel_at_once(domain, batch_id, **about, via=via)
+        return database.write(Write(whole, batch_id), conn)
+    going = database.write(patient(partial(batch.mark_canceled, domain, batch_id, **about), batch_id))
+    canceled = 0
+    try:
+        while going and (job_ids := database.write(Write(batch.jobs_to_cancel(batch_id), goes_on=True))):
+            for job_id in job_ids:
+                begin = partial(progress.begin_to_cancel, domain, job_id, via=via)
+                with suppress(InvalidOperationError):  # it has just ended
+                    cancel(database, begin, None, **about, job_id=job_id)
+                    canceled += 1
+    except (BusloadError, psycopg.Error) as error:
+        raise PartlyDoneError(
+            f"The cancel of batch {batch_id} has begun, and {counted(canceled, 'job is', 'jobs are')} canceled so far",
+            canceled,
+            error,
+            todo="Repeat the call to cancel the others now; else a worker does so within a minute.",
+        ) from error
+    return canceled

@@ -11,6 +11,7 @@ from busload.batches import cancel, guards, hold
 from busload.commands import cancel as cancel_command
 from busload.commands import expire, rescue
 from busload.commands.wording import counted
+from busload.jobs import batch as jobs
 from busload.limits import concurrency, order
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import Plan, perform_async
@@ -29,6 +30,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     """Repair as this worker; with `judge`, it may declare others dead."""
     async with pool.connection() as conn:
         returned = await _rescue(conn, worker, judge)
+        await _try(conn, jobs.cancel_stragglers())
         canceled = await _cancel_stragglers(conn)
         expired = await _expire(conn)
         overdue = await _try(conn, guards.hold_overdue())

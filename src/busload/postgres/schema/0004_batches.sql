@@ -1,5 +1,5 @@
 -- Batches. Their counters are exact: triggers add up executions and events, in the transaction that writes
--- them.
+-- them. Those of a batch of jobs follow the jobs in the same way: see 0005.
 
 -- The id of a job of ours; null for a job of the application's whose id is another text.
 CREATE FUNCTION busload.uuid_of(job_id text) RETURNS uuid
@@ -31,6 +31,9 @@ CREATE TABLE busload.batch (
     -- The call that created it.
     way                      text        NOT NULL DEFAULT 'create_batch'
                              CHECK (way IN ('create_batch', 'open_batch', 'job')),
+    -- What it counts. Nothing is sent into a batch of jobs: each stage of a job is a batch of commands.
+    batch_type               text        NOT NULL DEFAULT 'COMMANDS'
+                             CHECK (batch_type IN ('COMMANDS', 'JOBS')),
     fair_by                  text,        -- the key by which it takes turns with others; null: by itself
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,

@@ -21,6 +21,7 @@ CREATE TABLE busload.job (
     completed_at            timestamptz,
     outcome                 text,        -- FAILED or CANCELED: the status that it has after its compensation
     compensated_at          timestamptz, -- when its compensation has ended
+    batch_id                uuid,        -- the batch of jobs that it counts in
     CONSTRAINT valid_status CHECK (
         status IN ('IN_PROGRESS', 'COMPENSATING', 'COMPLETED', 'FAILED', 'CANCELED')),
     CONSTRAINT ended_or_not CHECK ((status IN ('IN_PROGRESS', 'COMPENSATING')) = (completed_at IS NULL)),
@@ -28,6 +29,7 @@ CREATE TABLE busload.job (
 ) WITH (fillfactor = 50);
 CREATE INDEX job_newest ON busload.job (domain, created_at DESC, job_id DESC);
 CREATE INDEX job_ended  ON busload.job (completed_at, job_id) WHERE completed_at IS NOT NULL;
+CREATE INDEX job_of_batch ON busload.job (batch_id, job_id) WHERE batch_id IS NOT NULL;
 
 CREATE TABLE busload.job_stage (
     job_id   uuid    NOT NULL REFERENCES busload.job ON DELETE CASCADE,
@@ -55,3 +57,58 @@ CREATE TABLE busload.job_part (
     commands json    NOT NULL,
     PRIMARY KEY (job_id, position, part)
 );
+
+-- A batch of jobs has no commands. Its counters follow the status of its jobs: whatever statement changes
+-- that, this trigger counts it in the same transaction, and the last job that ends completes the batch. A job
+-- that is resumed after it failed is taken out of the failures again. Whoever changes a job locks it before
+-- its batch.
+CREATE FUNCTION busload.fold_jobs() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    d record;
+BEGIN
+    SELECT array_agg(batch_id) AS batches, array_agg(completed) AS completed, array_agg(failed) AS failed,
+           array_agg(canceled) AS canceled, array_agg(0::bigint) AS troubleshooting,
+           bool_or(completed + failed > 0) AS ran
+      INTO d
+      FROM (SELECT j.batch_id,
+                   sum((j.status = 'COMPLETED')::integer - (o.status = 'COMPLETED')::integer) AS completed,
+                   sum((j.status = 'FAILED')::integer - (o.status = 'FAILED')::integer) AS failed,
+                   sum((j.status = 'CANCELED')::integer - (o.status = 'CANCELED')::integer) AS canceled
+              FROM fresh AS j JOIN stale AS o USING (job_id)
+             WHERE j.batch_id IS NOT NULL AND j.status <> o.status
+               AND coalesce(j.completed_at, o.completed_at) IS NOT NULL
+             GROUP BY j.batch_id) AS delta;
+    IF d.batches IS NOT NULL THEN
+        PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, d.ran);
+    END IF;
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER count_jobs AFTER UPDATE ON busload.job
+    REFERENCING OLD TABLE AS stale NEW TABLE AS fresh
+    FOR EACH STATEMENT EXECUTE FUNCTION busload.fold_jobs();
+
+-- The first job of a batch that begins starts the batch. A claim or a settlement has just begun the first
+-- stage of the job, and waits for nobody: if somebody holds the row of the batch of jobs, the next stage that
+-- begins, or the first job that ends, starts the batch.
+CREATE FUNCTION busload.start_batch_of_jobs() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    begun uuid;
+BEGIN
+    SELECT b.batch_id INTO begun
+      FROM busload.job AS j JOIN busload.batch AS b USING (batch_id)
+     WHERE j.job_id = busload.uuid_of(NEW.job_id) AND b.status = 'PENDING'
+       FOR NO KEY UPDATE OF b SKIP LOCKED;
+    IF FOUND THEN
+        UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = NEW.started_at WHERE batch_id = begun;
+        INSERT INTO busload.event (type, batch_id) VALUES ('BATCH_STARTED', begun);
+        PERFORM pg_notify('busload_batch', begun::text);
+    END IF;
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER start_batch_of_jobs AFTER UPDATE OF started_at ON busload.batch
+    FOR EACH ROW WHEN (OLD.started_at IS NULL AND NEW.started_at IS NOT NULL AND NEW.way = 'job')
+    EXECUTE FUNCTION busload.start_batch_of_jobs();

@@ -34,7 +34,8 @@ CREATE TABLE busload.archived_batch (
     events                   json        NOT NULL,
     archived_at              timestamptz NOT NULL DEFAULT now(),
     job_id                   text COLLATE "C",
-    stage                    jsonb
+    stage                    jsonb,
+    batch_type               text        NOT NULL
 );
 CREATE INDEX archived_batch_of_id ON busload.archived_batch (batch_id);
 
@@ -50,7 +51,8 @@ CREATE TABLE busload.archived_job (
     completed_at timestamptz,
     stages       json        NOT NULL,   -- name, status and batch_id of each, and what has undone it
     archived_at  timestamptz NOT NULL DEFAULT now(),
-    compensated_at timestamptz
+    compensated_at timestamptz,
+    batch_id     uuid
 );
 CREATE INDEX archived_job_of_id ON busload.archived_job (job_id);
 
@@ -75,8 +77,8 @@ CREATE FUNCTION busload.way_of(command_type text) RETURNS text
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
     RETURN CASE WHEN starts_with(command_type, 'busload.') THEN 'busload' ELSE 'send' END;
 
--- What a batch counts as. Nothing here is taken back later: a batch was published when all of it was
--- published for the first time or, without a broker, when it was sealed.
+-- What a batch of commands counts as. Nothing here is taken back later: a batch was published when all of it
+-- was published for the first time or, without a broker, when it was sealed.
 CREATE VIEW busload.counted_batch AS
 SELECT b.batch_id,
        (b.created_at AT TIME ZONE 'UTC')::date AS day,
@@ -86,7 +88,8 @@ SELECT b.batch_id,
        b.total_count AS commands,
        CASE WHEN d.batch_id IS NULL THEN b.sealed_at ELSE d.first_published_at END IS NOT NULL AS published,
        coalesce(d.attempts, d.rounds + 1) AS attempts
-  FROM busload.batch AS b LEFT JOIN busload.dispatch AS d USING (batch_id);
+  FROM busload.batch AS b LEFT JOIN busload.dispatch AS d USING (batch_id)
+ WHERE b.batch_type = 'COMMANDS';
 
 -- Of these commands, those that ended before a time and that no open lease covers. While neighbours still
 -- run under a lease, its worker may repeat a settlement, and only the execution tells that it was recorded.

@@ -133,11 +133,39 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
       FROM busload.event AS v WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
  ) AS a;
 
+-- How many jobs of a batch of jobs wait for a person: all that is left of their stage is in troubleshooting,
+-- or the command that is to take them on is there, or somebody has ended that command. This is found out when
+-- somebody asks, and not kept: a job is not touched when its commands are parked or decided.
+CREATE FUNCTION busload.jobs_waiting(of_jobs uuid) RETURNS integer
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT count(*)::integer
+      FROM busload.job AS j
+     CROSS JOIN LATERAL (
+            SELECT s.batch_id, s.undo = 'IN_PROGRESS' AS undoing,
+                   CASE WHEN s.undo = 'IN_PROGRESS' THEN s.undo_step_id
+                        WHEN s.status = 'PLANNING' THEN s.plan_id ELSE s.step_id END AS awaited
+              FROM busload.job_stage AS s
+             WHERE s.job_id = j.job_id AND (s.undo = 'IN_PROGRESS' OR s.position = j.position)
+             ORDER BY s.undo IS NOT DISTINCT FROM 'IN_PROGRESS' DESC
+             LIMIT 1) AS s
+     WHERE j.batch_id = of_jobs
+       AND j.completed_at IS NULL
+       AND (s.undoing IS NOT TRUE
+            AND EXISTS (SELECT FROM busload.batch AS b
+                         WHERE b.batch_id = s.batch_id AND b.stalled_at IS NOT NULL OFFSET 0)
+            OR EXISTS (SELECT FROM busload.command_status AS c
+                        WHERE c.domain = j.domain AND c.command_id = s.awaited
+                          AND c.status IN ('IN_TROUBLESHOOTING_QUEUE', 'COMPLETED', 'FAILED', 'CANCELED')
+                       OFFSET 0))
+$$;
+
 -- Batches and commands under the names and columns of the first design of batches, for queries that were
 -- written for it. With `busload` in the search_path the names need no schema.
 CREATE VIEW busload.command_bus_batch AS
 SELECT batch_id, domain, name, custom_data, status,
-       total_count, completed_count, failed_count, canceled_count, in_troubleshooting_count,
+       total_count, completed_count, failed_count, canceled_count,
+       CASE batch_type WHEN 'JOBS' THEN busload.jobs_waiting(batch_id)
+            ELSE in_troubleshooting_count END AS in_troubleshooting_count,
        created_at, started_at, completed_at
   FROM busload.batch
  WHERE pruned_at IS NULL;
@@ -221,6 +249,7 @@ SELECT domain,
                                       WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023)
                                      OFFSET 0) AS l) AS l
          WHERE b.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
+           AND b.batch_type = 'COMMANDS'
         UNION ALL
         SELECT domain, NULL,
                count(*) FILTER (WHERE status IN ('PENDING_QUEUE', 'PENDING_RETRY')),

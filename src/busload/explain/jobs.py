@@ -1,0 +1,46 @@
+"""What is in the way of a batch of jobs: what is in the way of the stages that its jobs are at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from uuid import UUID
+
+from busload.commands.wording import counted
+from busload.explain.blockers import Blocker, Reason
+from busload.explain.facts import Facts, batch_facts, command_facts
+from busload.explain.reasons import reasons_of
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
+
+LOOKED_AT = 50
+"""Jobs that are looked at, the oldest first: each takes a handful of statements."""
+
+
+def is_of_jobs(batch_id: UUID | None) -> Plan[bool]:
+    return bool((yield from execute(SQL.is_of_jobs, batch_id=batch_id)))
+
+
+def reasons_of_jobs(batch: Facts) -> Plan[tuple[Reason, ...]]:
+    """What is in the way of the jobs of a batch, the most urgent first; each reason counts jobs, and names one."""
+    if batch.completed_at is not None:
+        return reasons_of(batch)
+    found: dict[Blocker, Reason] = {}
+    for job_id, stage, batch_id, step_id in (yield from execute(SQL.stages, batch_id=batch.batch_id, limit=LOOKED_AT)):
+        if batch_id is not None:
+            facts: Facts | None = yield from batch_facts(batch.domain, batch_id)
+        else:
+            facts = yield from command_facts(batch.domain, step_id)
+        for code, reason in {} if facts is None else {one.code: one for one in reversed(reasons_of(facts))}.items():
+            about = {"job_id": job_id, "stage": stage, **reason.details}
+            found.setdefault(code, replace(reason, count=0, details=about))
+            found[code] = replace(found[code], count=found[code].count + 1)
+    return tuple(_told(found[code]) for code in Blocker if code in found)
+
+
+def _told(reason: Reason) -> Reason:
+    job_id, stage = reason.details["job_id"], reason.details["stage"]
+    where = f"in stage {stage!r} of job {job_id}"
+    others = f", and alike in {counted(reason.count - 1, 'other job')}" if reason.count > 1 else ""
+    return replace(reason, message=f"{reason.message.removesuffix('.')}, {where}{others}.")

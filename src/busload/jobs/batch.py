@@ -1,0 +1,153 @@
+"""A batch of jobs: jobs that are created together, counted as the commands of a batch are, and canceled together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypedDict, cast
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from busload.batches.batch import BatchOptions, new_batch
+from busload.batches.cancel import BEGINNING, HOLD, at_once, page
+from busload.commands.checks import refuse, wrong, wrong_list
+from busload.commands.ids import ascending_ids
+from busload.commands.send import NO_BROKER, NewBatch, Via, already_exists, taken_ids
+from busload.errors import BatchNotFoundError, DuplicateCommandError, InvalidCommandError, Problem
+from busload.jobs import progress
+from busload.jobs.job import BatchJob, NewJob, new_job, refuse_repeated
+from busload.postgres.plan import Plan, Savepoint, execute
+from busload.postgres.statements import statements
+from busload.settings import InputLimits
+
+SQL = statements(__name__)
+
+MOST = 10_000
+"""Jobs of a batch: each one is a batch of commands to be written, and all of them are in one transaction."""
+
+PAGE = 100
+"""Jobs that are looked for at once when a batch is canceled."""
+
+
+class JobBatchOptions(TypedDict, total=False):
+    """What may be said about a new batch of jobs."""
+
+    batch_id: UUID | None
+    """The id of the batch; a new one if it is left out."""
+    name: str | None
+    """A name for people to find the batch by."""
+    custom_data: dict[str, Any] | None
+    """Data of your own, which the batch keeps and its callback gets."""
+
+
+def new_job_batch(
+    limits: InputLimits,
+    domain: str,
+    jobs: Iterable[BatchJob],
+    options: JobBatchOptions,
+    on_complete: object,
+    *,
+    awaits: bool,
+) -> tuple[NewBatch, list[NewJob]]:
+    """Check a batch of jobs, with every command of every stage. An error names offenders by the place of their job."""
+    about = cast(BatchOptions, options)
+    batch = new_batch("jobs.create_batch", limits, domain, about, on_complete, awaits=awaits, known=JobBatchOptions)
+    refuse(wrong_list(jobs, "jobs", "a list of BatchJob"))
+    found = list(jobs)
+    if not found:
+        raise InvalidCommandError([Problem("EMPTY_BATCH", "/jobs", "found no jobs, wanted at least one")])
+    if len(found) > MOST:
+        message = f"found {len(found):,} jobs, at most {MOST:,} are allowed; create several batches"
+        raise InvalidCommandError([Problem("TOO_LARGE", "/jobs", message, limit=MOST)])
+    checked: list[NewJob] = []
+    problems: list[Problem] = []
+    total, seen, fresh = 0, set[UUID](), ascending_ids()
+    for position, job in enumerate(found):
+        try:
+            checked.append(_checked(limits, domain, job, seen, next(fresh)))
+        except InvalidCommandError as refused:
+            total += refused.total
+            problems += [replace(each, path=f"/jobs/{position}{each.path}") for each in refused.problems]
+    if problems:
+        raise InvalidCommandError(problems, total)
+    refuse_repeated(checked, batch.callback_id)
+    return batch, checked
+
+
+def _checked(limits: InputLimits, domain: str, job: object, seen: set[UUID], fresh: UUID) -> NewJob:
+    if not isinstance(job, BatchJob):
+        refuse([replace(wrong(job, "", "a BatchJob"), path="")])
+    assert isinstance(job, BatchJob)
+    if isinstance(job.job_id, UUID) and job.job_id in seen:
+        message = f"found a second job {job.job_id}, wanted each id once"
+        raise InvalidCommandError([Problem("INVALID_ID", "/job_id", message)])
+    checked = new_job(limits, domain, job, fresh)
+    seen.add(checked.job_id)
+    return checked
+
+
+def create(batch: NewBatch, jobs: Sequence[NewJob], via: Via = NO_BROKER) -> Plan[UUID]:
+    """A batch of jobs with all its jobs; needs a transaction."""
+    if batch.callback_id is not None and (yield from taken_ids(batch.domain, [batch.callback_id])):
+        raise DuplicateCommandError(batch.domain, [batch.callback_id])
+    columns = {name: getattr(batch, name) for name in ("batch_id", "domain", "name", "custom_data", "on_complete")}
+    try:
+        yield Savepoint(execute(SQL.create, **columns, total=len(jobs)))
+    except pg.UniqueViolation:
+        raise already_exists(batch.batch_id) from None
+    yield from progress.create(jobs, via, batch_id=batch.batch_id)
+    return batch.batch_id
+
+
+def is_of_jobs(domain: str, batch_id: UUID) -> Plan[bool]:
+    """Whether this is a batch of jobs."""
+    rows = yield from execute(SQL.type, domain=domain, batch_id=batch_id)
+    if not rows:
+        raise BatchNotFoundError(domain, batch_id)
+    return bool(rows[0][0])
+
+
+def mark_canceled(
+    domain: str, batch_id: UUID, *, reason: str, operator: str | None, hold: timedelta | None = HOLD
+) -> Plan[bool]:
+    """From here on all jobs of the batch that have not ended are to be canceled; needs a transaction.
+
+    Returns False if the batch has ended. For the time of `hold` the sweep leaves the jobs to the caller.
+    """
+    about = {"reason": reason, "operator": operator, "hold": hold}
+    return bool((yield from execute(SQL.mark_canceled, domain=domain, batch_id=batch_id, **about)))
+
+
+def jobs_to_cancel(batch_id: UUID) -> Plan[list[UUID]]:
+    """The next jobs of a canceled batch that go on. The sweep leaves them to the caller for a while longer."""
+    job_ids = [job_id for (job_id,) in (yield from execute(SQL.open_jobs, batch_id=batch_id, limit=PAGE))]
+    yield from execute(SQL.go_on, batch_id=batch_id, hold=HOLD if job_ids else None)
+    return job_ids
+
+
+def cancel_at_once(domain: str, batch_id: UUID, *, reason: str, operator: str | None, via: Via) -> Plan[int]:
+    """Cancel all jobs of a batch in one transaction, which this needs; returns how many.
+
+    The rows of the jobs are locked first, in order, and that of their batch after them, as everybody does it.
+    """
+    job_ids = [job_id for (job_id,) in (yield from execute(SQL.lock_jobs, batch_id=batch_id))]
+    if not (yield from mark_canceled(domain, batch_id, reason=reason, operator=operator, hold=None)):
+        return 0
+    for job_id in job_ids:
+        begin = partial(progress.begin_to_cancel, domain, job_id, via=via)
+        yield from at_once(begin, reason=reason, operator=operator)
+    return len(job_ids)
+
+
+def cancel_stragglers() -> Plan[int]:
+    """Cancel jobs that a cancel of their batch which died has left; needs a transaction. Returns how many."""
+    rows = yield from execute(SQL.stragglers, limit=PAGE)
+    for domain, job_id, reason, operator in rows:
+        about = {"reason": reason, "operator": operator}
+        _, of = yield from progress.begin_to_cancel(domain, job_id, **about, in_pages=True)
+        if of is not None:  # what does not fit into this page is left to the sweep of canceled commands
+            yield from page(of, BEGINNING, **about, hold=HOLD)
+    return len(rows)

@@ -1,0 +1,31 @@
+-- fragments of: busload.commands.load
+
+-- fragment: job
+-- In the order of `JobMetadata`. A job is pending until the batch of its first stage has started.
+SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
+       j.continue_after_failures, j.operator, j.reason, j.created_at, s.started_at, j.completed_at,
+       j.compensated_at, j.batch_id, j.position
+  FROM busload.job AS j
+ CROSS JOIN LATERAL (
+        SELECT CASE WHEN j.status = 'IN_PROGRESS' AND j.position = 0 AND b.status = 'PENDING' THEN 'PENDING'
+                    ELSE j.status END AS status,
+               b.started_at
+          FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
+         WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
+ WHERE j.domain = %(domain)s::text
+
+-- name: stages
+-- The stages of these jobs, in order.
+SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status, undo, undo_batch_id, undo_step_id
+  FROM busload.job_stage WHERE job_id = ANY (%(job_ids)b::uuid[]) ORDER BY job_id, position;
+
+-- name: job
+-- One job.
+{job} AND j.job_id = %(job_id)s::uuid;
+
+-- name: jobs
+-- The jobs of a domain, the newest first.
+{job} AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
+   AND (%(batch_id)s::uuid IS NULL OR j.batch_id = %(batch_id)s::uuid)
+ ORDER BY j.created_at DESC, j.job_id DESC
+ {page};
