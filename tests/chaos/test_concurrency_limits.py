@@ -9,9 +9,12 @@ from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
+import psycopg
+
 from busload import BatchCommand, Settings, SyncCommandBus
 from busload.commands import claim, rescue
 from busload.limits.concurrency import Singles, take_single
+from busload.sync.plan import perform
 from tests.chaos.harness import Server, Workers, folder, seeded
 from tests.chaos.nursery import CONCURRENT
 from tests.given import Database, short_and_long, until
@@ -76,8 +79,9 @@ def test_a_permit_outlasts_a_crash_of_the_server() -> None:
             asked, again = Singles(), Singles()
             for n, one in enumerate(leased):
                 (asked if n < 10 else again).add("crm", str(n % 10), 1, one)
-            permits = database.perform(take_single(asked, worker=worker))
-        server.restart()
+            with psycopg.connect(server.dsn, autocommit=True) as conn:  # as those of workers
+                permits = perform(conn, take_single(asked, worker=worker))
+            server.restart()
         with Database(server.dsn) as database:
             assert database.rows("SELECT permit FROM busload.permit ORDER BY permit") == [(one,) for one in permits]
             assert database.perform(take_single(again, worker=worker)) == [0] * 10

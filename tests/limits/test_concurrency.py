@@ -168,7 +168,7 @@ async def test_who_asks_while_a_permit_is_being_freed_gets_it(given: Given, dsn:
         assert answers == []
     thread.join(60)
     assert len(answers) == 1
-    assert answers[0][0] > permit.permit
+    assert answers[0][0] not in (0, None, permit.permit)
     assert reasons(given.database) == {}
 
 

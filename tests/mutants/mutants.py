@@ -668,9 +668,9 @@ MUTANTS = [
     ),
     Mutant(
         "permit-is-granted-before-it-is-on-the-disk",
-        "postgres/schema/0009_limits.sql",
-        "    PERFORM busload.lock_limits($2, $3);\n",
-        "    PERFORM busload.lock_limits($2, $3), set_config('synchronous_commit', 'off', true);\n",
+        "limits/concurrency.sql",
+        "pg_logical_emit_message(true, 'busload', '')",
+        "''",
         "tests/chaos/test_concurrency_limits.py::test_a_permit_outlasts_a_crash_of_the_server",
         "After a crash of the server, others would get the permits of calls that run.",
     ),

@@ -162,7 +162,8 @@ class AnyPermit(Protocol):
 def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
     """Return the permit of each request. 0 means that there is none: what it is for waits and is not ours any more.
 
-    None means that the worker holds none of its commands: it was declared dead, or lost their leases.
+    None means that the worker holds none of its commands: it was declared dead, or lost their leases. For a connection
+    that commits each statement: the second one waits until the permits are on the disk.
     """
     leases: dict[Lease, int] = {}
     for one in requests:
@@ -183,6 +184,7 @@ def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
         requests=Integers.of(nths),
         lease_ordinals=Integers.of(ordinals),
     )
+    yield from execute(SQL.on_disk)
     return list(granted)
 
 
@@ -204,6 +206,7 @@ def take_single(asked: Singles, *, worker: int) -> Plan[list[int | None]]:
         requests=Integers.of(range(1, count + 1)),
         lease_ordinals=Integers.of([ordinals[lease] for lease in of_commands]),
     )
+    yield from execute(SQL.on_disk)
     return granted  # type: ignore[no-any-return]
 
 

@@ -1,11 +1,16 @@
 -- name: take
--- Ask for the permits of some calls; see busload.take_permits. It waits for the disk: a permit that a crash
--- of the server undid would be given twice.
+-- Ask for the permits of some calls; see busload.take_permits. No call may begin before they are `on_disk`.
 SELECT busload.take_permits(
            %(worker)s::bigint, %(names)b::text[], %(subjects)b::text[],
            %(most)b::integer[], %(sizes)b::integer[], %(leases)b::uuid[], %(commands)b::bigint[],
            %(requests)b::integer[], %(lease_ordinals)b::integer[]
        );
+
+-- name: on_disk
+-- Wait until all that was committed before is on the disk. A permit that a crash of the server undid would be
+-- given twice. The commit of the permits themselves does not wait, because they are locked until its end. The
+-- empty message is there to be written: who decodes the log can pass over what begins with "busload".
+SELECT pg_logical_emit_message(true, 'busload', '')::text;
 
 -- name: free
 -- Give permits back.

@@ -48,7 +48,7 @@ CREATE TABLE busload.concurrency_limit (
 -- A call that runs, or is about to begin. A permit belongs to a worker: whoever asks for permits counts those
 -- of workers that live, and of workers that are silent but not declared dead yet.
 CREATE TABLE busload.permit (
-    permit        bigint      GENERATED ALWAYS AS IDENTITY,
+    permit        bigint      GENERATED ALWAYS AS IDENTITY (CACHE 100),
     limit_name    text        COLLATE "C" NOT NULL,
     limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`; '' without a `by`
     worker        bigint      NOT NULL,
@@ -94,7 +94,8 @@ END $$;
 -- 0 if there is none, or null if the worker holds none of its commands any more. Of one limit, the request
 -- with the lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until
 -- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
--- the others did before.
+-- the others did before. The commit does not wait for the disk, so that others wait less for the locks:
+-- whoever asks waits for the disk before it uses a permit.
 CREATE FUNCTION busload.take_permits(
     taker bigint, names text[], subjects text[], most integer[], sizes integer[],
     leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[]
@@ -103,31 +104,43 @@ CREATE FUNCTION busload.take_permits(
     SET enable_seqscan = off SET enable_nestloop = off AS $$
 DECLARE
     asked record;
+    alike boolean;
     intact boolean;
     fits boolean;
     answer bigint[];
     granted_to bigint[];
 BEGIN
+    PERFORM set_config('synchronous_commit', 'off', true);
     SELECT count(*) = cardinality($6) AND bool_and(l.returned = '{}')
       INTO intact
       FROM (SELECT returned FROM busload.lease
              WHERE lease_id = ANY ($6) AND worker = $1
              ORDER BY lease_id FOR UPDATE) AS l;
     PERFORM busload.lock_limits($2, $3);
-    INSERT INTO busload.concurrency_limit AS l (name, most)
-    SELECT DISTINCT ON (n.name) n.name, n.most
-      FROM unnest($2, $4) AS n (name, most)
-     WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
-                        WHERE k.name = n.name AND k.most = n.most AND k.used_at > now() - interval '1 hour')
-     ORDER BY n.name
-        ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
-    -- Most often each call has one command, and there are permits for all of them: then nothing has to wait.
+    -- Most often all are of one limit, which is known.
+    alike := cardinality($2) = cardinality(array_positions($2, $2[1]));
+    IF NOT alike OR NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
+                                 WHERE k.name = $2[1] AND k.most = $4[1]
+                                   AND k.used_at > now() - interval '1 hour') THEN
+        INSERT INTO busload.concurrency_limit AS l (name, most)
+        SELECT DISTINCT ON (n.name) n.name, n.most
+          FROM unnest($2, $4) AS n (name, most)
+         WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
+                            WHERE k.name = n.name AND k.most = n.most
+                              AND k.used_at > now() - interval '1 hour')
+         ORDER BY n.name
+            ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
+    END IF;
+    -- Most often each call has one command, and there are permits for all: then nothing has to wait.
     fits := intact AND cardinality($7) = cardinality($2)
             AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL);
     IF fits THEN
         FOR asked IN
-            SELECT r.name, min(r.most) AS most, array_agg(r.subject) AS subjects
+            SELECT $2[1] AS name, $4[1] AS most, $3 AS subjects WHERE alike
+             UNION ALL
+            SELECT r.name, min(r.most), array_agg(r.subject)
               FROM unnest($2, $3, $4) AS r (name, subject, most)
+             WHERE NOT alike
              GROUP BY r.name
         LOOP
             SELECT coalesce(max(k.calls) <= asked.most, true)
