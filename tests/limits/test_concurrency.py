@@ -212,12 +212,16 @@ async def test_the_next_commands_are_claimed_while_permits_of_the_last_are_asked
     with psycopg.connect(dsn) as conn:
         conn.execute("SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])", [f"{DOMAIN}/Debit", "0"])
         await sent(given, 2, keys=2)
-        async with given.running():
+        async with given.running() as worker:
             await eventually(lambda: database.value("SELECT coalesce(sum(open), 0) FROM busload.lease") == 2)
+            await eventually(lambda: len(run(worker)._permits.asking) == 2)
+            for _ in range(3):  # they wait for an answer, and are not forgotten
+                await run(worker)._hand_back_deserted()
             assert flights.calls == 0
             conn.rollback()
             await eventually(lambda: flights.calls == 2 and database.is_at_rest())
     assert database.count("permit") == 0
+    assert database.rows("SELECT lo FROM busload.event WHERE type = 'RELEASED'") == []
     database.check_invariants()
 
 

@@ -93,9 +93,9 @@ class Executor:
         return [one for slot in self._slots if slot.taken is not None for one in commands_of(slot.taken)]
 
     def alive(self) -> Counter[UUID]:
-        """How many commands of each lease stand in line, are gathered, or run."""
+        """How many commands of each lease stand in line, are gathered, ask for permits, or run."""
         in_line = (one for item in self._line.items for one in commands_of(item))
-        held = [*self.running, *self._gatherer.gathered, *in_line]
+        held = [*self.running, *self._gatherer.gathered, *self._shared.permits.asking, *in_line]
         return Counter(one.lease.lease_id for one in held)
 
     def start(self) -> None:

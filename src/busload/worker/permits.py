@@ -85,6 +85,7 @@ class Permits:
         self._of: dict[Leased, Permit] = {}
         self._asked: list[float] = []
         """When the requests were sent that have no answer yet."""
+        self._asking: list[list[Leased]] = []
         self._strange: set[Held] = set()
         self._closed = False
         self._freed: Coalescer[AnyPermit] = Coalescer(
@@ -101,6 +102,11 @@ class Permits:
     def freeing(self) -> int:
         """Permits that are free, though the database does not know it yet."""
         return self._freed.stats.waiting + self.order.advancing
+
+    @property
+    def asking(self) -> list[Leased]:
+        """Single commands whose permits are asked for now."""
+        return [one for leased in self._asking for one in leased]
 
     async def take(self, leased: list[Leased]) -> tuple[list[Leased], list[Transition]]:
         """Ask for the permits of single commands that were claimed.
@@ -132,7 +138,11 @@ class Permits:
                 arguments.append(argument)
         if not arguments:
             return may_run, refused
-        answers, number = await self._ask(partial(concurrency.take_single, asked))
+        self._asking.append(asked.leased)
+        try:
+            answers, number = await self._ask(partial(concurrency.take_single, asked))
+        finally:
+            self._asking.remove(asked.leased)
         granted: list[Leased] = []
         columns = zip(asked.names, asked.subjects, asked.leased, arguments, answers, strict=True)
         for name, subject, one, argument, answer in columns:
