@@ -37,8 +37,9 @@ from busload.errors import InvalidOperationError
 from busload.limits import concurrency
 from busload.limits.concurrency import Held, Request
 from busload.sync.plan import perform
-from busload.worker import claimer
+from busload.worker import claimer, lifecycle
 from busload.worker.lifecycle import Run
+from busload.worker.sweep import sweep
 from tests.given import DOMAIN, Database, Given, beside, eventually
 
 
@@ -495,14 +496,24 @@ async def test_a_paused_domain_does_not_keep_others_waiting_for_their_limit(give
     database.check_invariants()
 
 
-async def test_what_waits_for_a_limit_in_a_resumed_domain_asks_again_at_once(given: Given, database: Database) -> None:
-    """And not with the next sweep, which is an hour away."""
+async def test_what_waits_for_a_limit_in_a_resumed_domain_asks_again_at_once(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not with the next sweep, which is an hour away. The first one comes as the worker starts."""
+    swept = asyncio.Event()
+
+    async def sweep_and_say(*args: Any, **options: Any) -> None:
+        await sweep(*args, **options)
+        swept.set()
+
+    monkeypatch.setattr(lifecycle, "sweep", sweep_and_say)
     seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
     await sent(given, 1)
     permit = held_by(given, given.registered_worker())
     await sent(given, 1)
     async with given.running(settings=replace(given.settings, sweep_every=timedelta(hours=1))) as worker:
         await eventually(lambda: reasons(database) == {"LIMITED": 1})
+        await swept.wait()
         await given.bus.domains.pause(DOMAIN)
         await eventually(lambda: DOMAIN in run(worker)._pauses.paused)
         assert database.perform(concurrency.free([permit])) == 0
