@@ -69,7 +69,7 @@ def test_counters_are_exact_while_batches_are_held_resumed_expired_canceled_and_
 
 def create(bus: SyncCommandBus, chance: random.Random) -> UUID:
     """A batch, one in three of which expires soon; and some of its commands do so by themselves."""
-    soon = datetime.now(UTC) + timedelta(seconds=chance.uniform(0.5, 3))
+    soon = datetime.now(UTC) + timedelta(seconds=chance.uniform(2, 4))
     size = chance.choice([3, 60, 300])
     commands = [BatchCommand("Mixed", data={"n": n}, expires_at=soon if n % 7 == 0 else None) for n in range(size)]
     expires_in = chance.choice([None, None, chance.uniform(0.3, 3)])
