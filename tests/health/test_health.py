@@ -24,9 +24,11 @@ from busload import (
     SyncCommandBus,
     WorkerSettings,
 )
-from busload.health import Health, HealthCode, HealthReason, HealthSettings, HealthState
+from busload.health import Health, HealthCode, HealthReason, HealthSettings, HealthState, facts
 from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished, judge
 from busload.limits import pause
+from busload.sync.plan import perform
+from busload.testing import TestServer
 from tests.brokers.faulty import AWAY, FaultyTransport
 from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, WITHIN, Database, Given, eventually, raising
@@ -275,17 +277,17 @@ async def test_publishing_that_fails_and_a_broker_that_is_away_are_told(
 
 def test_thresholds_are_settings() -> None:
     condition = Condition(failures_in_row=10, stuck_threads=3, exhaustions=5, broker_away="nats")
-    facts = Facts(
+    found_facts = Facts(
         NOW,
         (
-            ReadyDomain("late", 2, NOW - timedelta(hours=1), 1),
-            ReadyDomain("alone", 2, NOW - timedelta(minutes=5), 0),
-            ReadyDomain("again", 2, None, 0),
+            ReadyDomain("late", 2, False, NOW - timedelta(hours=1), 1),
+            ReadyDomain("alone", 2, True, NOW - timedelta(minutes=5), 0),
+            ReadyDomain("again", 2, False, None, 0),
         ),
         (SeenWorker("w", True, NOW, 0, condition),),
         (Unpublished("nats", 1, NOW - timedelta(minutes=5), "no route"),),
     )
-    found = {(reason.code.value, reason.domain): reason.state for reason in judge(facts, HealthSettings())}
+    found = {(reason.code.value, reason.domain): reason.state for reason in judge(found_facts, HealthSettings())}
     assert found == {
         ("COMMANDS_LATE", "late"): DEGRADED,
         ("NO_WORKER", "alone"): CRITICAL,
@@ -298,9 +300,37 @@ def test_thresholds_are_settings() -> None:
     }
     longer = timedelta(hours=2)
     patient = HealthSettings(longer, longer, failures_in_row=11, stuck_threads=4, pool_exhaustions=6)
-    found = {(reason.code.value, reason.domain): reason.state for reason in judge(facts, patient)}
+    found = {(reason.code.value, reason.domain): reason.state for reason in judge(found_facts, patient)}
     assert set(found.values()) == {DEGRADED}
     assert not {"COMMANDS_LATE", "FAILURES_IN_A_ROW"} & {code for code, _ in found}
+
+
+def test_the_health_looks_at_some_loads_of_each_domain_however_many_are_ready(
+    either_server: TestServer,
+) -> None:
+    with either_server.database() as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute(MANY_LOADS)
+        with conn.transaction():
+            found = perform(conn, facts.read())
+            [[scans, rows]] = conn.execute(QUEUE_READ).fetchall()
+    assert [(one.domain, one.commands, one.more) for one in found.ready] == [
+        ("few", 3, False),
+        ("many", 1000, True),
+        ("other", 1000, True),
+    ]
+    assert (scans, rows < 5000) == (0, True), f"{scans} scans from end to end, {rows} rows"
+    late = {reason.domain: reason.message for reason in judge(found, HealthSettings())}
+    assert late["few"].startswith("3 commands are ready") and late["many"].startswith("At least 1,000 commands")
+
+
+MANY_LOADS = """
+    INSERT INTO busload.queue (lo, hi, domain, fair)
+    SELECT n * 1024, n * 1024,
+           CASE WHEN n > 29997 THEN 'few' WHEN n % 2 = 0 THEN 'many' ELSE 'other' END, n % 7
+      FROM generate_series(1, 30000) AS n;
+    ANALYZE busload.queue;
+"""
+QUEUE_READ = "SELECT seq_scan, idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
 
 
 def test_failures_of_long_ago_do_not_count() -> None:

@@ -14,6 +14,9 @@ from busload.postgres.statements import statements
 
 SQL = statements(__name__)
 
+MOST = 1000
+"""Loads of a domain that are looked at."""
+
 ONE_MOMENT = b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 
@@ -22,7 +25,7 @@ def read() -> Plan[Facts]:
     yield Script(ONE_MOMENT)
     yield from migrate.check()
     [(now,)] = yield from execute(SQL.now)
-    ready = yield from many(ReadyDomain, SQL.ready)
+    ready = yield from many(ReadyDomain, SQL.ready, most=MOST)
     workers = yield from many(_worker, SQL.workers)
     unpublished = yield from many(Unpublished, SQL.unpublished)
     return Facts(now, tuple(ready), tuple(workers), tuple(unpublished))

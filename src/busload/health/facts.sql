@@ -1,19 +1,59 @@
 -- name: ready
 -- What could start now in each domain that is not paused, since when, and who serves it. A load that is due
 -- but not promoted yet is as good as ready. A command that was tried before is ready for less long than it
--- exists, so it has no time here. Reads the places, which hold loads, from end to end.
-SELECT place.domain, place.commands, least(greatest(c.created_at, c.run_at), place.due),
+-- exists, so it has no time here. However many loads are ready, this looks at so many of each domain as
+-- `most` says, and at as many of the oldest of all. The third column says whether a domain may have more.
+WITH RECURSIVE known AS (
+    SELECT '' AS domain
+    UNION ALL
+    SELECT (SELECT q.domain
+              FROM busload.queue AS q
+             WHERE q.crashes = 0 AND q.domain > k.domain
+             ORDER BY q.domain
+             LIMIT 1)
+      FROM known AS k
+     WHERE k.domain IS NOT NULL
+), load AS (
+    SELECT k.domain, q.lo, q.hi - q.lo + 1 AS commands, q.attempt, NULL::timestamptz AS due
+      FROM known AS k
+     CROSS JOIN LATERAL (
+        SELECT lo, hi, attempt
+          FROM busload.ready
+         WHERE domain = k.domain AND crashes = 0
+         ORDER BY priority DESC, fair, hi
+         LIMIT %(most)s::integer
+     ) AS q
+    UNION ALL
+    (SELECT domain, lo, hi - lo + 1, attempt, NULL
+       FROM busload.ready
+      WHERE crashes > 0
+      LIMIT %(most)s::integer)
+    UNION ALL
+    (SELECT domain, lo, 0, attempt, NULL FROM busload.ready ORDER BY hi LIMIT %(most)s::integer)
+    UNION ALL
+    (SELECT domain, lo, hi - lo + 1, NULL, run_at
+       FROM busload.scheduled
+      WHERE run_at <= now()
+      ORDER BY run_at
+      LIMIT %(most)s::integer)
+), place AS (
+    SELECT domain,
+           sum(commands)::bigint AS commands,
+           count(*) FILTER (WHERE commands > 0) >= %(most)s::integer AS more,
+           min(lo) FILTER (WHERE attempt = 1) AS oldest,
+           min(due) AS due
+      FROM load
+     GROUP BY domain
+)
+SELECT place.domain, place.commands, place.more, least(greatest(c.created_at, c.run_at), place.due),
        (SELECT count(*)
           FROM busload.worker AS w
          WHERE w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for AND w.concurrency > 0
            AND place.domain = ANY (w.domains))::integer
-  FROM (SELECT domain, sum(hi - lo + 1)::bigint AS commands, min(oldest) AS oldest, min(due) AS due
-          FROM (SELECT domain, lo, hi, CASE WHEN attempt = 1 THEN lo END AS oldest, NULL::timestamptz AS due
-                  FROM busload.ready
-                UNION ALL
-                SELECT domain, lo, hi, NULL, run_at FROM busload.scheduled WHERE run_at <= now()) AS load
-         GROUP BY domain) AS place
-  LEFT JOIN busload.command AS c ON c.id = place.oldest
+  FROM place
+  LEFT JOIN LATERAL (
+    SELECT created_at, run_at FROM busload.command WHERE id = place.oldest OFFSET 0
+  ) AS c ON true
  WHERE NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = place.domain AND p.resumed_at IS NULL)
  ORDER BY place.domain;
 

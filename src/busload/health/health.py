@@ -101,6 +101,8 @@ class ReadyDomain:
 
     domain: str
     commands: int
+    more: bool
+    """Whether there may be more than that: not all were counted."""
     since: datetime | None
     """When the oldest of them became ready; None if all were tried before."""
     workers: int
@@ -189,6 +191,7 @@ def exhausted(times: int, settings: HealthSettings, who: str, *, worker: str | N
 def _judge_domain(ready: ReadyDomain, now: datetime, settings: HealthSettings) -> Iterator[HealthReason]:
     waits = timedelta(0) if ready.since is None else now - ready.since
     commands = counted(ready.commands, "command is", "commands are")
+    commands = f"At least {commands}" if ready.more else commands
     if not ready.workers:
         critical = waits >= settings.critical_after
         message = f"{commands} ready in {ready.domain}, and no worker serves it."
