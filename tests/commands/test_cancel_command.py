@@ -241,11 +241,11 @@ async def test_a_sweep_cancels_batch_by_batch_as_everybody_locks_them(bus: Comma
     lock = "SELECT FROM busload.batch WHERE batch_id = %s FOR NO KEY UPDATE"
     with psycopg.connect(bus.dsn) as holder:
         holder.execute(lock, [small])
-        thread, answers = beside(bus.dsn, cancel.cancel_stragglers)
+        thread, answers = beside(bus.dsn, cancel.cancel_stopping)
         holder.execute(lock, [large])
     thread.join()
     assert [type(answer) for answer in answers] == [int]
-    given.database.perform(cancel.cancel_stragglers())
+    given.database.perform(cancel.cancel_stopping())
     assert await statuses(bus, small) == await statuses(bus, large) == ["CANCELED"]
 
 
@@ -255,7 +255,7 @@ async def test_a_thousand_that_still_run_do_not_hide_one_that_was_handed_back(bu
     given.database.rows("INSERT INTO busload.stopping (command, attempt) SELECT id, 1 FROM busload.command")
     last = max(leased, key=lambda one: one.id)
     given.database.perform(claim.give_back({last.lease: [last.id]}, pause=None, details=()))
-    assert given.database.perform(cancel.cancel_stragglers()) == 1
+    assert given.database.perform(cancel.cancel_stopping()) == 1
     assert counts(await given.batch_now(batch_id)) == (1001, 0, 0, 1, 0)
     assert given.database.count("stopping") == 1000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -31,7 +32,7 @@ FIRST_PAUSE = 0.01
 """Seconds between the first two looks of somebody who waits for a command."""
 
 
-class CommandVerbs:
+class CommandVerbs(ABC):
     """Send commands, and follow each of them. What the methods share is said at `CommandBus`."""
 
     database: Database
@@ -41,13 +42,13 @@ class CommandVerbs:
     settings: Settings
 
     @staticmethod
+    @abstractmethod
     def _give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
         """Cancel a command that waits for a person."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
-        raise NotImplementedError
 
     async def send(
         self,

@@ -119,7 +119,7 @@ def refuse_restless(command_id: UUID) -> NoReturn:
     )
 
 
-def cancel_stragglers() -> Plan[int]:
+def cancel_stopping() -> Plan[int]:
     """Cancel commands that were asked to stop, and wait again; needs a transaction.
 
     Returns how many that were. Of the others, those are forgotten for which there is nothing more to do. What somebody

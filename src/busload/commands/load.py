@@ -73,8 +73,8 @@ class Load(NamedTuple):
             yield Load(lo, self.hi)
 
 
-class DueLoad(NamedTuple):
-    """A new load that is due now, and the domain that runs it: a broker is told of both."""
+class LoadToPublish(NamedTuple):
+    """A new load that is due now, and the domain that runs it: if there is a broker, it is told of both."""
 
     load: Load
     domain: str

@@ -19,7 +19,7 @@ from busload.commands.command import NewCommand, SendResult
 from busload.commands.dedup import Dedup
 from busload.commands.expire import expiring, note_expiry
 from busload.commands.ids import JobId
-from busload.commands.load import DueLoad, Load, NewLoad, arrays, blocks, cut
+from busload.commands.load import Load, LoadToPublish, NewLoad, arrays, blocks, cut
 from busload.errors import (
     BatchNotFoundError,
     BatchSealedError,
@@ -229,12 +229,12 @@ def send_many(
     *,
     patience: int | None = None,
     fair_by: str | None = None,
-) -> Plan[list[DueLoad]]:
+) -> Plan[list[LoadToPublish]]:
     """Send many commands, all or none; the total of their batch rises by as many. Returns the loads that are due."""
     if not commands:
         return []
     loads = list(cut(domain, commands, fair_by))
-    placed: list[DueLoad] | None
+    placed: list[LoadToPublish] | None
     try:
         if in_one_statement(commands):
             [[written, *due]] = yield Savepoint(_send_some(loads, domain, batch_id, patience, via=via))
@@ -335,11 +335,11 @@ def duplicate_results(
     return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
-def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[DueLoad]]:
+def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[LoadToPublish]]:
     """Open a batch with all its commands and seal it. Returns the loads that are due now: a broker is told of them."""
     yield from _refuse_taken_callback(batch)
     loads = list(cut(batch.domain, commands))
-    placed: list[DueLoad]
+    placed: list[LoadToPublish]
     try:
         if in_one_statement(commands):
             create = execute(SQL.create_some, **batch.columns(), **arrays(loads), **via.columns())
@@ -458,11 +458,13 @@ def _send_some(
     return execute(SQL.send_some, **about, **via.columns(), **arrays(loads))
 
 
-def _due(los: Sequence[int], his: Sequence[int], domains: Sequence[str], *_: object) -> list[DueLoad]:
-    return list(map(DueLoad, map(Load, los, his), domains))
+def _due(los: Sequence[int], his: Sequence[int], domains: Sequence[str], *_: object) -> list[LoadToPublish]:
+    return list(map(LoadToPublish, map(Load, los, his), domains))
 
 
-def _send_by_copy(loads: Sequence[NewLoad], domain: str, batch_id: UUID | None, via: Via) -> Plan[list[DueLoad] | None]:
+def _send_by_copy(
+    loads: Sequence[NewLoad], domain: str, batch_id: UUID | None, via: Via
+) -> Plan[list[LoadToPublish] | None]:
     if batch_id is not None:
         count = sum(len(load.commands) for load in loads)
         if not (yield from execute(SQL.raise_total, domain=domain, batch_id=batch_id, count=count)):
@@ -470,13 +472,13 @@ def _send_by_copy(loads: Sequence[NewLoad], domain: str, batch_id: UUID | None, 
     return (yield from _copy(loads, batch_id, via))
 
 
-def _create_by_copy(batch: NewBatch, loads: Sequence[NewLoad], via: Via) -> Plan[list[DueLoad]]:
+def _create_by_copy(batch: NewBatch, loads: Sequence[NewLoad], via: Via) -> Plan[list[LoadToPublish]]:
     total = sum(len(load.commands) for load in loads)
     yield from execute(SQL.open_batch, **batch.columns(), total=total, sealed=True)
     return (yield from _copy(loads, batch.batch_id, via))
 
 
-def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[DueLoad]]:
+def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[list[LoadToPublish]]:
     numbers = yield from execute(SQL.number_loads, loads=len(loads))
     places = [Load.of(number, len(load.commands)) for (number,), load in zip(numbers, loads, strict=True)]
     yield Copy(SQL.copy_commands, blocks(loads, places, batch_id))
@@ -485,7 +487,7 @@ def _copy(loads: Sequence[NewLoad], batch_id: UUID | None, via: Via) -> Plan[lis
         **via.columns(),
         batch_id=batch_id,
         domains=[load.domain for load in loads],
-        fair_by=loads[0].fair_by,
+        fair_bys=unless_all_null(load.fair_by for load in loads),
         los=[place.lo for place in places],
         his=[place.hi for place in places],
         priorities=[load.priority for load in loads],

@@ -46,11 +46,12 @@ now() + %(expires_in)s::interval
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of
 -- commands.
-SELECT shift + first AS lo, shift + last AS hi, shift, first, last, domain, priority, replies, run_at, fair
+SELECT shift + first AS lo, shift + last AS hi, shift, first, last, domain, priority, replies, run_at,
+       busload.fair_of(fair_by, %(batch_id)s::uuid) AS fair
   FROM (
     SELECT nextval('busload.load_number') * 1024 - first AS shift,
            first, last, domain, priority, replies, run_at,
-           busload.fair_of(coalesce(fair_by, (SELECT fair_by FROM batch)), %(batch_id)s::uuid) AS fair
+           coalesce(fair_by, (SELECT fair_by FROM batch)) AS fair_by
       FROM unnest(%(firsts)b::bigint[], %(lasts)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
                   %(replies)b::boolean[], %(run_ats)b::timestamptz[], %(fair_bys)b::text[])
         AS load (first, last, domain, priority, replies, run_at, fair_by)
@@ -100,10 +101,11 @@ queued AS (
 )
 
 -- fragment: due_loads
--- The loads that are due now, and a notification to whoever is waiting for them.
-ARRAY(SELECT lo FROM load WHERE {is_due} ORDER BY lo),
-ARRAY(SELECT hi FROM load WHERE {is_due} ORDER BY lo),
-ARRAY(SELECT domain FROM load WHERE {is_due} ORDER BY lo),
+-- The loads that are due now, in the order of their numbers, as all of them were numbered, and a notification
+-- to whoever is waiting for them.
+ARRAY(SELECT lo FROM load WHERE {is_due}),
+ARRAY(SELECT hi FROM load WHERE {is_due}),
+ARRAY(SELECT domain FROM load WHERE {is_due}),
 (SELECT count(pg_notify('busload_ready', domain))
    FROM (SELECT DISTINCT domain FROM queued WHERE NOT %(optimistic)s::boolean) AS ready),
 (SELECT pg_notify('busload_outbox', %(transport)s::text)
@@ -205,17 +207,18 @@ FROM STDIN (FORMAT binary);
 -- name: place_loads
 -- Put loads whose commands were just copied in where they belong. Returns the loads that are due now.
 WITH load AS (
-    SELECT lo, hi, domain, priority, replies, run_at, fair
-      FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
-                  %(replies)b::boolean[], %(run_ats)b::timestamptz[])
-        AS load (lo, hi, domain, priority, replies, run_at)
-     CROSS JOIN (
-        SELECT busload.fair_of(
-                   coalesce(%(fair_by)s::text, (SELECT fair_by FROM busload.batch WHERE batch_id = joined)),
-                   joined
-               ) AS fair
-          FROM (SELECT %(batch_id)s::uuid AS joined) AS batch
-     ) AS owner
+    SELECT lo, hi, domain, priority, replies, run_at, busload.fair_of(fair_by, %(batch_id)s::uuid) AS fair
+      FROM (
+        SELECT lo, hi, domain, priority, replies, run_at,
+               coalesce(
+                   fair_by,
+                   (SELECT fair_by FROM busload.batch WHERE batch_id = %(batch_id)s::uuid)
+               ) AS fair_by
+          FROM unnest(%(los)b::bigint[], %(his)b::bigint[], %(domains)b::text[], %(priorities)b::smallint[],
+                      %(replies)b::boolean[], %(run_ats)b::timestamptz[], %(fair_bys)b::text[])
+            AS load (lo, hi, domain, priority, replies, run_at, fair_by)
+        OFFSET 0   -- else the planner does not put `fair_of` in the place of its call
+      ) AS load
 ), {placed}
 SELECT {due_loads};
 

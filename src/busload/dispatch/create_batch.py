@@ -25,7 +25,7 @@ from busload.commands.checks import choice, refuse
 from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.dedup import Dedup
 from busload.commands.ids import new_id
-from busload.commands.load import DueLoad
+from busload.commands.load import LoadToPublish
 from busload.commands.send import NewBatch, Via
 from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
@@ -311,7 +311,7 @@ class Creation(CreationRecord):
         broker refuses goes back into the outbox, unless a worker was faster.
         """
         plan = creation_state.create(self.batch, commands, self.via(), self.strategy)
-        loads: list[DueLoad] = await self._write(plan, commands)
+        loads: list[LoadToPublish] = await self._write(plan, commands)
         self.written = len(commands)
         await self._publish(loads)
         await self._finish()
@@ -358,7 +358,7 @@ class Creation(CreationRecord):
         log.debug("Batch %s: wrote %s", batch_id, count)
         return written
 
-    async def _publish(self, loads: Sequence[DueLoad], checkpoint: int | None = None) -> None:
+    async def _publish(self, loads: Sequence[LoadToPublish], checkpoint: int | None = None) -> None:
         """Publish a page of loads and mark it, then the next. A broker that is away is not asked for the others."""
         batch, size = self.batch, self.publisher.page
         left = [Unpublished(load, domain, batch.batch_id, 0) for load, domain in loads]

@@ -10,7 +10,7 @@ from uuid import UUID
 from busload.commands import send
 from busload.commands.command import NewCommand
 from busload.commands.ids import job_id_of
-from busload.commands.load import DueLoad
+from busload.commands.load import LoadToPublish
 from busload.commands.payload import readable
 from busload.commands.send import NewBatch, Via
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy, checkpoint_name
@@ -55,12 +55,12 @@ class Checkpoint:
     """A checkpoint that was written: its number, counted from 1, and what is to be published."""
 
     number: int
-    loads: Sequence[DueLoad]
+    loads: Sequence[LoadToPublish]
 
 
 def create(
     batch: NewBatch, commands: Sequence[NewCommand], via: Via, strategy: Strategy = Strategy.RELAY
-) -> Plan[list[DueLoad]]:
+) -> Plan[list[LoadToPublish]]:
     """Write a batch with all its commands, and start its report. Returns the loads to be published."""
     loads = yield from send.create_batch(batch, commands, via)
     yield from _start(batch, via, strategy, len(commands), written=len(commands))

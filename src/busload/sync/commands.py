@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -29,7 +30,7 @@ from busload.settings import InputLimits, Settings
 from busload.sync.database import Database
 
 
-class CommandVerbs:
+class CommandVerbs(ABC):
     """Send commands, and follow each of them. What the methods share is said at `SyncCommandBus`."""
 
     database: Database
@@ -39,13 +40,13 @@ class CommandVerbs:
     settings: Settings
 
     @staticmethod
+    @abstractmethod
     def _give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
         """Cancel a command that waits for a person."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
-        raise NotImplementedError
 
     def send(
         self,

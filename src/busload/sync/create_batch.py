@@ -13,7 +13,7 @@ import psycopg
 from busload.commands import send
 from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.dedup import Dedup
-from busload.commands.load import DueLoad
+from busload.commands.load import LoadToPublish
 from busload.commands.send import NewBatch, Via
 from busload.commands.wording import counted
 from busload.dispatch import creation_state
@@ -99,7 +99,7 @@ class Creation(CreationRecord):
         broker refuses goes back into the outbox, unless a worker was faster.
         """
         plan = creation_state.create(self.batch, commands, self.via(), self.strategy)
-        loads: list[DueLoad] = self._write(plan, commands)
+        loads: list[LoadToPublish] = self._write(plan, commands)
         self.written = len(commands)
         self._publish(loads)
         self._finish()
@@ -146,7 +146,7 @@ class Creation(CreationRecord):
         log.debug("Batch %s: wrote %s", batch_id, count)
         return written
 
-    def _publish(self, loads: Sequence[DueLoad], checkpoint: int | None = None) -> None:
+    def _publish(self, loads: Sequence[LoadToPublish], checkpoint: int | None = None) -> None:
         """Publish a page of loads and mark it, then the next. A broker that is away is not asked for the others."""
         batch, size = self.batch, self.publisher.page
         left = [Unpublished(load, domain, batch.batch_id, 0) for load, domain in loads]

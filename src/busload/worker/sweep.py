@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TypeVar
 
 from psycopg.errors import LockNotAvailable
@@ -14,8 +15,9 @@ from busload.commands.wording import counted
 from busload.jobs import batch as jobs
 from busload.limits import concurrency, order
 from busload.postgres.connection import AsyncConnection
-from busload.postgres.plan import Plan, perform_async
+from busload.postgres.plan import Plan, many, perform_async
 from busload.postgres.pool import AsyncPool
+from busload.postgres.statements import statements
 from busload.postgres.write import hurried
 
 log = logging.getLogger("busload")
@@ -25,6 +27,20 @@ PATIENCE = 1000
 
 T = TypeVar("T")
 
+SQL = statements(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RareWork:
+    """Whether a sweep may find work that most databases never have."""
+
+    expires: bool
+    canary_overdue: bool
+    holds: bool
+    stops: bool
+    limits: bool
+    orders: bool
+
 
 async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     """Repair as this worker; with `judge`, it may declare others dead."""
@@ -32,14 +48,18 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         returned = await _rescue(conn, worker, judge)
         await _try(conn, jobs.cancel_stragglers())
         canceled = await _cancel_stragglers(conn)
-        expired = await _expire(conn)
-        overdue = await _try(conn, guards.hold_overdue())
-        await _try(conn, hold.withhold_stragglers())
-        stopped = await _try(conn, cancel_command.cancel_stragglers())
+        [rare] = await perform_async(conn, many(RareWork, SQL.rare_work))
+        expired = await _expire(conn) if rare.expires else 0
+        overdue = await _try(conn, guards.hold_overdue()) if rare.canary_overdue else 0
+        if rare.holds:
+            await _try(conn, hold.withhold_stragglers())
+        stopped = await _try(conn, cancel_command.cancel_stopping()) if rare.stops else 0
         await _try(conn, rescue.start_batches(worker=worker))
-        await _try(conn, concurrency.free_of_dead())
-        await _try(conn, concurrency.wake_forgotten())
-        await _try(conn, order.sweep())
+        if rare.limits:
+            await _try(conn, concurrency.free_of_dead())
+            await _try(conn, concurrency.wake_forgotten())
+        if rare.orders:
+            await _try(conn, order.sweep())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",

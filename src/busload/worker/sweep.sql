@@ -1,0 +1,15 @@
+-- name: rare_work
+-- Whether there may be work that most databases never have: commands and batches that have expired, canaries
+-- whose time is over, held batches, commands that were asked to stop, permits and commands that wait for one,
+-- and keys whose commands run in order. The statements that do this work are long to plan, and each is a
+-- transaction.
+SELECT EXISTS (SELECT FROM busload.expiry WHERE look_at <= now())
+       OR EXISTS (SELECT FROM busload.batch WHERE expires_at <= now() AND completed_at IS NULL),
+       EXISTS (SELECT FROM busload.batch
+                WHERE canary_until <= now() AND canary_ended_at IS NULL AND completed_at IS NULL),
+       EXISTS (SELECT FROM busload.batch
+                WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL),
+       EXISTS (SELECT FROM busload.stopping),
+       EXISTS (SELECT FROM busload.permit)
+       OR EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED'),
+       EXISTS (SELECT FROM busload.first_in_order);
