@@ -31,12 +31,7 @@ CROWD = """
      WHERE id > 10000 * 1024 AND id <= 20000 * 1024;
     INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at)
     SELECT id, 1, 'COMPLETED', command_id, 1, now(), now() FROM busload.command WHERE id > 20000 * 1024;
-    INSERT INTO busload.lease (lease_id, lo, hi, domain, priority, attempt, forgiven, crashes, replies, fair, worker,
-                               open)
-    SELECT gen_random_uuid(), n * 1024, n * 1024, 'jobs', 0, 1, 0, 0, false, 0, 0, 1
-      FROM generate_series(40001, 50000) AS n;
     ANALYZE busload.command; ANALYZE busload.queue; ANALYZE busload.scheduled; ANALYZE busload.execution;
-    ANALYZE busload.lease;
 """
 
 

@@ -1,5 +1,10 @@
 -- fragments of: busload.commands.load
 
+-- fragment: by_key
+-- True for all leases. The planner takes it to be true for few, so it looks them up by their key, also if it
+-- plans while there are no leases yet.
+lease_id BETWEEN '00000000-0000-0000-0000-000000000000' AND 'ffffffff-ffff-ffff-ffff-ffffffffffff'
+
 -- fragment: attempts
 -- The attempts that have ended, with their leases. OFFSET 0 keeps a plan that was made while tables were
 -- empty from reading all of them later.
@@ -12,12 +17,11 @@ held AS MATERIALIZED (
                END
       ) AS patience
      CROSS JOIN busload.lease AS l
-     WHERE l.lease_id = ANY (%(leases)b::uuid[])
+     WHERE l.lease_id = ANY (%(leases)b::uuid[]) AND {by_key}
      ORDER BY l.lease_id
        FOR UPDATE OF l
 ), outcome AS MATERIALIZED (
-    SELECT o.id, h.attempt, h.lease_id, h.domain, h.batch_id, h.priority, h.forgiven, h.replies, h.fair,
-           h.worker, o.delay, o.reason,
+    SELECT o.id, h.attempt, h.lease_id, h.batch_id, h.replies, h.worker, o.delay, o.reason,
            CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
                 WHEN o.outcome = 'FAILED_ATTEMPT' AND (
                      EXISTS (
@@ -58,28 +62,33 @@ SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at
 -- fragment: move_commands
 -- Where the commands go whose attempts were recorded, and what becomes of their leases. `progress` counts
 -- from the row as it was locked: the snapshot of this statement may be older than the lock.
-waiting_again AS (
-    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair,
-                                   run_at, reason)
-    SELECT o.id, o.id, o.domain, o.batch_id, o.priority, o.attempt + 1, o.forgiven, o.replies, o.fair,
-           statement_timestamp() + o.delay * interval '1 second', 'RETRY'
+unfinished AS (
+    SELECT o.id, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.replies, h.fair,
+           o.outcome, o.delay, o.reason, o.details
       FROM outcome AS o
       JOIN settled AS s ON s.command = o.id
-     WHERE o.outcome = 'FAILED_ATTEMPT'
+      JOIN held AS h ON h.lease_id = o.lease_id
+     WHERE o.outcome IN ('FAILED_ATTEMPT', 'TROUBLESHOOTING')
+), waiting_again AS (
+    INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair,
+                                   run_at, reason)
+    SELECT id, id, domain, batch_id, priority, attempt + 1, forgiven, replies, fair,
+           statement_timestamp() + delay * interval '1 second', 'RETRY'
+      FROM unfinished
+     WHERE outcome = 'FAILED_ATTEMPT'
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, fair,
                                          reason, error)
-    SELECT o.id, o.domain, o.batch_id, o.priority, o.attempt, o.forgiven, o.fair, o.reason,
-           {without_traceback}
-      FROM outcome AS o
-      JOIN settled AS s ON s.command = o.id
-     WHERE o.outcome = 'TROUBLESHOOTING'
+    SELECT id, domain, batch_id, priority, attempt, forgiven, fair, reason, {without_traceback}
+      FROM unfinished AS o
+     WHERE outcome = 'TROUBLESHOOTING'
 ), progress AS (
     SELECT h.lease_id, h.open - s.commands AS open
       FROM (SELECT lease_id, count(*)::integer AS commands FROM settled GROUP BY lease_id) AS s
       JOIN held AS h USING (lease_id)
 ), closed AS (
-    DELETE FROM busload.lease WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0))
+    DELETE FROM busload.lease
+     WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0)) AND {by_key}
 ), kept AS (
     UPDATE busload.lease AS l
        SET open = p.open
