@@ -64,13 +64,44 @@ async def test_a_worker_that_finds_room_for_all_takes_all_by_priority_and_age(
     worker = given.registered_worker()
 
     def take(limit: int) -> Counter[UUID | None]:
-        plan = claim.claim(worker=worker, domains=[DOMAIN], limit=limit, all_fits=True)
+        plan = claim.claim(worker=worker, domains=[DOMAIN], limit=limit, no_turns=True)
         return by_batch(database.perform(plan).leased)
 
     assert take(100) == {urgent: 5, old: 95}
     assert take(5000) == {old: 1405, None: 1}
     assert take(5000) == {}
     database.check_invariants()
+
+
+async def test_a_claim_tells_whether_all_that_it_saw_has_one_owner(bus: CommandBus, given: Given) -> None:
+    async def alone(*domains: str, limit: int = 10) -> bool | None:
+        plan = claim.claim(worker=given.registered_worker(), domains=[DOMAIN, *domains], limit=limit)
+        alone: bool | None = given.database.perform(plan).alone
+        return alone
+
+    assert not await alone(), "nothing is ready"
+    await given.batch(commands=3000)
+    assert await alone() and await alone("other")
+    await bus.create_batch("other", [BatchCommand("Work")] * 3)
+    assert await alone() and not await alone("other")
+    await given.batch(commands=3000)
+    assert not await alone(), "one of the two got nothing this time"
+
+
+async def test_an_owner_who_comes_later_has_its_turn_soon_even_if_no_notification_tells_of_it(given: Given) -> None:
+    """A worker that found one owner only claims by age, and looks for others with one claim in sixteen."""
+    seen: list[Command] = []
+
+    async def send_later(command: Command, ctx: Any) -> None:
+        seen.append(command)
+        if len(seen) == 50:
+            await given.batch(commands=1)
+
+    given.handler(function=send_later)
+    large = await given.batch(commands=1000)
+    await given.drained(concurrency=5, settings=replace(given.settings, prefetch=timedelta(0)))
+    [late] = [n for n, command in enumerate(seen) if command.batch_id != large]
+    assert late < 200
 
 
 async def test_large_batches_take_turns(given: Given, database: Database) -> None:

@@ -55,8 +55,9 @@ FUNCTIONS = """
 """
 OTHERS = """
     SELECT 'sequence ' || relname FROM pg_class WHERE relnamespace = 'busload'::regnamespace AND relkind = 'S'
-    UNION ALL SELECT 'type ' || typname FROM pg_type
-     WHERE typnamespace = 'busload'::regnamespace AND typtype IN ('e', 'd', 'r') ORDER BY 1
+    UNION ALL SELECT 'type ' || typname || coalesce(' ' || string_agg(pg_get_constraintdef(c.oid), ' '), '')
+      FROM pg_type AS t LEFT JOIN pg_constraint AS c ON c.contypid = t.oid
+     WHERE typnamespace = 'busload'::regnamespace AND typtype IN ('e', 'd', 'r') GROUP BY typname ORDER BY 1
 """
 
 

@@ -208,7 +208,7 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
     return {
         "claim": claim.claim(worker=1, domains=["payments"], limit=100),
         "claim one of two domains": claim.claim(worker=1, domains=["payments", "crm"], limit=1),
-        "claim all": claim.claim(worker=1, domains=["payments"], limit=100, all_fits=True),
+        "claim all": claim.claim(worker=1, domains=["payments"], limit=100, no_turns=True),
         "claim in turns": claim.claim(worker=1, domains=["tiles", "payments"], limit=100, turns={"tiles": 7}),
         "promote": claim.promote(),
         "settle": settlement(many),
@@ -281,6 +281,25 @@ def test_with_a_backlog_of_100_000_the_hot_statements_use_their_indexes(
     read = list(scans(found[0]["Plan"]))
     assert [table for kind, table in read if kind == "Seq Scan" and table in HOT] == []
     assert any(table in HOT for _, table in read)
+
+
+IN_PLACE = ("busload.fair_of(", "busload.turns(")
+"""Functions whose body the planner can put in the place of their call: else each call would plan it anew."""
+
+
+@pytest.mark.parametrize("name", [name for name, text in OWNED.items() if any(call in text for call in IN_PLACE)])
+def test_the_planner_puts_functions_in_the_place_of_their_calls(backlog: psycopg.Connection[Any], name: str) -> None:
+    with backlog.transaction(force_rollback=True):
+        backlog.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+        text, names = as_prepared(OWNED[name])
+        backlog.execute(f"PREPARE called AS {text}".encode())
+        try:
+            nulls = ", ".join("NULL" for _ in names)
+            lines = backlog.execute(f"EXPLAIN (VERBOSE) EXECUTE called ({nulls})".encode()).fetchall()
+        finally:
+            backlog.execute("DEALLOCATE called")
+    plan = "\n".join(line for (line,) in lines)
+    assert "queue" in plan and not [call for call in IN_PLACE if call in plan]
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -136,6 +136,9 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
         if found:
             problems += [Problem(p.code, p.path, p.message, index, p.limit) for p in found]
             continue
+        if plain:
+            checked.append(NewCommand(next(fresh), command.command_type, data))
+            continue
         command_id, own = command.command_id, None if command.domain == domain else command.domain
         if command_id is None:
             command_id = next(fresh)

@@ -30,7 +30,8 @@ class Claim:
 
     `contended` means that more commands were ready, but other workers had locked them at that moment. `refused` means
     that the worker which asked was declared dead. `turns` names, for each domain, who was the last to have a turn: the
-    next claim goes on after them.
+    next claim goes on after them. `alone` means that nobody has to wait for a turn, because all that the claim saw has
+    one owner; it is None if the claim did not look.
     """
 
     leases: list[Lease]
@@ -38,6 +39,7 @@ class Claim:
     contended: bool
     refused: bool = False
     turns: Mapping[str, int] = field(default_factory=dict)
+    alone: bool | None = None
 
     def joined(self, other: Claim) -> Claim:
         """What both together took."""
@@ -78,15 +80,15 @@ def claim(
     limit: int,
     suspects: bool = True,
     turns: Mapping[str, int] | None = None,
-    all_fits: bool = False,
+    no_turns: bool = False,
 ) -> Plan[Claim]:
     """Take up to `limit` commands. `turns` are those of the claim before; without them it begins with the oldest.
 
-    With `all_fits` probably no more than that are ready. Then nobody needs a turn, and the claim is quicker.
+    With `no_turns` probably no more than that are ready, or all of them have one owner. Then the claim is quicker.
     """
     known = turns or {}
     [row] = yield from execute(
-        SQL.claim_all if all_fits else SQL.claim,
+        SQL.claim_all if no_turns else SQL.claim,
         worker=worker,
         domains=domains,
         after=[known.get(domain, BEFORE_ALL) for domain in domains],
@@ -94,9 +96,10 @@ def claim(
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, last, leases, leased = *row[:2], *read(row[2:13], *row[13:])
+    seen, last, alone, leases, leased = *row[:3], *read(row[3:14], *row[14:])
     contended = seen is not None and len(leased) < min(limit, seen)
-    return Claim(leases, leased, contended, refused=seen is None, turns=dict(zip(domains, last, strict=True)))
+    next_turns = dict(zip(domains, last, strict=True))
+    return Claim(leases, leased, contended, refused=seen is None, turns=next_turns, alone=alone)
 
 
 def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[DeliveredClaim]:

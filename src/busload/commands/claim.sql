@@ -14,12 +14,10 @@
 FROM (
     SELECT set_config('synchronous_commit', 'off', true),
            (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
-              FROM (
-                SELECT batch_id
-                  FROM busload.batch
-                 WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM leased)) AND status = 'PENDING'
-                   FOR NO KEY UPDATE SKIP LOCKED
-              ) AS starting)
+              FROM leased AS l
+             WHERE EXISTS (
+                SELECT FROM busload.batch WHERE batch_id = l.batch_id AND status = 'PENDING' OFFSET 0
+             ))
 ) AS hasty
 CROSS JOIN (
     SELECT array_agg(lease_id),
@@ -140,7 +138,7 @@ END
 -- Take as many ready commands as were asked for. Higher priorities come first. Among equal ones
 -- `busload.turns` says whose turn it is, and how many loads that are. `busload.ready` leaves out the batches
 -- that are held or being canceled. The second column says for each domain whose turn was the last: the next
--- claim of this worker begins behind it.
+-- claim of this worker begins behind it. The third one says whether all that was in sight is of one owner.
 WITH {alive}, wanted AS (
     SELECT t.*
       FROM alive
@@ -162,12 +160,14 @@ SELECT {seen},
           FROM unnest(%(domains)s::text[], %(after)s::bigint[]) WITH ORDINALITY AS d (domain, after, nth)
          ORDER BY nth
        ),
+       (SELECT count(*) = 1 AND bool_and(alone) FROM wanted),
        l.*, c.*
   {leases_and_commands};
 
 -- name: claim_all
--- The same by a worker that has just found less than it asked for: it takes all that is ready, so it need not
--- ask whose turn it is. If there is more than that by now, this claim goes by age, and the next one in turns.
+-- The same by a worker that has just found less than it asked for, or commands of one owner only: it need not
+-- ask whose turn it is. If there is more by now, or of others too, this claim goes by age, and a later one in
+-- turns.
 WITH {alive}, wanted AS (
     SELECT d.domain, q.*
       FROM alive
@@ -199,6 +199,7 @@ WITH {alive}, wanted AS (
 ), {lease_ready}
 SELECT {seen},
        %(after)s::bigint[],
+       NULL::boolean,
        l.*, c.*
   {leases_and_commands};
 

@@ -239,12 +239,12 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     command_id: UUID
     command_type: str
     data: str
-    reply_to: str | None
-    correlation_id: UUID | None
-    task_key: str | None
-    priority: int
-    run_at: datetime | None
-    max_attempts: int | None
+    reply_to: str | None = None
+    correlation_id: UUID | None = None
+    task_key: str | None = None
+    priority: int = 0
+    run_at: datetime | None = None
+    max_attempts: int | None = None
     domain: str | None = None
     """The domain that runs it, if that is not the domain of the call."""
     fair_by: str | None = None

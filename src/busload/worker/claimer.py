@@ -90,6 +90,8 @@ class Claimer:
         self._until_oldest = OLDEST_EVERY
         self._all_fits = True
         """Whether the last claim found less than it asked for: then nobody has to wait for a turn."""
+        self._alone = False
+        """Whether the last claim in turns found one owner only, and nothing became ready since it was sent."""
         self._queue_wanted = True
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
@@ -111,7 +113,7 @@ class Claimer:
 
     def look_at_queue(self) -> None:
         """Look at the queue itself in the next round: something may be ready that no message tells of."""
-        self._queue_wanted = True
+        self._queue_wanted, self._alone = True, False
 
     async def once(self, *, everywhere: bool = False) -> Look:
         """Claim what is missing, in one statement.
@@ -286,9 +288,8 @@ class Claimer:
 
         It also finds holds of which no notification came.
         """
-        waiting = [*self._gatherer.gathered, *(one for item in self._line.items for one in commands_of(item))]
-        batches = {one.lease.batch_id for one in waiting if one.lease.batch_id is not None}
-        promotion = await self._shared.perform(claim.promote(batches))
+        waits = len(self._line) > 0 or next(self._gatherer.gathered, None) is not None
+        promotion = await self._shared.perform(claim.promote(self._held.batches if waits else ()))
         self._promoted_at = time.monotonic()
         if promotion.held:
             self.heed_holds(promotion.held)
@@ -373,11 +374,14 @@ class Claimer:
                 suspects = not self._held.has_suspect
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
                 turns = self._turns if self._until_oldest else None
+                no_turns = self._all_fits or (self._alone and self._until_oldest > 0)
                 look = partial(claim.claim, worker=number, domains=domains, limit=limit, suspects=suspects)
-                taken = await self._shared.perform(look(turns=turns, all_fits=self._all_fits))
+                self._alone = self._alone or not no_turns  # unless a notification comes meanwhile
+                taken = await self._shared.perform(look(turns=turns, no_turns=no_turns))
                 if self._until_oldest:
                     self._turns |= taken.turns
                 self._all_fits = len(taken.leased) < limit and not taken.contended
+                self._alone = self._alone and taken.alone is not False
             else:
                 delivered = await self._shared.perform(
                     claim.claim_delivered(worker=number, domains=domains, wanted=wanted)

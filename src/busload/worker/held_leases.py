@@ -37,6 +37,10 @@ class HeldLeases:
         return list(self._leases)
 
     @property
+    def batches(self) -> set[UUID]:
+        return {lease.batch_id for lease in self._leases.values() if lease.batch_id is not None}
+
+    @property
     def has_suspect(self) -> bool:
         """Whether a suspect runs here: a load that ran when a worker died. One at a time, to know which one kills."""
         return any(lease.crashes for lease in self._leases.values())

@@ -53,10 +53,20 @@ CREATE FUNCTION busload.execution_id(lease_id uuid, command bigint) RETURNS uuid
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN (left(lease_id::text, 33) || lpad(to_hex(command & 1023), 3, '0'))::uuid;
 
--- Everything that happened and is not an attempt.
+-- Everything that happened and is not an attempt. The type checks its values itself, and so do some of the
+-- tables to come: PostgreSQL reads the text of a table's constraint again for each statement that writes.
+CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
+        'CANCELED', 'OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED', 'PARKED',
+        'LEASE_LOST',     -- the worker was declared dead
+        'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
+        'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
+        'PUBLISHED',         -- a broker has confirmed a message about them
+        'PUBLISHED_AGAIN',   -- nobody came for them: another message
+        'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
+        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED'));
 CREATE TABLE busload.event (
     event    bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    type     text        NOT NULL,
+    type     busload.event_type NOT NULL,
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     lo       bigint,     -- the commands it is about; null for an event of the batch itself
     hi       bigint,
@@ -65,16 +75,7 @@ CREATE TABLE busload.event (
     lease_id uuid,
     worker   bigint,
     operator text,
-    details  json,
-    CONSTRAINT known_type CHECK (type IN (
-        'CANCELED', 'OPERATOR_RETRIED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED', 'PARKED',
-        'LEASE_LOST',     -- the worker was declared dead
-        'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
-        'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
-        'PUBLISHED',         -- a broker has confirmed a message about them
-        'PUBLISHED_AGAIN',   -- nobody came for them: another message
-        'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
-        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED'))
+    details  json
 );
 CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;
 CREATE INDEX event_of_batch ON busload.event (batch_id) WHERE lo IS NULL;

@@ -6,6 +6,10 @@ CREATE FUNCTION busload.uuid_of(job_id text) RETURNS uuid
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
     RETURN CASE WHEN job_id ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' THEN job_id::uuid END;
 
+CREATE DOMAIN busload.way AS text CHECK (VALUE IN ('create_batch', 'open_batch', 'job'));
+CREATE DOMAIN busload.batch_type AS text CHECK (VALUE IN ('COMMANDS', 'JOBS'));
+CREATE DOMAIN busload.held_reason AS text CHECK (VALUE IN ('OPERATOR', 'CANARY', 'BUDGET'));
+
 CREATE TABLE busload.batch (
     batch_id                 uuid        PRIMARY KEY,
     domain                   text        NOT NULL,
@@ -28,12 +32,9 @@ CREATE TABLE busload.batch (
     pruned_at                timestamptz, -- when its removal began; it is no longer shown
     job_id                   text COLLATE "C",   -- the job that the batch is a stage of: a UUID, or any text
     stage                    jsonb,       -- a text or a number
-    -- The call that created it.
-    way                      text        NOT NULL DEFAULT 'create_batch'
-                             CHECK (way IN ('create_batch', 'open_batch', 'job')),
+    way                      busload.way NOT NULL DEFAULT 'create_batch',   -- the call that created it
     -- What it counts. Nothing is sent into a batch of jobs: each stage of a job is a batch of commands.
-    batch_type               text        NOT NULL DEFAULT 'COMMANDS'
-                             CHECK (batch_type IN ('COMMANDS', 'JOBS')),
+    batch_type               busload.batch_type NOT NULL DEFAULT 'COMMANDS',
     fair_by                  text,        -- the key by which it takes turns with others; null: by itself
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
@@ -42,7 +43,7 @@ CREATE TABLE busload.batch (
     expired_at               timestamptz,   -- when the first of it was canceled for that reason
     -- Since when the batch is held: nothing of it starts until it is resumed. All four are null otherwise.
     held_at                  timestamptz,
-    held_reason              text,        -- what holds it: a person, its canary or its failure budget
+    held_reason              busload.held_reason,   -- a person, its canary or its failure budget
     held_by                  text,        -- the operator, if a person holds it
     held_note                text,        -- why, in words for people
     -- The canary: how many commands run before all others, and by when they are to have completed. The others
@@ -72,8 +73,7 @@ CREATE TABLE busload.batch (
         AND canceled_count >= 0
         AND in_troubleshooting_count >= 0
         AND completed_count + failed_count + canceled_count + in_troubleshooting_count <= total_count),
-    CONSTRAINT held_for_a_reason CHECK (
-        (held_at IS NULL) = (held_reason IS NULL) AND held_reason IN ('OPERATOR', 'CANARY', 'BUDGET')),
+    CONSTRAINT held_for_a_reason CHECK ((held_at IS NULL) = (held_reason IS NULL)),
     CONSTRAINT longest_domain CHECK (length(domain) <= 255),
     CONSTRAINT longest_name CHECK (length(name) <= 255)
 ) WITH (fillfactor = 50);
@@ -125,12 +125,13 @@ SELECT * FROM busload.outbox
 -- and gets the loads that fit into it. What is left goes to owners who got less than half of their share, one
 -- after the other. So a small batch starts at once beside a large one, large ones take turns, and a claim
 -- splits one load at most: that of the owner with `split`. The next claim begins behind the owner whose
--- `rank` is 1.
+-- `rank` is 1. An owner is `alone` if there is no other one of its priority. Windows are over -priority, so
+-- that all of them are in one order.
 --
 -- The planner puts this function in the place of its call, so it is planned with the claim.
 CREATE FUNCTION busload.turns(domains text[], after bigint[], most integer)
     RETURNS TABLE (domain text, priority integer, fair bigint, loads integer, commands bigint, split boolean,
-                   rank bigint)
+                   rank bigint, alone boolean)
     LANGUAGE sql STABLE
 BEGIN ATOMIC
     WITH RECURSIVE walk AS (
@@ -188,10 +189,10 @@ BEGIN ATOMIC
             SELECT w.domain, w.chance, w.priority, w.fair, w.seen, w.owners AS nth,
                    seen[cardinality(seen)] AS commands,
                    greatest(0, most - coalesce(sum(seen[cardinality(seen)]) OVER (
-                       ORDER BY w.priority DESC GROUPS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+                       ORDER BY -w.priority GROUPS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
                    ), 0))::bigint AS rest,
-                   count(*) FILTER (WHERE seen IS NULL) OVER (PARTITION BY w.priority) AS among_domains,
-                   count(seen) OVER (PARTITION BY w.domain, w.priority) AS among
+                   count(*) FILTER (WHERE seen IS NULL) OVER (PARTITION BY -w.priority) AS among_domains,
+                   count(seen) OVER (PARTITION BY -w.priority, w.domain) AS among
               FROM walk AS w
           ) AS o
          WHERE seen IS NOT NULL
@@ -211,7 +212,8 @@ BEGIN ATOMIC
            row_number() OVER (
                PARTITION BY t.domain
                ORDER BY t.priority, gets > fit DESC, CASE WHEN gets > fit OR all_served THEN -nth ELSE nth END
-           )
+           ),
+           t.among * t.among_domains = 1
       FROM (
         SELECT *, bool_and(gets > 0) OVER (PARTITION BY turn.domain, turn.priority) AS all_served FROM turn
       ) AS t
@@ -386,14 +388,17 @@ BEGIN
     RETURN resumed;
 END $$;
 
--- The first command of a batch runs. The claim that holds the rows of these batches calls this only if it
--- starts one. A claim that starts none writes no event at all, because even an insert of no rows would run
--- the trigger on events.
+-- The first command of a batch runs. A claim calls this only if it may start one. A claim that starts none
+-- writes no event at all, because even an insert of no rows would run the trigger on events. Batches whose
+-- rows others hold are left out.
 CREATE FUNCTION busload.start_batches(batches uuid[], by bigint) RETURNS void
     LANGUAGE sql STRICT SET search_path = pg_catalog, pg_temp AS $$
     WITH started AS (
         UPDATE busload.batch SET status = 'IN_PROGRESS', started_at = now()
-         WHERE batch_id = ANY (batches) AND status = 'PENDING'
+         WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM busload.batch
+                                      WHERE batch_id = ANY (batches) AND status = 'PENDING'
+                                        FOR NO KEY UPDATE SKIP LOCKED))
+           AND status = 'PENDING'
         RETURNING batch_id
     )
     INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, by FROM started
@@ -706,17 +711,20 @@ BEGIN
             OFFSET 0   -- else it would be computed, and planned, once for each of its uses
           ) AS d ON d.batch_id = before.batch_id
          WHERE b.batch_id = before.batch_id
-        RETURNING b.*, ran AND before.status = 'PENDING' AS begins
+        RETURNING b.batch_id, ran AND before.status = 'PENDING' AS begins,
+                  b.completed_count + b.failed_count + b.canceled_count + b.in_troubleshooting_count
+                  = b.total_count AS ends,
+                  b.held_at IS NULL
+                  AND (b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL
+                       OR b.failed_count + b.in_troubleshooting_count - b.budget_from
+                          > busload.failures_allowed(b.budget_share, b.budget_at_least, b.total_count))
+                  AS tests,
+                  b.notified_at = now() AS tells
     )
     SELECT array_agg(batch_id) FILTER (WHERE begins),
-           array_agg(batch_id) FILTER (
-              WHERE completed_count + failed_count + canceled_count + in_troubleshooting_count = total_count),
-           array_agg(batch_id) FILTER (
-              WHERE held_at IS NULL
-                AND (canary_until IS NOT NULL AND canary_ended_at IS NULL
-                     OR failed_count + in_troubleshooting_count - budget_from
-                        > busload.failures_allowed(budget_share, budget_at_least, total_count))),
-           array_agg(batch_id) FILTER (WHERE notified_at = now())
+           array_agg(batch_id) FILTER (WHERE ends),
+           array_agg(batch_id) FILTER (WHERE tests),
+           array_agg(batch_id) FILTER (WHERE tells)
       INTO begun, ended, tested, heard
       FROM counted;
 
