@@ -10,12 +10,15 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError
 from busload.commands import claim
 from busload.commands.command import Command
 from busload.commands.execution import FAILED_ATTEMPT, TROUBLESHOOTING, Leased
+from busload.postgres.plan import Statement
+from busload.postgres.pool import PLAN_ONCE
 from tests.given import DOMAIN, Database, Given
 
 
@@ -427,3 +430,48 @@ async def test_workers_go_round(given: Given) -> None:
     assert len(seen) == 400
     begun = [min(n for n, command in enumerate(seen) if command.batch_id == batch_id) for batch_id in batches]
     assert max(begun) < 100
+
+
+# -- what a claim costs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "size"), [(10, 1000, 1000), (10_000, 200_000, 1)], ids=["loads of 1,000", "sent one by one"]
+)
+async def test_a_claim_reads_by_index_and_no_more_of_a_queue_that_is_longer(
+    given: Given, database: Database, dsn: str, short: int, long: int, size: int
+) -> None:
+    """A large owner and a small one behind it: the claim that gives both their turn reads the same pages."""
+    worker = given.registered_worker()
+
+    def pages(loads: int) -> int:
+        database.rows("TRUNCATE busload.queue")
+        database.rows(
+            "INSERT INTO busload.queue (lo, hi, domain, fair)"
+            " SELECT n << 10, (n << 10) + %s, %s, 7 FROM generate_series(1, %s::bigint) AS n"
+            " UNION ALL SELECT 0, 4, %s, 8",
+            size - 1,
+            DOMAIN,
+            loads,
+            DOMAIN,
+        )
+        database.rows("VACUUM ANALYZE busload.queue")
+        statement = next(claim.claim(worker=worker, domains=[DOMAIN], limit=100, turns={DOMAIN: 7}))
+        assert isinstance(statement, Statement)
+        with psycopg.connect(dsn) as conn, psycopg.ClientCursor(conn) as cursor:
+            cursor.execute(PLAN_ONCE)
+            text = statement.sql
+            for n, name in enumerate(statement.params, 1):
+                text = text.replace(f"%({name})s".encode(), f"${n}".encode())
+            cursor.execute(b"PREPARE claim AS " + text.replace(b"%%", b"%"))
+            values = ", ".join(["%s"] * len(statement.params)).encode()
+            explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE claim (" + values + b")"
+            cursor.execute(explain, list(statement.params.values()))
+            [[[explained]]] = cursor.fetchall()
+            conn.rollback()
+        assert "Seq Scan" not in str(explained)
+        return int(explained["Plan"]["Shared Hit Blocks"] + explained["Plan"]["Shared Read Blocks"])
+
+    pages(short)  # the catalogues are in memory from now on
+    few, many = pages(short), pages(long)
+    assert many <= 1.2 * few, (few, many)

@@ -149,8 +149,9 @@ WITH {alive}, wanted AS (
      CROSS JOIN LATERAL (
         SELECT *
           FROM busload.ready
-         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority AND fair = w.fair
-         ORDER BY hi
+         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
+           AND fair BETWEEN w.fair AND w.fair   -- not `=`: a plan could then go by hi, past the loads of others
+         ORDER BY fair, hi
          {lock_wanted}
      ) AS q
 ), {lease_ready}

@@ -170,11 +170,11 @@ BEGIN ATOMIC
                         WHEN n.size IS NOT NULL THEN (
                             SELECT array_agg(load.seen)
                               FROM (
-                                SELECT sum((r.hi - r.lo + 1)::integer) OVER (ORDER BY r.hi) AS seen
+                                SELECT sum((r.hi - r.lo + 1)::integer) OVER (ORDER BY r.fair, r.hi) AS seen
                                   FROM busload.ready AS r
                                  WHERE r.domain = w.domain AND r.crashes = 0 AND r.priority = n.priority
-                                   AND r.fair = n.fair
-                                 ORDER BY r.hi
+                                   AND r.fair BETWEEN n.fair AND n.fair   -- not `=`: see claim.sql
+                                 ORDER BY r.fair, r.hi
                                  LIMIT most
                               ) AS load
                         )

@@ -424,8 +424,8 @@ BEGIN ATOMIC
         SELECT r.hi
           FROM busload.ready AS r
          WHERE r.domain = oldest_loads.domain AND r.crashes = 0
-           AND r.priority = o.priority AND r.fair = o.fair
-         ORDER BY r.hi
+           AND r.priority = o.priority AND r.fair BETWEEN o.fair AND o.fair   -- not `=`: see claim.sql
+         ORDER BY r.fair, r.hi
          LIMIT most
      ) AS q
      ORDER BY q.hi
