@@ -163,10 +163,10 @@ def read(
     """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
     if ids is None:
         return [], []
-    lease_ids, los, his, *shared, remaining, has_budget = lease_columns
+    lease_ids, los, his, *shared, remaining, budgets = lease_columns
     loads = list(map(Load, los, his))
     counts = [load.size for load in loads]
-    numbers = counts, counts, remaining, map(bool, has_budget)
+    numbers = counts, counts, remaining, (share is not None for share in budgets)
     leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), *numbers))
     if ids == [id for load in loads for id in load.ids]:
         owners = [lease for lease in leases for _ in range(lease.unsettled)]

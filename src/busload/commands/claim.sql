@@ -10,7 +10,7 @@
 -- then that column is null. A claim does not wait for the disk: if a crash undoes it, the commands are ready
 -- again, and a result of theirs cannot be durable without it. It starts the batches that begin with it. If
 -- somebody else holds the row of a batch, its first settlement starts it. `remaining` is what has not ended
--- of a batch that takes no more commands; `has_budget` says whether the batch has a failure budget.
+-- of a batch that takes no more commands; `budget_share` is null unless the batch has a failure budget.
 FROM (
     SELECT set_config('synchronous_commit', 'off', true),
            (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
@@ -30,16 +30,16 @@ CROSS JOIN (
            array_agg(forgiven),
            array_agg(crashes),
            array_agg(remaining),
-           array_agg(has_budget)
+           array_agg(budget_share)
       FROM (
-        SELECT l.*, b.remaining, b.has_budget
+        SELECT l.*, b.remaining, b.budget_share
           FROM leased AS l
           LEFT JOIN LATERAL (
             SELECT CASE WHEN sealed_at IS NOT NULL
                         THEN total_count - completed_count - failed_count - canceled_count
                              - in_troubleshooting_count
                    END AS remaining,
-                   budget_share IS NOT NULL AS has_budget
+                   budget_share
               FROM busload.batch
              WHERE batch_id = l.batch_id
             OFFSET 0
@@ -150,7 +150,8 @@ WITH {alive}, wanted AS (
         SELECT *
           FROM busload.ready
          WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
-           AND fair BETWEEN w.fair AND w.fair   -- not `=`: a plan could then go by hi, past the loads of others
+           -- Not `=`: a plan could then go by hi, and pass the loads of all others by.
+           AND fair BETWEEN w.fair AND w.fair
          ORDER BY fair, hi
          {lock_wanted}
      ) AS q
@@ -212,12 +213,11 @@ SELECT {seen},
 -- commands that could not be taken, because others have locked them.
 WITH {alive}, load AS (
     SELECT r.*, load << 10 AS first
-      FROM alive
-     CROSS JOIN unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
+      FROM alive,
+           unnest(%(loads)b::bigint[], %(wanted)b::integer[]) AS r (load, wanted)
 ), ready AS MATERIALIZED (
     SELECT q.*, r.load, r.wanted
-      FROM load AS r
-     CROSS JOIN LATERAL (
+      FROM load AS r, LATERAL (
         SELECT {load}
           FROM busload.ready
          WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
@@ -225,8 +225,7 @@ WITH {alive}, load AS (
      ) AS q
 ), boxed AS MATERIALIZED (
     SELECT o.*, r.load, r.wanted
-      FROM load AS r
-     CROSS JOIN LATERAL (
+      FROM load AS r, LATERAL (
         SELECT {load}
           FROM busload.unmarked
          WHERE hi BETWEEN r.first AND r.first + 1023 AND crashes = 0 AND domain = ANY (%(domains)s::text[])
