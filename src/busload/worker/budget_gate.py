@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
 from uuid import UUID
 
-from busload.commands.execution import Leased
+from busload.commands.execution import Lease, Leased
 from busload.settings import WorkerSettings
 from busload.worker.held_leases import HeldLeases
-from busload.worker.line import Claimed, commands_of
+from busload.worker.line import Claimed, Gathered, commands_of
 
 
 def one_flush(settings: WorkerSettings) -> int:
@@ -41,9 +43,9 @@ class BudgetGate:
     def add(self, items: Sequence[Claimed]) -> list[Claimed]:
         """Let commands come to the gate; return those that may stand in line now. Commands without a budget may."""
         free: list[Claimed] = []
-        for item in items:
-            has_budget = any(one.lease.has_budget for one in commands_of(item))
-            (self.waiting if has_budget else free).append(item)
+        for source, run in groupby(items, _source):
+            leases = [source] if isinstance(source, Lease) else [one.lease for one in source.leased]
+            (self.waiting if any(lease.has_budget for lease in leases) else free).extend(run)
         return free + self.let_in()
 
     def let_in(self) -> list[Claimed]:
@@ -52,16 +54,23 @@ class BudgetGate:
             return []
         begun = self._held.unsettled_by_batch()
         begun.subtract(_of_batches(self._not_begun()))
-        begun.subtract(_of_batches(one for item in self.waiting for one in commands_of(item)))
+        begun.subtract(_of_batches(chain.from_iterable(map(commands_of, self.waiting))))
         passed: list[Claimed] = []
         waiting: list[Claimed] = []
-        for item in self.waiting:
-            mine = _of_batches(one for one in commands_of(item) if one.lease.has_budget)
-            if all(begun[batch] <= 0 or begun[batch] + count <= self._most for batch, count in mine.items()):
-                begun.update(mine)
-                passed.append(item)
+        for source, run in groupby(self.waiting, _source):  # commands that were claimed together stand together
+            alike = list(run)
+            if not isinstance(source, Lease):
+                mine = _of_batches(one for one in source.leased if one.lease.has_budget)
+                may = all(begun[batch] <= 0 or begun[batch] + count <= self._most for batch, count in mine.items())
+                begun.update(mine if may else ())
+                (passed if may else waiting).append(source)
+            elif source.batch_id is None or source.lost:
+                passed += alike
             else:
-                waiting.append(item)
+                room = max(0, self._most - max(0, begun[source.batch_id]))
+                begun[source.batch_id] += min(room, len(alike))
+                passed += alike[:room]
+                waiting += alike[room:]
         if passed:
             self.waiting.clear()
             self.waiting.extend(waiting)
@@ -70,6 +79,15 @@ class BudgetGate:
         return passed
 
 
+def _source(item: Claimed) -> Lease | Gathered:
+    """The lease of a single command; or the chunk itself, as its commands may have several leases."""
+    return item.lease if isinstance(item, Leased) else item
+
+
 def _of_batches(leased: Iterable[Leased]) -> Counter[UUID]:
     """How many of these commands are of each batch. Those whose lease is lost count nowhere."""
-    return Counter(one.lease.batch_id for one in leased if one.lease.batch_id is not None and not one.lease.lost)
+    found: Counter[UUID] = Counter()
+    for lease, count in Counter(map(attrgetter("lease"), leased)).items():
+        if lease.batch_id is not None and not lease.lost:
+            found[lease.batch_id] += count
+    return found
