@@ -164,10 +164,10 @@ async def test_a_time_limit_that_is_none_is_refused(bus: CommandBus, sync_bus: S
     wrong: Any
     for wrong in ("5s", float("nan"), [5]):
         for wait in (bus.wait_batch, bus.jobs.wait):
-            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, found"):
+            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, 0 or more, found"):
                 await wait("payments", uuid4(), timeout=wrong)
         for wait_here in (sync_bus.wait_batch, sync_bus.jobs.wait):
-            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, found"):
+            with pytest.raises(ValueError, match="timeout must be a timedelta or seconds, 0 or more, found"):
                 wait_here("payments", uuid4(), timeout=wrong)
 
 
