@@ -350,8 +350,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         many jobs that were.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        of_jobs = is_of_jobs(domain, batch_id)
-        if await (self.database.read(of_jobs) if conn is None else self.database.write(Write(of_jobs), conn)):
+        if await self.database.write(Write(is_of_jobs(domain, batch_id)), conn):
             return await cancel_jobs(self.database, domain, batch_id, self.via, conn, reason=reason, operator=operator)
         begin = partial(begin_to_cancel, domain, batch_id)
         return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)

@@ -32,7 +32,7 @@ def test_values_have_the_promised_fields() -> None:
     more = (
         "status attempts max_attempts run_at started_at finished_at worker execution_id "
         "last_error_type last_error_code last_error_message result last_traceback "
-        "publish_attempts last_publish_error published_at checkpoint"
+        "publish_attempts last_publish_error published_at checkpoint expires_at"
     )
     assert list(signature(Command).parameters) == command.split()
     assert list(signature(CommandMetadata).parameters) == f"{command} {more}".split()

@@ -211,7 +211,7 @@ async def test_the_next_commands_are_claimed_while_permits_of_the_last_are_asked
     flights = InFlight()
     given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="key"))
     with psycopg.connect(dsn) as conn:
-        conn.execute("SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])", [f"{DOMAIN}/Debit", "0"])
+        conn.execute("SELECT busload.lock_limits(%s, %s)", [[f"{DOMAIN}/Debit"] * 2, ["0", "1"]])
         await sent(given, 2, keys=2)
         async with given.running() as worker:
             await eventually(lambda: database.value("SELECT coalesce(sum(open), 0) FROM busload.lease") == 2)

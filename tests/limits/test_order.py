@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -33,10 +34,11 @@ from busload.buffers.declaration import BufferSettings
 from busload.commands import claim, rescue
 from busload.commands.execution import FAILED_ATTEMPT, Leased
 from busload.errors import InvalidOperationError
-from busload.limits import order, rate
+from busload.limits import concurrency, order, rate
 from busload.limits.order import Key, OrderedClaim
 from busload.postgres.plan import Plan
 from busload.sync.plan import perform
+from busload.worker import order as orders
 from tests.given import DOMAIN, Database, Given, beside, eventually
 
 IN_ORDER = ConcurrencyLimit(1, by="key", ordered=True)
@@ -167,6 +169,65 @@ async def test_nobody_who_is_sent_meanwhile_overtakes_the_next(given: Given, dat
     assert claimed(given, worker) == []  # the first has ended, and nobody has told of it yet
     assert advanced(given) == 1
     assert numbers(claimed(given, worker)) == [1]
+
+
+async def test_what_waits_for_its_predecessors_is_never_due_however_long_they_take(
+    given: Given, database: Database
+) -> None:
+    worker = given.registered_worker()
+    await sent(given, 5)
+    first = claimed(given, worker)
+    assert database.rows("SELECT DISTINCT run_at = 'infinity' FROM busload.scheduled") == [(True,)]
+    database.perform(claim.promote())
+    assert database.count("queue") == 0
+    for expected in range(5):
+        assert numbers(first) == [expected]
+        given.settled(first)
+        advanced(given)
+        first = claimed(given, worker)
+    database.check_invariants()
+
+
+async def test_a_limit_that_was_not_ordered_before_does_not_wake_what_waits_in_order(
+    given: Given, database: Database
+) -> None:
+    await sent(given, 5)
+    assert numbers(claimed(given, given.registered_worker())) == [0]
+    database.rows("INSERT INTO busload.concurrency_limit (name, most) VALUES (%s, 1)", NAME)
+    assert database.perform(concurrency.wake_forgotten()) == 0
+    assert (database.count("queue"), database.count("scheduled")) == (0, 4)
+
+
+async def test_a_worker_with_more_slots_than_a_claim_takes_claims_again_at_once(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take a claim that was cut short for the last one, and wait for a poll of an hour."""
+    monkeypatch.setattr(order, "MOST", 10)
+    ledger = Ledger()
+    given.handler(function=ledger.call, concurrency_limit=IN_ORDER)
+    await sent(given, 30)
+    claimed(given, given.registered_worker(), 1)  # the first of the key runs elsewhere
+    await given.bus.send(DOMAIN, "Debit", data={"key": "other", "n": 0})
+    async with given.running(concurrency=50, settings=replace(given.settings, poll_every=timedelta(hours=1))):
+        await eventually(lambda: ledger.ran["other"] == [0])
+
+
+async def test_a_by_that_is_slow_makes_claims_smaller_and_stops_nothing(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "IDLE", 250)
+    monkeypatch.setattr(orders, "KEYS_WITHIN", 0.05)
+    ledger = Ledger()
+
+    def by(command: Command) -> str:
+        time.sleep(0.01)  # the function is slow: what the test is about
+        return str(command.data["n"])
+
+    given.handler(function=ledger.call, concurrency_limit=ConcurrencyLimit(1, by=by, ordered=True))
+    await sent(given, 60)
+    async with given.running(concurrency=60):
+        await eventually(lambda: ledger.all_ran == 60)
+        await eventually(database.is_at_rest)
 
 
 async def test_a_retry_runs_before_its_successors(given: Given, database: Database) -> None:

@@ -33,7 +33,7 @@ SELECT busload.free_permits(coalesce(array_agg(limit_name), '{}'), coalesce(arra
 WITH RECURSIVE waited_for AS (
     (SELECT limit_name, limit_subject
        FROM busload.scheduled
-      WHERE reason = 'LIMITED'
+      WHERE reason = 'LIMITED' AND per_call IS NOT NULL
       ORDER BY limit_name, limit_subject LIMIT 1)
     UNION ALL
     SELECT s.limit_name, s.limit_subject
@@ -41,7 +41,8 @@ WITH RECURSIVE waited_for AS (
      CROSS JOIN LATERAL (
         SELECT limit_name, limit_subject
           FROM busload.scheduled
-         WHERE reason = 'LIMITED' AND (limit_name, limit_subject) > (w.limit_name, w.limit_subject)
+         WHERE reason = 'LIMITED' AND per_call IS NOT NULL
+           AND (limit_name, limit_subject) > (w.limit_name, w.limit_subject)
          ORDER BY limit_name, limit_subject LIMIT 1
      ) AS s
 )

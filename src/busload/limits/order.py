@@ -89,7 +89,7 @@ def claim_in_order(
         worker=worker,
         domain=domain,
         domains=[domain],
-        limit=min(limit, MOST),
+        limit=limit,
         suspects=int(suspects),
         lease=str(new_id()),
     )

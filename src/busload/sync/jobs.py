@@ -87,7 +87,8 @@ class Jobs:
 
         The batch counts jobs as other batches count commands, and `get_batch`, `list_batches`, `wait_batch`,
         `watch_batch`, `explain_batch` and `cancel_batch` of the bus are for it, too. It completes with the last of its
-        jobs that ends; `on_complete` is as in `create_batch` of the bus. `list` finds its jobs by `batch_id`.
+        jobs that ends; `on_complete` is as in `create_batch` of the bus. With `conn`, the jobs exist exactly if your
+        transaction commits. `list` finds its jobs by `batch_id`.
         """
         new, checked = batch.new_job_batch(self._limits, domain, jobs, options, on_complete, awaits=waiting.AWAITS)
         write = Write(batch.create(new, checked, self._via), new.batch_id)
@@ -109,7 +110,7 @@ class Jobs:
         limit: int = 100,
         offset: int = 0,
     ) -> builtins.list[JobMetadata]:
-        """The jobs of a domain, newest first: all, or those of one `status` or one batch of jobs.
+        """The jobs of a domain, newest first: all, or those of one `status` or of the batch `batch_id`.
 
         At most `limit`, after the first `offset`.
         """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,9 @@ from busload.worker.shared import Shared
 
 ADVANCED_WITHIN = timedelta(milliseconds=2)
 """How long a key whose first command has ended waits for others, to be told together with them."""
+
+KEYS_WITHIN = 1.0
+"""Seconds that the keys of one claim may take: other workers wait meanwhile, and the server ends a claim that idles."""
 
 
 class Order:
@@ -40,6 +45,8 @@ class Order:
         self._shared, self._grant, self._refuse, self._on_advanced = shared, grant, refuse, on_advanced
         self._keys: dict[Leased, Key] = {}
         self._registered: set[str] = set()
+        self._per_key = 0.0
+        """Seconds that each key took when keys were found last."""
         self._flush_soon: Callable[[], None] = lambda: None
         self._ended: Coalescer[Key] = Coalescer(
             self._advance,
@@ -73,15 +80,21 @@ class Order:
         found: dict[Leased, Key] = {}
 
         def keys(leased: Sequence[Leased]) -> dict[Leased, Key]:
+            began = time.monotonic()
             for one in leased:
                 self._find_key(one, found, arguments, refused)
+            if leased:
+                self._per_key = (time.monotonic() - began) / len(leased)
             return found
 
-        plan = order.claim_in_order(worker=number, domain=domain, limit=limit, suspects=suspects, keys=keys)
+        most = min(limit, order.MOST, int(KEYS_WITHIN / self._per_key) + 1 if self._per_key else limit)
+        plan = order.claim_in_order(worker=number, domain=domain, limit=most, suspects=suspects, keys=keys)
         try:
             taken = await shared.in_transaction(plan)
         except LockNotAvailable:
             return OrderedClaim([], [], contended=True), []
+        if most < limit and len(taken.leased) >= most:
+            taken = replace(taken, contended=True)  # there may be more, so the claimer looks again soon
         for one in taken.first:
             self._keys[one] = found[one]
             self._grant(one, found[one], arguments[one], number)

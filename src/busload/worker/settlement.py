@@ -168,7 +168,7 @@ class Settlement:
 
     async def look_for_holds(self, transitions: Sequence[Transition]) -> None:
         """Look whether batches of these results, which are in the database, are held: their budget may be exceeded."""
-        if not self._held.has_budgets:
+        if not self._held.has_budgets or not any(one.leased.lease.has_budget for one in transitions):
             return
         try:
             async with asyncio.timeout(self._deadline.total_seconds()), self._pool.connection() as conn:

@@ -11,5 +11,6 @@ SELECT EXISTS (SELECT FROM busload.expiry WHERE look_at <= now())
                 WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL),
        EXISTS (SELECT FROM busload.stopping),
        EXISTS (SELECT FROM busload.permit)
-       OR EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED'),
+       OR EXISTS (SELECT FROM busload.scheduled
+                   WHERE reason = 'LIMITED' AND per_call IS NOT NULL AND limit_name >= ''),
        EXISTS (SELECT FROM busload.first_in_order);

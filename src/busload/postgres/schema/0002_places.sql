@@ -55,17 +55,22 @@ CREATE TABLE busload.scheduled (
     reason text        NOT NULL
            CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD', 'CANARY')),
     -- Of LIMITED: the concurrency limit and the value of its `by` that the command waits for, and how many
-    -- commands one call takes.
+    -- commands one call takes. If per_call is null, the commands run in order, and it waits for its
+    -- predecessors.
     limit_name    text COLLATE "C",
     limit_subject text COLLATE "C",
     per_call      integer,
     PRIMARY KEY (hi),
-    -- What is HELD, or waits for the CANARY of its batch, is never due: whoever lets it go puts it into the
-    -- queue.
-    CONSTRAINT held_for_ever CHECK ((reason IN ('HELD', 'CANARY')) = (run_at = 'infinity'))
+    -- What is HELD, waits for the CANARY of its batch, or for its predecessors, is never due: whoever lets it
+    -- go puts it into the queue.
+    CONSTRAINT held_for_ever CHECK (
+        (reason IN ('HELD', 'CANARY') OR reason = 'LIMITED' AND per_call IS NULL) = (run_at = 'infinity'))
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX scheduled_due ON busload.scheduled (run_at);
-CREATE INDEX scheduled_limited ON busload.scheduled (limit_name, limit_subject, hi) WHERE reason = 'LIMITED';
+CREATE INDEX scheduled_limited ON busload.scheduled (limit_name, limit_subject, hi)
+    WHERE reason = 'LIMITED' AND per_call IS NOT NULL;
+CREATE INDEX scheduled_in_order ON busload.scheduled (limit_name, limit_subject, hi)
+    WHERE reason = 'LIMITED' AND per_call IS NULL;
 
 -- With a broker, a load waits in the outbox until the broker has confirmed a message about it. The database
 -- stays the truth: a message only says that commands are ready, and the claim decides. A load in the outbox

@@ -266,13 +266,15 @@ CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint
          CROSS JOIN LATERAL (
             SELECT s.hi
               FROM busload.scheduled AS s
-             WHERE s.reason = 'LIMITED' AND s.limit_name = r.name AND s.limit_subject = r.subject
+             WHERE s.reason = 'LIMITED' AND s.per_call IS NOT NULL
+               AND s.limit_name = r.name AND s.limit_subject = r.subject
                AND s.domain <> ALL (r.paused) AND (s.batch_id <> ALL (r.stopped)) IS NOT FALSE
              ORDER BY s.hi
              LIMIT greatest(r.calls, 0) * (
                 SELECT f.per_call
                   FROM busload.scheduled AS f
-                 WHERE f.reason = 'LIMITED' AND f.limit_name = r.name AND f.limit_subject = r.subject
+                 WHERE f.reason = 'LIMITED' AND f.per_call IS NOT NULL
+                   AND f.limit_name = r.name AND f.limit_subject = r.subject
                    AND f.domain <> ALL (r.paused) AND (f.batch_id <> ALL (r.stopped)) IS NOT FALSE
                  ORDER BY f.hi
                  LIMIT 1
@@ -311,7 +313,8 @@ BEGIN
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
     PERFORM busload.lock_waiting($1, $2, false);
-    IF NOT EXISTS (SELECT FROM busload.scheduled WHERE reason = 'LIMITED' AND limit_name = ANY ($1)) THEN
+    IF NOT EXISTS (SELECT FROM busload.scheduled
+                    WHERE reason = 'LIMITED' AND per_call IS NOT NULL AND limit_name = ANY ($1)) THEN
         DELETE FROM busload.permit AS p
          USING unnest($3, $4) AS f (permit, worker)
          WHERE p.limit_name = ANY ($1) AND p.limit_subject = ANY ($2) AND p.permit = f.permit
@@ -480,7 +483,7 @@ BEGIN
         INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, crashes,
                                        replies, fair, run_at, reason, limit_name, limit_subject)
         SELECT id, id, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
-               now() + interval '1 hour', 'LIMITED', name, subject
+               'infinity', 'LIMITED', name, subject
           FROM late
     ), noted AS (   -- the first time; later ones would only repeat it
         INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
@@ -527,14 +530,16 @@ BEGIN
           LEFT JOIN LATERAL (
             SELECT s.hi
               FROM busload.scheduled AS s
-             WHERE s.reason = 'LIMITED' AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
+             WHERE s.reason = 'LIMITED' AND s.per_call IS NULL
+               AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
                AND (s.batch_id <> ALL (stopped)) IS NOT FALSE
              ORDER BY s.hi LIMIT 1
           ) AS going ON true
           LEFT JOIN LATERAL (
             SELECT s.hi
               FROM busload.scheduled AS s
-             WHERE s.reason = 'LIMITED' AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
+             WHERE s.reason = 'LIMITED' AND s.per_call IS NULL
+               AND s.limit_name = k.limit_name AND s.limit_subject = k.limit_subject
                AND going.hi IS NULL
              ORDER BY s.hi LIMIT 1
           ) AS stays ON true
