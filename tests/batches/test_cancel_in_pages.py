@@ -222,14 +222,14 @@ def test_a_cancel_without_await_whose_later_page_gets_no_connection_says_what_wa
         performed = 0
         write = narrow.database.write
 
-        def take_the_connection_after_two(what: Write[Any], conn: Any = None) -> Any:
+        def take_the_connection_after_three(what: Write[Any], conn: Any = None) -> Any:
             nonlocal performed
-            if performed == 2:
+            if performed == 3:  # which kind of batch it is, the mark, and the first page
                 narrow.pool.getconn()
             performed += 1
             return write(what, conn)
 
-        narrow.database.write = take_the_connection_after_two  # type: ignore[method-assign, assignment]
+        narrow.database.write = take_the_connection_after_three  # type: ignore[method-assign, assignment]
         with pytest.raises(PartlyDoneError, match=r"1\d\d commands are canceled so far") as told:
             narrow.cancel_batch(DOMAIN, batch_id, reason="no")
     assert database.value("SELECT sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED'") == told.value.commands
