@@ -110,6 +110,8 @@ def _growth(figures: Figures) -> float | None:
     return _ratio(figures.fact("busload/memory", "peak_mb"), figures.fact("busload/memory", "tenth_peak_mb"))
 
 
+FIRST_IDLE = "busload/first-start-idle"
+
 GOALS = [
     Goal("drain, 1 process, beside PgQueuer", 3, _rates("busload/drain", "pgqueuer/drain")),
     Goal("drain, 1 process, beside Graphile Worker", 1.6, _rates("busload/drain", "graphile-worker/drain")),
@@ -124,6 +126,10 @@ GOALS = [
     Goal("drain of one batch, beside none", 0.9, _rates("busload/drain", "busload/drain-unbatched")),
     Goal("drain of 1,000 batches, beside none", 0.85, _rates("busload/drain-1000-batches", "busload/drain-unbatched")),
     Goal("drain with a concurrency limit, beside none", 0.6, _rates("busload/drain-limited", "busload/drain")),
+    *(
+        AtMost(f"first start of 5 behind many{calls}, beside nothing", 3, _latencies(f"busload/{metric}", FIRST_IDLE))
+        for calls, metric in (("", "first-start-behind"), (" calls of 5 ms", "first-start-behind-calls"))
+    ),
     Goal("32 small workers on one batch, beside 32", 0.8, _rates("busload/crowd-1", "busload/crowd-32")),
     AtMost("claim with many waiting, beside few", 1.3, _latencies("busload/claim-many", "busload/claim-few")),
     AtMost(

@@ -53,8 +53,9 @@ from busload.explain.explanation import Explanation
 from busload.handlers.methods import HandlerRegistration
 from busload.handlers.registry import Handlers
 from busload.health.api import HealthVerbs
-from busload.jobs.api import Jobs, cancel_jobs
+from busload.jobs.api import Jobs
 from busload.jobs.batch import is_of_jobs
+from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
 from busload.limits.api import Domains, Limits
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
@@ -346,14 +347,16 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
         it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
 
-        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, and the result is how
-        many jobs that were.
+        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, all of them in the
+        first transaction: none begins another stage. The result is how many jobs that were.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        if await self.database.write(Write(is_of_jobs(domain, batch_id)), conn):
-            return await cancel_jobs(self.database, domain, batch_id, self.via, conn, reason=reason, operator=operator)
+        of_jobs = await self.database.write(Write(is_of_jobs(domain, batch_id)), conn)
         begin = partial(begin_to_cancel, domain, batch_id)
-        return await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
+        if of_jobs:
+            begin = partial(begin_to_cancel_jobs, domain, batch_id, via=self.via)
+        canceled = await cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
+        return canceled.begun if of_jobs else canceled.commands
 
     async def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""

@@ -36,7 +36,7 @@ For handlers to raise:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -80,13 +80,17 @@ class InvalidCommandError(BusloadError, ValueError):
     """An input was refused before anything was written.
 
     `problems` holds the first hundred offenders with code, path and index; `total` counts all of them. The message of a
-    call that `writes` says that nothing was written; of a question or a declaration nobody would have thought so.
+    call that `writes` says that nothing was written; of a question or a declaration nobody would have thought so. If
+    the command was not `listed` with others, the message names no place in a list.
     """
 
-    def __init__(self, problems: Sequence[Problem], total: int | None = None, *, writes: bool = True) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], total: int | None = None, *, writes: bool = True, listed: bool = True
+    ) -> None:
         self.problems = tuple(problems[:100])
         self.total = len(problems) if total is None else total
-        shown = "; ".join(str(problem) for problem in self.problems[:3])
+        named = [problem if listed else replace(problem, index=None) for problem in self.problems[:3]]
+        shown = "; ".join(map(str, named))
         more = f" (and {self.total - 3} more)" if self.total > 3 else ""
         super().__init__(f"{shown}{more}." + (" Nothing was written." if writes else ""))
 
@@ -313,8 +317,10 @@ class DispatchIncompleteError(BusloadError):
     def __init__(self, batch_id: UUID, report: DispatchReport) -> None:
         total = "those of an iterator" if report.total_tasks is None else f"{report.total_tasks:,}"
         why = f": {report.error.removesuffix('.')}" if report.error else ""
+        written = report.database_tasks
+        commands, are = ("command", "is") if written == 1 else ("commands", "are")
         super().__init__(
-            f"Of batch {batch_id} {report.database_tasks:,} commands of {total} are written; then it stopped{why}. "
+            f"Of batch {batch_id} {written:,} {commands} of {total} {are} written; then it stopped{why}. "
             "What is written runs. To write the rest, repeat the call with the same commands and "
             f"batch_id=UUID('{batch_id}')."
         )

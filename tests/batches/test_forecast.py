@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given as given_facts
 from hypothesis import strategies as st
 
-from busload import Command, CommandBus, ConcurrencyLimit, HandlerContext, SyncCommandBus
+from busload import BatchCommand, Command, CommandBus, ConcurrencyLimit, HandlerContext, SyncCommandBus
 from busload.batches import Canary, Forecast, NoForecast
 from busload.batches.batch import find_batch
-from busload.batches.forecast import SCALES, Outlook, forecast
+from busload.batches.forecast import SCALES, Around, Outlook, forecast
+from busload.commands import claim, rescue
 from busload.commands.execution import FAILED_ATTEMPT
 from busload.sync.plan import perform
 from tests.given import DOMAIN, Database, Given
@@ -190,6 +191,78 @@ def test_it_says_what_limits_the_batch_now_and_nothing_else(facts: dict[str, Any
     assert len(changes) == len(sentences)
     for found, wanted in zip(changes, sentences, strict=True):
         assert found.startswith(wanted)
+
+
+POSTROOM: dict[str, Any] = {"domain": "postroom", "workers": 1, "slots": 10, "busy": 5}
+
+
+@pytest.mark.parametrize(
+    ("there", "unknown", "sentences"),
+    [
+        ({}, None, []),
+        ({"paused": True}, "PAUSED", ["Domain 'postroom' is paused: nothing starts there until it is resumed."]),
+        ({"paused": True, "waits": False}, None, []),
+        ({"workers": 0, "slots": 0}, "NO_WORKER", ["No worker serves domain 'postroom': start one."]),
+        (
+            {"busy": 10},
+            None,
+            ["1 worker with 10 slots serves domain 'postroom', and all slots are busy: with one more"],
+        ),
+        ({"busy": 10, "waits": False}, None, []),
+        (
+            {"rate_limited": 5, "limit": "post", "allowed": 2.0},
+            None,
+            ["Rate limit post allows 2 calls a second: a higher one would end the batch sooner, more workers"],
+        ),
+        (
+            {"limited": 5, "limit": "post", "allowed": 2.0},
+            None,
+            ["Concurrency limit post allows 2 calls at a time: a higher one would end the batch sooner, more"],
+        ),
+    ],
+)
+def test_every_domain_in_which_commands_of_a_batch_wait_is_looked_at(
+    there: dict[str, Any], unknown: str | None, sentences: list[str]
+) -> None:
+    found = forecast(outlook(elsewhere=(Around(**POSTROOM | there),), all_slots=210))
+    assert (found.unknown, len(found.changes)) == (unknown and NoForecast(unknown), len(sentences))
+    for said, wanted in zip(found.changes, sentences, strict=True):
+        assert said.startswith(wanted)
+
+
+def test_both_domains_are_named_if_both_stand_still() -> None:
+    both = outlook(paused=True, workers=0, elsewhere=(Around(**POSTROOM | {"paused": True, "workers": 0}),))
+    assert forecast(both).changes[0].startswith("Domains 'payments' and 'postroom' are paused: nothing starts there")
+    both = outlook(workers=0, elsewhere=(Around(**POSTROOM | {"workers": 0}),))
+    assert forecast(both).changes == ("No worker serves domains 'payments' and 'postroom': start one.",)
+
+
+async def test_the_domains_of_a_batch_are_found_in_the_database(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """What holds up one of them holds up the batch, wherever the batch runs now and whichever domain is its own."""
+
+    async def changes() -> tuple[str | None, tuple[str, ...]]:
+        found = (await given.batch_now(batch_id)).forecast
+        assert found is not None
+        return found.unknown and found.unknown.value, found.changes
+
+    there = [BatchCommand("Debit", domain="postroom") for _ in range(20)]
+    batch_id = await bus.create_batch(DOMAIN, [*[BatchCommand("Debit") for _ in range(20)], *there])
+    worker = given.registered_worker()
+    given.settled(given.claimed(10, by=worker))
+    given.claimed(2, by=worker)
+    assert await changes() == ("NO_WORKER", ("No worker serves domain 'postroom': start one.",))
+    about: dict[str, Any] = {"name": "post", "domains": ["postroom"], "lease_for": timedelta(seconds=30)}
+    other = database.perform(rescue.register(**about, concurrency=1))
+    assert await changes() == (None, ())
+    await bus.domains.pause("postroom", reason="closed")
+    assert (await changes())[0] == "PAUSED"
+    assert (await changes())[1][0].startswith("Domain 'postroom' is paused")
+    await bus.domains.resume("postroom")
+    database.perform(claim.claim(worker=other, domains=["postroom"], limit=2, suspects=True))
+    [said] = (await changes())[1]
+    assert said.startswith("1 worker with 1 slot serves domain 'postroom', and all slots are busy")
 
 
 def test_one_more_worker_is_promised_only_its_share() -> None:

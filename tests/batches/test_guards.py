@@ -102,6 +102,26 @@ async def test_when_the_canary_has_completed_the_rest_runs(bus: CommandBus, give
     assert await bus.get_batch(DOMAIN, batch_id) == batch
 
 
+async def test_one_command_is_spoken_of_as_one(bus: CommandBus, given: Given) -> None:
+    """A canary of one command, a batch of one, and one failure in a batch of many."""
+    parked = {"reason": "PERMANENT", "details": wrong("amount")}
+    alone = await bus.create_batch(DOMAIN, numbered(2), canary=Canary(1, WITHIN))
+    [waits] = [one for one in (await bus.explain_batch(DOMAIN, alone)).reasons if one.code == "CANARY"]
+    assert waits.message.startswith(
+        "1 command is waiting for the canary of its batch: the command that runs first has not completed; it is to have"
+    )
+    given.settled(given.claimed(1), "TROUBLESHOOTING", **parked)
+    assert (await given.batch_now(alone)).held_note == "The command that runs first has failed or waits for a person."
+    one = await bus.create_batch(DOMAIN, numbered(1), budget=FailureBudget(0.5))
+    given.settled(given.claimed(1), "TROUBLESHOOTING", **parked)
+    many = await bus.create_batch(DOMAIN, numbered(10), budget=FailureBudget(0.01))
+    given.settled(given.claimed(1), "TROUBLESHOOTING", **parked)
+    assert [(await given.batch_now(batch_id)).held_note for batch_id in (one, many)] == [
+        "1 of 1 command has failed or waits for a person, and its budget allows 0.",
+        "1 of 10 commands has failed or waits for a person, and its budget allows 0.",
+    ]
+
+
 async def test_the_rest_waits_for_the_last_of_the_canary(given: Given) -> None:
     await given.bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN))
     *others, last = given.claimed(100)

@@ -167,7 +167,9 @@ async def test_what_a_claim_under_way_brings_after_the_hold_does_not_start(
             await eventually(lambda: database.value(WAITING_CLAIMS) > 0)
             claimer = worker._run._claimer  # type: ignore[union-attr]
             tell = "SELECT pg_notify('busload_hold', %s)"  # until it listens
-            await eventually(lambda: database.rows(tell, str(batch_id)) and batch_id in claimer._held_meanwhile)
+            await eventually(
+                lambda: database.rows(tell, str(batch_id)) and any(batch_id in one.held for one in claimer._under_way)
+            )
             conn.rollback()
         await eventually(lambda: worker.stats.handed_back == 3)
         await bus.wait_batch(DOMAIN, batch_id, timeout=20)

@@ -19,7 +19,7 @@ from busload.buffers.event_table import all_ddl
 from busload.errors import InvalidOperationError
 from busload.limits.pause import Pauses
 from busload.postgres.pool import engine_pool
-from busload.worker import lifecycle
+from busload.worker import distribution
 from tests.given import Database, Given, eventually
 
 NEVER, NOW, MINUTE = timedelta(days=30), timedelta(0), timedelta(minutes=1)
@@ -232,7 +232,7 @@ async def test_a_locked_table_keeps_no_worker_from_starting(
     bus: CommandBus, given: Given, dsn: str, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one that others serve, nor its own, which is looked at when it is free again"""
-    monkeypatch.setattr(lifecycle, "LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr(distribution, "LOCK_TIMEOUT", "100ms")
     other = bus.buffer("other", table=table, max_age=NOW)
     await other.add({"n": 1})
     seen, others = handled(other), handled(bus.buffer("own", max_age=NOW))

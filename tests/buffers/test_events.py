@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from datetime import timedelta
 from functools import partial
@@ -20,8 +19,8 @@ from busload.buffers import status as buffer_status
 from busload.buffers.declaration import BufferSettings
 from busload.buffers.event_table import OWN, all_ddl, ddl, find
 from busload.errors import InvalidOperationError
-from busload.postgres.plan import Plan, Statement
 from busload.sync.plan import perform
+from tests.cost import pages, vacuumed
 from tests.given import Database, Given, at_once, eventually, short_and_long, until
 
 NEVER = timedelta(days=30)
@@ -1085,26 +1084,6 @@ def test_ddl_prints_what_a_table_lacks_and_no_more(database: Database, caplog: p
 # -- what it costs ----------------------------------------------------------------------------------------------
 
 
-def pages(conn: psycopg.Connection[Any], plan: Plan[Any]) -> int:
-    """The pages of memory that the largest statement of a plan touches."""
-    most, answer = 0, None
-    while True:
-        try:
-            step = plan.send(answer)
-        except StopIteration:
-            return most
-        assert isinstance(step, Statement)
-        with psycopg.ClientCursor(conn) as cursor:
-            cursor.execute("SAVEPOINT here")
-            cursor.execute(b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + step.sql, step.params)
-            [[explained]] = cursor.fetchall()
-            cursor.execute("ROLLBACK TO here")
-        node = (explained if isinstance(explained, list) else json.loads(explained))[0]["Plan"]
-        most = max(most, node["Shared Hit Blocks"] + node["Shared Read Blocks"])
-        with psycopg.Cursor(conn) as cursor:
-            answer = cursor.execute(step.sql, step.params).fetchall()
-
-
 @pytest.fixture(params=["own", "theirs"])
 def waiting(request: pytest.FixtureRequest, dsn: str, database: Database) -> Any:
     """Fills a buffer with that many events, of which as many again have left before; returns what a look and a claim
@@ -1138,12 +1117,6 @@ def waiting(request: pytest.FixtureRequest, dsn: str, database: Database) -> Any
         return look, claim
 
     return cost
-
-
-def vacuumed(database: Database, table: str) -> bool:
-    """Whether nothing dead is left; some is if autovacuum just analyzes another table, and sees an older state."""
-    database.rows(f"VACUUM {table}")
-    return bool(database.value("SELECT n_dead_tup = 0 FROM pg_stat_all_tables WHERE relid = %s::regclass", table))
 
 
 def test_a_claim_costs_the_same_however_many_wait(waiting: Any) -> None:

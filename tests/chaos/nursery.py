@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -249,27 +249,37 @@ def register_limited(bus: CommandBus, receiver: Receiver, options: dict[str, Any
         receiver.take(LIMITED, command.command_id, [])
 
 
+def ledger_of(options: dict[str, Any]) -> Callable[[str, object, Command, HandlerContext | SyncHandlerContext], None]:
+    """Notes when a call begins and ends: see `tests.chaos.ledger`."""
+    ledger = os.open(options["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def note(fact: str, key: object, command: Command, ctx: HandlerContext | SyncHandlerContext) -> None:
+        n, at = command.data.get("n", 0), time.time_ns()
+        os.write(ledger, f"{fact} {key} {n} {ctx.execution_id} {os.getpid()} {at}\n".encode())
+
+    return note
+
+
 def register_concurrent(bus: CommandBus, options: dict[str, Any]) -> None:
     """Types whose calls are limited to 1, 2, ... at a time for each key; each call notes when it begins and ends."""
-    ledger = os.open(options["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    note_call = ledger_of(options)
     pause = options.get("pause", 0.01)
     retry = RetryPolicy(max_attempts=20, backoff=(0.01,))
 
-    def note(fact: str, command: Command, ctx: HandlerContext | SyncHandlerContext, at: int) -> None:
-        key = f"{command.command_type}/{command.data['key']}"
-        os.write(ledger, f"{fact} {key} {ctx.execution_id} {os.getpid()} {at}\n".encode())
+    def note(fact: str, command: Command, ctx: HandlerContext | SyncHandlerContext) -> None:
+        note_call(fact, f"{command.command_type}/{command.data['key']}", command, ctx)
 
     async def call(command: Command, ctx: HandlerContext) -> None:
-        note("begin", command, ctx, time.time_ns())
+        note("begin", command, ctx)
         await asyncio.sleep(random.uniform(0, pause))
-        note("end", command, ctx, time.time_ns())
+        note("end", command, ctx)
         if random.randrange(20) == 0:
             raise TransientCommandError("busy")
 
     def call_in_thread(command: Command, ctx: SyncHandlerContext) -> None:
-        note("begin", command, ctx, time.time_ns())
+        note("begin", command, ctx)
         time.sleep(random.uniform(0, pause))
-        note("end", command, ctx, time.time_ns())
+        note("end", command, ctx)
 
     for most in options["concurrent"]:
         limit = ConcurrencyLimit(most, by="key")
@@ -281,14 +291,13 @@ def register_ordered(bus: CommandBus, options: dict[str, Any]) -> None:
     """Types that share an order: each call notes when it begins and ends. They run in the event loop, in a thread or in
     a transaction of their own, and fail at times.
     """
-    ledger = os.open(options["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    note_call = ledger_of(options)
     pause = options.get("pause", 0.01)
     retry = RetryPolicy(max_attempts=20, backoff=(0.01,))
     limit = ConcurrencyLimit(1, by="key", name="accounts", ordered=True)
 
     def note(fact: str, command: Command, ctx: HandlerContext | SyncHandlerContext) -> None:
-        key, n = command.data["key"], command.data["n"]
-        os.write(ledger, f"{fact} {key} {n} {ctx.execution_id} {os.getpid()} {time.time_ns()}\n".encode())
+        note_call(fact, command.data["key"], command, ctx)
 
     def fail_at_times() -> None:
         if random.randrange(20) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -13,6 +14,8 @@ from busload.testing import TestServer
 from tests.chaos.harness import Auditor, Workers, deadlocks, folder, seeded
 from tests.chaos.test_counters import operate
 from tests.given import DOMAIN, Database, short_and_long, until
+
+OPERATORS = 6
 
 
 @short_and_long("workers_count, snapshots, acts", (2, 30, 60), (8, 500, 1500))
@@ -32,17 +35,27 @@ def test_counters_are_exact_while_batches_are_held_resumed_expired_canceled_and_
         workers.start(workers_count)
         until(lambda: database.count("worker") == workers_count, 60)
         looked = auditor.snapshots
-        batches: list[UUID] = []
-        done = 0
         late = bus.create_batch(DOMAIN, [BatchCommand("Mixed")] * 100, expires_in=2.0)
         bus.hold_batch(DOMAIN, late, reason="until it is too late")
         act_on_one(bus)
-        while (auditor.snapshots - looked < snapshots or done < acts) and not auditor.mismatches:
-            if chance.random() < 0.2 or len(batches) < 5:
-                batches.append(create(bus, chance))
-            act(bus, chance, chance.choice(batches[-20:]))
-            operate(bus, chance, limit=3)
-            done += 1
+        batches: list[UUID] = []
+        # Several at once: where processors are few and busy, each act takes long, and most of that is waiting.
+        with ThreadPoolExecutor(OPERATORS) as operators:
+            seeds = [chance.randrange(10**6) for _ in range(OPERATORS)]
+
+            def operator(seed: int) -> int:
+                own, done = random.Random(seed), 0
+                while (auditor.snapshots - looked < snapshots or done < acts / OPERATORS) and not auditor.mismatches:
+                    if own.random() < 0.2 or len(batches) < 5:
+                        batches.append(create(bus, own))
+                    act(bus, own, own.choice(batches[-20:]))
+                    with suppress(InvalidOperationError):  # another operator may have decided
+                        operate(bus, own, limit=3)
+                    done += 1
+                return done
+
+            done = sum(operators.map(operator, seeds))
+        assert auditor.mismatches == []
         until(lambda: database.value("SELECT expired_at FROM busload.batch WHERE batch_id = %s", late), 60)
         until(lambda: settled(bus, database, batches, chance), 120)
         assert workers.stop() == [0] * workers_count, workers.last_words()

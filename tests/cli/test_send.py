@@ -53,6 +53,10 @@ def test_a_command_that_expires_too_early_is_not_sent(
     before = database.everything()
     past = busload("send", DOMAIN, "Debit", "--expires-at", "2020-01-01T08:00+00:00")
     assert past.exit_code != 0 and "which has passed; wanted a time to come" in past.stderr
+    assert "INVALID_TIME at /expires_at" in past.stderr, "a single command has no place in a list"
+    for never in ("now", "soon"):
+        refused = " ".join(busload("send", DOMAIN, "Debit", "--expires-at", never).stderr.split())
+        assert f"found '{never}', wanted a time to come: a span such as 30s, 2h or 1d, or a time such as" in refused
     early = busload("send", DOMAIN, "Debit", "--expires-at", "1h", "--run-at", "2h")
     assert early.exit_code != 0 and "wanted a time after run_at" in early.stderr
     of_batch = busload("send", DOMAIN, "Debit", "--fair-by", "x" * 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from busload import BatchCommand, CommandBus
 from busload.commands import claim
 from busload.commands.execution import FAILED_ATTEMPT, Leased
+from busload.postgres.plan import Plan
 from busload.sync.plan import perform
 from tests.given import DOMAIN, Database, Given, at_once
 
@@ -309,6 +311,24 @@ async def test_eight_workers_claiming_at_once_never_take_a_command_twice(
     assert len(taken) == 2100
     assert database.count("queue") == 0
     database.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "claim_so",
+    [claim.claim, partial(claim.claim, no_turns=True), claim.claim_few],
+    ids=["in turns", "by age", "a few"],
+)
+def test_a_claim_is_prepared_once_whoever_had_a_turn_and_however_many_it_asks_for(
+    given: Given, dsn: str, claim_so: Callable[..., Plan[claim.Claim]]
+) -> None:
+    """psycopg prepares a statement for each combination of types, and a number has the smallest one that it fits."""
+    plan = partial(claim_so, worker=given.registered_worker(), domains=[DOMAIN])
+    with psycopg.connect(dsn, prepare_threshold=0) as conn:
+        for turns in ({}, {DOMAIN: 0}, {DOMAIN: 2**20}, {DOMAIN: 2**60}):
+            for limit in (1, 40_000):
+                perform(conn, plan(limit=limit, turns=turns))
+        prepared = conn.execute("SELECT count(*) FROM pg_prepared_statements", prepare=False).fetchone()
+    assert prepared == (1,)
 
 
 def held_open(dsn: str, query: str, *params: Any) -> psycopg.Connection[Any]:

@@ -76,10 +76,14 @@ async def test_a_worker_that_finds_room_for_all_takes_all_by_priority_and_age(
     database.check_invariants()
 
 
-async def test_a_claim_tells_whether_all_that_it_saw_has_one_owner(bus: CommandBus, given: Given) -> None:
-    async def alone(*domains: str, limit: int = 10) -> bool | None:
-        plan = claim.claim(worker=given.registered_worker(), domains=[DOMAIN, *domains], limit=limit)
-        alone: bool | None = given.database.perform(plan).alone
+@pytest.mark.parametrize("no_turns", [False, True], ids=["in turns", "by age"])
+async def test_a_claim_tells_whether_all_that_it_saw_has_one_owner(
+    bus: CommandBus, given: Given, no_turns: bool
+) -> None:
+    async def alone(*domains: str) -> bool:
+        worker = given.registered_worker()
+        plan = claim.claim(worker=worker, domains=[DOMAIN, *domains], limit=10, no_turns=no_turns)
+        alone: bool = given.database.perform(plan).alone
         return alone
 
     assert not await alone(), "nothing is ready"
@@ -92,7 +96,7 @@ async def test_a_claim_tells_whether_all_that_it_saw_has_one_owner(bus: CommandB
 
 
 async def test_an_owner_who_comes_later_has_its_turn_soon_even_if_no_notification_tells_of_it(given: Given) -> None:
-    """A worker that found one owner only claims by age, and looks for others with one claim in sixteen."""
+    """A worker that found one owner only claims by age, and looks for others with each claim."""
     seen: list[Command] = []
 
     async def send_later(command: Command, ctx: Any) -> None:
@@ -104,7 +108,7 @@ async def test_an_owner_who_comes_later_has_its_turn_soon_even_if_no_notificatio
     large = await given.batch(commands=1000)
     await given.drained(concurrency=5, settings=replace(given.settings, prefetch=timedelta(0)))
     [late] = [n for n, command in enumerate(seen) if command.batch_id != large]
-    assert late < 200
+    assert late < 100
 
 
 async def test_large_batches_take_turns(given: Given, database: Database) -> None:

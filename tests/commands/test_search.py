@@ -72,6 +72,39 @@ async def test_a_cursor_tells_batches_of_one_moment_apart(bus: CommandBus, given
     assert set(seen) == created
 
 
+async def test_batches_of_all_domains_are_one_list(bus: CommandBus, given: Given) -> None:
+    first, second = await given.batch(), await bus.create_batch("crm", [BatchCommand("Push")], job_id="nightly")
+    third = await given.batch(job_id="nightly")
+    found = [batch.batch_id for batch in await bus.list_batches(None)]
+    assert found == [third, second, first]
+    assert [batch.batch_id for batch in await bus.list_batches(None, limit=1, after=third)] == [second]
+    assert [batch.batch_id for batch in await bus.list_batches(None, job_id="nightly")] == [third, second]
+    batch = await bus.get_batch(None, second)
+    assert batch is not None and batch.domain == "crm"
+
+
+async def test_batches_are_found_by_a_part_of_their_name(bus: CommandBus, given: Given) -> None:
+    january = await given.batch(name="Invoices 100% of January_1")
+    await given.batch(name="Invoices of February")
+    await given.batch()
+    for part in ("JANUARY", "100%", "january_", "s 1"):
+        assert [batch.batch_id for batch in await bus.list_batches(DOMAIN, name=part)] == [january]
+        assert [batch.batch_id for batch in await bus.list_batches(None, name=part)] == [january]
+    assert await bus.list_batches(DOMAIN, name="%") != []
+    assert await bus.list_batches(DOMAIN, name="Jan%") == []
+    with pytest.raises(InvalidCommandError, match="name"):
+        await bus.list_batches(DOMAIN, name="")
+
+
+async def test_a_list_brings_forecasts_if_it_is_asked_to(bus: CommandBus, given: Given) -> None:
+    batch_id = await given.batch()
+    [without] = await bus.list_batches(DOMAIN)
+    [with_one] = await bus.list_batches(DOMAIN, forecast=True)
+    assert without.forecast is None
+    assert with_one.forecast is not None and with_one.forecast.unknown == "NO_WORKER"
+    assert with_one == without == await bus.get_batch(DOMAIN, batch_id)
+
+
 async def test_batches_are_filtered_by_status(bus: CommandBus, given: Given) -> None:
     """Enums and their strings are equal"""
 

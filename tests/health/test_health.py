@@ -333,6 +333,34 @@ MANY_LOADS = """
 QUEUE_READ = "SELECT seq_scan, idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
 
 
+def test_many_loads_of_a_paused_domain_do_not_hide_an_old_command_elsewhere(dsn: str, database: Database) -> None:
+    """Nor do thousands of younger commands of its own domain, which are before it in the order of claims."""
+    database.rows(
+        "WITH given AS (SELECT n * 1024 AS id, CASE WHEN n <= 1500 THEN 'closed' ELSE 'open' END AS domain, n FROM"
+        " generate_series(1, 4000) AS n), sent AS (INSERT INTO busload.command (id, domain, command_id, command_type,"
+        " data, created_at) SELECT id, domain, gen_random_uuid(), 'Debit', '1', now() - CASE n WHEN 1501 THEN interval"
+        " '2 h' WHEN 1502 THEN interval '90 min' ELSE interval '0' END FROM given)"
+        " INSERT INTO busload.queue (lo, hi, domain, priority, fair)"
+        " SELECT id, id, domain, CASE n WHEN 1501 THEN -5 ELSE 0 END, CASE n WHEN 1502 THEN 3 ELSE n % 2 END"
+        " FROM given"
+    )
+    paused = pause.pause("closed", reason="closed", operator=None)
+    queue = "SELECT sum(idx_tup_fetch + seq_tup_read) FROM pg_stat_xact_user_tables WHERE relname = 'queue'"
+
+    def ages() -> list[tuple[str, int]]:
+        with psycopg.connect(dsn) as conn:
+            found = perform(conn, facts.read())
+            [(read,)] = conn.execute(queue).fetchall()
+        assert read <= 4 * facts.MOST + 20, "it looks at a thousand loads, and leaps from owner to owner"
+        return [(one.domain, round((found.now - one.since).total_seconds() / 60)) for one in found.ready if one.since]
+
+    database.perform(paused)
+    database.rows("ANALYZE busload.queue")
+    assert ages() == [("open", 120)]
+    database.rows("DELETE FROM busload.queue WHERE priority = -5")
+    assert ages() == [("open", 90)]
+
+
 def test_failures_of_long_ago_do_not_count() -> None:
     old = SeenWorker("w", True, NOW, 0, Condition(failures_in_row=99, failed_ago=601.0))
     assert not list(judge(Facts(NOW, workers=(old,)), HealthSettings()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -26,9 +27,14 @@ from busload import (
     Stage,
     SyncCommandBus,
 )
+from busload.batches.batch import find_batch
+from busload.commands.execution import CANCELED
 from busload.errors import BatchNotFoundError, BatchSealedError, InvalidOperationError
-from busload.jobs import FinishedStage, JobMetadata, progress
+from busload.explain import Blocker
+from busload.jobs import FinishedStage, JobMetadata
 from busload.jobs import batch as job_batch
+from busload.jobs import cancel as job_cancel
+from busload.postgres.plan import Plan, Statement
 from busload.worker.sweep import sweep
 from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, Database, Given, beside, counts, eventually, raising
@@ -146,6 +152,73 @@ def _awaited(called: list[BatchMetadata]) -> Callable[..., Any]:
         called.append(batch)
 
     return call
+
+
+async def test_many_jobs_are_written_by_as_few_statements_as_few_jobs(bus: CommandBus, database: Database) -> None:
+    def counting(plan: Plan[UUID], requests: list[Any]) -> Plan[UUID]:
+        request = next(plan)
+        while True:
+            requests.append(request)
+            answer = yield request
+            try:
+                request = plan.send(answer)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    written = []
+    for size in (2, 200):
+        jobs = [job(do("a", "b"), do("c"), undo=True)] * size
+        new = job_batch.new_job_batch(bus.settings.limits, DOMAIN, jobs, {}, None, awaits=True)
+        requests: list[Any] = []
+        database.perform(counting(job_batch.create(*new), requests))
+        written.append(len(requests))
+    assert written[0] == written[1]
+    assert (database.count("job"), database.count("command"), database.count("job_part")) == (202, 404, 606)
+
+
+async def test_jobs_that_are_written_together_keep_all_that_their_commands_have(
+    bus: CommandBus, given: Given, ran: list[str], database: Database
+) -> None:
+    """A stage that is too large for the statement of the others is written by itself."""
+    later, soon = datetime.now(UTC) + timedelta(hours=2), datetime.now(UTC) + timedelta(hours=1)
+    rich = BatchCommand(
+        "Do", data="x", task_key="t", correlation_id=SAME, reply_to="replies", priority=7, max_attempts=2
+    )
+    stages = [
+        [rich, *do("a")],
+        [BatchCommand("Do", data="later", run_at=later), BatchCommand("Do", data="soon", expires_at=soon)],
+        [BatchCommand("Do", data="there", domain="elsewhere"), *do("here")],
+        do(*map(str, range(1500))),
+        do("b"),
+    ]
+    together = await bus.jobs.create_batch(DOMAIN, [job(commands, name=f"n{n}") for n, commands in enumerate(stages)])
+    alone = [await bus.jobs.create(DOMAIN, [Stage("s0", commands)]) for commands in stages]
+
+    async def written(job_id: UUID) -> Any:
+        found = await bus.jobs.get(DOMAIN, job_id)
+        assert found is not None
+        batch = found.stages[0].batch
+        assert batch is not None
+        commands = await bus.list_batch_commands(DOMAIN, batch.batch_id, limit=2000)
+        shown = [
+            (c.domain, c.command_type, c.data, c.task_key, c.reply_to, c.priority, c.max_attempts, c.run_at, c.status)
+            for c in commands
+        ]
+        expiring = "SELECT count(*) FROM busload.expiry WHERE batch_id = %s"
+        places = "SELECT count(*), sum(hi - lo + 1), max(fair::text) FROM busload.{} WHERE batch_id = %s"
+        counted = [database.rows(places.format(place), batch.batch_id) for place in ("queue", "scheduled")]
+        assert {fair for [(_, _, fair)] in counted} <= {str(fair_of(database, batch.batch_id)), None}
+        return shown, database.value(expiring, batch.batch_id), [rows[0][:2] for rows in counted], batch.total_count
+
+    for one, other in zip(await jobs_of(bus, together), alone, strict=True):
+        assert await written(one.job_id) == await written(other)
+    found = await jobs_of(bus, together)
+    assert [one.stages[0].batch.name for one in found if one.stages[0].batch] == [f"n{n}: s0" for n in range(5)]
+    assert [one.stages[0].batch.stage for one in found if one.stages[0].batch] == ["s0"] * 5
+
+
+def fair_of(database: Database, batch_id: UUID) -> int:
+    return int(database.value("SELECT busload.fair_of(NULL, %s)", batch_id))
 
 
 async def test_a_batch_of_jobs_exists_exactly_if_the_callers_transaction_commits(
@@ -276,7 +349,7 @@ async def test_the_batch_of_a_job_that_is_being_resumed_cannot_complete_before_i
     [failed, other] = await jobs_of(bus, batch_id)
     async with conn.transaction():
         await bus.jobs.resume(DOMAIN, failed.job_id, conn=conn)
-        begin = progress.begin_to_cancel
+        begin = job_cancel.begin_to_cancel
         thread, answers = beside(dsn, lambda: begin(DOMAIN, other.job_id, reason="x", operator=None, in_pages=False))
         assert answers == []
     await asyncio.to_thread(thread.join)
@@ -316,6 +389,51 @@ async def test_jobs_that_wait_for_a_person_are_counted_until_the_person_has_deci
     await given.drained()
     assert counts(await given.batch_now(batch_id)) == (4, 2, 0, 1, 0)
     assert (await bus.jobs.get(DOMAIN, first.job_id)).status == "COMPLETED"  # type: ignore[union-attr]
+
+
+async def test_a_job_whose_step_was_canceled_waits_for_a_person(bus: CommandBus, given: Given, ran: list[str]) -> None:
+    """Also if the step ran, and was asked to stop."""
+    batch_id = await bus.jobs.create_batch(DOMAIN, [job(do("a"), do("b")), job(do("c"), do("d"))])
+    given.settled(given.claimed(limit=2))
+    steps = [one.step for one in await jobs_of(bus, batch_id) if one.step is not None]
+    [runs] = given.claimed()
+    [waits] = [step.command_id for step in steps if step.command_id != runs.command_id]
+    for stopped in (runs.command_id, waits):
+        await bus.cancel_command(DOMAIN, stopped, reason="by mistake")
+    assert (await given.batch_now(batch_id)).in_troubleshooting_count == 1, "one still runs"
+    given.settled([runs], CANCELED)
+    assert (await given.batch_now(batch_id)).in_troubleshooting_count == 2
+    for one in await jobs_of(bus, batch_id):
+        await bus.jobs.resume(DOMAIN, one.job_id)
+    assert (await given.batch_now(batch_id)).in_troubleshooting_count == 0
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (2, 2, 0, 0, 0)
+
+
+async def test_who_counts_jobs_that_wait_for_a_person_looks_at_no_others(
+    bus: CommandBus, given: Given, ran: list[str], database: Database
+) -> None:
+    read = """SELECT sum(idx_tup_fetch + seq_tup_read)::integer FROM pg_stat_xact_user_tables
+               WHERE relname IN ('job', 'job_stage', 'job_in_doubt', 'batch')"""
+
+    def reading(batch_id: UUID) -> Plan[Any]:
+        [(before,)] = yield Statement(read.encode(), {})
+        found = yield from find_batch(DOMAIN, batch_id)
+        assert found is not None
+        [(after,)] = yield Statement(read.encode(), {})
+        return found.in_troubleshooting_count, after - before
+
+    few, many = [
+        await bus.jobs.create_batch(DOMAIN, [job([PARK], [WAIT]), *[job([WAIT])] * others]) for others in (2, 200)
+    ]
+    await given.drained()
+    assert database.perform(reading(few)) == database.perform(reading(many))
+    assert database.perform(reading(many))[0] == 1
+    assert database.count("job_in_doubt") == 2
+    for item in await bus.troubleshooting.list(DOMAIN):
+        await bus.troubleshooting.complete(DOMAIN, item.command_id)
+    await given.drained()
+    assert database.count("job_in_doubt") == 0, "they have gone on"
 
 
 async def test_a_cancel_reaches_every_job_that_has_not_ended(
@@ -361,21 +479,82 @@ async def test_a_cancel_can_be_one_transaction_of_the_callers(
     assert ran == []
 
 
+async def test_from_the_first_transaction_of_a_cancel_on_only_what_runs_goes_on(
+    bus: CommandBus, given: Given, ran: list[str], database: Database
+) -> None:
+    jobs = [job(do("a"), do("b")), job(do("c"), do("d")), job(do("e"), do("f"), undo=True)]
+    batch_id = await bus.jobs.create_batch(DOMAIN, jobs)
+    [runs] = given.claimed()
+    begin = partial(job_cancel.begin_to_cancel_batch, DOMAIN, batch_id, reason="wrong list", operator="rosa")
+    begun = database.perform(begin(in_pages=True))
+    assert (begun.done, len(begun.batch_ids)) == (3, 3)
+    assert counts(await given.batch_now(batch_id)) == (3, 0, 0, 2, 0), "one is to be compensated"
+    assert given.claimed() == [], "nobody claims what is to be canceled"
+    given.settled([runs])
+    await given.drained()
+    stopped = await jobs_of(bus, batch_id)
+    assert ran == ["undo"] * (stopped[2].compensated_at is not None), "if it was the third that ran, it is undone"
+    assert {(one.operator, one.reason) for one in stopped} == {("rosa", "wrong list")}
+
+
 async def test_a_worker_goes_on_with_a_cancel_whose_process_died(
     bus: CommandBus, given: Given, ran: list[str], database: Database
 ) -> None:
     batch_id = await bus.jobs.create_batch(DOMAIN, [job([WAIT] * 3), job(do("a"), [WAIT], undo=True)])
     await given.drained()
-    database.perform(job_batch.mark_canceled(DOMAIN, batch_id, reason="wrong list", operator="rosa"))
+    begin = partial(job_cancel.begin_to_cancel_batch, DOMAIN, batch_id, reason="wrong list", operator="rosa")
+    database.perform(begin(in_pages=True))
+    canceled = "SELECT count(*) FROM busload.event WHERE type = 'CANCELED'"
     await sweep(bus.pool, worker=given.registered_worker(), judge=False)
-    assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 0, 0), "whoever began may still be at it"
+    assert database.value(canceled) == 0, "whoever began may still be at it"
     database.rows("UPDATE busload.batch SET canceling_until = now() - interval '1 s' WHERE canceled_at IS NOT NULL")
     await sweep(bus.pool, worker=given.registered_worker(), judge=False)
-    assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 1, 0)
-    assert {(one.operator, one.reason) for one in await jobs_of(bus, batch_id)} == {("rosa", "wrong list")}
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED'") == 4
     await given.drained()
     assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 2, 0)
     assert ran == ["a", "undo"]
+
+
+async def test_a_cancel_that_is_repeated_goes_on_where_the_first_one_stopped(
+    bus: CommandBus, given: Given, ran: list[str], database: Database
+) -> None:
+    batch_id = await bus.jobs.create_batch(DOMAIN, [job(do("a")), job(do("b"))])
+    begin = partial(job_cancel.begin_to_cancel_batch, DOMAIN, batch_id, reason="x", operator=None)
+    database.perform(begin(in_pages=True))
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="again") == 0
+    assert database.value("SELECT sum(hi - lo + 1) FROM busload.event WHERE type = 'CANCELED'") == 2
+    assert database.value("SELECT count(*) FROM busload.batch WHERE canceling_until IS NOT NULL") == 0
+
+
+async def test_a_job_that_is_being_resumed_does_not_escape_the_cancel_of_its_batch(
+    dsn: str, bus: CommandBus, given: Given, ran: list[str], conn: psycopg.AsyncConnection
+) -> None:
+    batch_id = await bus.jobs.create_batch(DOMAIN, [job([NO], do("a")), job([WAIT])])
+    await given.drained()
+    [failed, _] = await jobs_of(bus, batch_id)
+    async with conn.transaction():
+        await bus.jobs.resume(DOMAIN, failed.job_id, conn=conn)
+        begin = partial(job_cancel.begin_to_cancel_batch, DOMAIN, batch_id, reason="x", operator=None)
+        thread, answers = beside(dsn, lambda: begin(in_pages=False))
+        assert answers == []
+    await asyncio.to_thread(thread.join)
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (2, 0, 0, 2, 0)
+
+
+async def test_the_cancel_of_many_jobs_takes_a_handful_of_transactions(
+    bus: CommandBus, given: Given, ran: list[str], database: Database
+) -> None:
+    """However many jobs there are: 700 jobs are two slices of batches, so two pages after the first transaction."""
+    batch_id = await bus.jobs.create_batch(DOMAIN, [job(do("a"), do("b"), undo=n % 2 == 0) for n in range(700)])
+    written = "SELECT count(DISTINCT xmin::text) FROM busload.event WHERE type IN ('CANCELED', 'BATCH_CANCELED')"
+    assert await bus.cancel_batch(DOMAIN, batch_id, reason="wrong list") == 700
+    assert database.value(written) == 3
+    assert counts(await given.batch_now(batch_id)) == (700, 0, 0, 350, 0)
+    await given.drained()
+    batch = await given.batch_now(batch_id)
+    assert (batch.status, counts(batch)) == ("COMPLETED_WITH_FAILURES", (700, 0, 0, 700, 0))
+    assert ran == []
 
 
 async def test_what_makes_no_sense_for_jobs_is_refused(bus: CommandBus, given: Given, database: Database) -> None:
@@ -510,6 +689,37 @@ async def test_a_batch_of_jobs_explains_what_is_in_the_way_of_its_jobs(
     explained = await bus.explain_batch(DOMAIN, batch_id)
     assert explained.summary.startswith("COMPLETED_WITH_FAILURES: all 5 jobs ended")
     assert [one.code.value for one in explained.reasons] == ["CALLBACK_WAITING"]
+
+
+async def test_a_job_whose_step_a_person_has_ended_is_explained_and_the_advice_helps(
+    bus: CommandBus, given: Given, ran: list[str]
+) -> None:
+    """One job waits for its plan, another one for the step to its next stage. Neither is on its way."""
+    bus.planner(DOMAIN, "two")(raising(PermanentCommandError("no plan")))
+    planned = BatchJob([Stage("one", do("a")), Stage("two")])
+    batch_id = await bus.jobs.create_batch(DOMAIN, [planned, job(do("b"), do("c"))])
+    given.settled(given.claimed(limit=2))
+    first, second = await jobs_of(bus, batch_id)
+    assert first.step is not None and second.step is not None
+    await bus.cancel_command(DOMAIN, second.step.command_id, reason="by mistake")
+    await given.drained()
+    [plan] = await bus.troubleshooting.list(DOMAIN)
+    await bus.troubleshooting.complete(DOMAIN, plan.command_id, operator="rosa")
+    explained = await bus.explain_batch(DOMAIN, batch_id)
+    assert explained.summary == "Not finished: 0 of 2 jobs have ended; jobs: 2 stopped by hand."
+    [reason] = explained.reasons
+    assert (reason.code, reason.count) == (Blocker.STEP_ENDED, 2)
+    assert f"ended the command that plans it, {plan.command_id}, which is COMPLETED" in reason.message
+    assert f"in stage 'two' of job {first.job_id}, and alike in 1 other job." in reason.message
+    assert f"`busload job resume {first.job_id}` plans the stage again" in reason.advice
+
+    await bus.jobs.resume(DOMAIN, first.job_id)
+    [reason] = (await bus.explain_batch(DOMAIN, batch_id)).reasons
+    assert f"that follows it, {second.step.command_id}, which is CANCELED" in reason.message
+    assert f"`busload job resume {second.job_id}` goes on with the next stage" in reason.advice
+    await bus.jobs.resume(DOMAIN, second.job_id)
+    await given.drained()
+    assert counts(await given.batch_now(batch_id)) == (2, 1, 0, 0, 1)
 
 
 async def _until_stuck(given: Given) -> None:

@@ -211,7 +211,7 @@ async def test_the_next_commands_are_claimed_while_permits_of_the_last_are_asked
     flights = InFlight()
     given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="key"))
     with psycopg.connect(dsn) as conn:
-        conn.execute("SELECT busload.lock_limits(%s, %s)", [[f"{DOMAIN}/Debit"] * 2, ["0", "1"]])
+        conn.execute("SELECT busload.lock_limits(27711006, %s, %s, true)", [[f"{DOMAIN}/Debit"], ["0", "1"]])
         await sent(given, 2, keys=2)
         async with given.running() as worker:
             await eventually(lambda: database.value("SELECT coalesce(sum(open), 0) FROM busload.lease") == 2)
@@ -535,6 +535,65 @@ async def test_a_command_that_waits_for_a_limit_shows_no_time_at_which_it_runs(
     assert (command.status, command.run_at) == ("SCHEDULED", None)
 
 
+async def test_no_more_is_claimed_than_slots_take_while_permits_are_asked_for(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that take long: what is asked for will need a slot."""
+    monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
+    flights = InFlight()
+    flights.go.clear()
+    given.handler(function=flights.call, concurrency_limit=ConcurrencyLimit(1, by="n"))
+    await sent(given, 20)
+    async with given.running(concurrency=3) as worker:
+        await eventually(lambda: flights.calls == 3)
+        await run(worker)._claimer.once()
+        assert database.value("SELECT sum(open) FROM busload.lease") == 3
+        flights.go.set()
+        await eventually(database.is_at_rest)
+
+
+async def test_a_worker_that_stops_claims_no_further_part(
+    given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permits of two parts are asked for, and the answers are late."""
+    monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    with psycopg.connect(dsn) as conn:
+        conn.execute("SELECT busload.lock_limits(27711006, %s, %s, true)", [[f"{DOMAIN}/Debit"], [*"01234"]])
+        await sent(given, 5, keys=5)
+        async with given.running(concurrency=5) as worker:
+            await eventually(lambda: database.value("SELECT coalesce(sum(open), 0) FROM busload.lease") == 2)
+            await eventually(lambda: len(run(worker)._permits.asking) == 2)
+            claiming = run(worker)._claimer
+            worker.stop()
+            await eventually(lambda: claiming.stopping)
+            conn.rollback()
+    assert claiming.claimed == 2
+    assert (database.count("lease"), database.count("permit")) == (0, 0)
+    database.check_invariants()
+
+
+async def test_limits_of_several_names_are_asked_for_together(given: Given, database: Database) -> None:
+    """Each request has its own name and its own number of calls, whether there are permits for all or not."""
+    worker = given.registered_worker()
+    await given.batch(9)
+    leased = given.claimed(4, by=worker) + given.claimed(5, by=worker)
+    limits = [("one", 1), ("two", 2), ("two", 2)] * 3
+    requests = [
+        Request(name, "key", most, [(one.lease, one.id)]) for (name, most), one in zip(limits, leased, strict=True)
+    ]
+    answers = database.perform(concurrency.take(requests[:3], worker=worker))
+    assert all(answers)
+    answers += database.perform(concurrency.take(requests[3:], worker=worker))
+    assert answers[3:] == [0] * 6
+    count = "SELECT limit_name, limit_subject, array_agg(command ORDER BY command) FROM busload.permit GROUP BY 1, 2"
+    assert sorted(database.rows(count)) == [
+        ("one", "key", [leased[0].id]),
+        ("two", "key", [leased[1].id, leased[2].id]),
+    ]
+    database.check_invariants()
+
+
 async def test_a_hold_that_is_heard_while_permits_are_asked_for_is_heeded(
     given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,7 +601,7 @@ async def test_a_hold_that_is_heard_while_permits_are_asked_for_is_heeded(
     monkeypatch.setattr(claimer, "ASKED_TOGETHER", 1)
     seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
     waits = "SELECT count(*) FROM pg_stat_activity WHERE pg_blocking_pids(pid) && %s::integer[]"
-    lock = "SELECT busload.lock_limits(ARRAY[%s], ARRAY[%s])"
+    lock = "SELECT busload.lock_limits(27711006, ARRAY[%s], ARRAY[%s], true)"
     name = f"{DOMAIN}/Debit"
     with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second:
         first.execute(lock, [name, "0"])
@@ -658,7 +717,7 @@ async def test_a_permit_that_was_adopted_meanwhile_is_not_freed_as_that_of_a_dea
     permit = held_by(given, dead)
     database.rows("UPDATE busload.worker SET stopped_at = now() WHERE worker = %s", dead)
     with psycopg.connect(dsn) as conn:
-        conn.execute("SELECT busload.lock_waiting(ARRAY[%s], ARRAY[%s], true)", [permit.name, permit.subject])
+        conn.execute("SELECT busload.lock_limits(27711008, ARRAY[%s], ARRAY[%s], true)", [permit.name, permit.subject])
         thread, answers = beside(dsn, concurrency.sweep)  # it has read whose permits they are
         assert answers == []
         database.perform(concurrency.adopt({permit: 1024}, worker=alive))
@@ -730,6 +789,77 @@ async def test_what_is_canceled_in_line_gives_its_permit_back(given: Given, data
         await eventually(database.is_at_rest)
     assert len(seen) == 1
     assert (await given.batch_now(batch_id)).canceled_count == 1
+
+
+# -- limits that nobody uses -------------------------------------------------------------------------------------------
+
+
+def known_limits(database: Database) -> set[str]:
+    return {name for (name,) in database.rows("SELECT name FROM busload.concurrency_limit")}
+
+
+def grow_old(database: Database, *names: str) -> None:
+    age = "UPDATE busload.concurrency_limit SET used_at = now() - interval '25 hours' WHERE name = ANY (%s)"
+    database.rows(age, list(names))
+
+
+async def test_a_limit_that_nobody_has_used_for_a_day_is_forgotten(given: Given, database: Database) -> None:
+    """Unless a call has a permit of it, or a command waits for one."""
+    worker = given.registered_worker()
+    await given.batch(5)
+    gone, _new, _held, waited = (held_by(given, worker, name=name) for name in ("gone", "new", "held", "waited"))
+    [one] = given.claimed(by=worker)
+    late = Request("waited", waited.subject, 1, [(one.lease, one.id)])
+    assert database.perform(concurrency.take([late], worker=worker)) == [0]
+    database.perform(concurrency.free([gone]))
+    database.rows("DELETE FROM busload.permit WHERE limit_name = 'waited'")  # and nobody was woken
+    grow_old(database, "gone", "held", "waited")
+    database.perform(concurrency.forget())
+    assert known_limits(database) == {"new", "held", "waited"}
+
+
+async def test_a_sweep_forgets_limits_that_nobody_uses(given: Given, database: Database) -> None:
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="key", name="crm"))
+    await sent(given, 1)
+    await given.drained()
+    assert known_limits(database) == {"crm"}
+    grow_old(database, "crm")
+    await given.drained()
+    assert known_limits(database) == set()
+
+
+async def test_a_limit_that_is_asked_for_while_it_is_being_forgotten_is_known(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    await given.batch(2)
+    permit = held_by(given, worker, name="crm")
+    given.database.perform(concurrency.free([permit]))
+    grow_old(given.database, "crm")
+    [one] = given.claimed(by=worker)
+    request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
+    with psycopg.connect(dsn) as conn:
+        perform(conn, concurrency.forget())
+        thread, answers = beside(dsn, partial(concurrency.take, [request], worker=worker))
+        assert answers == []
+    thread.join(60)
+    assert answers[0][0]
+    assert known_limits(given.database) == {"crm"}
+
+
+async def test_a_limit_that_is_being_asked_for_is_not_forgotten(given: Given, dsn: str) -> None:
+    worker = given.registered_worker()
+    await given.batch(2)
+    permit = held_by(given, worker, name="crm")
+    given.database.perform(concurrency.free([permit]))
+    grow_old(given.database, "crm")
+    [one] = given.claimed(by=worker)
+    request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, concurrency.take([request], worker=worker)) != [0]
+        thread, answers = beside(dsn, concurrency.forget)
+        assert answers == []
+    thread.join(60)
+    assert answers == [None]
+    assert known_limits(given.database) == {"crm"}
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------------

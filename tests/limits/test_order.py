@@ -119,7 +119,12 @@ def key_of(one: Leased) -> Key:
 
 def claiming(worker: int, limit: int = 100) -> Plan[OrderedClaim]:
     return order.claim_in_order(
-        worker=worker, domain=DOMAIN, limit=limit, suspects=True, keys=lambda leased: {o: key_of(o) for o in leased}
+        worker=worker,
+        domain=DOMAIN,
+        limit=limit,
+        suspects=True,
+        owned=True,
+        keys=lambda leased: {one: key_of(one) for one in leased},
     )
 
 
@@ -250,7 +255,7 @@ async def test_what_a_dead_worker_ran_runs_again_before_its_successors(given: Gi
     assert numbers(claimed(given, alive)) == [0]
 
 
-async def test_what_is_handed_back_keeps_its_place(given: Given, database: Database) -> None:
+async def test_what_is_handed_back_stays_the_first(given: Given, database: Database) -> None:
     worker = given.registered_worker()
     await sent(given, 2)
     [first] = claimed(given, worker)
@@ -259,7 +264,7 @@ async def test_what_is_handed_back_keeps_its_place(given: Given, database: Datab
     assert numbers(claimed(given, worker)) == [0]
 
 
-async def test_what_is_put_off_by_its_rate_keeps_its_place(given: Given, database: Database) -> None:
+async def test_what_is_put_off_by_its_rate_stays_the_first(given: Given, database: Database) -> None:
     worker = given.registered_worker()
     await sent(given, 2)
     [first] = claimed(given, worker)
@@ -270,7 +275,7 @@ async def test_what_is_put_off_by_its_rate_keeps_its_place(given: Given, databas
     assert numbers(claimed(given, worker)) == [0]
 
 
-async def test_one_that_waits_for_a_person_steps_out_and_takes_its_place_when_it_is_back(
+async def test_one_that_waits_for_a_person_steps_out_and_is_sorted_in_when_it_is_back(
     given: Given, database: Database
 ) -> None:
     ledger = Ledger()
@@ -323,7 +328,7 @@ async def test_what_leaves_the_line_from_outside_lets_the_next_one_run_with_the_
         following = 2
     assert database.perform(order.sweep()) == 1
     assert numbers(claimed(given, worker)) == [following]
-    if how == "hold":  # it takes its place by its id among those that wait
+    if how == "hold":  # it is sorted in by its id among those that wait
         await bus.resume_batch(DOMAIN, batch_id)
         assert claimed(given, worker) == []
         assert database.value("SELECT min(lo) FROM busload.scheduled WHERE reason = 'LIMITED'") == first.id

@@ -401,7 +401,9 @@ async def test_a_hand_back_that_failed_is_repeated(
 
     monkeypatch.setattr(Claimer, "_watch_line", watch_once_braked)
     await given.batch(commands=3000)
-    async with given.running(concurrency=5):
+    # With the usual 50 ms a pause of the machine right before the slots are stuck would leave the line empty.
+    settings = replace(given.settings, prefetch=timedelta(milliseconds=200))
+    async with given.running(concurrency=5, settings=settings):
         await eventually(lambda: len(story.first) == 505)
         settled = "SELECT count(*) FROM busload.execution"
         await eventually(lambda: database.value(settled) == 500)

@@ -38,30 +38,38 @@ class BatchVerbs:
     via: Via
     _limits: InputLimits
 
-    async def get_batch(self, domain: str, batch_id: UUID) -> BatchMetadata | None:
-        """A batch with its counters; None if the domain has no such batch."""
-        check(self._limits, writes=False, domain=domain, batch_id=batch_id)
+    async def get_batch(self, domain: str | None, batch_id: UUID) -> BatchMetadata | None:
+        """A batch with its counters; None if the domain, or no domain if it is None, has such a batch."""
+        check(self._limits, writes=False, **given(domain=domain), batch_id=batch_id)
         return await self.database.read(find_batch(domain, batch_id))
 
     async def list_batches(
         self,
-        domain: str,
+        domain: str | None,
         *,
         status: BatchStatus | BatchStatusName | None = None,
         job_id: JobId | None = None,
         batch_type: BatchType | BatchTypeName | None = None,
+        name: str | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
+        forecast: bool = False,
     ) -> list[BatchMetadata]:
-        """The batches of a domain, newest first: all, or those of one `status`, one `job_id` or one `batch_type`.
+        """The batches of a domain, or of all domains if it is None, newest first.
 
-        `after`, the last batch of the page before, pages without drift while batches are created; `offset` does not.
+        All of them, or those of one `status`, one `job_id` or one `batch_type`, or in whose name the text `name`
+        occurs; capitals do not matter. `after`, the last batch of the page before, pages without drift while batches
+        are created; `offset` does not. With `forecast` each batch that has not ended comes with one, which costs a few
+        more reads for each.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, domain=domain, **given(job_of_batch=job_id), **page)
-        kind = choice(BatchType, batch_type, "batch_type")
-        plan = list_batches(domain, status=choice(BatchStatus, status), job_id=job_id, batch_type=kind, **page)
+        check(self._limits, writes=False, **given(domain=domain, job_of_batch=job_id), name=name, **page)
+        kinds: dict[str, Any] = {
+            "status": choice(BatchStatus, status),
+            "batch_type": choice(BatchType, batch_type, "batch_type"),
+        }
+        plan = list_batches(domain, job_id=job_id, name=name, forecast=forecast, **kinds, **page)
         return await self.database.read(plan)
 
     async def list_batch_commands(

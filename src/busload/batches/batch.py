@@ -109,7 +109,9 @@ class BatchMetadata:
     batch_type: BatchType = BatchType.COMMANDS
     """What it counts: commands or, if `bus.jobs.create_batch` created it, jobs."""
     forecast: Forecast | None = field(default=None, compare=False)
-    """When it will be done; None if it has ended or is a batch of jobs. Only `get_batch` and `watch_batch` look for it.
+    """When it will be done; None if it has ended, is a batch of jobs, or nobody asked.
+
+    `get_batch` and `watch_batch` always look for it, and `list_batches` if it is told to.
 
     It differs from moment to moment, so it does not count when two are compared.
     """
@@ -132,12 +134,12 @@ SyncBatchCompletionCallback: TypeAlias = Callable[[BatchMetadata], None]
 SQL = statements(__name__)
 
 
-def find_batch(domain: str, batch_id: UUID) -> Plan[BatchMetadata | None]:
+def find_batch(domain: str | None, batch_id: UUID) -> Plan[BatchMetadata | None]:
     return one(_batch_with_forecast, SQL.batch, domain=domain, batch_id=batch_id)
 
 
 def list_batches(
-    domain: str,
+    domain: str | None,
     *,
     status: BatchStatus | None,
     limit: int,
@@ -145,12 +147,16 @@ def list_batches(
     after: UUID | None,
     job_id: JobId | None = None,
     batch_type: BatchType | None = None,
+    name: str | None = None,
+    forecast: bool = False,
 ) -> Plan[list[BatchMetadata]]:
-    kinds = {"status": status and status.value, "batch_type": batch_type and batch_type.value}
-    page: dict[str, Any] = {"domain": domain, "limit": limit, "offset": offset, "after": after, **kinds}
-    if job_id is None:
-        return many(_batch, SQL.batches, **page)
-    return many(_batch, SQL.batches_of_job, job_id=str(job_id_of(job_id)), **page)
+    kinds = {"status": status and status.value, "batch_type": batch_type and batch_type.value, "name": name}
+    page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after, "forecast": forecast, **kinds}
+    if job_id is not None:
+        return many(_batch_with_forecast, SQL.batches_of_job, job_id=str(job_id_of(job_id)), domain=domain, **page)
+    if domain is None:
+        return many(_batch_with_forecast, SQL.batches_everywhere, **page)
+    return many(_batch_with_forecast, SQL.batches, domain=domain, **page)
 
 
 def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
@@ -168,8 +174,7 @@ def _batch(*row: Any) -> BatchMetadata:
 
 def _batch_with_forecast(*row: Any) -> BatchMetadata:
     *columns, outlook = row
-    batch = _batch(*columns)
-    return batch if batch.batch_type is BatchType.JOBS else replace(batch, forecast=read_forecast(outlook))
+    return replace(_batch(*columns), forecast=read_forecast(outlook))
 
 
 class BatchOptions(TypedDict, total=False):

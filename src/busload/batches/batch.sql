@@ -14,13 +14,15 @@ batch_id, domain, name, custom_data::text, status, total_count, completed_count,
             ELSE failed_count + in_troubleshooting_count - budget_from
        END, fair_by, batch_type
 
--- fragment: batch
-SELECT {columns} FROM busload.batch
+-- fragment: listed_batch
+-- With what a forecast of it needs to know, if that is asked for.
+SELECT {columns}, CASE WHEN %(forecast)s::boolean THEN busload.outlook(batch)::text END FROM busload.batch
 
 -- fragment: newest_batches
 -- The newest batch comes first; `after` is the last batch of the page before.
 AND (%(status)s::text IS NULL OR status = %(status)s::text)
 AND (%(batch_type)s::text IS NULL OR batch_type = %(batch_type)s::text)
+AND (%(name)s::text IS NULL OR strpos(lower(name), lower(%(name)s::text)) > 0)
 AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
      (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
 ORDER BY created_at DESC, batch_id DESC
@@ -29,21 +31,29 @@ ORDER BY created_at DESC, batch_id DESC
 -- name: batch
 -- One batch, and what a forecast of it needs to know.
 SELECT {columns}, busload.outlook(batch)::text FROM busload.batch
- WHERE domain = %(domain)s::text AND batch_id = %(batch_id)s::uuid AND pruned_at IS NULL;
+ WHERE batch_id = %(batch_id)s::uuid AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+   AND pruned_at IS NULL;
 
 -- name: batches
 -- The batches of a domain.
-{batch}
+{listed_batch}
  WHERE domain = %(domain)s::text AND pruned_at IS NULL
    {newest_batches};
 
 -- name: batches_of_job
--- The batches of a job.
-{batch}
- WHERE job_id = %(job_id)s::text AND domain = %(domain)s::text AND pruned_at IS NULL
+-- The batches of a job, in one domain or in all.
+{listed_batch}
+ WHERE job_id = %(job_id)s::text AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
+   AND pruned_at IS NULL
+   {newest_batches};
+
+-- name: batches_everywhere
+-- The batches of all domains.
+{listed_batch}
+ WHERE pruned_at IS NULL
    {newest_batches};
 
 -- name: existing_batches
 -- The batches of these that exist: whoever waits for many batches asks once.
-{batch}
+SELECT {columns} FROM busload.batch
  WHERE batch_id = ANY (%(batch_ids)b::uuid[]);

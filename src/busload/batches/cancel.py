@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -29,8 +29,22 @@ HOLD = timedelta(seconds=30)
 
 BEGINNING = -1
 
-Begun: TypeAlias = tuple[int, UUID | None]
-"""How many commands were canceled so far, and the batch of which more are to be; None if that was all."""
+BATCHES = 500
+"""Batches that one page looks at. Only the stages of a batch of jobs are so many."""
+
+
+class Begun(NamedTuple):
+    """How a cancel has begun: how much is canceled so far, and the batches of which commands are to be canceled."""
+
+    done: int
+    batch_ids: Sequence[UUID] = ()
+
+
+class Canceled(NamedTuple):
+    """What a cancel has done: with its first transaction, and how many commands after that."""
+
+    begun: int
+    commands: int
 
 
 async def cancel(
@@ -42,8 +56,8 @@ async def cancel(
     operator: str | None,
     batch_id: UUID | None = None,
     job_id: UUID | None = None,
-) -> int:
-    """Carry out a cancel, and return how many commands were canceled.
+) -> Canceled:
+    """Carry out a cancel, and return how much was canceled.
 
     Each page has a transaction of its own; with `conn`, all pages are in the caller's.
     If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
@@ -53,16 +67,23 @@ async def cancel(
     if conn is not None:
         whole = at_once(begin, reason=reason, operator=operator)
         return await database.write(Write(whole, batch_id, job_id=job_id), conn)
-    canceled, of = await database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
-    after: int | None = BEGINNING
+    begun = await database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
+    commands = 0
     try:
-        while of is not None and after is not None:
-            plan = page(of, after, **about, hold=HOLD)
-            more, after = await database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
-            canceled += more
+        for some in _slices(begun.batch_ids):
+            after: int | None = BEGINNING
+            while after is not None:
+                plan = page(some, after, **about, hold=HOLD)
+                more, after = await database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
+                commands += more
     except (BusloadError, psycopg.Error) as error:
-        raise _partly_canceled(canceled, error, batch_id, job_id) from error
-    return canceled
+        raise _partly_canceled(commands, error, batch_id, job_id) from error
+    return Canceled(begun.done, commands)
+
+
+def _slices(batch_ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:
+    for start in range(0, len(batch_ids), BATCHES):
+        yield batch_ids[start : start + BATCHES]
 
 
 def _partly_canceled(commands: int, why: BaseException, batch_id: UUID | None, job_id: UUID | None) -> PartlyDoneError:
@@ -89,40 +110,44 @@ def begin_to_cancel(domain: str, batch_id: UUID, *, reason: str, operator: str |
     if not marked:
         if not (yield from send.batch_exists(domain, batch_id)):
             raise BatchNotFoundError(domain, batch_id)
-        return 0, None
+        return Begun(0)
     yield from send.complete_if_ended(batch_id)
-    return 0, batch_id
+    return Begun(0, [batch_id])
 
 
 def cancel_batch(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[int]:
     """Cancel what has not started and ask the rest to stop, all in one transaction, which this needs."""
-    return at_once(partial(begin_to_cancel, domain, batch_id), reason=reason, operator=operator)
+    canceled = yield from at_once(partial(begin_to_cancel, domain, batch_id), reason=reason, operator=operator)
+    return canceled.commands
 
 
-def at_once(begin: Callable[..., Plan[Begun]], *, reason: str, operator: str | None) -> Plan[int]:
-    """Every page of a cancel in one transaction, which this needs; returns how many commands were canceled."""
-    total, batch_id = yield from begin(reason=reason, operator=operator, in_pages=False)
-    after: int | None = BEGINNING
-    while batch_id is not None and after is not None:
-        canceled, after = yield from page(batch_id, after, reason=reason, operator=operator, hold=None)
-        total += canceled
-    return total
+def at_once(begin: Callable[..., Plan[Begun]], *, reason: str, operator: str | None) -> Plan[Canceled]:
+    """Every page of a cancel in one transaction, which this needs."""
+    begun = yield from begin(reason=reason, operator=operator, in_pages=False)
+    commands = 0
+    for some in _slices(begun.batch_ids):
+        after: int | None = BEGINNING
+        while after is not None:
+            canceled, after = yield from page(some, after, reason=reason, operator=operator, hold=None)
+            commands += canceled
+    return Canceled(begun.done, commands)
 
 
 def page(
-    batch_id: UUID, after: int, *, reason: str | None, operator: str | None, hold: timedelta | None
+    batch_ids: Sequence[UUID], after: int, *, reason: str | None, operator: str | None, hold: timedelta | None
 ) -> Plan[tuple[int, int | None]]:
-    """Cancel the next page of waiting commands; needs a transaction.
+    """Cancel the next page of waiting commands of these batches; needs a transaction.
 
     Returns how many were canceled, and where the next page begins, if there is one. After the last page workers may
-    claim from the batch again: a sweep cancels what comes back to it.
+    claim from the batches again: a sweep cancels what comes back to them.
     """
-    yield from execute(SQL.lock_batch, batch_id=batch_id, hold=hold)
+    batches = {"batch_ids": list(batch_ids)}
+    yield from execute(SQL.lock_batches, **batches, hold=hold)
     [(canceled, next_one, _)] = yield from execute(
-        SQL.cancel_page, batch_id=batch_id, after=after, limit=PAGE, reason=reason, operator=operator
+        SQL.cancel_page, **batches, after=after, limit=PAGE, reason=reason, operator=operator
     )
     if next_one is None:
-        yield from execute(SQL.let_batch_go, batch_id=batch_id)
+        yield from execute(SQL.let_batches_go, **batches)
     return int(canceled), next_one
 
 
@@ -131,9 +156,13 @@ def cancel_stragglers() -> Plan[int]:
 
     One page at a time; needs a transaction.
     """
-    total = 0
+    found: dict[str | None, list[tuple[UUID, int]]] = {}
     for batch_id, after, reason in (yield from execute(SQL.canceling_batches)):
-        canceled, _ = yield from page(batch_id, after, reason=reason, operator=None, hold=None)
+        found.setdefault(reason, []).append((batch_id, after))
+    total = 0
+    for reason, batches in found.items():
+        batch_ids, first = [batch_id for batch_id, _ in batches], min(after for _, after in batches)
+        canceled, _ = yield from page(batch_ids, first, reason=reason, operator=None, hold=None)
         total += canceled
         if total >= PAGE:
             break

@@ -20,29 +20,35 @@ WITH marked AS (
 )
 SELECT batch_id, pg_notify('busload_cancel', batch_id::text) FROM marked;
 
--- name: lock_batch
--- Lock the batch before each page: the row of the batch comes before its loads. Whoever cancels page by page
--- says how long that may still take.
+-- name: lock_batches
+-- Lock the batches before each page, in order: the row of a batch comes before its loads. Whoever cancels
+-- page by page says how long that may still take.
 UPDATE busload.batch
    SET canceling_until = CASE WHEN canceling_until IS NULL OR %(hold)s::interval IS NULL THEN canceling_until
                               ELSE now() + %(hold)s::interval END
- WHERE batch_id = %(batch_id)s::uuid;
+ WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM busload.batch
+                              WHERE batch_id = ANY (%(batch_ids)b::uuid[])
+                              ORDER BY batch_id FOR NO KEY UPDATE));
 
--- name: let_batch_go
+-- name: let_batches_go
 -- The cancel is over: workers may claim what comes back to its places.
 UPDATE busload.batch
    SET canceling_until = NULL
- WHERE batch_id = %(batch_id)s::uuid AND canceling_until IS NOT NULL;
+ WHERE batch_id = ANY (%(batch_ids)b::uuid[]) AND canceling_until IS NOT NULL;
 
 -- name: cancel_page
--- Cancel the next commands that have not started, in the order of loads: those after the command `after`,
--- until there are `limit` commands. If a claim is splitting a load, this statement waits for it, and cancels
--- what is left. Returns how many commands were canceled, and after which command the next page begins; null
--- if there is no next page.
+-- Cancel the next commands of these batches that have not started, in the order of loads: those after the
+-- command `after`, until there are `limit` commands. If a claim is splitting a load, this statement waits for
+-- it, and cancels what is left. Returns how many commands were canceled, and after which command the next
+-- page begins; null if there is no next page.
 WITH numbered AS MATERIALIZED (
-    SELECT id FROM busload.command
-     WHERE batch_id = %(batch_id)s::uuid AND id & 1023 = 0 AND id >= %(after)s::bigint >> 10 << 10
-     ORDER BY id LIMIT %(limit)s::integer
+    SELECT c.id
+      FROM unnest(%(batch_ids)b::uuid[]) AS b (batch_id)
+     CROSS JOIN LATERAL (
+            SELECT id FROM busload.command
+             WHERE batch_id = b.batch_id AND id & 1023 = 0 AND id >= %(after)s::bigint >> 10 << 10
+             ORDER BY id LIMIT %(limit)s::integer) AS c
+     ORDER BY c.id LIMIT %(limit)s::integer
 ), placed AS MATERIALIZED (
     SELECT p.hi, sum((p.hi - p.lo + 1)::integer) OVER (ORDER BY p.hi) - (p.hi - p.lo + 1)::integer AS before
       FROM numbered AS n CROSS JOIN LATERAL (

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from busload.commands.wording import counted, span
+from busload.commands.wording import counted, per_second, span
 
 SCALES = (1.0, 10.0, 100.0, 1000.0)
 """Seconds over which the row of a batch keeps its pace."""
@@ -74,8 +74,32 @@ class Forecast:
         return f"in about {about} ({least} to {most})"
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a batch that has not ended, as `busload.outlook` returns it. Times are seconds from now."""
+class Around(msgspec.Struct, frozen=True, kw_only=True):
+    """A domain in which commands of a batch wait or run: who serves it, and what limits these commands there."""
+
+    domain: str = ""
+    waits: bool = True
+    """Whether commands of the batch wait there: ready, or for a limit or their time."""
+    rate_limited: int = 0
+    limited: int = 0
+    limit: str | None = None
+    """The name of the limit that these wait for."""
+    allowed: float | None = None
+    """Calls that it allows: per second, or at a time."""
+    by_key: bool = False
+    """Whether that holds for each key by itself."""
+    workers: int = 0
+    slots: int = 0
+    busy: int = 0
+    """Commands that these workers hold, of this batch and of others."""
+    paused: bool = False
+
+
+class Outlook(Around, frozen=True, kw_only=True):
+    """What is known about a batch that has not ended, as `busload.outlook` returns it. Times are seconds from now.
+
+    Its domain is the one that holds it up most, if there are several.
+    """
 
     now: datetime
     total: int
@@ -95,26 +119,20 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     longest: float = 0.0
     """How long the first of these has been held by its worker."""
-    domain: str = ""
-    """Where it runs now."""
     retries: int = 0
     last_retry: float = 0.0
     planned: int = 0
     last_planned: float = 0.0
     no_handler: int = 0
-    rate_limited: int = 0
-    limited: int = 0
-    limit: str | None = None
-    """The name of the limit that these wait for."""
-    allowed: float | None = None
-    """Calls that it allows: per second, or at a time."""
-    by_key: bool = False
-    """Whether that holds for each key by itself."""
-    workers: int = 0
-    slots: int = 0
-    busy: int = 0
-    """Commands that these workers hold, of this batch and of others."""
-    paused: bool = False
+    elsewhere: tuple[Around, ...] = ()
+    """Its other domains."""
+    all_slots: int | None = None
+    """Slots of all workers that serve any of its domains, if there are several."""
+
+    @property
+    def everywhere(self) -> tuple[Around, ...]:
+        """All its domains."""
+        return (self, *self.elsewhere)
 
     @property
     def left(self) -> int:
@@ -124,7 +142,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def in_slots(self) -> int:
         """Commands that run; a worker holds more, which wait for a slot."""
-        return min(self.running, self.slots)
+        return min(self.running, self.slots if self.all_slots is None else self.all_slots)
 
     @property
     def later(self) -> int:
@@ -243,9 +261,9 @@ def _unknown(outlook: Outlook, rate: float) -> NoForecast | None:
         return NoForecast.CANARY
     if not outlook.left:
         return NoForecast.IN_TROUBLESHOOTING
-    if outlook.paused and waits:
+    if waits and any(map(_is_paused, outlook.everywhere)):
         return NoForecast.PAUSED
-    if not outlook.workers:
+    if not all(around.workers for around in outlook.everywhere):
         return NoForecast.NO_WORKER
     if outlook.no_handler:
         return NoForecast.NO_HANDLER
@@ -271,9 +289,13 @@ def _what_is_missing(outlook: Outlook, unknown: NoForecast) -> str:
         case NoForecast.HELD:
             return "The batch is held: nothing starts until it is resumed."
         case NoForecast.PAUSED:
-            return f"Domain {outlook.domain!r} is paused: nothing starts until it is resumed."
+            paused = [around.domain for around in outlook.everywhere if _is_paused(around)]
+            one = f"Domain {paused[0]!r} is paused: nothing starts there until it is resumed."
+            several = f"Domains {_listed(paused)} are paused: nothing starts there until they are resumed."
+            return one if len(paused) == 1 else several
         case NoForecast.NO_WORKER:
-            return f"No worker serves domain {outlook.domain!r}: start one."
+            unserved = [around.domain for around in outlook.everywhere if not around.workers]
+            return f"No worker serves domain{'s' if len(unserved) > 1 else ''} {_listed(unserved)}: start one."
         case NoForecast.IN_TROUBLESHOOTING:
             return f"Only {_commands(outlook.parked, 'is', 'are')} left, in troubleshooting: a person has to decide."
         case NoForecast.NO_HANDLER:
@@ -290,20 +312,9 @@ def _what_is_missing(outlook: Outlook, unknown: NoForecast) -> str:
 def _changes(outlook: Outlook, takes: timedelta) -> Iterator[str]:
     """What the end depends on now, in sentences, if the rest takes that long."""
     due = _in(outlook.last_retry)
-    if outlook.ready and outlook.rate_limited and outlook.limit is not None and outlook.allowed is not None:
-        yield (
-            f"Rate limit {outlook.limit} allows {outlook.allowed:,.3g} calls a second: a higher one would end the "
-            "batch sooner, more workers would not."
-        )
-    elif outlook.ready and outlook.limited and outlook.limit is not None and outlook.allowed is not None:
-        each = " of one key" if outlook.by_key else ""
-        yield (
-            f"Concurrency limit {outlook.limit} allows {counted(int(outlook.allowed), f'call{each}', f'calls{each}')} "
-            "at a time: a higher one would end the batch sooner, more workers would not."
-        )
-    elif outlook.ready and outlook.busy >= BUSY * outlook.slots:
-        yield from _busy_slots(outlook, takes)
-    elif outlook.running and outlook.running >= outlook.left - outlook.later:
+    limiting = [said for around in outlook.everywhere for said in _limiting(outlook, around, takes)]
+    yield from limiting
+    if not limiting and outlook.running and outlook.running >= outlook.left - outlook.later:
         yield f"{_commands(outlook.running, 'runs', 'run')}, and no other is ready: more workers would change nothing."
     if outlook.retries:
         yield f"{_commands(outlook.retries, 'has', 'have')} failed and will be tried again, the last {due}."
@@ -317,20 +328,47 @@ def _changes(outlook: Outlook, takes: timedelta) -> Iterator[str]:
         )
 
 
-def _busy_slots(outlook: Outlook, takes: timedelta) -> Iterator[str]:
-    workers, others = outlook.workers, outlook.busy - outlook.running
-    serve = f"{counted(workers, 'worker')} with {counted(outlook.slots, 'slot')} serve{'s' if workers == 1 else ''}"
+def _limiting(outlook: Outlook, around: Around, takes: timedelta) -> Iterator[str]:
+    """What keeps commands that are ready in a domain from starting: a limit, or busy slots."""
+    if not outlook.ready or not around.waits:
+        return
+    if around.rate_limited and around.limit is not None and around.allowed is not None:
+        yield (
+            f"Rate limit {around.limit} allows {per_second(around.allowed, 'call')}: a higher one would end the "
+            "batch sooner, more workers would not."
+        )
+    elif around.limited and around.limit is not None and around.allowed is not None:
+        each = " of one key" if around.by_key else ""
+        yield (
+            f"Concurrency limit {around.limit} allows {counted(int(around.allowed), f'call{each}', f'calls{each}')} "
+            "at a time: a higher one would end the batch sooner, more workers would not."
+        )
+    elif around.busy >= BUSY * around.slots:
+        yield from _busy_slots(outlook, around, takes)
+
+
+def _busy_slots(outlook: Outlook, around: Around, takes: timedelta) -> Iterator[str]:
+    workers, others = around.workers, around.busy - outlook.running
+    serve = f"{counted(workers, 'worker')} with {counted(around.slots, 'slot')} serve{'s' if workers == 1 else ''}"
     yield (
-        f"{serve} domain {outlook.domain!r}, and all slots are busy: with one more worker like "
+        f"{serve} domain {around.domain!r}, and all slots are busy: with one more worker like "
         f"{'it' if workers == 1 else 'these'} the batch could be done in "
         f"{span(takes * workers / (workers + 1))} instead of {span(takes)}."
     )
-    if others > (1 - BUSY) * outlook.busy:
+    if others > (1 - BUSY) * around.busy:
         yield f"{_commands(others, 'is', 'are')} of others: when they have ended, this batch goes faster."
 
 
 def _commands(count: int, one: str, several: str) -> str:
     return counted(count, f"command {one}", f"commands {several}")
+
+
+def _is_paused(around: Around) -> bool:
+    return around.paused and around.waits
+
+
+def _listed(domains: Sequence[str]) -> str:
+    return " and ".join(map(repr, domains))
 
 
 def _in(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -15,12 +14,12 @@ from busload.batches.guards import FailureBudget
 from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers
 from busload.cli.command import explained
-from busload.cli.find import job_of_batches, newest
+from busload.cli.find import job_of_batches
 from busload.cli.output import echo_json
 from busload.cli.progress_bar import progress
 from busload.cli.text_table import View
 from busload.commands.command import AuditEvent
-from busload.commands.wording import counted
+from busload.commands.wording import counted, per_second
 from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.sync.bus import SyncCommandBus
@@ -43,7 +42,7 @@ BATCH = View[BatchMetadata](
     " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
     " rate done forecast",
     {
-        "rate": lambda found: found.forecast and f"{found.forecast.rate:,.3g} commands a second",
+        "rate": lambda found: found.forecast and per_second(found.forecast.rate, "command"),
         "done": lambda found: found.forecast and str(found.forecast),
         "forecast": lambda found: " ".join(found.forecast.changes) or None if found.forecast else None,
     },
@@ -71,6 +70,7 @@ batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
     help="Only batches of commands, or only batches of jobs.",
 )
 @click.option("--job", metavar="ID", help="Only batches of this job: a UUID, its beginning, or an id of your own.")
+@click.option("--name", metavar="TEXT", help="Only batches in whose name this text occurs; capitals do not matter.")
 @options.page(20)
 @answers
 def ls(
@@ -78,6 +78,7 @@ def ls(
     status: BatchStatusName | None,
     batch_type: BatchTypeName | None,
     job: str | None,
+    name: str | None,
     **page: Any,
 ) -> Answer:
     """List batches, newest first.
@@ -86,11 +87,12 @@ def ls(
     busload batch ls --domain payments --status IN_PROGRESS --limit 5
     busload batch ls --job 0198c5d2-7f3a
     busload batch ls --type JOBS
+    busload batch ls --name invoices
     busload batch ls --json | jq -r '.[].batch_id'
     """
     job_id = None if job is None else job_of_batches(bus, job, page["domain"])
-    ask = partial(bus.list_batches, status=status, batch_type=batch_type, job_id=job_id)
-    return BATCHES.list(newest(bus, ask, "created_at", "batch_id", **page))
+    found = bus.list_batches(page.pop("domain"), status=status, batch_type=batch_type, job_id=job_id, name=name, **page)
+    return BATCHES.list(found)
 
 
 @batch.command()

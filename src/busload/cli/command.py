@@ -18,7 +18,7 @@ from busload.cli.text_table import View
 from busload.commands.cancel import Cancellation
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
 from busload.commands.search import IdRange
-from busload.commands.wording import counted
+from busload.commands.wording import counted, per_second
 from busload.errors import CommandFailedError, CommandNotFoundError, InvalidOperationError
 from busload.explain.explanation import Explanation
 from busload.sync.bus import SyncCommandBus
@@ -201,7 +201,7 @@ def _print_explanation(found: Explanation) -> None:
         paragraph(shown(reason.message), first="  ", then="  ")
         paragraph(shown(reason.advice), first="  → ", then="    ")
     if found.forecast is not None and (found.forecast.done_at is not None or not found.reasons):
-        click.echo(f"\nFORECAST, {found.forecast.rate:,.3g} commands a second")
+        click.echo(f"\nFORECAST, {per_second(found.forecast.rate, 'command')}")
         for said in (f"Done {found.forecast}.", *found.forecast.changes):
             paragraph(shown(said), first="  ", then="  ")
 

@@ -9,7 +9,7 @@ from busload.cli.answer import Answer, answers
 from busload.cli.find import unknown_domain
 from busload.cli.text_table import View
 from busload.errors import InvalidOperationError
-from busload.limits.pause import DomainOverview, Pause, domains
+from busload.limits.pause import DomainOverview, Pause
 from busload.sync.bus import SyncCommandBus
 
 
@@ -42,7 +42,7 @@ def ls(bus: SyncCommandBus) -> Answer:
         busload domain ls
         busload domain ls --json | jq -r '.[] | select(.workers == 0) | .domain'
     """
-    found = bus.database.read(domains())
+    found = bus.domains.list()
     view = DOMAINS if any(each.unpublished for each in found) else DOMAINS.without("OUTBOX")
     return view.list(found)
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -93,6 +94,9 @@ def age(option: str, help: str, **more: Any) -> Decorator:
     return click.option(option, callback=_age, metavar="AGE", help=help, **more)
 
 
+SPAN_OR_TIME = "a span such as 30s, 2h or 1d, or a time such as 2030-01-01T08:00+00:00"
+
+
 def _time(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
     """`now`, an age as `2h`, which is from now on, or a time in ISO format, of this place if it has no zone."""
     if text is None:
@@ -104,8 +108,15 @@ def _time(ctx: click.Context, param: click.Parameter, text: str | None) -> datet
             return datetime.now(UTC) + (_age(ctx, param, text) or timedelta(0))
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
-        wanted = "now, a span such as 30s, 2h or 1d, or a time such as 2030-01-01T08:00+00:00"
-        raise click.BadParameter(f"found {text!r:.80}, wanted {wanted}") from None
+        raise click.BadParameter(f"found {text!r:.80}, wanted now, {SPAN_OR_TIME}") from None
+
+
+def _time_to_come(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:
+    """As `_time`, but not now."""
+    if text is None or text.strip().lower() != "now":
+        with suppress(click.BadParameter):
+            return _time(ctx, param, text)
+    raise click.BadParameter(f"found {text!r:.80}, wanted a time to come: {SPAN_OR_TIME}")
 
 
 def text_of(argument: str, option: str) -> str | bytes:
@@ -137,8 +148,8 @@ def run_at(*, required: bool = False) -> Decorator:
 
 
 def expires_at() -> Decorator:
-    about = "Cancel it if it has not started by then: in so long (30s, 2h, 1d), or a time."
-    return click.option("--expires-at", callback=_time, metavar="TIME", help=about)
+    about = "Cancel it if it has not started by then: in so long (30s, 2h, 1d), or a time such as 2030-01-01T08:00."
+    return click.option("--expires-at", callback=_time_to_come, metavar="TIME", help=about)
 
 
 def status(statuses: type[StrEnum]) -> Decorator:

@@ -234,7 +234,10 @@ def check_one(
     fair_by: str | None = None,
 ) -> NewCommand:
     """Check a command that is sent by itself, or into an open batch."""
-    [checked] = check_all(domain, [command], limits)
+    try:
+        [checked] = check_all(domain, [command], limits)
+    except InvalidCommandError as refused:
+        raise InvalidCommandError(refused.problems, refused.total, listed=False) from None
     if batch_id is not None or dedup is not None:
         check(limits, **given(batch_id=batch_id), dedup=dedup)
     if dedup is not None and command.task_key is None:

@@ -9,6 +9,8 @@ from itertools import repeat
 from typing import Any
 from uuid import UUID
 
+from psycopg.types.numeric import Int4, Int8
+
 from busload.commands.execution import Lease, Leased
 from busload.commands.ids import new_id
 from busload.commands.load import Load
@@ -31,7 +33,7 @@ class Claim:
     `contended` means that more commands were ready, but other workers had locked them at that moment. `refused` means
     that the worker which asked was declared dead. `turns` names, for each domain, who was the last to have a turn: the
     next claim goes on after them. `alone` means that nobody has to wait for a turn, because all that the claim saw has
-    one owner; it is None if the claim did not look.
+    one owner, or because it saw less than it was to take.
     """
 
     leases: list[Lease]
@@ -39,7 +41,7 @@ class Claim:
     contended: bool
     refused: bool = False
     turns: Mapping[str, int] = field(default_factory=dict)
-    alone: bool | None = None
+    alone: bool = False
 
     def joined(self, other: Claim) -> Claim:
         """What both together took."""
@@ -90,16 +92,32 @@ def claim(
     [row] = yield from execute(
         SQL.claim_all if no_turns else SQL.claim,
         worker=worker,
-        domains=domains,
-        after=[known.get(domain, BEFORE_ALL) for domain in domains],
-        limit=min(limit, MOST),
+        **_turns_of(domains, known),
+        limit=Int4(min(limit, MOST)),
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, last, alone, leases, leased = *row[:3], *read(row[3:14], *row[14:])
+    seen, last, alone, leases, leased = *row[:3], *read(row[3:15], *row[15:])
     contended = seen is not None and len(leased) < min(limit, seen)
-    next_turns = dict(zip(domains, last, strict=True))
+    next_turns = dict(zip(domains, last, strict=True)) if last else known
     return Claim(leases, leased, contended, refused=seen is None, turns=next_turns, alone=alone)
+
+
+def claim_few(*, worker: int, domains: list[str], limit: int, turns: Mapping[str, int]) -> Plan[Claim]:
+    """Take up to `limit` commands of owners with small loads: whole loads, and none of a large one."""
+    [row] = yield from execute(
+        SQL.claim_few,
+        worker=worker,
+        **_turns_of(domains, turns),
+        limit=Int4(limit),
+        lease=str(new_id()),
+    )
+    return Claim(*read(row[:12], *row[12:]), contended=False)
+
+
+def _turns_of(domains: list[str], turns: Mapping[str, int]) -> dict[str, Any]:
+    """Numbers of a claim have a type of their own: psycopg takes the smallest that fits, and prepares for each type."""
+    return {"domains": domains, "after": [Int8(turns.get(domain, BEFORE_ALL)) for domain in domains]}
 
 
 def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int]) -> Plan[DeliveredClaim]:
@@ -113,7 +131,7 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
         wanted=[wanted[load] for load in loads],
         lease=str(new_id()),
     )
-    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:14], *row[14:])
+    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:15], *row[15:])
     return DeliveredClaim(
         leases,
         leased,
@@ -163,7 +181,7 @@ def read(
     """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
     if ids is None:
         return [], []
-    lease_ids, los, his, *shared, remaining, budgets = lease_columns
+    lease_ids, los, his, *shared, remaining, budgets, _ = lease_columns
     loads = list(map(Load, los, his))
     counts = [load.size for load in loads]
     numbers = counts, counts, remaining, (share is not None for share in budgets)

@@ -11,14 +11,7 @@
 -- again, and a result of theirs cannot be durable without it. It starts the batches that begin with it. If
 -- somebody else holds the row of a batch, its first settlement starts it. `remaining` is what has not ended
 -- of a batch that takes no more commands; `budget_share` is null unless the batch has a failure budget.
-FROM (
-    SELECT set_config('synchronous_commit', 'off', true),
-           (SELECT busload.start_batches(array_agg(batch_id), %(worker)s::bigint)
-              FROM leased AS l
-             WHERE EXISTS (
-                SELECT FROM busload.batch WHERE batch_id = l.batch_id AND status = 'PENDING' OFFSET 0
-             ))
-) AS hasty
+FROM (SELECT set_config('synchronous_commit', 'off', true)) AS hasty
 CROSS JOIN (
     SELECT array_agg(lease_id),
            array_agg(lo),
@@ -30,16 +23,18 @@ CROSS JOIN (
            array_agg(forgiven),
            array_agg(crashes),
            array_agg(remaining),
-           array_agg(budget_share)
+           array_agg(budget_share),
+           busload.start_batches(array_agg(batch_id) FILTER (WHERE status = 'PENDING'), %(worker)s::bigint)
       FROM (
-        SELECT l.*, b.remaining, b.budget_share
+        SELECT l.*, b.*
           FROM leased AS l
           LEFT JOIN LATERAL (
             SELECT CASE WHEN sealed_at IS NOT NULL
                         THEN total_count - completed_count - failed_count - canceled_count
                              - in_troubleshooting_count
                    END AS remaining,
-                   budget_share
+                   budget_share,
+                   status
               FROM busload.batch
              WHERE batch_id = l.batch_id
             OFFSET 0
@@ -103,10 +98,11 @@ whole AS (
                    PARTITION BY domain, batch_id, priority, attempt, forgiven, crashes, replies, fair,
                                 hi >> 10
                    ORDER BY hi
+                   ROWS UNBOUNDED PRECEDING
                ) AS island
           FROM taken
       ) AS part
-     GROUP BY domain, batch_id, priority, attempt, forgiven, crashes, replies, fair, hi >> 10, island
+     GROUP BY 3, 4, 5, 6, 7, 8, 9, 10, hi >> 10, island
 ), leased AS (
     INSERT INTO busload.lease (lease_id, {load}, worker, open)
     SELECT {lease_id}, run.*, %(worker)s::bigint, hi - lo + 1 FROM run
@@ -168,30 +164,29 @@ SELECT {seen},
 
 -- name: claim_all
 -- The same by a worker that has just found less than it asked for, or commands of one owner only: it need not
--- ask whose turn it is. If there is more by now, or of others too, this claim goes by age, and a later one in
--- turns.
+-- ask whose turn it is. If there is more by now, or of others too, this claim goes by age, and the next one
+-- in turns. The third column says whether nobody has to wait for a turn: all of it fits, or no other owner of
+-- this priority comes behind the first one.
 WITH {alive}, wanted AS (
     SELECT d.domain, q.*
-      FROM alive
-     CROSS JOIN unnest(%(domains)s::text[]) AS d (domain)
-     CROSS JOIN LATERAL (
-        SELECT count(*) AS loads, sum(size) AS commands
+      FROM alive, unnest(%(domains)s::text[]) AS d (domain), LATERAL (
+        SELECT count(*) AS loads, max(seen) AS commands, max(priority) AS priority, min(fair) AS fair
           FROM (
-            SELECT size, sum(size) OVER (ORDER BY priority DESC, fair, hi) - size AS before
-              FROM (
-                SELECT hi, fair, priority, (hi - lo + 1)::integer AS size
-                  FROM busload.ready
-                 WHERE domain = d.domain AND crashes = 0
-                 ORDER BY priority DESC, fair, hi
-                 LIMIT %(limit)s::integer
-              ) AS q
+            SELECT *,
+                   sum((hi - lo + 1)::integer) OVER (
+                       ORDER BY priority DESC, fair, hi
+                       ROWS UNBOUNDED PRECEDING
+                   ) AS seen
+              FROM busload.ready
+             WHERE domain = d.domain AND crashes = 0
+             ORDER BY priority DESC, fair, hi
+             LIMIT %(limit)s::integer
           ) AS q
-         WHERE before < %(limit)s::integer
+         WHERE seen - (hi - lo + 1) < %(limit)s::integer
      ) AS q
 ), ready AS (
     SELECT q.*, false AS split
-      FROM wanted AS w
-     CROSS JOIN LATERAL (
+      FROM wanted AS w, LATERAL (
         SELECT *
           FROM busload.ready
          WHERE domain = w.domain AND crashes = 0
@@ -200,9 +195,38 @@ WITH {alive}, wanted AS (
      ) AS q
 ), {lease_ready}
 SELECT {seen},
-       %(after)s::bigint[],
-       NULL::boolean,
+       NULL::bigint[],
+       (SELECT count(*) = 1 AND max((
+            SELECT fair
+              FROM busload.ready
+             WHERE domain = w.domain AND crashes = 0 AND priority = w.priority AND fair > w.fair
+               AND w.commands >= %(limit)s::integer
+             ORDER BY fair
+             LIMIT 1
+          )) IS NULL
+          FROM wanted AS w
+         WHERE loads > 0),
        l.*, c.*
+  {leases_and_commands};
+
+-- name: claim_few
+-- Take a few commands of owners with small loads, whole loads only: a claim for those who came while a large
+-- batch is being run. What has crashed is left to `claim`.
+WITH {alive}, taken AS (
+    SELECT q.*, q.hi AS upto
+      FROM alive
+     CROSS JOIN busload.turns(%(domains)s::text[], %(after)s::bigint[], %(limit)s::integer) AS w
+     CROSS JOIN LATERAL (
+        SELECT *
+          FROM busload.ready
+         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
+           AND fair BETWEEN w.fair AND w.fair
+         ORDER BY fair, hi
+         {lock_wanted}
+     ) AS q
+     WHERE NOT w.split
+), {lease_taken}
+SELECT l.*, c.*
   {leases_and_commands};
 
 -- name: claim_delivered

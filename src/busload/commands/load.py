@@ -6,7 +6,7 @@ which load it belongs to, and any part of a load is written as its first and its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
@@ -17,6 +17,10 @@ from uuid import UUID
 
 from busload.commands.command import NewCommand
 from busload.postgres.arrays import unless_all_null
+from busload.postgres.plan import Plan, execute
+from busload.postgres.statements import statements
+
+SQL = statements(__name__)
 
 LOAD_SIZE = 1000
 """How many commands travel in one load at most."""
@@ -132,23 +136,59 @@ class NewLoad:
 _kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by", "expires_at")
 
 
-def cut(domain: str, commands: Sequence[NewCommand], fair_by: str | None = None) -> Iterator[NewLoad]:
-    """Cut a list into loads. What differs in priority, times, reply, domain or key cannot travel together.
+def cut(domain: str, commands: Sequence[NewCommand], fair_by: str | None = None) -> Plan[list[NewLoad]]:
+    """Cut a list into loads, whose numbers follow each other.
 
-    `domain` and `fair_by` are those of the commands which have none of their own.
+    `domain` and `fair_by` are those of the commands which have none of their own. What differs in priority, times,
+    reply or key cannot travel together. In a domain whose commands run in order the list is cut wherever it changes, so
+    that ids follow the order of the list.
     """
-    groups: list[Sequence[NewCommand]] = [commands]
-    if len(set(map(_kind, commands))) > 1:
-        apart: dict[tuple[object, ...], list[NewCommand]] = {}
-        for command in commands:
-            replies = command.reply_to is not None
-            kind = command.priority, command.run_at, replies, command.domain, command.fair_by, command.expires_at
-            apart.setdefault(kind, []).append(command)
-        groups = list(apart.values())
-    for group in groups:
-        for start in range(0, len(group), LOAD_SIZE):
-            whose = group[0].fair_by or fair_by
-            yield NewLoad(group[0].domain or domain, group[start : start + LOAD_SIZE], whose)
+    [loads] = yield from cut_all(domain, [commands], fair_by)
+    return loads
+
+
+def cut_all(
+    domain: str, lists: Sequence[Sequence[NewCommand]], fair_by: str | None = None
+) -> Plan[list[list[NewLoad]]]:
+    """Cut each of these lists into loads, as `cut` does."""
+    mixed = [commands for commands in lists if not _are_alike(commands)]
+    if not mixed:
+        return [list(_slices(domain, commands, fair_by)) for commands in lists]
+    domains = sorted({command.domain or domain for commands in mixed for command in commands})
+    [(ordered,)] = yield from execute(SQL.ordered_domains, domains=domains)
+    return [list(_groups(domain, commands, fair_by, ordered)) for commands in lists]
+
+
+def cut_together(domain: str, commands: Sequence[NewCommand]) -> Iterator[NewLoad]:
+    """Cut commands into loads that were sent at the same time, and so are in no order."""
+    return (_slices if _are_alike(commands) else _groups)(domain, commands)
+
+
+def _are_alike(commands: Sequence[NewCommand]) -> bool:
+    return len(set(map(_kind, commands))) <= 1
+
+
+def _groups(
+    domain: str, commands: Sequence[NewCommand], fair_by: str | None = None, ordered: Collection[str] = ()
+) -> Iterator[NewLoad]:
+    """Those that are alike together. In the `ordered` domains only neighbours are."""
+    groups: dict[tuple[object, ...], list[NewCommand]] = {}
+    last: dict[str, tuple[object, ...]] = {}
+    for nth, command in enumerate(commands):
+        own, replies = command.domain or domain, command.reply_to is not None
+        kind: tuple[object, ...] = own, command.priority, command.run_at, replies, command.fair_by, command.expires_at
+        if own in ordered:
+            before = last.get(own, ())
+            kind = last[own] = before if before[:-1] == kind else (*kind, nth)
+        groups.setdefault(kind, []).append(command)
+    for group in groups.values():
+        yield from _slices(domain, group, fair_by)
+
+
+def _slices(domain: str, alike: Sequence[NewCommand], fair_by: str | None = None) -> Iterator[NewLoad]:
+    first = alike[0]
+    for start in range(0, len(alike), LOAD_SIZE):
+        yield NewLoad(first.domain or domain, alike[start : start + LOAD_SIZE], first.fair_by or fair_by)
 
 
 def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:

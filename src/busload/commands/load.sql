@@ -15,3 +15,7 @@ FOR UPDATE
 -- fragment: page
 LIMIT %(limit)s::integer
 OFFSET %(offset)s::integer
+
+-- name: ordered_domains
+-- Which of these domains are claimed in the order of sending.
+SELECT ARRAY(SELECT domain FROM busload.ordered_domain WHERE domain = ANY (%(domains)b::text[]));

@@ -19,7 +19,7 @@ from busload.commands.command import NewCommand, SendResult
 from busload.commands.dedup import Dedup
 from busload.commands.expire import expiring, note_expiry
 from busload.commands.ids import JobId
-from busload.commands.load import Load, LoadToPublish, NewLoad, arrays, blocks, cut
+from busload.commands.load import Load, LoadToPublish, NewLoad, arrays, blocks, cut, cut_together
 from busload.errors import (
     BatchNotFoundError,
     BatchSealedError,
@@ -207,7 +207,7 @@ def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | 
 
 def send_together(commands: Mapping[str, Sequence[NewCommand]], patience: int, via: Via = NO_BROKER) -> Plan[None]:
     """Send the commands of several senders, by domain, in one statement."""
-    loads = [load for domain, those in commands.items() for load in cut(domain, those)]
+    loads = [load for domain, those in commands.items() for load in cut_together(domain, those)]
     yield from _send_some(loads, patience=patience, via=via)
 
 
@@ -233,7 +233,7 @@ def send_many(
     """Send many commands, all or none; the total of their batch rises by as many. Returns the loads that are due."""
     if not commands:
         return []
-    loads = list(cut(domain, commands, fair_by))
+    loads = yield from cut(domain, commands, fair_by)
     placed: list[LoadToPublish] | None
     try:
         if in_one_statement(commands):
@@ -242,7 +242,7 @@ def send_many(
         else:
             placed = yield Savepoint(_send_by_copy(loads, domain, batch_id, via))
     except pg.UniqueViolation:
-        yield from _refuse_existing(domain, commands)
+        yield from refuse_existing(domain, commands)
     if placed is None:
         assert batch_id is not None
         found = yield from execute(SQL.find_batch, domain=domain, batch_id=batch_id)
@@ -338,7 +338,7 @@ def duplicate_results(
 def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[LoadToPublish]]:
     """Open a batch with all its commands and seal it. Returns the loads that are due now: a broker is told of them."""
     yield from _refuse_taken_callback(batch)
-    loads = list(cut(batch.domain, commands))
+    loads = yield from cut(batch.domain, commands)
     placed: list[LoadToPublish]
     try:
         if in_one_statement(commands):
@@ -350,7 +350,7 @@ def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_
     except pg.UniqueViolation as violation:
         if violation.diag.table_name == "batch":
             raise already_exists(batch.batch_id) from None
-        yield from _refuse_existing(batch.domain, commands)
+        yield from refuse_existing(batch.domain, commands)
     yield from note_expiry(loads)
     yield from _guard(batch, via)
     return placed
@@ -426,7 +426,8 @@ def complete_if_ended(batch_id: UUID) -> Plan[None]:
     yield from execute(SQL.decide, batch_id=batch_id)
 
 
-def _refuse_existing(domain: str, commands: Sequence[NewCommand]) -> Plan[NoReturn]:
+def refuse_existing(domain: str, commands: Sequence[NewCommand]) -> Plan[NoReturn]:
+    """Say which of these commands exist already."""
     taken: list[UUID] = []
     try:
         for own, those in by_domain(domain, commands).items():

@@ -13,8 +13,8 @@ id, domain, command_id, command_type, data, task_key, correlation_id, reply_to, 
 -- The given id follows one that this sender has drawn before. In a domain whose commands run in order it is
 -- not used if anybody has drawn a number since: who sends after others have sent gets a higher id than they.
 CASE WHEN %(id)s::bigint IS NOT NULL
-          AND (NOT EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s::text)
-               OR (SELECT last_value FROM busload.load_number) = %(id)s::bigint >> 10)
+          AND (pg_sequence_last_value('busload.load_number') = %(id)s::bigint >> 10
+               OR NOT busload.is_ordered(%(domain)s::text))
      THEN %(id)s::bigint
      ELSE nextval('busload.load_number') * 1024
 END,

@@ -8,6 +8,12 @@ def counted(count: int, one: str, several: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else several or f'{one}s'}"
 
 
+def per_second(rate: float, one: str) -> str:
+    """`1 call a second`, `0.5 calls a second`."""
+    figure = f"{rate:,.3g}"
+    return f"{figure} {one}{'' if figure == '1' else 's'} a second"
+
+
 def span(duration: timedelta) -> str:
     """A duration as people say it, in its largest unit: `2 h`, `90 s`, `0.2 s`."""
     seconds = max(duration.total_seconds(), 0.0)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 from uuid import UUID
 
-from busload.commands import send
+from busload.commands import send, send_batches
 from busload.commands.command import NewCommand
 from busload.commands.ids import job_id_of
 from busload.commands.load import LoadToPublish
 from busload.commands.payload import readable
 from busload.commands.send import NewBatch, Via
+from busload.commands.send_batches import BatchToWrite
 from busload.dispatch.strategy import DispatchReport, DispatchStatus, Strategy, checkpoint_name
 from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.postgres.plan import Plan, Savepoint, execute, one
@@ -65,6 +66,14 @@ def create(
     loads = yield from send.create_batch(batch, commands, via)
     yield from _start(batch, via, strategy, len(commands), written=len(commands))
     return loads
+
+
+def create_batches(batches: Sequence[BatchToWrite], via: Via) -> Plan[None]:
+    """Write batches of one domain with all their commands, and start their reports: relays publish the commands."""
+    yield from send_batches.create_batches(batches, via)
+    sizes = [len(commands) for _, commands in batches]
+    names = {"transport": via.transport, "strategy": str(Strategy.RELAY)}
+    yield from execute(SQL.start_some, batch_ids=[batch.batch_id for batch, _ in batches], sizes=sizes, **names)
 
 
 def write_checkpoint(

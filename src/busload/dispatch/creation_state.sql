@@ -4,6 +4,12 @@ INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, writ
 VALUES (%(batch_id)s::uuid, %(transport)s::text, %(strategy)s::text, 'pending', %(total)s::integer,
         %(written)s::integer);
 
+-- name: start_some
+-- Several batches were written, each as a whole.
+INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, written)
+SELECT batch_id, %(transport)s::text, %(strategy)s::text, 'pending', size, size
+  FROM unnest(%(batch_ids)b::uuid[], %(sizes)b::integer[]) AS batch (batch_id, size);
+
 -- name: start_sealed
 -- A batch that was filled bit by bit is sealed: from now on it is known what there is to be published.
 INSERT INTO busload.dispatch (batch_id, transport, strategy, status, total, written, created_at)

@@ -140,15 +140,21 @@ def commands(loads: Sequence[Load]) -> Plan[list[tuple[Any, ...]]]:
 
 
 def reroute(
-    *, domain: str | None, batch_id: UUID | None, failed: bool, operator: str | None, limit: int = 10_000
+    *,
+    domain: str | None,
+    batch_id: UUID | None = None,
+    failed: bool,
+    stuck_for: timedelta | None = None,
+    operator: str | None = None,
+    limit: int = 10_000,
 ) -> Plan[int]:
     """Let PostgreSQL deliver these commands, `limit` loads at most; returns how many commands that were.
 
+    With `failed`, only those whose message was refused or, with `stuck_for`, that nobody has published for so long.
     Whoever calls this calls `creation_state.close` afterwards, in a transaction of its own, as after a mark.
     """
-    [[moved, _]] = yield from execute(
-        SQL.reroute, domain=domain, batch_id=batch_id, failed=failed, operator=operator, limit=limit
-    )
+    which = {"domain": domain, "batch_id": batch_id, "failed": failed, "stuck_for": stuck_for}
+    [[moved, _]] = yield from execute(SQL.reroute, **which, operator=operator, limit=limit)
     return int(moved)
 
 

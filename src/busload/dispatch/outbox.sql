@@ -184,12 +184,14 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.data::text, c.batch_id, c
  ORDER BY c.id;
 
 -- name: reroute
--- Let PostgreSQL deliver what waits in the outbox: the row is the message.
+-- Let PostgreSQL deliver what waits in the outbox: the row is the message. What has `failed` was refused by
+-- the broker or, with `stuck_for`, was published by nobody for so long.
 WITH gone AS (
     DELETE FROM busload.outbox
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
                             WHERE {of_domain_and_batch}
-                              AND (NOT %(failed)s::boolean OR rounds > 0)
+                              AND (NOT %(failed)s::boolean OR rounds > 0
+                                   OR since < now() - %(stuck_for)s::interval)
                             ORDER BY hi LIMIT %(limit)s::integer FOR UPDATE SKIP LOCKED))
     RETURNING *
 ), ready AS (

@@ -12,7 +12,7 @@ from busload.batches.forecast import Forecast
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
 from busload.explain.facts import Facts, read_batch, read_command
-from busload.explain.jobs import is_of_jobs, reasons_of_jobs
+from busload.explain.jobs import reasons_of_jobs
 from busload.explain.reasons import reasons_of
 from busload.postgres.plan import Plan
 
@@ -38,7 +38,7 @@ class Explanation:
 def explain_batch(domain: str, batch_id: UUID) -> Plan[Explanation]:
     """Needs a transaction of its own."""
     facts = yield from read_batch(domain, batch_id)
-    if not (yield from is_of_jobs(batch_id)):
+    if not facts.of_jobs:
         return explain(facts)
     reasons = yield from reasons_of_jobs(facts)
     summary = _jobs_summary(facts, reasons)

@@ -12,7 +12,7 @@ from busload.batches.forecast import Forecast, read_forecast
 from busload.commands.command import CommandStatus
 from busload.errors import BatchNotFoundError, CommandNotFoundError
 from busload.limits.pause import Pause
-from busload.postgres.plan import Plan, Script, execute, many
+from busload.postgres.plan import Plan, Script, execute, many, one
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -80,6 +80,19 @@ class Unconfirmed:
     rounds: int
     error: str | None
     next_try: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """The oldest command of a domain that is not published yet, if others wait behind it: the domain runs in order."""
+
+    command_id: UUID
+    transport: str
+    since: datetime
+    rounds: int
+    error: str | None
+    behind: int
+    """Ready commands that wait behind it, of those that are asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +186,9 @@ class Surroundings:
     """The highest priority among them."""
     usual: timedelta | None = None
     """How long an attempt takes, on average of those that have ended."""
+    ordered: bool = False
+    """Whether the domain is claimed in the order of sending."""
+    barrier: Barrier | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +222,8 @@ class Facts:
     completed_at: datetime | None = None
     parts: tuple[Facts, ...] = ()
     """For a batch with commands that run in other domains than its own: the same facts for each domain by itself."""
+    of_jobs: bool = False
+    """Whether the batch counts jobs."""
     batch_domain: str | None = None
     """The domain of the batch, if these are the facts for another one."""
     callback: Facts | None = None
@@ -246,7 +264,8 @@ def batch_facts(domain: str, batch_id: UUID) -> Plan[Facts]:
     now, status, total, ended, created_at, started_at, sealed_at, canceled_at, completed_at, callback_id, *rest = rows[
         0
     ]
-    hold, ids, canary = _hold(*rest[:4]), rest[4:6], Canary(*rest[6:-1])
+    hold, ids, canary = _hold(*rest[:4]), rest[4:6], Canary(*rest[6:9])
+    of_jobs, outlook = rest[9:]
     facts = Facts(
         now=now,
         domain=domain,
@@ -261,7 +280,8 @@ def batch_facts(domain: str, batch_id: UUID) -> Plan[Facts]:
         completed_at=completed_at,
         hold=hold,
         canary=canary,
-        forecast=read_forecast(rest[-1]),
+        of_jobs=of_jobs,
+        forecast=read_forecast(outlook),
     )
     if completed_at is None:
         return (yield from _with_places_of_all_domains(facts, *ids))
@@ -335,7 +355,10 @@ def _with_places(facts: Facts, first: int | None, last: int | None, lease_id: UU
     causes = tuple(Parked(*row[:-1]) for row in parked)
     others = together - sum(cause.count for cause in causes)
     places = Places(tuple(ready), tuple(waiting), tuple(running), causes, others, tuple(unconfirmed))
-    return replace(facts, places=places, around=(yield from _surroundings(facts, ready, usual)))
+    around = yield from _surroundings(facts, ready, usual)
+    if around.ordered and ready:
+        around = replace(around, barrier=(yield from one(Barrier, SQL.barrier, **here)))
+    return replace(facts, places=places, around=around)
 
 
 def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | None) -> Plan[Waiting]:
@@ -358,14 +381,15 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | 
 
 def _surroundings(facts: Facts, ready: Sequence[Ready], usual: timedelta | None) -> Plan[Surroundings]:
     domain = facts.domain
-    [(workers, last_seen, anybody, since, operator, reason)] = yield from execute(SQL.surroundings, domain=domain)
+    [(workers, last_seen, anybody, ordered, *paused)] = yield from execute(SQL.surroundings, domain=domain)
+    since, operator, reason = paused
     pause = Pause(domain, since, operator, reason) if since else None
     ahead, highest = 0, None
-    if ready:
+    if ready and not ordered:
         lowest = min(one.priority for one in ready)
         own_batch = facts.batch_id if facts.command_id is None else None
         [(ahead, highest)] = yield from execute(SQL.ahead, domain=domain, priority=lowest, batch_id=own_batch)
-    return Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual)
+    return Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual, ordered)
 
 
 def _usual(facts: Facts, first: int | None) -> Plan[timedelta | None]:

@@ -18,7 +18,7 @@ SELECT now(), b.status, b.total_count, b.completed_count + b.failed_count + b.ca
        b.created_at, b.started_at, b.sealed_at, b.canceled_at, b.completed_at,
        (b.on_complete ->> 'command_id')::uuid, b.held_at, b.held_reason, b.held_by, b.held_note,
        first.id, last.id | 1023, b.canary_count, b.completed_count, b.canary_until,
-       busload.outlook(b)::text
+       b.batch_type = 'JOBS', busload.outlook(b)::text
   FROM busload.batch AS b
   LEFT JOIN LATERAL (SELECT id FROM busload.command
                       WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id LIMIT 1) AS first ON true
@@ -152,9 +152,10 @@ SELECT avg(e.finished_at - e.started_at)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text);
 
 -- name: surroundings
--- Who serves a domain, whether any worker lives, and whether the domain is paused. A
--- tracker has no concurrency, and takes only what it is told to.
-SELECT w.*, p.since, p.operator, p.reason
+-- Who serves a domain, whether any worker lives, whether the domain is claimed in order, and whether it is
+-- paused. A tracker has no concurrency, and takes only what it is told to.
+SELECT w.*, EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s::text),
+       p.since, p.operator, p.reason
   FROM (SELECT count(*) FILTER (WHERE lives AND serves)::integer AS serving,
                max(last_seen) FILTER (WHERE serves) AS last_seen,
                coalesce(bool_or(lives), false) AS anybody
@@ -163,6 +164,15 @@ SELECT w.*, p.since, p.operator, p.reason
                        CASE WHEN lost THEN seen_at ELSE coalesce(stopped_at, seen_at) END AS last_seen
                   FROM busload.worker WHERE concurrency > 0) AS w) AS w
   LEFT JOIN busload.pause AS p ON p.domain = %(domain)s::text AND p.resumed_at IS NULL;
+
+-- name: barrier
+-- The oldest load of a domain that is not published, if what is asked about is ready and was sent later.
+SELECT c.command_id, o.transport, o.since, o.rounds, o.error, q.behind
+  FROM (SELECT * FROM busload.unmarked WHERE domain = %(domain)s::text ORDER BY hi LIMIT 1) AS o
+ CROSS JOIN LATERAL (SELECT sum(hi - lo + 1)::bigint AS behind
+                       FROM (SELECT {part} FROM busload.queue WHERE {here} AND hi > o.hi) AS load) AS q
+  JOIN busload.command AS c ON c.id = o.lo
+ WHERE q.behind > 0;
 
 -- name: ahead
 -- Ready commands of others with a higher priority, as many as the next ten thousand loads hold.

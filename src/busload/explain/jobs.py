@@ -18,25 +18,38 @@ LOOKED_AT = 50
 """Jobs that are looked at, the oldest first: each takes a handful of statements."""
 
 
-def is_of_jobs(batch_id: UUID | None) -> Plan[bool]:
-    return bool((yield from execute(SQL.is_of_jobs, batch_id=batch_id)))
-
-
 def reasons_of_jobs(batch: Facts) -> Plan[tuple[Reason, ...]]:
     """What is in the way of the jobs of a batch, the most urgent first; each reason counts jobs, and names one."""
     if batch.completed_at is not None:
         return reasons_of(batch)
     found: dict[Blocker, Reason] = {}
-    for job_id, stage, batch_id, step_id in (yield from execute(SQL.stages, batch_id=batch.batch_id, limit=LOOKED_AT)):
+    rows = yield from execute(SQL.stages, batch_id=batch.batch_id, limit=LOOKED_AT)
+    for job_id, stage, batch_id, step_id, plans in rows:
+        own: tuple[Reason, ...] = ()
         if batch_id is not None:
-            facts: Facts | None = yield from batch_facts(batch.domain, batch_id)
-        else:
-            facts = yield from command_facts(batch.domain, step_id)
-        for code, reason in {} if facts is None else {one.code: one for one in reversed(reasons_of(facts))}.items():
+            own = reasons_of((yield from batch_facts(batch.domain, batch_id)))
+        elif (step := (yield from command_facts(batch.domain, step_id))) is not None:
+            own = (_step_ended(job_id, step, plans=plans),) if step.finished else reasons_of(step)
+        for code, reason in {one.code: one for one in reversed(own)}.items():
             about = {"job_id": job_id, "stage": stage, **reason.details}
             found.setdefault(code, replace(reason, count=0, details=about))
             found[code] = replace(found[code], count=found[code].count + 1)
     return tuple(_told(found[code]) for code in Blocker if code in found)
+
+
+def _step_ended(job_id: UUID, step: Facts, *, plans: bool) -> Reason:
+    """A step takes its job on when it completes. If the job is still there, somebody else has ended the step."""
+    does, next_one = ("plans it", "plans the stage again") if plans else ("follows it", "goes on with the next stage")
+    return Reason(
+        Blocker.STEP_ENDED,
+        1,
+        None,
+        f"A person has ended the command that {does}, {step.command_id}, which is {step.status}: the job does not go "
+        "on by itself.",
+        f"Let it go on: `busload job resume {job_id}` {next_one}; or give it up: "
+        f"`busload job cancel {job_id} --reason TEXT`.",
+        {"command_id": step.command_id, "command_type": step.command_type},
+    )
 
 
 def _told(reason: Reason) -> Reason:

@@ -1,13 +1,11 @@
--- name: is_of_jobs
--- One row if it is a batch of jobs.
-SELECT batch_id FROM busload.batch WHERE batch_id = %(batch_id)s::uuid AND batch_type = 'JOBS';
-
 -- name: stages
 -- Where the oldest jobs of a batch are that have not ended: the stage, its batch if there is one that has not
--- ended, and the command that takes the job on. A stage that is undone is at the batch that undoes it.
+-- ended, the command that takes the job on, and whether that command plans the stage. A stage that is undone
+-- is at the batch that undoes it.
 SELECT j.job_id, s.name, b.batch_id,
        CASE WHEN s.undo = 'IN_PROGRESS' THEN s.undo_step_id
-            WHEN s.status = 'PLANNING' THEN s.plan_id ELSE s.step_id END
+            WHEN s.status = 'PLANNING' THEN s.plan_id ELSE s.step_id END,
+       s.undo IS DISTINCT FROM 'IN_PROGRESS' AND s.status = 'PLANNING'
   FROM (SELECT * FROM busload.job
          WHERE batch_id = %(batch_id)s::uuid AND completed_at IS NULL
          ORDER BY job_id LIMIT %(limit)s::integer) AS j

@@ -8,13 +8,16 @@ from typing import Any
 
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
-from busload.explain.facts import Facts, Failure, Hold, Parked, Ready, Running, Unconfirmed, Waiting
+from busload.explain.facts import Barrier, Facts, Failure, Hold, Parked, Ready, Running, Unconfirmed, Waiting
 from busload.limits.pause import Pause
 from busload.tasks.track import TRACKED
 
 NOT_RELAYED = timedelta(seconds=10)
 """A load may be due in the outbox for this long before an explanation says that nobody relays it."""
 
+
+BEING_PUBLISHED = timedelta(seconds=1)
+"""A load may be in the outbox for this long before an explanation says that others wait behind it."""
 
 _HOLDS = {"CANARY": Blocker.CANARY, "BUDGET": Blocker.BUDGET}
 """The code of a hold that no person has ordered."""
@@ -173,6 +176,8 @@ def _not_taken(facts: Facts) -> Iterator[Reason]:
     count, sent = _sum(ready), _oldest(ready) or facts.created_at
     if around.pause is not None:
         yield _paused(facts, around.pause, count, sent)
+    if around.barrier is not None:
+        yield from _behind_unpublished(facts, around.barrier)
     if around.workers == 0:
         yield _no_worker(facts, count, sent)
     elif around.pause is None and around.ahead_priority is not None:
@@ -226,6 +231,24 @@ def _no_worker(facts: Facts, count: int, sent: datetime) -> Reason:
         f"{_are(count)} ready, but no living worker serves domain {facts.domain!r}; {last}.",
         _start_worker(facts),
         {"last_seen": seen},
+    )
+
+
+def _behind_unpublished(facts: Facts, barrier: Barrier) -> Iterator[Reason]:
+    if not barrier.rounds and facts.now - barrier.since < BEING_PUBLISHED:
+        return
+    said = (
+        f": {counted(barrier.rounds, 'round')} of publishing failed, {_line(barrier.error)}" if barrier.rounds else ""
+    )
+    yield Reason(
+        Blocker.BEHIND_UNPUBLISHED,
+        barrier.behind,
+        barrier.since,
+        f"{_are(barrier.behind)} ready, but domain {facts.domain!r} runs in the order of sending, and an older "
+        f"command, {barrier.command_id}, is in the outbox since {span(facts.now - barrier.since)}{said}.",
+        "Nothing to do if a worker serves the domain: it goes on without the broker when the broker has refused that "
+        f"command, or after ten seconds. Or do it now: `busload outbox reroute --domain {facts.domain} --all`.",
+        {name: getattr(barrier, name) for name in ("command_id", "transport", "rounds", "error")},
     )
 
 
@@ -294,16 +317,13 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
             details = {"limits": list(waiting.limits)}
         case "CANARY":
             code, canary = Blocker.CANARY, facts.canary
-            until = "" if canary.until is None else f"; they are to have completed {_until(facts, canary.until)}"
-            message = (
-                f"{_are(count)} waiting for the canary of their batch: {canary.completed or 0:,} of the "
-                f"{counted(canary.size or 0, 'command')} that run first have completed{until}."
-            )
+            whose = "its" if count == 1 else "their"
+            message = f"{_are(count)} waiting for the canary of {whose} batch: {_progress_of_canary(facts)}."
             advice = "Nothing to do: when all of these have completed, the others are let go."
             details = {"canary": canary.size, "completed": canary.completed, "until": canary.until}
         case "HELD":
             code = Blocker.HELD
-            message = f"{_are(count)} held back until their batch lets them go."
+            message = f"{_are(count)} held back until the batch lets {'it' if count == 1 else 'them'} go."
             advice = f"Let them go now: `busload batch resume {facts.batch_id}`."
             details = {}
         case _:
@@ -363,6 +383,17 @@ def _worker_lost(facts: Facts) -> Iterator[Reason]:
 
 
 # -- in troubleshooting, or nowhere ------------------------------------------------------------------------------------
+
+
+def _progress_of_canary(facts: Facts) -> str:
+    canary = facts.canary
+    done, size = canary.completed or 0, canary.size or 0
+    first = f"{done:,} of the {size:,} commands that run first {'has' if done == 1 else 'have'} completed"
+    if size == 1:
+        first = "the command that runs first has not completed"
+    if canary.until is None:
+        return first
+    return f"{first}; {'it is' if size == 1 else 'they are'} to have completed {_until(facts, canary.until)}"
 
 
 def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:

@@ -15,6 +15,7 @@ from busload.commands.checks import FLAG, given, instance, refuse, require, whol
 from busload.commands.command import Command, refuse_unknown
 from busload.commands.result import refuse_result_type
 from busload.commands.retry import RetryPolicy
+from busload.commands.wording import counted
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
 from busload.jobs.job import PLAN, STAGE, wrong_stage
 from busload.jobs.steps import advance, plan_stage
@@ -227,8 +228,8 @@ class Handlers:
             other = handler.concurrency_limit
             if other is not None and other.name_for(of, type) == name and other.calls != limit.calls:
                 raise InvalidOperationError(
-                    f"The concurrency limit {name!r} allows {other.calls} calls at a time for {of}/{type}, and "
-                    f"{limit.calls} for {domain}/{command_type}. Give both the same number, or another name to one."
+                    f"The concurrency limit {name!r} allows {counted(other.calls, 'call')} at a time for {of}/{type}, "
+                    f"and {limit.calls} for {domain}/{command_type}. Give both the same number, or another name to one."
                 )
             if other is not None and other.name_for(of, type) == name and other.ordered != limit.ordered:
                 raise InvalidOperationError(

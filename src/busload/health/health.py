@@ -163,7 +163,7 @@ def judge_worker(name: str, condition: Condition, settings: HealthSettings) -> I
     """What is wrong with one worker."""
     row, stuck = condition.failures_in_row, condition.stuck_threads
     if row >= settings.failures_in_row and condition.failed_ago < settings.look_back.total_seconds():
-        message = f"Of worker {name}, the last {row:,} attempts have all failed."
+        message = f"Of worker {name}, the last {counted(row, 'attempt has', 'attempts have all')} failed."
         yield _reason(HealthCode.FAILURES_IN_A_ROW, message, worker=name)
     if stuck:
         message = f"Worker {name} has {counted(stuck, 'thread')} whose handler did not end at its timeout."

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from typing import Any, TypedDict, cast
 from uuid import UUID
 
 from psycopg import errors as pg
 
 from busload.batches.batch import BatchOptions, new_batch
-from busload.batches.cancel import BEGINNING, HOLD, at_once, page
 from busload.commands.checks import refuse, wrong, wrong_list
 from busload.commands.ids import ascending_ids
 from busload.commands.send import NO_BROKER, NewBatch, Via, already_exists, taken_ids
@@ -27,9 +24,6 @@ SQL = statements(__name__)
 
 MOST = 10_000
 """Jobs of a batch: each one is a batch of commands to be written, and all of them are in one transaction."""
-
-PAGE = 100
-"""Jobs that are looked for at once when a batch is canceled."""
 
 
 class JobBatchOptions(TypedDict, total=False):
@@ -108,46 +102,3 @@ def is_of_jobs(domain: str, batch_id: UUID) -> Plan[bool]:
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
     return bool(rows[0][0])
-
-
-def mark_canceled(
-    domain: str, batch_id: UUID, *, reason: str, operator: str | None, hold: timedelta | None = HOLD
-) -> Plan[bool]:
-    """From here on all jobs of the batch that have not ended are to be canceled; needs a transaction.
-
-    Returns False if the batch has ended. For the time of `hold` the sweep leaves the jobs to the caller.
-    """
-    about = {"reason": reason, "operator": operator, "hold": hold}
-    return bool((yield from execute(SQL.mark_canceled, domain=domain, batch_id=batch_id, **about)))
-
-
-def jobs_to_cancel(batch_id: UUID) -> Plan[list[UUID]]:
-    """The next jobs of a canceled batch that go on. The sweep leaves them to the caller for a while longer."""
-    job_ids = [job_id for (job_id,) in (yield from execute(SQL.open_jobs, batch_id=batch_id, limit=PAGE))]
-    yield from execute(SQL.go_on, batch_id=batch_id, hold=HOLD if job_ids else None)
-    return job_ids
-
-
-def cancel_at_once(domain: str, batch_id: UUID, *, reason: str, operator: str | None, via: Via) -> Plan[int]:
-    """Cancel all jobs of a batch in one transaction, which this needs; returns how many.
-
-    The rows of the jobs are locked first, in order, and that of their batch after them, as everybody does it.
-    """
-    job_ids = [job_id for (job_id,) in (yield from execute(SQL.lock_jobs, batch_id=batch_id))]
-    if not (yield from mark_canceled(domain, batch_id, reason=reason, operator=operator, hold=None)):
-        return 0
-    for job_id in job_ids:
-        begin = partial(progress.begin_to_cancel, domain, job_id, via=via)
-        yield from at_once(begin, reason=reason, operator=operator)
-    return len(job_ids)
-
-
-def cancel_stragglers() -> Plan[int]:
-    """Cancel jobs that a cancel of their batch which died has left; needs a transaction. Returns how many."""
-    rows = yield from execute(SQL.stragglers, limit=PAGE)
-    for domain, job_id, reason, operator in rows:
-        about = {"reason": reason, "operator": operator}
-        _, of = yield from progress.begin_to_cancel(domain, job_id, **about, in_pages=True)
-        if of is not None:  # what does not fit into this page is left to the sweep of canceled commands
-            yield from page(of, BEGINNING, **about, hold=HOLD)
-    return len(rows)

@@ -13,14 +13,13 @@ import msgspec
 from psycopg import errors as pg
 
 from busload.batches.batch import BatchStatus, find_batch
-from busload.batches.cancel import Begun
-from busload.batches.cancel import begin_to_cancel as begin_to_cancel_batch
 from busload.commands import search, send
 from busload.commands.command import NewCommand
 from busload.commands.ids import ascending_ids, new_id
 from busload.commands.parts import cut
 from busload.commands.payload import WIDEST, decode, encode
-from busload.commands.send import NO_BROKER, Via
+from busload.commands.send import NO_BROKER, NewBatch, Via
+from busload.commands.send_batches import BatchToWrite, create_batches, in_parts
 from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
@@ -65,7 +64,7 @@ GOING = JobStatus.IN_PROGRESS, JobStatus.COMPENSATING
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class HeldJob:
     """A job whose row is held."""
 
     job_id: UUID
@@ -97,9 +96,13 @@ def create(jobs: Sequence[NewJob], via: Via = NO_BROKER, *, batch_id: UUID | Non
     columns = {name: unless_all_null(getattr(row, name) for row in rows) for name in StageRow.__slots__}
     yield from execute(SQL.create_stages, **columns)
     yield from _keep(jobs)
-    for job, those in zip(jobs, stages, strict=True):
-        begun = _Job(job.job_id, domain, job.name, JobStatus.IN_PROGRESS, 0, job.continue_after_failures, None, via=via)
-        yield from _create_stage_batch(begun, those[0], job.stages[0].commands or ())
+    first = [_first_batch(job, those[0]) for job, those in zip(jobs, stages, strict=True)]
+    yield from _create_batches(first, via)
+
+
+def _first_batch(job: NewJob, stage: StageRow) -> BatchToWrite:
+    begun = HeldJob(job.job_id, job.domain, job.name, JobStatus.IN_PROGRESS, 0, job.continue_after_failures, None)
+    return _batch_of_stage(begun, stage, job.stages[0].commands or ())
 
 
 def _already_exists(job_ids: Sequence[UUID]) -> Plan[InvalidOperationError]:
@@ -138,7 +141,7 @@ def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> 
 
     A step that is repeated, or comes after the job was canceled, changes nothing. `command_id` is that of the step.
     """
-    job, stages = yield from _hold(domain, step.job_id, via)
+    job, stages = yield from hold(domain, step.job_id, via)
     if step.position not in range(len(stages)):
         return job.status
     if step.undo:
@@ -152,7 +155,7 @@ def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> 
     yield from execute(SQL.mark_stage, job_id=job.job_id, position=ended.position, status=batch.status.value)
     stages[step.position] = replace(ended, status=batch.status.value)
     if job.status == JobStatus.COMPENSATING:  # it was canceled, and what ran then has ended
-        return (yield from _undo_next(job, stages))
+        return (yield from undo_next(job, stages))
     if job.status != JobStatus.IN_PROGRESS:
         return job.status
     if batch.status == BatchStatus.COMPLETED_WITH_FAILURES and not job.continue_after_failures:
@@ -177,7 +180,7 @@ def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: 
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """
-    job, stages = yield from _hold(domain, step.job_id, via)
+    job, stages = yield from hold(domain, step.job_id, via)
     stage = stages[step.position]
     if job.status != JobStatus.IN_PROGRESS or stage.status != StageStatus.PLANNING:
         return job.status
@@ -189,14 +192,14 @@ def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: 
 
 def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BROKER) -> Plan[str]:
     """Let a job go on that has stopped after failures, or whose step was ended by other hands; needs a transaction."""
-    job, stages = yield from _hold(domain, job_id, via)
+    job, stages = yield from hold(domain, job_id, via)
     here = stages[job.position]
     if job.status == JobStatus.FAILED and any(stage.undo == UNDONE for stage in stages):
         raise InvalidOperationError(f"Job {job_id} was compensated: what it has done is undone. Create another job.")
     if job.status != JobStatus.FAILED and not (yield from _is_stuck(job, awaited_stage(stages, job.position))):
         wanted = "Only a job that has FAILED can be resumed, or one whose step was completed or canceled by hand"
         raise InvalidOperationError(f"Job {job_id} is {job.status}. {wanted}; look at it with `busload job show`.")
-    yield from _refuse_if_counted(job, "resumed")
+    yield from refuse_if_counted(job, "resumed")
     yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=None)
     if (undoing := awaited_stage(stages, job.position)).undo == UNDOING:
         return (yield from _go_back(job, stages, undoing.position, undoing.undo_step_id))
@@ -210,49 +213,11 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
         yield from execute(SQL.mark_stage, job_id=job_id, position=here.position, status=status)
         stages[job.position] = replace(here, status=status)
     if job.status == JobStatus.COMPENSATING:
-        return (yield from _undo_next(job, stages))
+        return (yield from undo_next(job, stages))
     return (yield from _begin(job, stages, job.position + 1))
 
 
-def begin_to_cancel(
-    domain: str, job_id: UUID, *, reason: str, operator: str | None, in_pages: bool, via: Via = NO_BROKER
-) -> Plan[Begun]:
-    """Stop a job and mark the batch of its stage as canceled; needs a transaction.
-
-    What is to be undone waits until everything that runs has ended. A job that was canceled, or goes back already, is
-    left as it is.
-    """
-    job, stages = yield from _hold(domain, job_id, via)
-    if job.status in (JobStatus.COMPENSATING, JobStatus.CANCELED):
-        return 0, None
-    undone = any(stage.undo == UNDONE for stage in stages)
-    if job.status == JobStatus.COMPLETED or undone:
-        how = " and was compensated" if undone else ""
-        raise InvalidOperationError(f"Job {job_id} is {job.status}{how}: it has ended, and cannot be canceled.")
-    yield from _refuse_if_counted(job, "canceled")
-    compensates = any(stage.undo == TO_UNDO for stage in stages[: job.position + 1])
-    if job.status == JobStatus.IN_PROGRESS and compensates:
-        job = replace(job, status=JobStatus.COMPENSATING.value, outcome=JobStatus.CANCELED.value)
-        yield from execute(SQL.compensate, job_id=job_id, outcome=job.outcome)
-    else:
-        yield from execute(SQL.end, job_id=job_id, status=JobStatus.CANCELED.value)
-    yield from execute(SQL.sign, job_id=job_id, operator=operator, reason=reason)
-    yield from execute(SQL.drop_parts, job_id=job_id)
-    here = stages[job.position]
-    if here.status == StageStatus.PLANNING:
-        about = {"domain": domain, "plan_id": here.plan_id}
-        [(ended,)] = yield from execute(SQL.cancel_planner, **about, reason=reason, operator=operator)
-        if job.status == JobStatus.COMPENSATING:
-            yield from _undo_next(job, stages)
-        return int(ended), None
-    if here.status != StageStatus.IN_PROGRESS:
-        return 0, None
-    return (
-        yield from begin_to_cancel_batch(domain, here.batch_id, reason=reason, operator=operator, in_pages=in_pages)
-    )
-
-
-def _refuse_if_counted(job: _Job, done: str) -> Plan[None]:
+def refuse_if_counted(job: HeldJob, done: str) -> Plan[None]:
     """Refuse to take back a failure that a batch of jobs has counted for good. `done` is what cannot be done."""
     if job.status != JobStatus.FAILED or job.batch_id is None:
         return
@@ -271,16 +236,16 @@ def _refuse_taken(jobs: Sequence[NewJob]) -> Plan[None]:
             raise DuplicateCommandError(domain, taken)
 
 
-def _hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[_Job, list[StageRow]]]:
+def hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[HeldJob, list[StageRow]]]:
     """Lock the row of a job, and read its stages after that."""
-    job = yield from one(_Job, SQL.hold, domain=domain, job_id=job_id)
+    job = yield from one(HeldJob, SQL.hold, domain=domain, job_id=job_id)
     if job is None:
         raise JobNotFoundError(domain, job_id)
     stages = yield from stages_of(job_id)
     return replace(job, via=via), stages
 
 
-def _begin(job: _Job, stages: Sequence[StageRow], position: int) -> Plan[str]:
+def _begin(job: HeldJob, stages: Sequence[StageRow], position: int) -> Plan[str]:
     """Begin the next stage that has something to do; after the last one the job is complete."""
     for stage in stages[position:]:
         if stage.planned:
@@ -296,22 +261,20 @@ def _begin(job: _Job, stages: Sequence[StageRow], position: int) -> Plan[str]:
     return JobStatus.COMPLETED.value
 
 
-def _start(job: _Job, stage: StageRow, commands: Sequence[NewCommand]) -> Plan[str]:
+def _start(job: HeldJob, stage: StageRow, commands: Sequence[NewCommand]) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.IN_PROGRESS.value)
-    yield from _create_stage_batch(job, stage, commands)
+    yield from _create_batches([_batch_of_stage(job, stage, commands)], job.via)
     return JobStatus.IN_PROGRESS.value
 
 
-def _create_stage_batch(job: _Job, stage: StageRow, commands: Sequence[NewCommand]) -> Plan[None]:
+def _batch_of_stage(job: HeldJob, stage: StageRow, commands: Sequence[NewCommand]) -> BatchToWrite:
     callback = {"command_id": str(stage.step_id), "data": _step(stage)}
-    yield from _create_batch(job, stage, stage.batch_id, stage.name, callback, commands)
+    return _batch(job, stage, stage.batch_id, stage.name, callback), commands
 
 
-def _create_batch(
-    job: _Job, stage: StageRow, batch_id: UUID, name: str, callback: dict[str, Any], commands: Sequence[NewCommand]
-) -> Plan[None]:
+def _batch(job: HeldJob, stage: StageRow, batch_id: UUID, name: str, callback: dict[str, Any]) -> NewBatch:
     callback |= {"command_type": STAGE, "priority": PRIORITY}
-    batch = send.NewBatch(
+    return NewBatch(
         batch_id,
         job.domain,
         name if job.name is None else f"{job.name}: {name}"[:255],
@@ -321,38 +284,46 @@ def _create_batch(
         stage=stage.name,
         way="job",
     )
-    began, strategy = time.perf_counter(), None
-    if job.via.transport is not None:
-        yield from creation_state.create(batch, commands, job.via)
-        strategy = "relay"
-    else:
-        yield from send.create_batch(batch, commands)
-    took = round((time.perf_counter() - began) * 1000, 3)
-    log_creation(batch, len(commands), insert_ms=took, total_ms=took, transport=job.via.transport, strategy=strategy)
 
 
-def _fail(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
+def _create_batches(batches: Sequence[BatchToWrite], via: Via) -> Plan[None]:
+    """Create batches of stages; with a broker, their commands wait to be published."""
+    strategy = None if via.transport is None else "relay"
+    for part in in_parts(batches):
+        began = time.perf_counter()
+        if via.transport is None:
+            yield from create_batches(part)
+        else:
+            yield from creation_state.create_batches(part, via)
+        took = round((time.perf_counter() - began) * 1000 / len(part), 3)
+        for batch, commands in part:
+            log_creation(
+                batch, len(commands), insert_ms=took, total_ms=took, transport=via.transport, strategy=strategy
+            )
+
+
+def _fail(job: HeldJob, stages: Sequence[StageRow]) -> Plan[str]:
     """A stage has failed. The job ends, or first undoes what it has done."""
     for stage in stages[: job.position + 1]:
         if (yield from _is_to_be_undone(job, stage)):
             yield from execute(SQL.compensate, job_id=job.job_id, outcome=JobStatus.FAILED.value)
             yield from execute(SQL.drop_parts, job_id=job.job_id)
-            return (yield from _undo_next(replace(job, outcome=JobStatus.FAILED.value), stages))
+            return (yield from undo_next(replace(job, outcome=JobStatus.FAILED.value), stages))
     yield from execute(SQL.end, job_id=job.job_id, status=JobStatus.FAILED.value)
     return JobStatus.FAILED.value
 
 
-def _go_back(job: _Job, stages: list[StageRow], position: int, command_id: UUID) -> Plan[str]:
+def _go_back(job: HeldJob, stages: list[StageRow], position: int, command_id: UUID) -> Plan[str]:
     """The compensation of a stage has ended, or what is left of it waits for a person. The one before is next."""
     stage = stages[position]
     if job.status != JobStatus.COMPENSATING or stage.undo != UNDOING or command_id != stage.undo_step_id:
         return job.status
     yield from execute(SQL.mark_undo, job_id=job.job_id, position=position, undo=UNDONE)
     stages[position] = replace(stage, undo=UNDONE)
-    return (yield from _undo_next(job, stages))
+    return (yield from undo_next(job, stages))
 
 
-def _undo_next(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
+def undo_next(job: HeldJob, stages: Sequence[StageRow]) -> Plan[str]:
     """Begin to undo the last stage that has done something and is not undone; if there is none, the job ends."""
     for stage in reversed(stages[: job.position + 1]):
         if stage.undo != TO_UNDO:
@@ -369,7 +340,8 @@ def _undo_next(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
                 "stalled_too": True,
             }
             name = f"compensate {stage.name}"
-            yield from _create_batch(job, stage, stage.undo_batch_id, name, callback, commands)
+            batch = _batch(job, stage, stage.undo_batch_id, name, callback)
+            yield from _create_batches([(batch, commands)], job.via)
             return JobStatus.COMPENSATING.value
         yield from execute(SQL.mark_undo, job_id=job.job_id, position=stage.position, undo=NOT_UNDONE)
     assert job.outcome is not None
@@ -378,7 +350,7 @@ def _undo_next(job: _Job, stages: Sequence[StageRow]) -> Plan[str]:
     return job.outcome
 
 
-def _is_to_be_undone(job: _Job, stage: StageRow) -> Plan[bool]:
+def _is_to_be_undone(job: HeldJob, stage: StageRow) -> Plan[bool]:
     """Whether at least one of its commands has completed, also if others have not."""
     if stage.undo != TO_UNDO or stage.status not in (StageStatus.COMPLETED, StageStatus.COMPLETED_WITH_FAILURES):
         return False
@@ -405,7 +377,7 @@ def _keep(jobs: Sequence[NewJob]) -> Plan[None]:
         yield from execute(SQL.keep_parts, job_ids=job_ids, positions=positions, parts=numbers, commands=texts)
 
 
-def _send_planner(job: _Job, stage: StageRow) -> Plan[str]:
+def _send_planner(job: HeldJob, stage: StageRow) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.PLANNING.value)
     data = encode(_step(stage), WIDEST)
     planner = NewCommand(stage.plan_id, PLAN + stage.name, data, None, None, None, PRIORITY, None, None)
@@ -417,7 +389,7 @@ def _step(stage: StageRow) -> dict[str, Any]:
     return {"job_id": str(stage.job_id), "position": stage.position}
 
 
-def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
+def _send_callback(job: HeldJob, on_complete: str) -> Plan[None]:
     found = yield from read(job.domain, job.job_id)
     assert found is not None
     callback = decode(on_complete)
@@ -429,7 +401,7 @@ def _send_callback(job: _Job, on_complete: str) -> Plan[None]:
         log.warning("Job %s is complete; its on_complete was not sent, since its command_id is used", job.job_id)
 
 
-def _is_stuck(job: _Job, here: StageRow) -> Plan[bool]:
+def _is_stuck(job: HeldJob, here: StageRow) -> Plan[bool]:
     """Whether its step has ended and left it where it is, which only a person can have done."""
     if job.status not in GOING:
         return False

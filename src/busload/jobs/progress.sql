@@ -104,24 +104,3 @@ SELECT pg_notify('busload_batch', job_id::text) FROM ended;
 UPDATE busload.job
    SET operator = %(operator)s::text, reason = %(reason)s::text
  WHERE job_id = %(job_id)s::uuid;
-
--- name: cancel_planner
--- Cancel the command that would have planned a stage, wherever it waits. If it runs already, it finds that
--- its job was canceled.
-WITH planner AS MATERIALIZED (
-    SELECT id FROM busload.command WHERE domain = %(domain)s::text AND command_id = %(plan_id)s::uuid
-), waiting AS (
-    DELETE FROM busload.queue WHERE hi = ANY (ARRAY(SELECT id FROM planner)) RETURNING hi, attempt
-), later AS (
-    DELETE FROM busload.scheduled WHERE hi = ANY (ARRAY(SELECT id FROM planner)) RETURNING hi, attempt
-), parked AS (
-    DELETE FROM busload.troubleshooting WHERE command = ANY (ARRAY(SELECT id FROM planner))
-    RETURNING command, attempt
-), noted AS (
-    INSERT INTO busload.event (type, lo, hi, attempt, operator, details)
-    SELECT type, id, id, attempt, %(operator)s::text, json_build_object('reason', %(reason)s::text)
-      FROM (SELECT 'CANCELED', * FROM waiting UNION ALL SELECT 'CANCELED', * FROM later
-            UNION ALL SELECT 'OPERATOR_CANCELED', * FROM parked) AS ended (type, id, attempt)
-    RETURNING hi
-)
-SELECT count(*)::integer FROM noted;

@@ -8,7 +8,7 @@ import logging
 from busload.commands.checks import check, given
 from busload.limits import concurrency, pause, rate
 from busload.limits.concurrency import ConcurrencyStatus
-from busload.limits.pause import Pause
+from busload.limits.pause import DomainOverview, Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
@@ -90,11 +90,15 @@ class Domains:
         _log("Resumed", resumed, domain, operator)
         return resumed
 
-    async def pauses(self) -> list[Pause]:
+    async def list(self) -> builtins.list[DomainOverview]:
+        """Every domain that has something waiting or running, is served or is paused, with how much of each."""
+        return await self._database.read(pause.domains())
+
+    async def pauses(self) -> builtins.list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return await self._database.read(pause.pauses())
 
-    async def history(self, domain: str | None = None, *, limit: int = 100) -> list[Pause]:
+    async def history(self, domain: str | None = None, *, limit: int = 100) -> builtins.list[Pause]:
         """The pauses of a domain or of all, at most `limit` and newest first, also those that are over.
 
         Each says who paused the domain and who resumed it.

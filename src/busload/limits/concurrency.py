@@ -165,54 +165,64 @@ def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
     None means that the worker holds none of its commands: it was declared dead, or lost their leases. For a connection
     that commits each statement: the second one waits until the permits are on the disk.
     """
-    leases: dict[Lease, int] = {}
-    for one in requests:
-        for lease, _ in one.commands:
-            if lease not in leases:
-                leases[lease] = len(leases) + 1
-    rows = [(id, nth, leases[lease]) for nth, one in enumerate(requests, 1) for lease, id in one.commands]
-    commands, nths, ordinals = zip(*rows, strict=True)
-    [(granted,)] = yield from execute(
-        SQL.take,
-        worker=worker,
-        names=Texts.of([one.name for one in requests]),
-        subjects=Texts.of([one.subject for one in requests]),
-        most=Integers.of([one.most for one in requests]),
-        sizes=Integers.of([one.size for one in requests]),
-        leases=[lease.lease_id for lease in leases],
-        commands=Bigints.of(commands),
-        requests=Integers.of(nths),
-        lease_ordinals=Integers.of(ordinals),
-    )
-    yield from execute(SQL.on_disk)
-    return list(granted)
+    rows = [(id, nth, lease) for nth, one in enumerate(requests, 1) for lease, id in one.commands]
+    commands, nths, leases = zip(*rows, strict=True)
+    names, subjects = [one.name for one in requests], [one.subject for one in requests]
+    most, sizes = [one.most for one in requests], [one.size for one in requests]
+    return (yield from _take(worker, names, subjects, most, sizes, commands, nths, leases))
 
 
 def take_single(asked: Singles, *, worker: int) -> Plan[list[int | None]]:
     """The same for single commands."""
-    of_commands = [one.lease for one in asked.leased]
-    leases = list(dict.fromkeys(of_commands))
-    ordinals = {lease: ordinal for ordinal, lease in enumerate(leases, 1)}
-    count = len(of_commands)
+    commands, leases = [one.id for one in asked.leased], [one.lease for one in asked.leased]
+    sizes = [1] * len(commands)
+    return (yield from _take(worker, asked.names, asked.subjects, asked.most, sizes, commands, (), leases))
+
+
+def _take(
+    worker: int,
+    names: Sequence[str],
+    subjects: Sequence[str],
+    most: Sequence[int],
+    sizes: Sequence[int],
+    commands: Sequence[int],
+    nths: Sequence[int],
+    leases: Sequence[Lease],
+) -> Plan[list[int | None]]:
+    """Ask in columns, as `busload.take_permits` has them."""
+    if _alike(names) and _alike(most) and _alike(sizes):
+        names, most, sizes = names[:1], most[:1], sizes[:1]
+    ordinals = {lease: ordinal for ordinal, lease in enumerate(dict.fromkeys(leases), 1)}
     [(granted,)] = yield from execute(
         SQL.take,
         worker=worker,
-        names=Texts.of_few(asked.names),
-        subjects=Texts.of(asked.subjects),
-        most=Integers.of(asked.most),
-        sizes=Integers.of([1] * count),
-        leases=[lease.lease_id for lease in leases],
-        commands=Bigints.of([one.id for one in asked.leased]),
-        requests=Integers.of(range(1, count + 1)),
-        lease_ordinals=Integers.of([ordinals[lease] for lease in of_commands]),
+        names=Texts.of_few(names),
+        subjects=Texts.of(subjects),
+        most=Integers.of(most),
+        sizes=Integers.of(sizes),
+        leases=[lease.lease_id for lease in ordinals],
+        commands=Bigints.of(commands),
+        requests=Integers.of(nths),
+        lease_ordinals=Integers.of([] if len(ordinals) == 1 else [ordinals[lease] for lease in leases]),
     )
     yield from execute(SQL.on_disk)
     return granted  # type: ignore[no-any-return]
 
 
+def _alike(values: Sequence[object]) -> bool:
+    """Whether all are the same, as they are most often."""
+    return values.count(values[0]) == len(values)
+
+
 def free(permits: Sequence[AnyPermit]) -> Plan[int]:
     """Give permits back; return how many commands may ask again. Safe to repeat."""
-    [(woken,)] = yield from execute(SQL.free, **_columns(permits))
+    names = [one.name for one in permits]
+    [(woken,)] = yield from execute(
+        SQL.free,
+        names=Texts.of_few(names[:1] if _alike(names) else names),
+        subjects=Texts.of([one.subject for one in permits]),
+        permits=Bigints.of([one.permit for one in permits]),
+    )
     return int(woken)
 
 
@@ -236,6 +246,11 @@ def wake_forgotten() -> Plan[int]:
     return int(woken)
 
 
+def forget() -> Plan[None]:
+    """Remove limits that nobody has used for a day: handlers come and go."""
+    yield from execute(SQL.forget)
+
+
 def permits_of(worker: int, *, settled: timedelta) -> Plan[list[Held]]:
     """The permits of a worker, except for those that it may not know of yet."""
     return many(Held, SQL.permits_of, worker=worker, settled=settled)
@@ -243,15 +258,14 @@ def permits_of(worker: int, *, settled: timedelta) -> Plan[list[Held]]:
 
 def adopt(permits: Mapping[AnyPermit, int], *, worker: int) -> Plan[None]:
     """Count calls that still run, by their first command, though their worker was declared dead meanwhile."""
-    yield from execute(SQL.adopt, worker=worker, **_columns(list(permits)), commands=list(permits.values()))
-
-
-def _columns(permits: Sequence[AnyPermit]) -> dict[str, Any]:
-    return {
-        "names": Texts.of_few([one.name for one in permits]),
-        "subjects": Texts.of([one.subject for one in permits]),
-        "permits": Bigints.of([one.permit for one in permits]),
-    }
+    yield from execute(
+        SQL.adopt,
+        worker=worker,
+        names=Texts.of([one.name for one in permits]),
+        subjects=Texts.of([one.subject for one in permits]),
+        permits=Bigints.of([one.permit for one in permits]),
+        commands=Bigints.of(list(permits.values())),
+    )
 
 
 def concurrency(name: str | None, *, limit: int) -> Plan[list[ConcurrencyStatus]]:

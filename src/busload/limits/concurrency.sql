@@ -61,6 +61,15 @@ SELECT coalesce(array_agg(w.limit_name), '{}'), coalesce(array_agg(w.limit_subje
 -- Let commands ask again that wait for these limits.
 SELECT busload.wake_limited(%(names)b::text[], %(subjects)b::text[], %(calls)b::bigint[]);
 
+-- name: forget
+-- Remove limits that nobody has asked for in the last day, that no call holds a permit of and nothing waits
+-- for. Whoever asks again writes or dates the row first, and then waits for this to end, or this for it.
+DELETE FROM busload.concurrency_limit AS l
+ WHERE used_at < now() - interval '1 day'
+   AND NOT EXISTS (SELECT FROM busload.permit AS p WHERE p.limit_name = l.name OFFSET 0)
+   AND NOT EXISTS (SELECT FROM busload.scheduled AS s
+                    WHERE s.reason = 'LIMITED' AND s.per_call IS NOT NULL AND s.limit_name = l.name OFFSET 0);
+
 -- name: permits_of
 -- The permits that a worker holds and that are older than the answer to a request takes.
 SELECT limit_name, limit_subject, permit
@@ -74,7 +83,7 @@ OVERRIDING SYSTEM VALUE
 SELECT permit, name, subject, %(worker)s::bigint, command
   FROM unnest(%(permits)b::bigint[], %(names)b::text[], %(subjects)b::text[], %(commands)b::bigint[])
     AS a (permit, name, subject, command)
-    ON CONFLICT (limit_name, limit_subject, permit) DO UPDATE SET worker = excluded.worker;
+    ON CONFLICT (limit_subject, limit_name, permit) DO UPDATE SET worker = excluded.worker;
 
 -- name: concurrency
 -- Every limit that runs calls or is waited for; who runs them, and how many commands wait. Of an ordered

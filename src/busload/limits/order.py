@@ -2,7 +2,7 @@
 
 Only workers know the key of a command, so a claim and the entry of its commands into the order are one transaction, and
 one worker at a time claims in such a domain. A command that was ever claimed is then the first of its key, or it waits
-behind the first. The place of the first belongs to the command until it has ended: a retry runs before its successors.
+behind the first. It stays the first until it has ended, whatever worker runs it: a retry runs before its successors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from busload.commands import claim
 from busload.commands.execution import Leased
 from busload.commands.ids import new_id
 from busload.postgres.arrays import Bigints, Integers, Texts
-from busload.postgres.plan import Plan, execute
+from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
+from busload.postgres.write import only
 
 SQL = statements(__name__)
 
 MOST = 500
-"""Commands that one claim takes at most. They are read in the order of sending from all owners."""
+"""Commands that one claim takes at most."""
+
+DISOWNED = 2000
+"""Loads that lose their owner at a time: it takes some 60 ms, in which nobody else claims in their domain."""
+
+SWEPT = 5000
+"""Keys that a sweep looks at."""
 
 IDLE = 5000
 """Milliseconds after which the server disconnects a client that has frozen within its claim."""
@@ -57,6 +64,15 @@ class OrderedClaim(claim.Claim):
 
 
 NOTHING = OrderedClaim([], [], contended=False)
+BUSY = OrderedClaim([], [], contended=True)
+"""Nothing yet, but another look is worth it."""
+
+
+class Look(NamedTuple):
+    """Whether a claim of a domain may find something, and whether loads of it have owners, who would take turns."""
+
+    ready: bool
+    owned: bool
 
 
 def register_domain(domain: str) -> Plan[None]:
@@ -64,10 +80,9 @@ def register_domain(domain: str) -> Plan[None]:
     yield from execute(SQL.register_domain, domain=domain)
 
 
-def is_ready(domain: str, *, suspects: bool) -> Plan[bool]:
-    """Whether a claim of this domain may find something."""
-    [(ready,)] = yield from execute(SQL.is_ready, domain=domain, suspects=int(suspects))
-    return bool(ready)
+def look(domain: str, *, suspects: bool) -> Plan[Look]:
+    """Look at a domain before a claim: this needs no lock."""
+    return only(many(Look, SQL.look, domain=domain, suspects=int(suspects)))
 
 
 def claim_in_order(
@@ -76,14 +91,19 @@ def claim_in_order(
     domain: str,
     limit: int,
     suspects: bool,
+    owned: bool,
     keys: Callable[[Sequence[Leased]], dict[Leased, Key]],
 ) -> Plan[OrderedClaim]:
     """Take up to `limit` commands in the order of sending, and enter those into the order that have a key.
 
-    `keys` says which commands have one; the others may run. For a transaction of its own. `LockNotAvailable` if another
-    worker takes long over its claim.
+    `keys` says which commands have one; the others may run. If loads are `owned`, they are disowned first. For a
+    transaction of its own. `LockNotAvailable` if another worker takes long over its claim.
     """
     [(commit, *_)] = yield from execute(SQL.lock_domain, domain=domain, idle=IDLE, patience=PATIENCE)
+    if owned:
+        [(disowned,)] = yield from execute(SQL.disown, domain=domain, most=DISOWNED)
+        if disowned == DISOWNED:  # there may be more, and to leap from owner to owner would take longer
+            return BUSY
     [row] = yield from execute(
         SQL.claim_in_order,
         worker=worker,
@@ -93,7 +113,7 @@ def claim_in_order(
         suspects=int(suspects),
         lease=str(new_id()),
     )
-    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:14], *row[14:])
+    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:15], *row[15:])
     asked = keys(leased)
     may_run = yield from _enter(asked, worker=worker, commit=commit)
     return OrderedClaim(
@@ -134,6 +154,9 @@ def advance(keys: Sequence[Key]) -> Plan[int]:
 
 
 def sweep() -> Plan[int]:
-    """Let the next of each key run whose first has ended or stepped out unnoticed; return how many."""
-    [(names, subjects)] = yield from execute(SQL.stale)
+    """Let the next of each key run whose first has ended or stepped out unnoticed; return how many.
+
+    It looks at a page of keys, and the next one, whoever calls it, goes on behind it. For a transaction of its own.
+    """
+    [(names, subjects)] = yield from execute(SQL.stale, most=SWEPT)
     return (yield from advance([Key(*key) for key in zip(names, subjects, strict=True)])) if names else 0

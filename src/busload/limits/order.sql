@@ -6,11 +6,21 @@ INSERT INTO busload.ordered_domain (domain) VALUES (%(domain)s::text)
     ON CONFLICT (domain) DO UPDATE SET used_at = now()
  WHERE ordered_domain.used_at < now() - interval '1 hour';
 
--- name: is_ready
--- Whether a claim of this domain may find something.
-SELECT EXISTS (SELECT FROM busload.ready WHERE domain = %(domain)s::text AND crashes = 0)
-    OR %(suspects)s::integer > 0
-       AND EXISTS (SELECT FROM busload.ready WHERE domain = %(domain)s::text AND crashes > 0);
+-- name: look
+-- Whether a claim of this domain may find something, and whether loads of it have owners. Not by EXISTS, for
+-- which a plan could read the loads of all other domains.
+SELECT (SELECT true
+          FROM busload.ready
+         WHERE domain = %(domain)s::text AND crashes = 0
+         ORDER BY priority DESC, fair, hi
+         LIMIT 1) IS TRUE
+       OR %(suspects)s::integer > 0
+          AND (SELECT true
+                 FROM busload.ready
+                WHERE domain = %(domain)s::text AND crashes > 0
+                ORDER BY priority DESC, hi
+                LIMIT 1) IS TRUE,
+       EXISTS (SELECT FROM busload.owned_loads(%(domain)s::text, 1));
 
 -- name: lock_domain
 -- Be the only one who claims in this domain, until the transaction ends. A client that freezes meanwhile is
@@ -20,6 +30,21 @@ SELECT current_setting('synchronous_commit'),
        set_config('idle_in_transaction_session_timeout', %(idle)s::integer::text, true),
        set_config('lock_timeout', %(patience)s::integer::text, true),
        pg_advisory_xact_lock(27711007, hashtext(%(domain)s::text));
+
+-- name: disown
+-- Let loads of this domain belong to nobody, because nobody takes turns in it. Then a claim reads about as
+-- many loads as it takes, however many batches and keys there are.
+WITH disowned AS (
+    UPDATE busload.queue
+       SET fair = 0
+     WHERE hi = ANY (ARRAY(SELECT hi
+                             FROM busload.queue
+                            WHERE hi = ANY (ARRAY(SELECT hi FROM busload.owned_loads(%(domain)s::text,
+                                                                                     %(most)s::integer)))
+                              FOR UPDATE SKIP LOCKED))
+    RETURNING hi
+)
+SELECT count(*)::integer FROM disowned;
 
 -- name: claim_in_order
 -- Take ready commands in the order of sending, whatever their priority and their owner. What comes behind a
@@ -81,11 +106,32 @@ SELECT busload.advance_order(%(names)b::text[], %(subjects)b::text[])
 
 -- name: stale
 -- Keys whose first command has ended or stepped out, and nobody has said so: it was canceled, expired or
--- held, or its worker died.
+-- held, or its worker died. It looks at a page of keys behind the one at which the last look has ended, and
+-- round once; if somebody else looks now, at none.
+WITH at AS MATERIALIZED (
+    SELECT limit_name, limit_subject FROM busload.order_sweep FOR UPDATE SKIP LOCKED
+), page AS MATERIALIZED (
+    SELECT k.*
+      FROM at
+     CROSS JOIN LATERAL (
+        (SELECT 1 AS lap, f.limit_name, f.limit_subject, f.command
+           FROM busload.first_in_order AS f
+          WHERE (f.limit_name, f.limit_subject) > (at.limit_name, at.limit_subject)
+          ORDER BY f.limit_name, f.limit_subject
+          LIMIT %(most)s::integer)
+        UNION ALL
+        (SELECT 2, f.limit_name, f.limit_subject, f.command
+           FROM busload.first_in_order AS f
+          WHERE (f.limit_name, f.limit_subject) <= (at.limit_name, at.limit_subject)
+          ORDER BY f.limit_name, f.limit_subject
+          LIMIT %(most)s::integer)
+        LIMIT %(most)s::integer
+     ) AS k
+), moved AS (
+    UPDATE busload.order_sweep AS s
+       SET limit_name = p.limit_name, limit_subject = p.limit_subject
+      FROM (SELECT * FROM page ORDER BY lap DESC, limit_name DESC, limit_subject DESC LIMIT 1) AS p
+)
 SELECT coalesce(array_agg(limit_name), '{}'), coalesce(array_agg(limit_subject), '{}')
-  FROM (
-    SELECT limit_name, limit_subject
-      FROM busload.first_in_order
-     WHERE busload.keeps_its_place(command) IS NOT TRUE
-     LIMIT 10000
-  ) AS stale;
+  FROM page
+ WHERE command = ANY (ARRAY(SELECT busload.not_first_any_more(ARRAY(SELECT command FROM page))));

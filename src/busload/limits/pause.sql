@@ -40,7 +40,7 @@ WITH place AS (
       FROM busload.queue
     UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0, 0 FROM busload.scheduled
     UNION ALL SELECT domain, 0, 0, open, 0, 0, 0 FROM busload.lease
-    UNION ALL SELECT domain, 0, 0, 0, 1, 0, 0 FROM busload.troubleshooting
+    UNION ALL SELECT domain, 0, 0, 0, count(*), 0, 0 FROM busload.troubleshooting GROUP BY domain
     UNION ALL SELECT domain, 0, 0, 0, 0, 0, hi - lo + 1 FROM busload.outbox
     UNION ALL
     SELECT unnest(domains), 0, 0, 0, 0, 1, 0

@@ -34,6 +34,7 @@ from busload.errors import BatchNotFoundError, InvalidOperationError
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.jobs.batch import is_of_jobs
+from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.schema.migrate import Migration
@@ -47,7 +48,7 @@ from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish, create_in_one_write
 from busload.sync.database import Database
 from busload.sync.health import HealthVerbs
-from busload.sync.jobs import Jobs, cancel_jobs
+from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
@@ -272,14 +273,16 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         It takes many small transactions, so a large batch keeps nobody waiting; meanwhile no worker claims commands of
         it. If this process dies, a worker goes on. With `conn` it is all one transaction: yours.
 
-        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, and the result is how
-        many jobs that were.
+        In a batch of jobs, each job that has not ended is canceled as `bus.jobs.cancel` does it, all of them in the
+        first transaction: none begins another stage. The result is how many jobs that were.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator, reason=reason)
-        if self.database.write(Write(is_of_jobs(domain, batch_id)), conn):
-            return cancel_jobs(self.database, domain, batch_id, self.via, conn, reason=reason, operator=operator)
+        of_jobs = self.database.write(Write(is_of_jobs(domain, batch_id)), conn)
         begin = partial(begin_to_cancel, domain, batch_id)
-        return cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
+        if of_jobs:
+            begin = partial(begin_to_cancel_jobs, domain, batch_id, via=self.via)
+        canceled = cancel(self.database, begin, conn, reason=reason, operator=operator, batch_id=batch_id)
+        return canceled.begun if of_jobs else canceled.commands
 
     def get_batch_audit_trail(self, domain: str, batch_id: UUID) -> list[AuditEvent]:
         """What happened to the batch itself: started, sealed, stalled, canceled, completed."""

@@ -12,7 +12,9 @@ from busload.batches.cancel import (
     BEGINNING,
     HOLD,
     Begun,
+    Canceled,
     _partly_canceled,
+    _slices,
     at_once,
     page,
 )
@@ -32,8 +34,8 @@ def cancel(
     operator: str | None,
     batch_id: UUID | None = None,
     job_id: UUID | None = None,
-) -> int:
-    """Carry out a cancel, and return how many commands were canceled.
+) -> Canceled:
+    """Carry out a cancel, and return how much was canceled.
 
     Each page has a transaction of its own; with `conn`, all pages are in the caller's.
     If a page fails, `PartlyDoneError` says how many were canceled before. Once the first transaction has committed,
@@ -43,13 +45,15 @@ def cancel(
     if conn is not None:
         whole = at_once(begin, reason=reason, operator=operator)
         return database.write(Write(whole, batch_id, job_id=job_id), conn)
-    canceled, of = database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
-    after: int | None = BEGINNING
+    begun = database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))
+    commands = 0
     try:
-        while of is not None and after is not None:
-            plan = page(of, after, **about, hold=HOLD)
-            more, after = database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
-            canceled += more
+        for some in _slices(begun.batch_ids):
+            after: int | None = BEGINNING
+            while after is not None:
+                plan = page(some, after, **about, hold=HOLD)
+                more, after = database.write(Write(plan, batch_id, job_id=job_id, goes_on=True))
+                commands += more
     except (BusloadError, psycopg.Error) as error:
-        raise _partly_canceled(canceled, error, batch_id, job_id) from error
-    return canceled
+        raise _partly_canceled(commands, error, batch_id, job_id) from error
+    return Canceled(begun.done, commands)

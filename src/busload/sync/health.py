@@ -10,13 +10,14 @@ from busload.commands.checks import seconds_of
 from busload.errors import DatabaseUnusableError, SchemaOutdatedError
 from busload.health import facts
 from busload.health.health import Health, HealthCode, HealthReason, critical, exhausted, judge
+from busload.health.overview import Overview, overview
 from busload.postgres import waiting_in_threads as waiting
 from busload.settings import Settings
 from busload.sync.database import Database
 
 
 class HealthVerbs:
-    """The verb of a bus that tells how it is."""
+    """The verbs of a bus that tell how it is."""
 
     database: Database
     settings: Settings
@@ -48,3 +49,7 @@ class HealthVerbs:
         if times := pool.exhaustions(look_back):
             reasons.append(exhausted(times, settings, "This bus"))
         return Health.of(reasons)
+
+    def overview(self) -> Overview:
+        """The whole bus at one moment: what waits, runs and needs a person, in each domain, and who serves it."""
+        return self.database.in_transaction(overview())

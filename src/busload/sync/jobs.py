@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Unpack
 from uuid import UUID
-
-import psycopg
 
 from busload.batches.batch import SyncBatchCompletionCallback
 from busload.commands.checks import check, choice, given, seconds_of
 from busload.commands.command import BatchCommand
 from busload.commands.ids import new_id
 from busload.commands.send import Via
-from busload.commands.wording import counted
-from busload.errors import BusloadError, InvalidOperationError, JobNotFoundError, PartlyDoneError
+from busload.errors import JobNotFoundError
 from busload.jobs import batch, listing, progress
 from busload.jobs.api import _late
 from busload.jobs.batch import JobBatchOptions
+from busload.jobs.cancel import begin_to_cancel
 from busload.jobs.job import BatchJob, JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
@@ -149,8 +147,9 @@ class Jobs:
         `reason` and `operator`, who cancels it, are kept with the job. With `conn` it is all one transaction: yours.
         """
         check(self._limits, domain=domain, job_id=job_id, operator=operator, reason=reason)
-        begin = partial(progress.begin_to_cancel, domain, job_id, via=self._via)
-        return cancel(self._database, begin, conn, reason=reason, operator=operator, job_id=job_id)
+        begin = partial(begin_to_cancel, domain, job_id, via=self._via)
+        canceled = cancel(self._database, begin, conn, reason=reason, operator=operator, job_id=job_id)
+        return canceled.begun + canceled.commands
 
     def wait(self, domain: str, job_id: UUID, timeout: timedelta | float | None = None) -> JobMetadata:
         """Return the job once it is COMPLETED, FAILED or CANCELED.
@@ -174,41 +173,3 @@ class Jobs:
                         changed.wait(min(limit.left, self._poll_every))
             except TimeoutError:
                 raise _late(job_id, job) from None
-
-
-def cancel_jobs(
-    database: Database,
-    domain: str,
-    batch_id: UUID,
-    via: Via,
-    conn: Connection | None,
-    *,
-    reason: str,
-    operator: str | None,
-) -> int:
-    """Cancel the jobs of a batch that have not ended, and return how many.
-
-    Each job has transactions of its own; with `conn`, all of them are in the caller's. If this process dies, a sweep
-    goes on.
-    """
-    about: dict[str, Any] = {"reason": reason, "operator": operator}
-    if conn is not None:
-        whole = batch.cancel_at_once(domain, batch_id, **about, via=via)
-        return database.write(Write(whole, batch_id), conn)
-    going = database.write(patient(partial(batch.mark_canceled, domain, batch_id, **about), batch_id))
-    canceled = 0
-    try:
-        while going and (job_ids := database.write(Write(batch.jobs_to_cancel(batch_id), goes_on=True))):
-            for job_id in job_ids:
-                begin = partial(progress.begin_to_cancel, domain, job_id, via=via)
-                with suppress(InvalidOperationError):  # it has just ended
-                    cancel(database, begin, None, **about, job_id=job_id)
-                    canceled += 1
-    except (BusloadError, psycopg.Error) as error:
-        raise PartlyDoneError(
-            f"The cancel of batch {batch_id} has begun, and {counted(canceled, 'job is', 'jobs are')} canceled so far",
-            canceled,
-            error,
-            todo="Repeat the call to cancel the others now; else a worker does so within a minute.",
-        ) from error
-    return canceled

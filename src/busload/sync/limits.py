@@ -8,7 +8,7 @@ from busload.commands.checks import check, given
 from busload.limits import concurrency, pause, rate
 from busload.limits.api import _log
 from busload.limits.concurrency import ConcurrencyStatus
-from busload.limits.pause import Pause
+from busload.limits.pause import DomainOverview, Pause
 from busload.limits.rate import LimitStatus
 from busload.postgres.connection import Connection
 from busload.postgres.write import Write
@@ -88,11 +88,15 @@ class Domains:
         _log("Resumed", resumed, domain, operator)
         return resumed
 
-    def pauses(self) -> list[Pause]:
+    def list(self) -> builtins.list[DomainOverview]:
+        """Every domain that has something waiting or running, is served or is paused, with how much of each."""
+        return self._database.read(pause.domains())
+
+    def pauses(self) -> builtins.list[Pause]:
         """Every domain that is paused: since when, by whom and why."""
         return self._database.read(pause.pauses())
 
-    def history(self, domain: str | None = None, *, limit: int = 100) -> list[Pause]:
+    def history(self, domain: str | None = None, *, limit: int = 100) -> builtins.list[Pause]:
         """The pauses of a domain or of all, at most `limit` and newest first, also those that are over.
 
         Each says who paused the domain and who resumed it.

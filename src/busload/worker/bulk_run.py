@@ -17,7 +17,7 @@ from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.call_handler import Call, Calls, Work
 from busload.worker.context import ChunkContext, HandlerContext
-from busload.worker.permits import Permit, begin_call
+from busload.worker.permits import Permit
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -95,7 +95,7 @@ class BulkRun(ABC):
         """
 
         def begin() -> None:
-            begin_call(entered, self._permit)
+            self._shared.permits.begin_call(entered, self._permit)
             self._made += 1
             bulk.forget_verdicts()  # of a call that is made again
 

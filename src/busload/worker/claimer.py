@@ -7,38 +7,34 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 from uuid import UUID
 
 from busload.commands import claim
-from busload.commands.execution import Leased, Transition
-from busload.commands.load import LOAD_SIZE
+from busload.commands.execution import Lease, Leased, Transition
 from busload.dispatch.deliveries import Deliveries
 from busload.worker.broker_stations import Broker
 from busload.worker.budget_gate import BudgetGate, one_flush
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
 from busload.worker.line import Claimed, Line, commands_of
+from busload.worker.newcomers import Newcomers, split_off_few
 from busload.worker.order import may_run, parts_in_turn
 from busload.worker.pace import Look, Pace
+from busload.worker.room import LONGEST_EMPTY, Room, Want
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 from busload.worker.stuck_line import StuckLine
 
 log = logging.getLogger("busload")
 
-Want: TypeAlias = tuple[list[str], int]
-"""Domains, and how many commands of them to claim."""
-
 NOTHING = claim.Claim([], [], contended=False)
 
 SMALLEST_GAP = 0.002
 """Seconds between a claim that emptied the queue and the next: commands sent one by one are claimed together."""
-
-LONGEST_EMPTY = 0.05
-"""Seconds for which claims leave out a domain of bulk handlers that was empty."""
 
 SMALLEST_TICK = 0.02
 """Seconds between two promotions that find something: retries become due one by one."""
@@ -46,14 +42,30 @@ SMALLEST_TICK = 0.02
 OLDEST_EVERY = 16
 """One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
 
-MOST_AHEAD = 20
-"""Commands in line for each slot, at most: however fast the last ones were, the next ones may be slow."""
-
 ASKED_TOGETHER = 1000
 """Commands that are claimed, and whose permits are asked for, in one statement at most."""
 
+MOST_PARTS = 10
+"""Parts that are claimed in a row. At the end of the row, slots may have to wait for the permits of the last one."""
+
 MOST_ASKING = 2
 """Statements at a time that ask for permits: the server begins the next one while we run what the last one granted."""
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A claim from its statement to the line."""
+
+    sent_at: float | None
+    """None once it is answered."""
+    paused: Collection[str]
+    """The domains that were paused when it was sent."""
+    held: set[UUID] = field(default_factory=set)
+    """Batches that were held since: it may still bring commands of them."""
+
+    def sent(self) -> float:
+        assert self.sent_at is not None
+        return self.sent_at
 
 
 class Claimer:
@@ -72,11 +84,11 @@ class Claimer:
         self._settlement, self._hand_back, self._broker = settlement, hand_back, broker
         self._held, self._handlers, self._pauses = shared.held, shared.bus.handlers, shared.pauses
         self._rests, self._domains, self._settings = shared.limiter.rests, shared.domains, shared.settings
-        self._concurrency = shared.settings.concurrency
-        self._farthest = max(MOST_AHEAD * shared.settings.concurrency, LOAD_SIZE)
         self._quarter_lease = shared.settings.lease_for.total_seconds() / 4
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
+        self.room = Room(shared, line, gatherer, settlement, self._pace)
+        self.newcomers = Newcomers(self._claim_few)
         self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)
         self._gate = BudgetGate(
             self._held, one_flush(shared.settings), lambda: gatherer.gathered, settlement.flush_soon
@@ -84,14 +96,13 @@ class Claimer:
         settlement.heed_holds = self.heed_holds
         self._promoted_at = time.monotonic()
         self._empty_at = 0.0
-        self._bulk_empty_at: dict[str, float] = {}
         self._turns: dict[str, int] = {}
         """Who was the last to have a turn, for each domain."""
         self._until_oldest = OLDEST_EVERY
         self._all_fits = True
         """Whether the last claim found less than it asked for: then nobody has to wait for a turn."""
         self._alone = False
-        """Whether the last claim in turns found one owner only, and nothing became ready since it was sent."""
+        """Whether the last claim found one owner only, and nothing became ready since it was sent."""
         self._queue_wanted = True
         """With a broker: whether to look at the queue itself, as something may be ready without a message."""
         self._polls = self._queue_first = False
@@ -99,17 +110,20 @@ class Claimer:
         self._first_part = 0
         self.wake: Callable[[], None] = lambda: None
         """Has the next round begin at once."""
-        self._held_meanwhile: set[UUID] = set()
-        """Batches that were held since the last claim was sent: it may still bring commands of them."""
+        self._under_way: list[UnderWay] = []
         self._asking: dict[asyncio.Task[None], set[UUID]] = {}
         """Claims whose permits are asked for, and the batches that were held since."""
-        self.sent_at: float | None = None
-        """When the claim under way was sent; None while there is none."""
+        self._asked_for: dict[asyncio.Task[None], int] = {}
+        """How many commands each of these claims has brought."""
         self.emptied = False
         """Whether the last claim took everything that was ready."""
+        self.stopping = False
         self.claims = self.empty_claims = self.claimed = 0
-        self.ahead = 0
-        """How many commands should stand in line, as of the last look."""
+
+    @property
+    def sent_at(self) -> float | None:
+        """When the oldest claim was sent that has no answer; None while there is none."""
+        return min((one.sent_at for one in self._under_way if one.sent_at is not None), default=None)
 
     def look_at_queue(self) -> None:
         """Look at the queue itself in the next round: something may be ready that no message tells of."""
@@ -131,8 +145,8 @@ class Claimer:
         if self._line.for_threads:
             await self._stuck.look_for_threads()
         waiting = len(self._line.for_threads)
-        limit = self._limit(waiting)
-        wanted, left_out = self._wanted(limit)
+        limit = self.room.limit(waiting)
+        wanted, left_out = self.room.wanted(limit)
         if not wanted:
             return Look(await self._watch_line())
         rest = math.inf
@@ -140,27 +154,28 @@ class Claimer:
             wanted, rest = self._without_resting(wanted)
         if self._broker is not None:
             self._decide_on_poll(self._broker)
+        await self.newcomers.once()
         try:
-            found = [await self._claim_in_parts(domains, most) for domains, most in wanted]
+            claims = [await self._claim_in_parts(domains, most) for domains, most in wanted]
         except asyncio.CancelledError:
             for asking in self._asking:
                 asking.cancel()
             raise
         finally:
             await self._answered()
-        taken_all = [len(taken.leased) < most for taken, (_, most) in zip(found, wanted, strict=True)]
-        if self._handlers.gathers:
-            now = time.monotonic()
-            for (domains, _), empty in zip(wanted, taken_all, strict=True):
-                if len(domains) == 1 and empty:
-                    self._bulk_empty_at[domains[0]] = now
+        found, taken_all = [taken for taken, _ in claims], True
+        for (_, every), want in zip(claims, wanted, strict=True):
+            if every:
+                self.room.was_empty(want)
+            else:
+                taken_all = False
         found_nothing = not any(taken.leased or taken.contended or taken.refused for taken in found)
         if rest < math.inf or left_out:
             found_nothing = False  # some domains were left out
         if found_nothing and self._line.in_hand == 0:
             self._settlement.flush_soon()  # no further result will join those that wait
         contended = any(taken.contended for taken in found)
-        self.emptied = not contended and all(taken_all)
+        self.emptied = taken_all and not contended
         pause: float | None
         if contended:
             pause = random.uniform(0.002, 0.01)  # noqa: S311 - spreads workers out, hides nothing
@@ -181,71 +196,9 @@ class Claimer:
                 pause = min(pause, LONGEST_EMPTY)
         return Look(pause, found_nothing)
 
-    def _limit(self, waiting: int) -> int:
-        """How many single commands to claim. `waiting` is how many wait for a thread: those take no slot."""
-        in_hand = self._line.in_hand - waiting
-        concurrency = self._slots()
-        ahead = self._pace.ahead(self._line.finished - self._shared.postponed, self._line.busy)
-        ahead = self.ahead = min(ahead, self._farthest)
-        # Half of what is ahead may be used up before the next claim, so that a claim is worth its round trip.
-        low_water = concurrency - 1 + ahead // 2
-        # Each command in hand becomes a result, and there must be room for it.
-        limit = min(concurrency + ahead, self._settlement.room - waiting) - in_hand
-        if limit <= 0:
-            self._settlement.ask_for_room()
-        if in_hand > low_water or limit <= 0:
-            self._line.low_water = min(low_water, in_hand - 1) + waiting
-            return 0
-        return limit
-
-    def _wanted(self, limit: int) -> tuple[list[Want], bool]:
-        """What to claim, and whether a domain is left out because it was empty a moment ago.
-
-        A domain with bulk handlers only: as many as its chunks may hold. A domain with other handlers too: no more than
-        the slots can take, because the type of a command is not known before the claim. A domain whose handlers are all
-        written with `def`: no more than the threads can take. A domain with some of these: until as many commands wait
-        for a thread as there are slots.
-        """
-        if not self._handlers.gathers and not self._handlers.threaded:
-            return ([(self._domains, limit)] if limit else []), False
-        if self._line.in_hand < self._concurrency:
-            self._gatherer.slot_is_free()
-        single: list[str] = []
-        threaded: list[str] = []
-        wanted: list[Want] = []
-        for domain in self._domains:
-            room = self._gatherer.room(domain)
-            if room is None or (room and not self._gatherer.only_gathers(domain)):
-                threads = self._handlers.threads(domain)
-                if threads == "all":
-                    threaded.append(domain)
-                elif threads == "none" or len(self._line.for_threads) < self._concurrency:
-                    single.append(domain)
-            elif room:
-                wanted.append(([domain], room))
-        if self._handlers.threaded:
-            # As with slots: half of what is ahead may be used up before the next claim.
-            enough = 1 + self.ahead // 2 - self.ahead
-            if threaded and limit and self._line.free_threads >= enough:
-                wanted.append((threaded, min(limit, self._line.free_threads + self.ahead)))
-            self._line.threads_wanted = enough
-        if not single or not limit:
-            return wanted, False
-        # Not every claim for single commands needs to ask a domain that was empty a moment ago.
-        now = time.monotonic()
-        due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
-        return [(single, limit), *due], len(due) < len(wanted)
-
-    def _slots(self) -> int:
-        """How many commands can run at a time: if all need a thread, no more than there are threads."""
-        threads = self._line.threads
-        if not self._handlers.threaded or threads >= self._concurrency:
-            return self._concurrency
-        all_need_them = all(self._handlers.threads(domain) == "all" for domain in self._domains)
-        return threads if all_need_them else self._concurrency
-
     def empty_line(self) -> None:
-        """Start nothing of what stands in line; the next round hands it back."""
+        """The worker stops: start nothing of what stands in line. The next round hands it back."""
+        self.stopping = True
         self._take_out(self._line.items)
         self._hand_back.add(self._gatherer.abandon())
 
@@ -271,7 +224,8 @@ class Claimer:
 
     def heed_holds(self, held: Set[UUID]) -> None:
         """Take what belongs to these batches out of the line; the next round hands it back."""
-        self._held_meanwhile |= held
+        for one in self._under_way:
+            one.held |= held
         for heard in self._asking.values():
             heard |= held
         items = self._line.items
@@ -297,20 +251,29 @@ class Claimer:
         pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
         return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
 
-    async def _claim_in_parts(self, domains: list[str], limit: int) -> claim.Claim:
-        """Claim so many commands of these domains; if they may need permits, in parts.
+    async def _claim_in_parts(self, domains: list[str], limit: int) -> tuple[claim.Claim, bool]:
+        """Claim so many commands of these domains, and return also whether there were fewer.
 
-        While the permits of one part are asked for, slots run the part before, and the next part is claimed.
+        Commands that may need permits are claimed in parts: while the permits of one part are asked for, slots run the
+        part before, and the next part is claimed. Where all commands take a slot, this goes on while slots are quick.
         """
-        if not self._handlers.concurrency_limits or limit <= ASKED_TOGETHER:
-            return await self._claim(domains, limit)
-        part, found = math.ceil(limit / math.ceil(limit / ASKED_TOGETHER)), NOTHING
-        while (wanted := min(part, limit - len(found.leased))) > 0:
+        if not self._handlers.concurrency_limits:
+            taken = await self._claim(domains, limit)
+            return taken, len(taken.leased) < limit
+        all_take_slots = not (self._handlers.gathers or self._handlers.threaded or self._handlers.ordered)
+        found, left, least = NOTHING, limit, max(1, ASKED_TOGETHER // 2)
+        for _ in range(MOST_PARTS):
+            wanted = min(left, ASKED_TOGETHER)
             taken = await self._claim(domains, wanted)
-            found = found.joined(taken)
+            found, left = found.joined(taken), left - len(taken.leased)
             if len(taken.leased) < wanted or taken.contended:
+                return found, len(taken.leased) < wanted
+            if left < least and all_take_slots:
+                asked_for = sum(size for asking, size in self._asked_for.items() if not asking.done())
+                left = self.room.limit(0, asked_for=asked_for)  # slots may have run what came first
+            if left < least or self.stopping:
                 break
-        return found
+        return found, False
 
     async def _claim(self, domains: list[str], limit: int) -> claim.Claim:
         """Claim so many commands of these domains, and put them into the line.
@@ -356,54 +319,87 @@ class Claimer:
         domains = [domain for domain in domains if domain not in paused]
         if not domains:
             return NOTHING
-        number, taken = self._shared.number, NOTHING
-        self._held_meanwhile = set()
         wanted: dict[int, int] = {}
+        if deliveries is not None and not (wanted := deliveries.wanted(domains, limit)):
+            return NOTHING
+        number, taken = self._shared.number, NOTHING
         waiting: list[Leased] = []
         refused: list[Transition] = []
-        sent_at = self.sent_at = time.monotonic()
-        try:
-            if deliveries is not None and not (wanted := deliveries.wanted(domains, limit)):
-                return NOTHING
+        with self._sending(paused) as under_way:
             if domains[0] in self._handlers.ordered:
-                taken, refused = await self._shared.permits.order.claim(domains[0], limit)
-                waiting = taken.waiting
+                ordered, refused = await self._shared.permits.order.claim(domains[0], limit)
+                taken, waiting = ordered, ordered.waiting
                 if deliveries is not None:
-                    deliveries.answer(wanted, taken.delivered(wanted))
+                    deliveries.answer(wanted, ordered.delivered(wanted))
             elif deliveries is None:
                 suspects = not self._held.has_suspect
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
                 turns = self._turns if self._until_oldest else None
-                no_turns = self._all_fits or (self._alone and self._until_oldest > 0)
+                no_turns = self._all_fits or self._alone
                 look = partial(claim.claim, worker=number, domains=domains, limit=limit, suspects=suspects)
-                self._alone = self._alone or not no_turns  # unless a notification comes meanwhile
+                self._alone = True  # unless a notification comes meanwhile
                 taken = await self._shared.perform(look(turns=turns, no_turns=no_turns))
                 if self._until_oldest:
                     self._turns |= taken.turns
                 self._all_fits = len(taken.leased) < limit and not taken.contended
-                self._alone = self._alone and taken.alone is not False
+                self._alone = self._alone and taken.alone
             else:
                 delivered = await self._shared.perform(
                     claim.claim_delivered(worker=number, domains=domains, wanted=wanted)
                 )
                 deliveries.answer(wanted, delivered)
                 taken = delivered
-            self._held.take(taken.leases)
-            if self._held.has_budgets:
-                self._line.gate = self._gate
+            self._pace.claimed(time.monotonic() - under_way.sent())
+            await self._bring(taken, under_way, waiting, refused)
+        return taken
+
+    async def _claim_few(self) -> int:
+        """Claim a few commands of owners with few, and let them begin before those in line. Return how many."""
+        paused, limit = self._pauses.paused, self.room.few()
+        others = {*paused, *self._handlers.ordered, *self._rests.resting()}
+        domains = [domain for domain in self._domains if domain not in others]
+        if limit <= 0 or not domains or self._handlers.concurrency_limits:
+            return 0
+        with self._sending(paused) as under_way:
+            plan = claim.claim_few(worker=self._shared.number, domains=domains, limit=limit, turns=self._turns)
+            taken = await self._shared.perform(plan)
+            await self._bring(taken, under_way, [], [], first=True)
+        return len(taken.leased)
+
+    @contextmanager
+    def _sending(self, paused: Collection[str]) -> Iterator[UnderWay]:
+        """A claim is under way for as long as the block lasts."""
+        under_way = UnderWay(time.monotonic(), paused)
+        self._under_way.append(under_way)
+        try:
+            yield under_way
         finally:
-            self.sent_at = None
+            self._under_way.remove(under_way)
+
+    async def _bring(
+        self,
+        taken: claim.Claim,
+        under_way: UnderWay,
+        waiting: list[Leased],
+        refused: list[Transition],
+        *,
+        first: bool = False,
+    ) -> None:
+        """Put what a claim has taken into the line, or ask for its permits. With `first` it is to begin first."""
+        self._held.take(taken.leases)
+        under_way.sent_at = None
+        if self._held.has_budgets:
+            self._line.gate = self._gate
         self.claims += 1
         self.claimed += len(taken.leased)
         self.empty_claims += not taken.leased
-        self._pace.claimed(time.monotonic() - sent_at)
         try:
             known = await self._hand_back.without_unknown(may_run(taken.leased, waiting, refused, self._held))
             self._settlement.expect(taken.leases)
             if self._rests:
                 self._rests.claimed(taken.leased)
             if not self._handlers.concurrency_limits:
-                refused = self._add(known)
+                refused = self._add(known, taken.leases, first=first)
         except BaseException:
             # Run none of these commands. The heartbeat hands back a lease that is not held here.
             self._held.drop(lease.lease_id for lease in taken.leases)
@@ -411,27 +407,37 @@ class Claimer:
                 lease.lost = True
             raise
         if self._handlers.concurrency_limits:
-            await self._ask_for_permits(known, paused)
-        elif self._pauses.paused is not paused:
+            await self._ask_for_permits(known, under_way)
+        elif self._pauses.paused is not under_way.paused:
             self.heed_pauses()  # before a slot can begin what this claim has brought
-        if self._held_meanwhile:
-            self.heed_holds(self._held_meanwhile)
+        if under_way.held:
+            self.heed_holds(under_way.held)
         for transition in refused:
             await self._settlement.put(transition)
-        return taken
 
-    def _add(self, known: list[Leased]) -> list[Transition]:
-        """Put commands into the line, or into a chunk; return the results of those that fail at once."""
+    def _add(self, known: list[Leased], leases: Sequence[Lease] = (), *, first: bool = False) -> list[Transition]:
+        """Put commands into the line, or into a chunk; return the results of those that fail at once.
+
+        With `first` they begin before those in line. Of several leases, those of owners with few commands do so.
+        """
         refused: list[Transition] = []
         if self._handlers.gathers:
             known, refused = self._gatherer.take(known)
-        self._line.add(known)
+        if first:
+            self._line.add(known, first=True)
+        elif len(leases) > 1 and self._line.ready:
+            few, others = split_off_few(leases, known)
+            self._line.add(few, first=True)
+            self._line.add(others)
+        else:
+            self._line.add(known)
         return refused
 
-    async def _ask_for_permits(self, known: list[Leased], paused: Collection[str]) -> None:
+    async def _ask_for_permits(self, known: list[Leased], under_way: UnderWay) -> None:
         """Begin to ask for the permits of these commands: so the server has always something to do."""
-        heard = self._held_meanwhile
-        self._asking[asyncio.create_task(self._add_with_permits(known, paused, heard))] = heard
+        asking = self._add_with_permits(known, under_way.paused, under_way.held)
+        task = asyncio.create_task(asking)
+        self._asking[task], self._asked_for[task] = under_way.held, len(known)
         await self._answered(MOST_ASKING - 1)
 
     async def _answered(self, left: int = 0) -> None:
@@ -444,7 +450,7 @@ class Claimer:
             except Exception as error:
                 failure = error
             finally:
-                del self._asking[first]
+                del self._asking[first], self._asked_for[first]
         if failure is not None:
             raise failure
 

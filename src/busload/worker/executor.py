@@ -31,7 +31,7 @@ from busload.worker.containment import RETURNED_NOTHING, Ended, Suspended, refer
 from busload.worker.context import HandlerContext
 from busload.worker.groups import GroupRunner
 from busload.worker.line import Claimed, Gathered, Line, commands_of
-from busload.worker.permits import Permit, begin_call
+from busload.worker.permits import Permit
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 
@@ -51,6 +51,7 @@ class Waiting(msgspec.Struct, eq=False):
     handler: Handler
     command: Command | Group
     context: HandlerContext
+    permit: Permit | None
     suspended: Suspended
 
 
@@ -147,8 +148,9 @@ class Executor:
             try:
                 begun = self._begin(taken)
                 if isinstance(begun, Waiting):
+                    ended = await begun.suspended
                     begun = self._conclude(
-                        begun.leased, begun.handler, begun.command, begun.context, await begun.suspended
+                        begun.leased, begun.handler, begun.command, begun.context, begun.permit, ended
                     )
                 rest = begun
             except Exception as error:
@@ -190,7 +192,7 @@ class Executor:
             if not handler.plain_with_permit or (permit := self._shared.permits.of(item)) is None:
                 return partial(self._run if handler.buffer is None else self._groups.run, item, handler)
             try:
-                permit.begin()
+                self._shared.permits.begin(permit)
             except PermitLostError as lost:
                 return partial(self._outcomes.drop, item, lost)
         try:
@@ -206,20 +208,25 @@ class Executor:
             if type(coroutine) is not CoroutineType:
                 coroutine = _awaited(coroutine)
         except BaseException as error:
-            return self._conclude(item, handler, command, context, Ended(error=error))
+            return self._conclude(item, handler, command, context, permit, Ended(error=error))
         try:
             suspended = Suspended(own, coroutine, own.run(coroutine.send, None))
-            return Waiting(item, handler, command, context, suspended)
+            return Waiting(item, handler, command, context, permit, suspended)
         except StopIteration as stop:
             ended = RETURNED_NOTHING if stop.value is None else Ended(stop.value)
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: in a handler they are its failure
-            return self._conclude(item, handler, command, context, Ended(error=error))
-        return self._conclude(item, handler, command, context, ended)
+            return self._conclude(item, handler, command, context, permit, Ended(error=error))
+        return self._conclude(item, handler, command, context, permit, ended)
 
     def _conclude(
-        self, leased: Leased, handler: Handler, command: Command | Group, context: HandlerContext, ended: Ended
+        self,
+        leased: Leased,
+        handler: Handler,
+        command: Command | Group,
+        context: HandlerContext,
+        permit: Permit | None,
+        ended: Ended,
     ) -> Rest | None:
-        permit = None if handler.plain else self._shared.permits.of(leased)
         if ended.error is not None or context.own_transaction is not None:
             if permit is not None:
                 return partial(self._make_and_free, leased, handler, command, context, ended, permit)
@@ -296,7 +303,9 @@ class Executor:
         permit: Permit | None = None,
     ) -> None:
         """Make a call, or take how it `called` ended, and record what came of it."""
-        begin = None if entered is None and permit is None else partial(begin_call, entered, permit)
+        begin = (
+            None if entered is None and permit is None else partial(self._shared.permits.begin_call, entered, permit)
+        )
         judge = partial(complete, leased, limits=self._limits)
         call = await self.calls.make(Work(handler, command, context, [leased], judge, _settle, begin), called)
         overdue = call.overdue

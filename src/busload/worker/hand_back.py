@@ -7,10 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from uuid import UUID
 
+import psycopg
+
 from busload.commands import claim, rescue
 from busload.commands.execution import Lease, Leased
 from busload.commands.payload import encode
 from busload.commands.wording import counted
+from busload.sync.connection import connect
+from busload.sync.plan import perform
 from busload.worker.shared import Shared
 
 log = logging.getLogger("busload")
@@ -102,3 +106,14 @@ def _by_lease(leased: Iterable[Leased]) -> dict[Lease, list[Leased]]:
     for one in leased:
         by_lease[one.lease].append(one)
     return by_lease
+
+
+def hand_back_in_thread(shared: Shared) -> None:
+    """Hand everything back, and retire, from another thread: the event loop is blocked, and the process is to end."""
+    try:
+        with connect(shared.bus.dsn, response_timeout=shared.settings.deadline.total_seconds()) as conn:
+            with conn.transaction():
+                perform(conn, rescue.release(shared.held.lease_ids))
+            perform(conn, rescue.retire(worker=shared.number))
+    except psycopg.Error as error:
+        log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import psycopg
 
-from busload.buffers.distribute import LOCK_TIMEOUT, Distributor, warn_of_unserved, write_tallies
+from busload.buffers.distribute import write_tallies
 from busload.bus import CommandBus
 from busload.commands import claim, rescue
 from busload.commands.execution import Leased
@@ -28,15 +28,14 @@ from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
 from busload.settings import WorkerSettings
-from busload.sync.connection import connect
-from busload.sync.plan import perform
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
 from busload.worker.condition import Doctor
+from busload.worker.distribution import Distribution
 from busload.worker.executor import Executor
 from busload.worker.find_database import find_database
-from busload.worker.hand_back import HandBack
+from busload.worker.hand_back import HandBack, hand_back_in_thread
 from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
 from busload.worker.line import Line
@@ -46,6 +45,7 @@ from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
 from busload.worker.stats import Report, WorkerStats
+from busload.worker.stop_log import log_left_behind, log_stopping
 from busload.worker.sweep import sweep
 
 log = logging.getLogger("busload")
@@ -53,12 +53,6 @@ log = logging.getLogger("busload")
 ENGINE_CONNECTIONS = 5
 """One each for claiming, settling, promoting and sweeping, and one for results whose batch others hold; one more where
 limits are asked, and one for a relay."""
-
-MOST_DISTRIBUTING = 8
-"""Connections for distributing, at most. They are apart, so that a locked table of a buffer holds up nothing else."""
-
-MOST_NAMED = 20
-"""Commands that one line of the log names, at most."""
 
 BRIEFLY = 1.0
 """Seconds that a stopping worker waits for the database at least: for a claim under way, and to hand back."""
@@ -99,10 +93,7 @@ class Run:
             undo.push_async_callback(self._unregister)
             await asyncio.to_thread(self._heartbeat.start)
             await self._pauses.look()
-            for distributor in self._distributors:
-                await distributor.start()
-            served = {buffer.name for buffer in bus.handlers.buffers}
-            await warn_of_unserved(self._pool, list(bus.declared_buffers.values()), served)
+            await self._distribution.start()
             undo.pop_all()  # the start has succeeded
         self._executor.start()
         self.started = True
@@ -128,8 +119,8 @@ class Run:
             ending.result()
 
     async def until_stopped(self) -> None:
-        self._rounds = self._start(self._claiming, self._promoting)
-        self._start(self._sweeping, *self._pruning, *self._distributing)
+        self._rounds = self._start(*self._taking)
+        self._start(self._sweeping, *self._pruning, *self._distribution.loops)
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         if self._broker is not None:
             self._broker.start()
@@ -153,9 +144,7 @@ class Run:
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
             elif not look.found_nothing:
                 await asyncio.sleep(look.pause or 0)  # others had locked what is ready
-            elif (await self._shared.perform(claim.promote())).loads == 0 and not sum(
-                [await distributor.distribute() for distributor in self._distributors]
-            ):
+            elif (await self._shared.perform(claim.promote())).loads == 0 and not await self._distribution.distribute():
                 break
         return self._settlement.settled
 
@@ -168,17 +157,12 @@ class Run:
     def abandon(self) -> None:
         """Hand everything back from another thread, while the event loop is blocked and before the process ends."""
         self._heartbeat.let_go()
-        try:
-            with connect(self._bus.dsn, response_timeout=self._settings.deadline.total_seconds()) as conn:
-                with conn.transaction():
-                    perform(conn, rescue.release(self._held.lease_ids))
-                perform(conn, rescue.retire(worker=self._shared.number))
-        except psycopg.Error as error:
-            log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
+        hand_back_in_thread(self._shared)
 
     def stats(self) -> WorkerStats:
         parts = {
             "claimer": self._claimer,
+            "room": self._claimer.room,
             "settlement": self._settlement,
             "outcomes": self._settlement.outcomes,
             "line": self._line,
@@ -202,13 +186,8 @@ class Run:
         silence = bus.settings.response_timeout.total_seconds()
         more = bool(bus.handlers.limits) + bool(bus.transport)
         self._pool = pool = engine_pool(bus.dsn, ENGINE_CONNECTIONS + more, response_timeout=silence)
-        transactions = async_pool(
-            bus.dsn,
-            bus.settings.pool_size,
-            timeout=PATIENCE,
-            response_timeout=silence,
-            connection_class=GuardedAsyncConnection,
-        )
+        about = {"timeout": PATIENCE, "response_timeout": silence}
+        transactions = async_pool(bus.dsn, bus.settings.pool_size, **about, connection_class=GuardedAsyncConnection)
         self._threads = Threads(bus, settings.most_threads, PATIENCE)
         self._pauses, self._limiter = Pauses(pool, self._domains), Limiter(pool, settings.wait_for_turn.total_seconds())
         self._shared = shared = Shared(
@@ -216,7 +195,8 @@ class Run:
         )
         self._held, self._outage = shared.held, shared.outage
         self._resources.push_async_callback(pool.close)
-        self._assemble_distribution(shared, silence)
+        self._distribution = Distribution(shared)
+        self._resources.push_async_callback(self._distribution.close)
         self._assemble_stations(shared)
         self._resources.callback(shared.failures.close)
         self._resources.push_async_callback(self._executor.close)
@@ -224,14 +204,15 @@ class Run:
         self._resources.callback(self._threads.close)
         self._claiming = Loop("Claiming", self._claim, self._outage)
         self._claimer.wake = self._claiming.wake
+        self._claiming_newcomers = Loop("Claiming newcomers", self._claim_newcomers, self._outage)
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
+        self._taking = self._claiming, self._promoting, self._claiming_newcomers
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
-        self._freeing = []
-        if bus.handlers.concurrency_limits:
-            self._freeing.append(Loop("Freeing permits", self._permits.once, self._outage))
+        freeing = Loop("Freeing permits", self._permits.once, self._outage)
+        self._freeing = [freeing] if bus.handlers.concurrency_limits else []
         self._pruning = []
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
@@ -258,22 +239,6 @@ class Run:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
 
-    def _assemble_distribution(self, shared: Shared, silence: float) -> None:
-        """Buffers have connections of their own: whoever locks a table of theirs holds up nothing else."""
-        buffers = [buffer for buffer in self._bus.handlers.buffers if buffer.name in self._domains]
-        size = min(len(buffers), MOST_DISTRIBUTING)
-        pool = self._pool
-        if buffers:
-            pool = engine_pool(
-                self._bus.dsn, size, lock_timeout=LOCK_TIMEOUT, users_tables=True, response_timeout=silence
-            )
-            self._resources.push_async_callback(pool.close)
-        every, recheck_after = self._settings.poll_every, self._settings.recheck_table_after
-        self._distributors = [
-            Distributor(pool, buffer, self._pauses, shared.tallies, every, recheck_after) for buffer in buffers
-        ]
-        self._distributing = [Loop(f"Distributing {one.name}", one.once, self._outage) for one in self._distributors]
-
     def _start(self, *loops: Loop) -> list[asyncio.Task[None]]:
         tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
         self._loops += loops
@@ -292,6 +257,12 @@ class Run:
     async def _claim(self) -> float | None:
         return (await self._claimer.once()).pause
 
+    async def _claim_newcomers(self) -> float | None:
+        try:
+            return await self._claimer.newcomers.once()
+        finally:
+            self._claiming.wake()
+
     async def _sweep_once(self) -> float:
         await sweep(self._pool, worker=self._shared.number, judge=self._heartbeat.in_touch)
         return self._settings.sweep_every.total_seconds()
@@ -301,7 +272,7 @@ class Run:
             self._claimer.heed_pauses()
             self._limiter.refuse_domains(self._pauses.paused)
             self._moved.set()
-            for loop in (self._claiming, self._sweeping, *self._distributing):
+            for loop in (self._claiming, self._sweeping, *self._distribution.loops):
                 loop.wake()
         return self._settings.sweep_every.total_seconds()
 
@@ -335,7 +306,11 @@ class Run:
             self._broker.hear(payload)
         elif payload in self._domains:
             self._claimer.look_at_queue()
-            self._claiming.wake()
+            if self._claimer.emptied:
+                self._claiming.wake()
+            else:
+                self._claimer.newcomers.came()
+                self._claiming_newcomers.wake()
 
     def _hear_cancel(self, payload: str) -> None:
         """A batch was canceled, or a single command, which has a number."""
@@ -408,9 +383,10 @@ class Run:
 
     async def _stop(self) -> None:
         """Stop claiming, let handlers finish, settle, hand back, retire: each as far as the database allows."""
-        self._log_stopping()
+        if self._rounds:
+            log_stopping(self._line.in_hand, self._settlement.waiting, self._settings.grace)
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
-        for loop in (self._claiming, self._promoting, *self._pruning, *self._distributing, *self._freeing):
+        for loop in (*self._taking, *self._pruning, *self._distribution.loops, *self._freeing):
             loop.stop()
         deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
         graceful = TimeLimit(grace)
@@ -460,7 +436,7 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await self._executor.stop(within=1)
-        self._log_left_behind()
+        self.left_behind = log_left_behind((*self._executor.running, *self._threads.running))
         if self._broker is not None:
             await self._broker.end()
         await self._outcomes.close(timedelta(0))
@@ -471,30 +447,3 @@ class Run:
         self._outage.close()
         self._report.finish()
         await self._resources.aclose()
-
-    def _log_stopping(self) -> None:
-        in_hand, waiting = self._line.in_hand, self._settlement.waiting
-        if self._rounds and not (in_hand or waiting):
-            log.info("Stopping: nothing more is claimed, and nothing is in hand")
-        elif self._rounds:
-            log.info(
-                "Stopping: nothing more is claimed. %s in hand: what runs may take up to %g s more, the rest is handed "
-                "back; %s to be settled",
-                counted(in_hand, "command is", "commands are"),
-                self._settings.grace.total_seconds(),
-                counted(waiting, "result is", "results are"),
-            )
-
-    def _log_left_behind(self) -> None:
-        """Log which handlers have not ended: they go on, but their commands were handed back."""
-        left = {one.command_id: one for one in (*self._executor.running, *self._threads.running)}
-        self.left_behind = list(left.values())
-        if left:
-            named = [f"{one.command_type} {one.command_id}" for one in self.left_behind[:MOST_NAMED]]
-            more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
-            log.warning(
-                "Left behind and handed back %s that did not end in time: %s%s",
-                counted(len(left), "command"),
-                ", ".join(named),
-                more,
-            )

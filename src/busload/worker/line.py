@@ -112,12 +112,17 @@ class Line:
     def __len__(self) -> int:
         return len(self.ready) + len(self.for_threads) + len(self.at_gate)
 
-    def add(self, items: Sequence[Claimed]) -> None:
+    def add(self, items: Sequence[Claimed], *, first: bool = False) -> None:
+        """Let these stand in line: behind the others, or as the first."""
         if items and self.in_hand == 0:
             self.idle.clear()
             self._busy_since = time.monotonic()
         self.in_hand += len(items)
-        self.ready.extend(items if self.gate is None else self.gate.add(items))
+        items = items if self.gate is None else self.gate.add(items)
+        if first:
+            self.ready.extendleft(reversed(items))
+        else:
+            self.ready.extend(items)
         self.wake_two()
 
     def let_in(self) -> None:

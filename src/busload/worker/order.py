@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -12,14 +13,24 @@ from typing import Any
 from psycopg.errors import LockNotAvailable
 
 from busload.commands.execution import Leased, Transition
+from busload.commands.wording import counted
+from busload.dispatch import creation_state, outbox
 from busload.handlers.registry import Handler
 from busload.limits import order
-from busload.limits.order import NOTHING, Key, OrderedClaim
+from busload.limits.order import BUSY, NOTHING, Key, OrderedClaim
 from busload.worker.call_handler import argument_of
 from busload.worker.coalescer import Coalescer
 from busload.worker.held_leases import HeldLeases
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
+
+log = logging.getLogger("busload")
+
+STUCK_FOR = timedelta(seconds=10)
+"""How long commands wait behind an older one that nobody publishes, before PostgreSQL delivers that one."""
+
+STUCK = 100
+"""Loads of the outbox that are let go at a time, the oldest ones."""
 
 ADVANCED_WITHIN = timedelta(milliseconds=2)
 """How long a key whose first command has ended waits for others, to be told together with them."""
@@ -73,7 +84,8 @@ class Order:
         if domain not in self._registered:
             await shared.perform(order.register_domain(domain))
             self._registered.add(domain)
-        if not await shared.perform(order.is_ready(domain, suspects=suspects)):
+        look = await shared.perform(order.look(domain, suspects=suspects))
+        if not look.ready:
             return NOTHING, []
         arguments: dict[Leased, Any] = {}
         refused: list[Transition] = []
@@ -88,17 +100,33 @@ class Order:
             return found
 
         most = min(limit, order.MOST, int(KEYS_WITHIN / self._per_key) + 1 if self._per_key else limit)
-        plan = order.claim_in_order(worker=number, domain=domain, limit=most, suspects=suspects, keys=keys)
+        plan = order.claim_in_order(
+            worker=number, domain=domain, limit=most, suspects=suspects, owned=look.owned, keys=keys
+        )
         try:
             taken = await shared.in_transaction(plan)
         except LockNotAvailable:
-            return OrderedClaim([], [], contended=True), []
-        if most < limit and len(taken.leased) >= most:
+            return BUSY, []
+        freed = taken.barred and not taken.contended and await self._reroute_stuck(domain)
+        if freed or (most < limit and len(taken.leased) >= most):
             taken = replace(taken, contended=True)  # there may be more, so the claimer looks again soon
         for one in taken.first:
             self._keys[one] = found[one]
             self._grant(one, found[one], arguments[one], number)
         return taken, refused
+
+    async def _reroute_stuck(self, domain: str) -> bool:
+        """Let PostgreSQL deliver what the broker has refused, or nobody publishes, as what was sent later is ready."""
+        plan = outbox.reroute(domain=domain, failed=True, stuck_for=STUCK_FOR, limit=STUCK)
+        rerouted = await self._shared.perform(plan)
+        if rerouted:
+            log.warning(
+                "Rerouted %s of %s to PostgreSQL: they were not published, and later ones waited behind them",
+                counted(rerouted, "command"),
+                domain,
+            )
+            await self._shared.perform(creation_state.close())
+        return rerouted > 0
 
     def _find_key(
         self, one: Leased, found: dict[Leased, Key], arguments: dict[Leased, Any], refused: list[Transition]

@@ -29,46 +29,37 @@ from busload.worker.shared import Shared, clock
 
 ASKING = "Asking for permits"
 
-FREED_WITHIN = timedelta(milliseconds=5)
-"""How long a permit that is free waits for others, to be given back together with them."""
+FREED_WITHIN = 0.005
+"""Seconds that a permit that is free waits for others, to be given back together with them."""
+
+FREED_TOGETHER = 1000
+"""Permits that are given back without waiting for others."""
 
 
 _Kind: TypeAlias = tuple[Handler, ConcurrencyLimit, str]
 """A handler, its limit, and the name of the limit."""
 
 
-class Permit(msgspec.Struct, eq=False):
+class Permit(msgspec.Struct, eq=False, gc=False):  # it holds nothing that knows of it, and there are many
     """A call that may begin while its worker lives, as the database sees it. `argument` is what a single one gets."""
 
-    shared: Shared
     name: str
     subject: str
     permit: int
-    leased: Sequence[Leased]
+    first: Leased
+    """The first command of the call."""
     argument: Any
     worker: int
-    counted_for: int
+    others: Sequence[Leased] = ()
+    """The other commands of the call."""
+    adopted_by: int = 0
+    """The number for which the call counts, if its worker has a new one."""
     begun: bool = False
     freed: bool = False
 
-    def begin(self) -> None:
-        """The call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
-        alive = self.shared.surely_alive  # asked first: a new number comes before its first sign of life
-        if not alive or self.worker != self.shared.number or self.freed:
-            raise PermitLostError(self.name)
-        self.begun = True
 
-
-class Place(Permit):
-    """The place of a command that is the first of its key. It is not given back: it belongs to the command."""
-
-
-def begin_call(entered: Entered | None, permit: Permit | None) -> None:
-    """Right before a call: raise a `PostponedError` if it must not begin."""
-    if entered is not None:
-        entered.refuse_late()
-    if permit is not None:
-        permit.begin()
+class FirstInOrder(Permit):
+    """The permit of a command that is the first of its key. It is not given back: the command stays the first."""
 
 
 class Permits:
@@ -81,27 +72,32 @@ class Permits:
         self, shared: Shared, hand_back: Callable[[Iterable[Leased]], None], on_freed: Callable[[], None]
     ) -> None:
         self._shared, self._hand_back, self._on_freed = shared, hand_back, on_freed
-        self._held: dict[int, Permit] = {}
         self._of: dict[Leased, Permit] = {}
+        """The permits of single commands."""
+        self._of_calls: dict[int, Permit] = {}
+        """The permits of calls with many items, by their numbers."""
         self._asked: list[float] = []
         """When the requests were sent that have no answer yet."""
         self._asking: list[list[Leased]] = []
         self._strange: set[Held] = set()
         self._closed = False
-        self._freed: Coalescer[AnyPermit] = Coalescer(
+        self._free: list[AnyPermit] = []
+        """Permits that are free, and wait for others."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._freeing: Coalescer[list[AnyPermit]] = Coalescer(
             self._flush,
-            max_size=1000,
-            max_interval=FREED_WITHIN,
+            max_size=10,
+            max_interval=timedelta(0),
             capacity=1_000_000,
             name="permits",
             outage=shared.outage,
         )
-        self.order = Order(shared, self._place, self._refused, on_freed)
+        self.order = Order(shared, self._grant_first, self._refused, on_freed)
 
     @property
-    def freeing(self) -> int:
-        """Permits that are free, though the database does not know it yet."""
-        return self._freed.stats.waiting + self.order.advancing
+    def freeing(self) -> bool:
+        """Whether permits are free, or keys wait for their next command, though the database does not know it yet."""
+        return bool(self._free or self._freeing.stats.waiting or self.order.advancing)
 
     @property
     def asking(self) -> list[Leased]:
@@ -114,16 +110,18 @@ class Permits:
         Returns those that may run, with those that need no permit, and the results of those whose `by` fails. All
         others wait in the database and are not ours any more.
         """
-        asked, arguments = Singles(), []
+        asked = Singles()
+        arguments: list[Any] = []
         refused: list[Transition] = []
         may_run: list[Leased] = []
         kinds: dict[tuple[str, str], _Kind | None] = {}
+        kind, domain, command_type = None, None, None
         for one in leased:
-            kind_of = one.lease.domain, one.command_type
-            try:
+            if one.command_type != command_type or one.lease.domain != domain:
+                kind_of = domain, command_type = one.lease.domain, one.command_type
+                if kind_of not in kinds:
+                    kinds[kind_of] = self._kind(*kind_of)
                 kind = kinds[kind_of]
-            except KeyError:
-                kind = kinds[kind_of] = self._kind(*kind_of)
             if kind is None:
                 may_run.append(one)
                 continue
@@ -143,15 +141,14 @@ class Permits:
             answers, number = await self._ask(partial(concurrency.take_single, asked))
         finally:
             self._asking.remove(asked.leased)
-        granted: list[Leased] = []
         columns = zip(asked.names, asked.subjects, asked.leased, arguments, answers, strict=True)
         for name, subject, one, argument, answer in columns:
             if answer:
-                permit = Permit(self._shared, name, subject, answer, (one,), argument, number, number)
-                self._held[answer] = self._of[one] = permit
-                granted.append(one)
+                self._of[one] = Permit(name, subject, answer, one, argument, number)
             else:
                 self._not_granted([one], answer)
+        every = zip(asked.leased, answers, strict=True)
+        granted = asked.leased if all(answers) else [one for one, answer in every if answer]
         if not may_run:
             return granted, refused
         allowed = {*may_run, *granted}
@@ -181,26 +178,38 @@ class Permits:
             if not answer:
                 self._not_granted(leased, answer)
                 raise LimitedError(name)
-            permit = Permit(self._shared, name, subject, answer, leased, None, number, number)
-            self._held[answer] = permit
+            permit = self._of_calls[answer] = Permit(name, subject, answer, leased[0], None, number, leased[1:])
             return permit
 
     def of(self, leased: Leased) -> Permit | None:
         """The permit of a single command; None if its handler has no limit."""
         return self._of.get(leased)
 
+    def begin(self, permit: Permit) -> None:
+        """A call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
+        alive = self._shared.surely_alive  # asked first: a new number comes before its first sign of life
+        if not alive or permit.worker != self._shared.number or permit.freed:
+            raise PermitLostError(permit.name)
+        permit.begun = True
+
+    def begin_call(self, entered: Entered | None, permit: Permit | None) -> None:
+        """Right before a call: raise a `PostponedError` if it must not begin."""
+        if entered is not None:
+            entered.refuse_late()
+        if permit is not None:
+            self.begin(permit)
+
     def free(self, permit: Permit) -> None:
         """The call has ended, or will not be made."""
+        if permit.freed:
+            return
         permit.freed = True
-        if isinstance(permit, Place):
-            for one in permit.leased:
-                self._of.pop(one, None)
+        if self._of_calls.pop(permit.permit, None) is None:
+            self._of.pop(permit.first, None)
+        if type(permit) is FirstInOrder:
             self.order.left()
-        elif self._held.pop(permit.permit, None) is not None:
-            for one in permit.leased:
-                self._of.pop(one, None)
-            if not self._closed:  # else others free it, as this worker has stopped
-                self._freed.offer(permit)
+        else:
+            self._give_back(permit)
 
     def give_up(self, leased: Iterable[Leased]) -> None:
         """These commands are handed back: their calls will not be made."""
@@ -215,43 +224,68 @@ class Permits:
 
     async def once(self) -> float:
         """Free permits that nobody uses: their commands are not ours any more, or the answer to a request was lost."""
-        for permit in list(self._held.values()):
-            if not permit.begun and all(one.settled or one.lease.lost for one in permit.leased):
+        for permit in self._permits():
+            if not permit.begun and all(one.settled or one.lease.lost for one in (permit.first, *permit.others)):
                 self.free(permit)
         gone = {one for one in self._of if one.settled or one.lease.lost}
-        self.give_up(one for one in gone if isinstance(self._of[one], Place) and not self._of[one].begun)
+        self.give_up(one for one in gone if isinstance(self._of[one], FirstInOrder) and not self._of[one].begun)
         self.order.forget_gone()
         await self._adopt()
         settings = self._shared.settings
         known = await self._shared.perform(
             concurrency.permits_of(self._shared.number, settled=settings.lease_for * 2 / 3)
         )
-        strange = {held for held in known if held.permit not in self._held}
+        mine = {permit.permit for permit in self._permits()}
+        strange = {held for held in known if held.permit not in mine}
         # An answer that is merely late is not lost; a request that was sent later cannot be the one.
         if all(clock() - sent_at < self._shared.lease_seconds / 3 for sent_at in self._asked):
             for held in strange & self._strange:
-                self._freed.offer(held)
+                self._give_back(held)
         self._strange = strange
         return settings.sweep_every.total_seconds()
 
     async def close(self, deadline: timedelta) -> None:
         """Give back what is free. The permits of calls that still run are freed when this worker has stopped."""
-        for permit in [permit for permit in self._held.values() if not permit.begun]:
-            self.free(permit)
+        for permit in self._permits():
+            if not permit.begun:
+                self.free(permit)
         self._closed = True
-        await asyncio.gather(self._freed.close(deadline), self.order.close(deadline))
+        self._hand_over()
+        await asyncio.gather(self._freeing.close(deadline), self.order.close(deadline))
+
+    def _permits(self) -> list[Permit]:
+        """The permits that this worker holds and has to give back."""
+        return [*self._of_calls.values(), *(one for one in self._of.values() if type(one) is Permit)]
+
+    def _give_back(self, permit: AnyPermit) -> None:
+        """Tell the database that a permit is free, together with others."""
+        if self._closed:  # others free it, as this worker has stopped
+            return
+        self._free.append(permit)
+        waiting = len(self._free)
+        if waiting == 1:
+            self._timer = asyncio.get_running_loop().call_later(FREED_WITHIN, self._hand_over)
+        elif waiting >= FREED_TOGETHER:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._free:
+            assert self._timer is not None
+            self._timer.cancel()
+            self._freeing.offer(self._free)
+            self._free = []
 
     async def _adopt(self) -> None:
         """If this worker has a new number, because it was declared dead, the calls that it still runs count again."""
         number = self._shared.number
-        running = [permit for permit in self._held.values() if permit.begun and permit.counted_for != number]
+        running = [one for one in self._permits() if one.begun and (one.adopted_by or one.worker) != number]
         if running:
-            calls: dict[AnyPermit, int] = {permit: permit.leased[0].id for permit in running}
+            calls: dict[AnyPermit, int] = {permit: permit.first.id for permit in running}
             await self._shared.perform(concurrency.adopt(calls, worker=number))
             for permit in running:
-                permit.counted_for = number
-                if permit.permit not in self._held:  # it ended meanwhile
-                    self._freed.offer(permit)
+                permit.adopted_by = number
+                if permit.freed:  # it ended meanwhile
+                    self._give_back(permit)
 
     def _kind(self, domain: str, command_type: str) -> _Kind | None:
         """What limits the commands of a type, one by one; None if nothing does."""
@@ -278,11 +312,12 @@ class Permits:
             one.lease.running -= 1
         self._shared.held.settled(leased)
 
-    def _place(self, one: Leased, key: Key, argument: Any, worker: int) -> None:
+    def _grant_first(self, one: Leased, key: Key, argument: Any, worker: int) -> None:
         """A command is the first of its key, and may run while this worker lives."""
-        self._of[one] = Place(self._shared, *key, 0, [one], argument, worker, worker)
+        self._of[one] = FirstInOrder(*key, 0, one, argument, worker)
 
-    async def _flush(self, permits: Sequence[AnyPermit]) -> None:
+    async def _flush(self, freed: Sequence[list[AnyPermit]]) -> None:
+        permits = freed[0] if len(freed) == 1 else [permit for some in freed for permit in some]
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
             await self._shared.perform(concurrency.free(permits))
         self._on_freed()

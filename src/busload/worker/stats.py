@@ -245,7 +245,7 @@ class WorkerStats:
     prefetch: int = gauge(
         "Commands that should stand in line now: what the slots finish within `WorkerSettings.prefetch`.",
         "worker_prefetch",
-        "claimer.ahead",
+        "room.ahead",
     )
     completed: int = counter(
         "Attempts that completed their command.", SETTLED, "outcomes.COMPLETED", outcome="completed"

@@ -12,7 +12,6 @@ from busload.batches import cancel, guards, hold
 from busload.commands import cancel as cancel_command
 from busload.commands import expire, rescue
 from busload.commands.wording import counted
-from busload.jobs import batch as jobs
 from busload.limits import concurrency, order
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.plan import Plan, many, perform_async
@@ -34,21 +33,22 @@ SQL = statements(__name__)
 class RareWork:
     """Whether a sweep may find work that most databases never have."""
 
+    cancels: bool
     expires: bool
     canary_overdue: bool
     holds: bool
     stops: bool
     limits: bool
     orders: bool
+    unused_limits: bool
 
 
 async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
     """Repair as this worker; with `judge`, it may declare others dead."""
     async with pool.connection() as conn:
         returned = await _rescue(conn, worker, judge)
-        await _try(conn, jobs.cancel_stragglers())
-        canceled = await _cancel_stragglers(conn)
         [rare] = await perform_async(conn, many(RareWork, SQL.rare_work))
+        canceled = await _cancel_stragglers(conn) if rare.cancels else 0
         expired = await _expire(conn) if rare.expires else 0
         overdue = await _try(conn, guards.hold_overdue()) if rare.canary_overdue else 0
         if rare.holds:
@@ -60,6 +60,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
             await _try(conn, concurrency.wake_forgotten())
         if rare.orders:
             await _try(conn, order.sweep())
+        if rare.unused_limits:
+            await _try(conn, concurrency.forget())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",
@@ -67,7 +69,8 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
             returned.parked,
         )
     if stopped:
-        log.info("Canceled %s that were handed back after they had been asked to stop", counted(stopped, "command"))
+        one, several = "command that was handed back after it", "commands that were handed back after they"
+        log.info("Canceled %s had been asked to stop", counted(stopped, one, several))
     if overdue:
         log.warning("Held %s whose canary has not ended in its time", counted(overdue, "batch", "batches"))
     if expired:

@@ -22,7 +22,7 @@ CREATE TABLE busload.load (
     replies  boolean  NOT NULL DEFAULT false,
     -- Who owns the load when loads of equal priority take turns: see `fair_of`. 0: it was sent by itself.
     fair     bigint   NOT NULL DEFAULT 0,
-    CONSTRAINT one_load CHECK (lo <= hi AND lo >> 10 = hi >> 10)
+    CONSTRAINT one_load CHECK (lo BETWEEN hi & '-1024' AND hi)
 );
 
 -- The owner of a load, as a number: a key of the application, if there is one, or else a batch. Ids that

@@ -476,6 +476,12 @@ BEGIN
       FROM canary WHERE broker IS NULL AND (later IS NULL OR later <= now());
 END $$;
 
+-- So many of the commands that run first, for people.
+CREATE FUNCTION busload.of_canary(these integer, size integer) RETURNS text
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN size = 1 THEN 'The command that runs first'
+                ELSE these || ' of the ' || size || ' commands that run first' END;
+
 -- Look after batches that have a canary or a failure budget. The caller holds their rows. A batch is held
 -- when its budget is exceeded, or when a command of its canary has failed or was canceled. When the canary
 -- has completed, the others are let go. If the whole batch expires, nothing is left to hold.
@@ -500,8 +506,11 @@ BEGIN
                      ELSE failures - b.budget_from END;
         IF used > allowed THEN
             PERFORM busload.hold_batches(ARRAY[b.batch_id], 'BUDGET', NULL, format(
-                '%s of %s commands have failed or wait for a person%s, and its budget allows %s.',
+                '%s of %s %s failed or %s for a person%s, and its budget allows %s.',
                 used, b.total_count,
+                CASE WHEN b.total_count = 1 THEN 'command has' WHEN used = 1 THEN 'commands has'
+                     ELSE 'commands have' END,
+                CASE used WHEN 1 THEN 'waits' ELSE 'wait' END,
                 CASE WHEN b.budget_per_cause THEN ' for one cause'
                      WHEN b.budget_from > 0 THEN ' since it was resumed' ELSE '' END, allowed));
             IF b.on_exceeded IS NOT NULL THEN   -- the id that was chosen serves the first time
@@ -526,8 +535,8 @@ BEGIN
         ELSIF b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL THEN
             IF failures > 0 THEN
                 PERFORM busload.hold_batches(ARRAY[b.batch_id], 'CANARY', NULL, format(
-                    '%s of the %s commands that run first %s failed or %s for a person.',
-                    failures, b.canary_count, CASE failures WHEN 1 THEN 'has' ELSE 'have' END,
+                    '%s %s failed or %s for a person.', busload.of_canary(failures, b.canary_count),
+                    CASE failures WHEN 1 THEN 'has' ELSE 'have' END,
                     CASE failures WHEN 1 THEN 'waits' ELSE 'wait' END));
             ELSIF b.completed_count >= b.canary_count THEN
                 UPDATE busload.batch SET canary_ended_at = statement_timestamp() WHERE batch_id = b.batch_id;
@@ -545,7 +554,7 @@ BEGIN
                 missing := b.canary_count - (b.total_count - b.canceled_count - rest);
                 IF missing > 0 THEN
                     PERFORM busload.hold_batches(ARRAY[b.batch_id], 'CANARY', NULL, format(
-                        '%s of the %s commands that run first %s canceled.', missing, b.canary_count,
+                        '%s %s canceled.', busload.of_canary(missing, b.canary_count),
                         CASE missing WHEN 1 THEN 'was' ELSE 'were' END));
                 END IF;
             END IF;

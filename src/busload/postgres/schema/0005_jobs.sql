@@ -58,10 +58,59 @@ CREATE TABLE busload.job_part (
     PRIMARY KEY (job_id, position, part)
 );
 
+-- Jobs of batches of jobs that may wait for a person: all that was left of their stage was in
+-- troubleshooting, or the command that is to take them on was parked there, canceled, or asked to stop.
+-- Whoever counts those that do wait looks at these and at no others. Nobody locks a job to doubt it: its
+-- commands are parked and decided by those who hold their batch already.
+CREATE TABLE busload.job_in_doubt (
+    job_id   uuid PRIMARY KEY REFERENCES busload.job ON DELETE CASCADE,
+    batch_id uuid NOT NULL     -- the batch of jobs
+);
+CREATE INDEX job_in_doubt_of_batch ON busload.job_in_doubt (batch_id);
+
+CREATE FUNCTION busload.doubt(doubtful uuid) RETURNS void
+    LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
+    INSERT INTO busload.job_in_doubt (job_id, batch_id)
+    SELECT job_id, batch_id FROM busload.job
+     WHERE job_id = doubtful AND batch_id IS NOT NULL AND completed_at IS NULL
+        ON CONFLICT DO NOTHING
+$$;
+
+CREATE FUNCTION busload.doubt_stage() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM busload.doubt(busload.uuid_of(NEW.job_id));
+    RETURN NULL;
+END $$;
+
+-- Steps and planners belong to no batch, and their data tell the job.
+CREATE FUNCTION busload.doubt_step() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    stopped bigint;
+BEGIN
+    IF TG_TABLE_NAME = 'event' THEN
+        stopped := NEW.lo;
+    ELSE
+        stopped := NEW.command;
+    END IF;
+    PERFORM busload.doubt(busload.uuid_of(c.data ->> 'job_id'))
+       FROM busload.command AS c
+      WHERE c.id = stopped AND (c.command_type = 'busload.Stage' OR c.command_type LIKE 'busload.Plan.%');
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER doubt_stage AFTER UPDATE OF stalled_at ON busload.batch
+    FOR EACH ROW WHEN (OLD.stalled_at IS NULL AND NEW.stalled_at IS NOT NULL AND NEW.way = 'job')
+    EXECUTE FUNCTION busload.doubt_stage();
+CREATE TRIGGER doubt_step AFTER INSERT ON busload.event
+    FOR EACH ROW WHEN (NEW.batch_id IS NULL AND NEW.type IN ('CANCELED', 'ASKED_TO_STOP'))
+    EXECUTE FUNCTION busload.doubt_step();
+
 -- A batch of jobs has no commands. Its counters follow the status of its jobs: whatever statement changes
 -- that, this trigger counts it in the same transaction, and the last job that ends completes the batch. A job
 -- that is resumed after it failed is taken out of the failures again. Whoever changes a job locks it before
--- its batch.
+-- its batch. A job that has ended, or has reached another stage, is in doubt no more.
 CREATE FUNCTION busload.fold_jobs() RETURNS trigger
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -82,6 +131,10 @@ BEGIN
     IF d.batches IS NOT NULL THEN
         PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, d.ran);
     END IF;
+    DELETE FROM busload.job_in_doubt
+     WHERE job_id = ANY (ARRAY(SELECT j.job_id FROM fresh AS j JOIN stale AS o USING (job_id)
+                                WHERE j.batch_id IS NOT NULL
+                                  AND (j.completed_at IS NOT NULL OR j.position <> o.position)));
     RETURN NULL;
 END $$;
 

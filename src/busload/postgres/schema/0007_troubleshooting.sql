@@ -46,3 +46,6 @@ CREATE TABLE busload.troubleshooting (
 );
 CREATE INDEX troubleshooting_newest   ON busload.troubleshooting (domain, since DESC, command DESC);
 CREATE INDEX troubleshooting_of_cause ON busload.troubleshooting (domain, fingerprint, command);
+-- A job whose step or planner is parked may wait for a person: see 0005.
+CREATE TRIGGER doubt_step AFTER INSERT ON busload.troubleshooting
+    FOR EACH ROW WHEN (NEW.batch_id IS NULL) EXECUTE FUNCTION busload.doubt_step();

@@ -38,7 +38,8 @@ CREATE TABLE busload.rate_limit (
     PRIMARY KEY (name, subject)
 ) WITH (fillfactor = 50);
 
--- How many calls may run at a time, all workers together: the limits that workers have asked for.
+-- How many calls may run at a time, all workers together: the limits that workers have asked for. A row that
+-- nobody has used for a day is removed.
 CREATE TABLE busload.concurrency_limit (
     name    text        COLLATE "C" PRIMARY KEY,
     most    integer     NOT NULL,                   -- calls at a time, for each value of `by`
@@ -54,40 +55,38 @@ CREATE TABLE busload.permit (
     worker        bigint      NOT NULL,
     command       bigint      NOT NULL,             -- the first command of the call
     since         timestamptz NOT NULL DEFAULT now(),
-    PRIMARY KEY (limit_name, limit_subject, permit) -- finds a permit, and counts those of a limit
+    -- Finds a permit, and counts those of a limit. The subject comes first: it is what differs.
+    PRIMARY KEY (limit_subject, limit_name, permit)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- Whoever takes permits is alone with their limits until its transaction ends. Limits share 128 locks, so
--- that a transaction takes no more of them than the server has room for, and always in the same order. The
--- statement that calls one of the functions below is the whole transaction: a client that freezes holds
--- nobody up. Plans are kept, and may be made while the tables are empty: by their settings they are right at
--- any size.
-CREATE FUNCTION busload.lock_limits(names text[], subjects text[]) RETURNS void
+-- Lock limits until the transaction ends: all of one name, or each with its own. Limits share 128 locks in
+-- each `space`, so that a transaction takes no more of them than the server has room for, and always in the
+-- same order. To find out which locks many limits need costs more than to take them all. The statement that
+-- calls one of the functions below is the whole transaction: a client that freezes holds nobody up. Plans are
+-- kept, and may be made while the tables are empty: by their settings they are right at any size.
+--
+-- Space 27711006: whoever takes permits is alone with their limits.
+-- Space 27711008: whoever frees permits, or wakes commands that wait for them, does it beside others. But
+-- whoever is about to let a command wait is alone, and counts again: so it either sees the permit as free, or
+-- its command is seen by who frees the permit. Most often nobody has to wait, and then those who take and
+-- free do not meet.
+-- Space 27711009: whoever enters commands into an order, or lets the next one run, is alone with their keys.
+CREATE FUNCTION busload.lock_limits(space integer, names text[], subjects text[], alone boolean) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE parts integer[] := ARRAY(SELECT generate_series(0, 127));
 BEGIN
-    PERFORM pg_advisory_xact_lock(27711006, part)
-       FROM (
-        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
-          FROM unnest($1, $2) AS k (name, subject)
-         ORDER BY part
-        OFFSET 0
-       ) AS k;
-END $$;
-
--- Whoever frees permits, or wakes commands that wait for them, does it beside others. But whoever is about to
--- let a command wait is alone, and counts again: so it either sees the permit as free, or its command is seen
--- by who frees the permit. Most often nobody has to wait, and then those who take and free do not meet.
-CREATE FUNCTION busload.lock_waiting(names text[], subjects text[], alone boolean) RETURNS void
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-    PERFORM CASE WHEN alone THEN pg_advisory_xact_lock(27711008, part)
-                 ELSE pg_advisory_xact_lock_shared(27711008, part) END
-       FROM (
-        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
-          FROM unnest($1, $2) AS k (name, subject)
-         ORDER BY part
-        OFFSET 0
-       ) AS k;
+    IF coalesce(cardinality($3), 0) < 250 THEN
+        parts := ARRAY(
+            SELECT DISTINCT (hashtextextended(coalesce(k.name, $2[1]) || ' ' || k.subject, 0) & 127)::integer
+              FROM unnest($2, $3) AS k (name, subject)
+             ORDER BY 1
+        );
+    END IF;
+    IF alone THEN
+        PERFORM pg_advisory_xact_lock(space, part) FROM unnest(parts) AS part;
+    ELSE
+        PERFORM pg_advisory_xact_lock_shared(space, part) FROM unnest(parts) AS part;
+    END IF;
 END $$;
 
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
@@ -96,6 +95,10 @@ END $$;
 -- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
 -- the others did before. The commit does not wait for the disk, so that others wait less for the locks:
 -- whoever asks waits for the disk before it uses a permit.
+--
+-- `names`, `most` and `sizes` have one element for all requests, or one for each. A command has the position
+-- of its request in `requests`, and of its lease in `lease_ordinals`. If `requests` is empty, each request
+-- has one command; if `lease_ordinals` is empty, there is one lease.
 CREATE FUNCTION busload.take_permits(
     taker bigint, names text[], subjects text[], most integer[], sizes integer[],
     leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[]
@@ -104,11 +107,9 @@ CREATE FUNCTION busload.take_permits(
     SET enable_seqscan = off SET enable_nestloop = off AS $$
 DECLARE
     asked record;
-    alike boolean;
     intact boolean;
     fits boolean;
     answer bigint[];
-    granted_to bigint[];
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
     SELECT count(*) = cardinality($6) AND bool_and(l.returned = '{}')
@@ -116,31 +117,26 @@ BEGIN
       FROM (SELECT returned FROM busload.lease
              WHERE lease_id = ANY ($6) AND worker = $1
              ORDER BY lease_id FOR UPDATE) AS l;
-    PERFORM busload.lock_limits($2, $3);
-    -- Most often all are of one limit, which is known.
-    alike := cardinality($2) = cardinality(array_positions($2, $2[1]));
-    IF NOT alike OR NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
-                                 WHERE k.name = $2[1] AND k.most = $4[1]
-                                   AND k.used_at > now() - interval '1 hour') THEN
+    PERFORM busload.lock_limits(27711006, $2, $3, true);
+    IF EXISTS (SELECT
+                 FROM unnest($2, $4) AS n (name, most)
+                WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
+                                   WHERE k.name = n.name AND k.most = n.most
+                                     AND k.used_at > now() - interval '1 hour' OFFSET 0)) THEN
         INSERT INTO busload.concurrency_limit AS l (name, most)
-        SELECT DISTINCT ON (n.name) n.name, n.most
-          FROM unnest($2, $4) AS n (name, most)
-         WHERE NOT EXISTS (SELECT FROM busload.concurrency_limit AS k
-                            WHERE k.name = n.name AND k.most = n.most
-                              AND k.used_at > now() - interval '1 hour')
-         ORDER BY n.name
+        SELECT DISTINCT ON (n.name) n.name, n.most FROM unnest($2, $4) AS n (name, most) ORDER BY n.name
             ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
     END IF;
     -- Most often each call has one command, and there are permits for all: then nothing has to wait.
-    fits := intact AND cardinality($7) = cardinality($2)
+    fits := intact AND cardinality($7) = cardinality($3)
             AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL);
     IF fits THEN
         FOR asked IN
-            SELECT $2[1] AS name, $4[1] AS most, $3 AS subjects WHERE alike
+            SELECT $2[1] AS name, $4[1] AS most, $3 AS subjects WHERE cardinality($2) = 1
              UNION ALL
             SELECT r.name, min(r.most), array_agg(r.subject)
               FROM unnest($2, $3, $4) AS r (name, subject, most)
-             WHERE NOT alike
+             WHERE cardinality($2) > 1
              GROUP BY r.name
         LOOP
             SELECT coalesce(max(k.calls) <= asked.most, true)
@@ -160,24 +156,22 @@ BEGIN
         END LOOP;
     END IF;
     IF fits THEN
-        WITH granted AS (
-            INSERT INTO busload.permit (limit_name, limit_subject, worker, command)
-            SELECT r.name, r.subject, $1, r.command
-              FROM unnest($2, $3, $7) AS r (name, subject, command)
-            RETURNING permit, command
-        )
-        SELECT array_agg(permit), array_agg(command) INTO answer, granted_to FROM granted;
-        ASSERT granted_to = $7, 'permits come in the order of their requests';
+        answer := ARRAY(SELECT nextval('busload.permit_permit_seq') FROM unnest($7));
+        INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)
+        OVERRIDING SYSTEM VALUE
+        SELECT r.permit, coalesce(r.name, $2[1]), r.subject, $1, r.command
+          FROM unnest(answer, $2, $3, $7) AS r (permit, name, subject, command);
         RETURN answer;
     END IF;
-    PERFORM busload.lock_waiting($2, $3, true);
+    PERFORM busload.lock_limits(27711008, $2, $3, true);
     WITH request AS (
-        SELECT *
+        SELECT r.ordinal, coalesce(r.name, $2[1]) AS name, r.subject, coalesce(r.most, $4[1]) AS most,
+               coalesce(r.size, $5[1]) AS size
           FROM unnest($2, $3, $4, $5) WITH ORDINALITY AS r (name, subject, most, size, ordinal)
     ), command AS MATERIALIZED (
-        SELECT c.id, c.request, l.*
-          FROM unnest($7, $8, $9) AS c (id, request, lease)
-          JOIN unnest($6) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = c.lease
+        SELECT c.id, coalesce(c.request, c.ordinal) AS request, l.*
+          FROM unnest($7, $8, $9) WITH ORDINALITY AS c (id, request, lease, ordinal)
+          JOIN unnest($6) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = coalesce(c.lease, 1)
           JOIN busload.lease AS l ON l.lease_id = n.lease_id AND l.worker = $1
          WHERE c.id <> ALL (l.returned)
            AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL)
@@ -248,7 +242,7 @@ END $$;
 -- domain goes on, the next sweep finds them. Returns how many commands.
 CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint[]) RETURNS bigint
     LANGUAGE sql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
-    SELECT busload.lock_waiting($1, $2, false);
+    SELECT busload.lock_limits(27711008, $1, $2, false);
     WITH room AS (
         SELECT k.name, k.subject,
                least(k.calls,
@@ -295,9 +289,10 @@ CREATE FUNCTION busload.wake_limited(names text[], subjects text[], calls bigint
 $$;
 
 -- Calls have ended, or their worker is dead: give their permits back, and let as many calls ask that wait for
--- them. If a crash of the server undoes this, a worker finds that it does not use these permits, and frees
--- them again. With `workers`, a permit is given back only if it still belongs to its worker: one that was
--- declared dead may have come back meanwhile, and have counted its call again.
+-- them. `names` has one element for all permits, or one for each. If a crash of the server undoes this, a
+-- worker finds that it does not use these permits, and frees them again. With `workers`, a permit is given
+-- back only if it still belongs to its worker: one that was declared dead may have come back meanwhile, and
+-- have counted its call again.
 CREATE FUNCTION busload.free_permits(
     names text[], subjects text[], permits bigint[], workers bigint[] DEFAULT NULL
 ) RETURNS bigint
@@ -312,7 +307,7 @@ BEGIN
         RETURN 0;
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
-    PERFORM busload.lock_waiting($1, $2, false);
+    PERFORM busload.lock_limits(27711008, $1, $2, false);
     IF NOT EXISTS (SELECT FROM busload.scheduled
                     WHERE reason = 'LIMITED' AND per_call IS NOT NULL AND limit_name = ANY ($1)) THEN
         DELETE FROM busload.permit AS p
@@ -344,10 +339,14 @@ CREATE TABLE busload.ordered_domain (
     domain  text        COLLATE "C" PRIMARY KEY,
     used_at timestamptz NOT NULL DEFAULT now()      -- to the hour
 );
+-- A function, so that a statement which need not ask does not even open the table.
+CREATE FUNCTION busload.is_ordered(of_domain text) RETURNS boolean
+    LANGUAGE sql STABLE
+    RETURN EXISTS (SELECT FROM busload.ordered_domain WHERE domain = of_domain);
 
--- The first command of each key: only this one may run. The place belongs to the command, not to a call or a
--- worker: the command keeps it while it is tried again, handed back or rescued, until it has ended or stepped
--- out. A key has a row while commands of it wait.
+-- The first command of each key: only this one may run. It is the first whatever becomes of its call and its
+-- worker: also while it is tried again, handed back or rescued, until it has ended or stepped out. A key has
+-- a row while commands of it wait.
 CREATE TABLE busload.first_in_order (
     limit_name    text        COLLATE "C" NOT NULL,
     limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`
@@ -356,43 +355,81 @@ CREATE TABLE busload.first_in_order (
     PRIMARY KEY (limit_name, limit_subject)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- Whoever enters commands, or lets the next one run, is alone with their keys until its transaction ends. The
--- keys share 128 locks, which are taken in the same order by all.
-CREATE FUNCTION busload.lock_keys(names text[], subjects text[]) RETURNS void
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-    PERFORM pg_advisory_xact_lock(27711009, part)
-       FROM (
-        SELECT DISTINCT (hashtextextended(k.name || ' ' || k.subject, 0) & 127)::integer AS part
-          FROM unnest($1, $2) AS k (name, subject)
-         ORDER BY part
-        OFFSET 0
-       ) AS k;
-END $$;
+-- The key at which the last sweep of the orders has ended: the next one, of any worker, goes on behind it.
+CREATE TABLE busload.order_sweep (
+    limit_name    text COLLATE "C" NOT NULL,
+    limit_subject text COLLATE "C" NOT NULL
+) WITH (fillfactor = 10);
+INSERT INTO busload.order_sweep VALUES ('', '');
 
--- Whether a command keeps its place: it runs, is ready, or comes back by itself. It has stepped out if it has
--- ended, waits for a person, for a later time or for its batch to go on. One statement, so one snapshot: a
--- command that moves from one place to another is seen in one of them.
-CREATE FUNCTION busload.keeps_its_place(command bigint) RETURNS boolean
+-- Which of these commands are not the first of their key any more. A command stays the first while it runs,
+-- is ready, or comes back by itself. It has stepped out if it has ended, waits for a person, for a later time
+-- or for its batch to go on. One statement, so one snapshot: a command that moves from one place to another
+-- is seen in one of them.
+CREATE FUNCTION busload.not_first_any_more(commands bigint[]) RETURNS SETOF bigint
     LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
-    SELECT EXISTS (
-            SELECT
-              FROM busload.lease AS l
-             WHERE l.hi BETWEEN $1 AND ($1 | 1023) AND l.lo <= $1 AND $1 <> ALL (l.returned)
-               AND NOT EXISTS (SELECT FROM busload.execution AS e
-                                WHERE e.command = $1 AND e.attempt = l.attempt OFFSET 0)
-           )
-        OR (SELECT q.lo FROM busload.ready AS q
-             WHERE q.hi BETWEEN $1 AND ($1 | 1023) ORDER BY q.hi LIMIT 1) <= $1
-        OR (SELECT s.lo <= $1 AND s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER')
-              FROM busload.scheduled AS s
-             WHERE s.hi BETWEEN $1 AND ($1 | 1023) ORDER BY s.hi LIMIT 1)
+    SELECT c.id
+      FROM unnest($1) AS c (id)
+     WHERE (EXISTS (
+                SELECT
+                  FROM busload.lease AS l
+                 WHERE l.hi BETWEEN c.id AND (c.id | 1023) AND l.lo <= c.id AND c.id <> ALL (l.returned)
+                   AND NOT EXISTS (SELECT FROM busload.execution AS e
+                                    WHERE e.command = c.id AND e.attempt = l.attempt OFFSET 0)
+                OFFSET 0
+            )
+            OR (SELECT q.lo FROM busload.ready AS q
+                 WHERE q.hi BETWEEN c.id AND (c.id | 1023) ORDER BY q.hi LIMIT 1) <= c.id
+            OR (SELECT s.lo <= c.id AND s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER')
+                  FROM busload.scheduled AS s
+                 WHERE s.hi BETWEEN c.id AND (c.id | 1023) ORDER BY s.hi LIMIT 1)) IS NOT TRUE
 $$;
+
+-- Loads of a domain that have an owner, suspects left out. In a domain that is claimed in order nobody takes
+-- turns, so a claim first lets new loads belong to nobody, and then reads those without an owner by their id.
+-- The planner puts this function in the place of its call, and so it does with the next one.
+CREATE FUNCTION busload.owned_loads(domain text, most integer) RETURNS TABLE (hi bigint)
+    LANGUAGE sql STABLE
+BEGIN ATOMIC
+    WITH RECURSIVE level AS (
+        (SELECT q.priority
+           FROM busload.queue AS q
+          WHERE q.domain = owned_loads.domain AND q.crashes = 0
+          ORDER BY q.priority DESC
+          LIMIT 1)
+        UNION ALL
+        SELECT n.priority
+          FROM level AS l
+         CROSS JOIN LATERAL (
+            SELECT q.priority
+              FROM busload.queue AS q
+             WHERE q.domain = owned_loads.domain AND q.crashes = 0 AND q.priority < l.priority
+             ORDER BY q.priority DESC
+             LIMIT 1
+         ) AS n
+    )
+    SELECT o.hi
+      FROM level AS l
+     CROSS JOIN LATERAL (
+        (SELECT q.hi
+           FROM busload.queue AS q
+          WHERE q.domain = owned_loads.domain AND q.crashes = 0 AND q.priority = l.priority AND q.fair < 0
+          ORDER BY q.fair, q.hi
+          LIMIT most)
+        UNION ALL
+        (SELECT q.hi
+           FROM busload.queue AS q
+          WHERE q.domain = owned_loads.domain AND q.crashes = 0 AND q.priority = l.priority AND q.fair > 0
+          ORDER BY q.fair, q.hi
+          LIMIT most)
+     ) AS o
+     LIMIT most;
+END;
 
 -- The ready loads of a domain in the order of sending, whatever their priority and their owner, suspects left
 -- out. `owner` leaps from owner to owner and finds the first load of each; only of as many owners as loads
--- are wanted it reads on. The planner puts this function in the place of its call.
+-- are wanted it reads on. Nearly always all loads belong to nobody, so that there is one for each priority.
 CREATE FUNCTION busload.oldest_loads(domain text, most integer) RETURNS TABLE (hi bigint)
     LANGUAGE sql STABLE
 BEGIN ATOMIC
@@ -445,7 +482,7 @@ CREATE FUNCTION busload.enter_order(
     SET enable_seqscan = off SET enable_nestloop = off AS $$
 DECLARE answer boolean[];
 BEGIN
-    PERFORM busload.lock_keys(names, subjects);
+    PERFORM busload.lock_limits(27711009, $2, $3, true);
     WITH asked AS MATERIALIZED (
         SELECT a.name COLLATE "C" AS name, a.subject COLLATE "C" AS subject, a.id, a.ordinal, l.*
           FROM unnest($2, $3, $4, $6) WITH ORDINALITY AS a (name, subject, id, lease, ordinal)
@@ -515,15 +552,18 @@ DECLARE
     stopped uuid[];
     woken bigint;
 BEGIN
-    PERFORM busload.lock_keys($1, $2);
+    PERFORM busload.lock_limits(27711009, $1, $2, true);
     stopped := ARRAY(SELECT batch_id FROM busload.batch
                       WHERE (canceling_until IS NOT NULL OR held_at IS NOT NULL) AND completed_at IS NULL);
-    WITH key AS MATERIALIZED (
+    WITH first AS MATERIALIZED (
         SELECT f.limit_name, f.limit_subject, f.command
           FROM (SELECT DISTINCT name, subject FROM unnest($1, $2) AS k (name, subject)) AS k
          CROSS JOIN LATERAL (SELECT * FROM busload.first_in_order
                               WHERE limit_name = k.name AND limit_subject = k.subject OFFSET 0) AS f
-         WHERE busload.keeps_its_place(f.command) IS NOT TRUE
+    ), key AS MATERIALIZED (
+        SELECT *
+          FROM first
+         WHERE command = ANY (ARRAY(SELECT busload.not_first_any_more(ARRAY(SELECT command FROM first))))
     ), next AS MATERIALIZED (
         SELECT k.limit_name, k.limit_subject, k.command, coalesce(going.hi, stays.hi) AS next, going.hi
           FROM key AS k

@@ -135,11 +135,13 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
 
 -- How many jobs of a batch of jobs wait for a person: all that is left of their stage is in troubleshooting,
 -- or the command that is to take them on is there, or somebody has ended that command. This is found out when
--- somebody asks, and not kept: a job is not touched when its commands are parked or decided.
+-- somebody asks, among those that are in doubt, and not kept: a job is not touched when its commands are
+-- parked or decided.
 CREATE FUNCTION busload.jobs_waiting(of_jobs uuid) RETURNS integer
     LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
     SELECT count(*)::integer
-      FROM busload.job AS j
+      FROM busload.job_in_doubt AS d
+      JOIN busload.job AS j ON j.job_id = d.job_id
      CROSS JOIN LATERAL (
             SELECT s.batch_id, s.undo = 'IN_PROGRESS' AS undoing,
                    CASE WHEN s.undo = 'IN_PROGRESS' THEN s.undo_step_id
@@ -148,7 +150,7 @@ CREATE FUNCTION busload.jobs_waiting(of_jobs uuid) RETURNS integer
              WHERE s.job_id = j.job_id AND (s.undo = 'IN_PROGRESS' OR s.position = j.position)
              ORDER BY s.undo IS NOT DISTINCT FROM 'IN_PROGRESS' DESC
              LIMIT 1) AS s
-     WHERE j.batch_id = of_jobs
+     WHERE d.batch_id = of_jobs
        AND j.completed_at IS NULL
        AND (s.undoing IS NOT TRUE
             AND EXISTS (SELECT FROM busload.batch AS b
@@ -269,19 +271,21 @@ SELECT domain,
  GROUP BY domain, job_id;
 
 -- What a forecast of a batch needs to know, with all times in seconds from now; null for a batch that has
--- ended. It has to be cheap, so it looks at no more than the last thousand leases and the last two hundred
--- loads that wait among the ids of the batch: they tell enough about the others.
+-- ended, or is one of jobs. It has to be cheap, so it looks at no more than the last thousand leases, the
+-- first and the last hundred ready loads, and the last two hundred loads that wait, among the ids of the
+-- batch: they tell enough about the others. If commands of the batch are in several domains, the first one is
+-- that which holds it up most, and the others are `elsewhere`.
 CREATE FUNCTION busload.outlook(b busload.batch) RETURNS json
     LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     oldest  bigint;
     newest  bigint;
     running record;
+    ready   text[];     -- domains in which its commands are ready
     waiting record;
-    around  record;
-    paused  boolean;
+    around  jsonb;      -- for each of its domains: who serves it, and what limits its commands
 BEGIN
-    IF b.completed_at IS NOT NULL THEN
+    IF b.completed_at IS NOT NULL OR b.batch_type = 'JOBS' THEN
         RETURN NULL;
     END IF;
     SELECT id INTO oldest FROM busload.command
@@ -290,48 +294,84 @@ BEGIN
      WHERE batch_id = b.batch_id AND id & 1023 = 0 ORDER BY id DESC LIMIT 1;
 
     SELECT coalesce(sum(l.open), 0) AS count, date_part('epoch', now() - min(l.since)) AS longest,
-           coalesce(min(l.domain), (
-               SELECT q.domain FROM (SELECT domain, batch_id FROM busload.queue
-                                      WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 200) AS q
-                WHERE q.batch_id = b.batch_id LIMIT 1), b.domain) AS domain
+           array_agg(DISTINCT l.domain) AS domains
       INTO running
       FROM (SELECT batch_id, open, since, domain FROM busload.lease
              WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 1000) AS l
      WHERE l.batch_id = b.batch_id;
+
+    SELECT array_agg(DISTINCT q.domain) INTO ready
+      FROM ((SELECT domain, batch_id FROM busload.queue
+              WHERE hi BETWEEN oldest AND newest ORDER BY hi LIMIT 100)
+            UNION ALL
+            (SELECT domain, batch_id FROM busload.queue
+              WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 100)) AS q
+     WHERE q.batch_id = b.batch_id;
 
     SELECT sum(size) FILTER (WHERE reason = 'RETRY') AS retries,
            date_part('epoch', max(run_at) FILTER (WHERE reason = 'RETRY') - now()) AS last_retry,
            sum(size) FILTER (WHERE reason = 'RUN_AT') AS planned,
            date_part('epoch', max(run_at) FILTER (WHERE reason = 'RUN_AT') - now()) AS last_planned,
            sum(size) FILTER (WHERE reason = 'NO_HANDLER') AS no_handler,
-           sum(size) FILTER (WHERE reason = 'RATE_LIMITED') AS rate_limited,
-           max(lo) FILTER (WHERE reason = 'RATE_LIMITED') AS sample,
-           sum(size) FILTER (WHERE reason = 'LIMITED') AS limited,
-           max(limit_name) FILTER (WHERE reason = 'LIMITED') AS limit_name,
-           max(limit_subject) FILTER (WHERE reason = 'LIMITED') <> '' AS by_key
+           coalesce(bool_or(reason IN ('RATE_LIMITED', 'LIMITED')), false) AS limited,
+           array_agg(DISTINCT domain) AS domains
       INTO waiting
-      FROM (SELECT batch_id, lo, hi - lo + 1 AS size, reason, run_at, limit_name, limit_subject
+      FROM (SELECT batch_id, hi - lo + 1 AS size, reason, run_at, domain
               FROM busload.scheduled
              WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 200) AS s
      WHERE s.batch_id = b.batch_id AND s.run_at > now();
 
-    -- A tracker has no concurrency, and takes only what it is told to.
-    SELECT count(*) AS workers, coalesce(sum(w.concurrency), 0) AS slots,
-           (SELECT coalesce(sum(l.open), 0)
-              FROM (SELECT open FROM busload.lease
-                     WHERE worker = ANY (array_agg(w.worker)) LIMIT 1000) AS l) AS busy
+    SELECT jsonb_agg(
+               jsonb_build_object(
+                   'domain', d.domain, 'waits', d.waits, 'paused', d.paused,
+                   'workers', w.workers, 'slots', w.slots, 'busy', w.busy,
+                   'rate_limited', l.rate_limited, 'limited', l.limited,
+                   'limit', coalesce(v.name, l.name),
+                   'allowed', CASE WHEN v.name IS NOT NULL
+                                   THEN (SELECT sum(rate) FROM busload.rate_limit AS r WHERE r.name = v.name)
+                                   ELSE (SELECT most FROM busload.concurrency_limit AS c
+                                          WHERE c.name = l.name) END,
+                   'by_key', l.by_key)
+               ORDER BY d.paused AND d.waits DESC, w.workers = 0 DESC,
+                        w.busy::float8 / greatest(w.slots, 1) DESC, d.domain)
       INTO around
-      FROM busload.worker AS w
-     WHERE w.concurrency > 0 AND w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for
-       AND running.domain = ANY (w.domains);
-    paused := EXISTS (SELECT FROM busload.pause WHERE domain = running.domain AND resumed_at IS NULL);
+      FROM (SELECT domain,
+                   domain = ANY (coalesce(ready, '{}') || coalesce(waiting.domains, '{}')) AS waits,
+                   EXISTS (SELECT FROM busload.pause AS p
+                            WHERE p.domain = its.domain AND p.resumed_at IS NULL) AS paused
+              FROM (SELECT DISTINCT unnest(coalesce(
+                        nullif(coalesce(running.domains, '{}') || coalesce(ready, '{}')
+                               || coalesce(waiting.domains, '{}'), '{}'),
+                        ARRAY[b.domain])) AS domain) AS its) AS d
+     CROSS JOIN LATERAL (   -- a tracker has no concurrency, and takes only what it is told to
+        SELECT count(*) AS workers, coalesce(sum(w.concurrency), 0) AS slots,
+               (SELECT coalesce(sum(l.open), 0)
+                  FROM (SELECT open FROM busload.lease
+                         WHERE worker = ANY (array_agg(w.worker)) LIMIT 1000) AS l) AS busy
+          FROM busload.worker AS w
+         WHERE w.concurrency > 0 AND w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for
+           AND d.domain = ANY (w.domains)) AS w
+      LEFT JOIN LATERAL (
+        SELECT sum(size) FILTER (WHERE reason = 'RATE_LIMITED') AS rate_limited,
+               max(lo) FILTER (WHERE reason = 'RATE_LIMITED') AS sample,
+               sum(size) FILTER (WHERE reason = 'LIMITED') AS limited,
+               max(limit_name) FILTER (WHERE reason = 'LIMITED') AS name,
+               max(limit_subject) FILTER (WHERE reason = 'LIMITED') <> '' AS by_key
+          FROM (SELECT batch_id, domain, lo, hi - lo + 1 AS size, reason, run_at, limit_name, limit_subject
+                  FROM busload.scheduled
+                 WHERE hi BETWEEN oldest AND newest ORDER BY hi DESC LIMIT 200) AS s
+         WHERE s.batch_id = b.batch_id AND s.domain = d.domain AND s.run_at > now()) AS l ON waiting.limited
+      LEFT JOIN LATERAL (   -- the rate limit has left an event the first time
+        SELECT details ->> 'limit' AS name FROM busload.event
+         WHERE lo >> 10 = l.sample >> 10 AND lo <= l.sample AND hi >= l.sample
+           AND type = 'RATE_LIMITED' LIMIT 1) AS v ON l.sample IS NOT NULL;
 
-    IF waiting.sample IS NOT NULL THEN   -- the limit has left an event the first time
-        SELECT details ->> 'limit' INTO waiting.limit_name FROM busload.event
-         WHERE lo >> 10 = waiting.sample >> 10 AND lo <= waiting.sample AND hi >= waiting.sample
-           AND type = 'RATE_LIMITED' LIMIT 1;
-    END IF;
-    RETURN json_strip_nulls(json_build_object(
+    RETURN jsonb_strip_nulls(around -> 0 || jsonb_build_object(
+        'elsewhere', around - 0,
+        'all_slots', CASE WHEN jsonb_array_length(around) > 1 THEN (
+            SELECT sum(w.concurrency) FROM busload.worker AS w
+             WHERE w.concurrency > 0 AND w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for
+               AND w.domains && ARRAY(SELECT one ->> 'domain' FROM jsonb_array_elements(around) AS one)) END,
         'now', now(),
         'total', b.total_count,
         'ended', b.completed_count + b.failed_count + b.canceled_count,
@@ -341,24 +381,12 @@ BEGIN
         'canary', b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL,
         'age', date_part('epoch', now() - b.started_at),
         'idle', greatest(date_part('epoch', now() - b.paced_at), 0),
-        'paces', json_build_array(b.pace_1, b.pace_10, b.pace_100, b.pace_1000),
+        'paces', jsonb_build_array(b.pace_1, b.pace_10, b.pace_100, b.pace_1000),
         'running', running.count,
         'longest', running.longest,
-        'domain', running.domain,
         'retries', waiting.retries,
         'last_retry', waiting.last_retry,
         'planned', waiting.planned,
         'last_planned', waiting.last_planned,
-        'no_handler', waiting.no_handler,
-        'rate_limited', waiting.rate_limited,
-        'limited', waiting.limited,
-        'limit', waiting.limit_name,
-        'allowed', CASE WHEN waiting.sample IS NOT NULL
-                        THEN (SELECT sum(rate) FROM busload.rate_limit WHERE name = waiting.limit_name)
-                        ELSE (SELECT most FROM busload.concurrency_limit WHERE name = waiting.limit_name) END,
-        'by_key', waiting.by_key,
-        'workers', around.workers,
-        'slots', around.slots,
-        'busy', around.busy,
-        'paused', paused));
+        'no_handler', waiting.no_handler));
 END $$;
