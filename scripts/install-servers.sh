@@ -7,6 +7,7 @@ ls /usr/lib/rabbitmq/bin/rabbitmq-server >/dev/null 2>&1 || missing="$missing ra
 # One library of the tests is compiled.
 command -v gcc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 ls /usr/include/openssl/ssl.h >/dev/null 2>&1 || missing="$missing libssl-dev"
+ls /usr/bin/chromium >/dev/null 2>&1 || missing="$missing chromium"
 command -v redis-server >/dev/null 2>&1 || missing="$missing redis-server"
 # Debian installs the pooler in a folder that not every user has on the path.
 ls /usr/sbin/pgbouncer >/dev/null 2>&1 || command -v pgbouncer >/dev/null 2>&1 || missing="$missing pgbouncer"

@@ -34,7 +34,8 @@ LAYERS = (
     {"handlers"},
     {"bus"},
     {"worker"},
-    {"cli", "testing"},
+    {"dashboard", "testing"},
+    {"cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 PUBLIC = {"__init__", "sync"}  # what users import: it gathers names from everywhere
@@ -77,7 +78,7 @@ def is_upward(part: str, other: str) -> bool:
     if part in PUBLIC:
         return other == "cli"
     if other in PUBLIC:
-        return part not in ("cli", "testing")
+        return part not in ("cli", "dashboard", "testing")
     if {part, other} <= CAPABILITIES:
         return False  # capabilities know each other, without a circle
     return RANK[part] <= RANK[other]

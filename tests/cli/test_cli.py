@@ -51,7 +51,7 @@ def test_the_help_of_every_command_has_a_line_to_copy(offline: Busload, name: st
 
 def test_every_command_that_prints_can_print_json() -> None:
     without = [name for name, command in verbs() if not any(p.name == "as_json" for p in command.params)]
-    assert without == ["db psql", "worker"]
+    assert without == ["dashboard", "db psql", "worker"]
 
 
 def test_every_noun_says_in_its_help_what_the_overview_says_of_it(offline: Busload) -> None:

@@ -44,7 +44,7 @@ from tests.given import DOMAIN, Given
 LONG = "The bank answered 503 Service Unavailable after 30 s; account DE89 3704 0044 0532 0130 00 was not debited"
 BUFFER, TABLE, QUEUE = "contact_activity_events", "contact_activity_event", "partner_tasks"
 TASK = "invoices:2026:subsidiary-europe-west:000004711"
-WITHOUT_A_TABLE = {"demo", "worker", "db psql", "db stop"}
+WITHOUT_A_TABLE = {"dashboard", "demo", "worker", "db psql", "db stop"}
 """They start or stop processes, and what they print is printed by others too."""
 TO_COPY = {"buffer ddl", "schema print", "db info"}
 """They print SQL and paths, which are of no use in pieces. Nor are tracebacks, which come last."""

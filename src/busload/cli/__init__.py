@@ -20,6 +20,7 @@ NOUNS = {
     "batch": "Follow batches, learn why they are not finished, hold and cancel them.",
     "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
     "command": "Find commands, see all that happened to them, wait for and cancel them.",
+    "dashboard": "Serve the dashboard to a browser, and make its users.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
     "domain": "See what waits in domains, pause and resume them.",

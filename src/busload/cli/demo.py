@@ -23,6 +23,7 @@ from busload.batches.batch import BatchMetadata
 from busload.cli import options
 from busload.cli.answer import answers
 from busload.cli.command import TRAIL
+from busload.cli.dashboard import serving
 from busload.cli.output import echo_json, echo_styled, width, wrapped
 from busload.cli.progress_bar import counters, progress
 from busload.cli.text_table import table
@@ -58,23 +59,42 @@ T = TypeVar("T")
 
 @click.command()
 @click.option("--commands", type=click.IntRange(100, 1_000_000), default=10_000)
+@click.option("--dashboard", "in_browser", is_flag=True, help="Serve the dashboard meanwhile, until Ctrl-C.")
 @options.transport
 @answers(transport=True, prints=True)
-def demo(bus: SyncCommandBus, commands: int, *, as_json: bool) -> None:
+def demo(bus: SyncCommandBus, commands: int, in_browser: bool, *, as_json: bool) -> None:
     """Run 10,000 commands as one batch, and see what busload does.
 
     Two worker processes pay invoices: most are paid at once, some at the second attempt, and a few wait for a person
     until a new release and an operator have resolved them. It all stays in the domain `demo` for you to look at.
 
         busload demo
+        busload demo --dashboard
         busload demo --commands 100000
         busload demo --transport amqp://localhost
         busload demo --json | jq .drain.per_second
     """
+    if as_json and in_browser:
+        raise click.UsageError("--json is for programs, and --dashboard for people: choose one of them.")
+    if in_browser:
+        _run_in_browser(bus, commands)
+        return
     with redirect_stdout(StringIO()) if as_json else nullcontext():  # the story is for people
         outcome = _run(bus, commands)
     if as_json:
         echo_json(outcome)
+
+
+def _run_in_browser(bus: SyncCommandBus, commands: int) -> None:
+    """Play it all beside a dashboard, and leave that one open until somebody stops it."""
+    bus.migrate()
+    with serving(bus.dsn) as (address, dashboard):
+        echo_styled(("Open ", ""), (address, "bold"))
+        click.pause("and press any key to begin.")
+        _run(bus, commands)
+        click.echo()
+        echo_styled((f"{'Browse':<{len(INDENT)}}", "bold cyan"), (f"{address}  (Ctrl-C stops the dashboard)", ""))
+        dashboard.wait()
 
 
 def _run(bus: SyncCommandBus, commands: int) -> dict[str, Any]:
@@ -253,5 +273,5 @@ def _tell_end(batch: BatchMetadata, callback: CommandMetadata, retried: UUID, tr
     _tell("Next", "look further")
     called_by_path = Path(sys.argv[0]).name == "busload" and not shutil.which("busload")
     program = os.path.relpath(sys.argv[0]) if called_by_path else "busload"
-    for line in (f"batch show {batch.batch_id}", f"command show {retried}", "batch ls"):
+    for line in (f"batch show {batch.batch_id}", f"command show {retried}", "batch ls", "dashboard"):
         echo_styled((INDENT, ""), (f"{program} {line}", "bold"))

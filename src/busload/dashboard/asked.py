@@ -1,0 +1,81 @@
+"""What a request asks for: filters in its address, and fields of its form. Wrong ones become a page that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TypeVar
+from urllib.parse import parse_qsl
+from uuid import UUID
+
+from starlette.requests import Request
+
+from busload.dashboard.problem import Problem, wrong_input
+
+Choice = TypeVar("Choice", bound=StrEnum)
+LONGEST = 500
+"""Characters of a filter."""
+FORM = "application/x-www-form-urlencoded"
+
+
+def text(request: Request, name: str) -> str | None:
+    """A filter; None if it is empty or not there."""
+    found = request.query_params.get(name, "").strip()
+    if len(found) > LONGEST or "\0" in found:
+        raise wrong_input(
+            f"The filter {name} has {len(found)} characters, or one that PostgreSQL cannot hold.",
+            f"Use a text of up to {LONGEST} characters.",
+        )
+    return found or None
+
+
+def one_of(request: Request, name: str, kind: type[Choice]) -> Choice | None:
+    found = text(request, name)
+    try:
+        return None if found is None else kind(found)
+    except ValueError:
+        raise wrong_input(f"There is no {name} {found!r:.80}.", f"Use one of {', '.join(kind)}.") from None
+
+
+def id_of(request: Request, name: str) -> UUID | None:
+    found = text(request, name)
+    try:
+        return None if found is None else UUID(found)
+    except ValueError:
+        raise wrong_input(f"{name} is {found!r:.80}, which is no id.", "Use a whole UUID.") from None
+
+
+def moment(request: Request, name: str) -> datetime | None:
+    """A time in ISO format. One without a zone, as a browser's field gives it, is UTC."""
+    found = text(request, name)
+    try:
+        time = None if found is None else datetime.fromisoformat(found)
+    except ValueError:
+        raise wrong_input(f"{name} is {found!r:.80}, which is no time.", "Use a time like 2030-01-31T08:00.") from None
+    return time.replace(tzinfo=UTC) if time is not None and time.tzinfo is None else time
+
+
+async def form(request: Request) -> Mapping[str, str]:
+    """The fields of a form that was sent."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != FORM:
+        raise Problem(415, "Not a form", f"The request has a body of type {kind or 'none'!r:.80}.", "Use the pages.")
+    try:
+        fields = parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=100)
+    except ValueError:
+        raise wrong_input("The form cannot be read.", "Send it again from its page.") from None
+    return {name: value.strip() for name, value in fields}
+
+
+def required(fields: Mapping[str, str], name: str) -> str:
+    if not fields.get(name):
+        raise wrong_input(f"The field {name} is empty. Nothing was done.", f"Fill in {name}: the audit trail keeps it.")
+    return fields[name]
+
+
+def whole_number(fields: Mapping[str, str], name: str) -> int:
+    try:
+        return int(required(fields, name))
+    except ValueError:
+        raise wrong_input(f"{name} is {fields[name]!r:.80}. Nothing was done.", "Use a whole number.") from None

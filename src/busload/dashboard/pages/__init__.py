@@ -1,0 +1,1 @@
+"""One module per noun: its routes, what they read, and what they do."""

@@ -1,0 +1,167 @@
+"""One batch: how far it is, why it is not finished, what happened to it, its commands, and what an operator may do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.batches.batch import BatchMetadata, BatchType
+from busload.commands.command import AuditEvent, CommandStatus
+from busload.commands.wording import counted
+from busload.dashboard import asked
+from busload.dashboard.access import Permission
+from busload.dashboard.pages.batches import progress
+from busload.dashboard.pages.timeline import Step, steps
+from busload.dashboard.problem import Problem
+from busload.dashboard.render import bus_of, cli, principal_of, render, sees_payloads, tree, url
+from busload.dashboard.route import Live, action, page
+from busload.explain.blockers import Reason
+
+COMMANDS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """One thing that is in the way of a batch or a command, as this person may see it."""
+
+    label: str
+    count: int
+    since: datetime | None
+    message: str
+    advice: str
+    command_id: UUID | None
+
+
+async def _batch(request: Request) -> BatchMetadata:
+    batch_id: UUID = request.path_params["batch_id"]
+    found = await bus_of(request).get_batch(None, batch_id)
+    if found is None:
+        raise Problem(
+            404,
+            "Not found",
+            f"There is no batch {batch_id} in any domain.",
+            "Check the id, and which database the dashboard uses. It may have been removed as old.",
+        )
+    return found
+
+
+async def _named(request: Request) -> tuple[str, UUID]:
+    """The batch that an action is about."""
+    batch = await _batch(request)
+    return batch.domain, batch.batch_id
+
+
+async def show(request: Request, notice: str | None = None) -> Response:
+    chosen, after = asked.one_of(request, "status", CommandStatus), asked.text(request, "after")
+    batch, bus = await _batch(request), bus_of(request)
+    domain, batch_id = batch.domain, batch.batch_id
+    trail = await bus.get_batch_audit_trail(domain, batch_id)
+    commands = await bus.list_commands(batch_id=batch_id, status=chosen, limit=COMMANDS, after=after)
+    return render(
+        request,
+        "batch.html",
+        title=batch.name or str(batch_id),
+        batch=batch,
+        timeline=_timeline(batch, trail),
+        custom_data=tree(request, batch.custom_data),
+        commands=commands.commands,
+        sees=sees_payloads(request),
+        chosen=chosen,
+        statuses=list(CommandStatus),
+        one="job" if batch.batch_type is BatchType.JOBS else "command",
+        first=url(request, "batch", {"status": chosen}, batch_id=batch_id) if after else None,
+        next=commands.next and url(request, "batch", {"status": chosen, "after": commands.next}, batch_id=batch_id),
+        live=_values(batch, trail),
+        cli=cli("batch", "show", batch_id),
+        notice=notice,
+    )
+
+
+async def why(request: Request) -> Response:
+    """Why a batch is not finished: a part of its page that is read by itself, since it needs the most statements."""
+    batch = await _batch(request)
+    explanation = await bus_of(request).explain_batch(batch.domain, batch.batch_id)
+    return render(
+        request,
+        "why.html",
+        title="Why it is not finished",
+        explanation=explanation,
+        reasons=whys(request, explanation.reasons),
+        domain=batch.domain,
+    )
+
+
+async def live(request: Request) -> Live:
+    batch = await _batch(request)
+    return _values(batch, await bus_of(request).get_batch_audit_trail(batch.domain, batch.batch_id))
+
+
+def _values(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> Live:
+    return {**progress(batch), "rows": [f"{event.type}:{event.at.isoformat()}" for event in trail]}
+
+
+def _timeline(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> list[Step]:
+    created = AuditEvent("BATCH_CREATED", batch.created_at, None, None, None, None, batch.batch_id, None)
+    return steps([created, *trail])
+
+
+def whys(request: Request, reasons: Sequence[Reason]) -> list[Why]:
+    """The reasons of an explanation. Their texts may quote errors, so who sees no payloads sees what they are about."""
+    seen = sees_payloads(request)
+    return [
+        Why(
+            reason.code.label,
+            reason.count,
+            reason.since,
+            reason.message if seen else f"{counted(reason.count, 'command')}: {reason.code.label}.",
+            reason.advice,
+            reason.details.get("command_id"),
+        )
+        for reason in reasons
+    ]
+
+
+async def hold(request: Request) -> Response:
+    fields = await asked.form(request)
+    reason, operator = asked.required(fields, "reason"), principal_of(request).name
+    held = await bus_of(request).hold_batch(*await _named(request), reason=reason, operator=operator)
+    return await show(request, "Held. Nothing more of it starts." if held else "It was held already.")
+
+
+async def resume(request: Request) -> Response:
+    await asked.form(request)
+    resumed = await bus_of(request).resume_batch(*await _named(request), operator=principal_of(request).name)
+    return await show(request, "Resumed." if resumed else "It was not held.")
+
+
+async def reprioritize(request: Request) -> Response:
+    priority = asked.whole_number(await asked.form(request), "priority")
+    operator = principal_of(request).name
+    changed = await bus_of(request).reprioritize_batch(*await _named(request), priority, operator=operator)
+    return await show(request, f"Gave {counted(changed, 'command')} the priority {priority}.")
+
+
+async def cancel(request: Request) -> Response:
+    """A large batch takes many transactions. Whatever becomes of this request, the batch is canceled to its end."""
+    fields = await asked.form(request)
+    reason, operator = asked.required(fields, "reason"), principal_of(request).name
+    batch = await _batch(request)
+    canceled = await bus_of(request).cancel_batch(batch.domain, batch.batch_id, reason=reason, operator=operator)
+    one = "job" if batch.batch_type is BatchType.JOBS else "command"
+    return await show(request, f"Canceled {counted(canceled, one)}. What runs finishes.")
+
+
+PATH = "/batches/{batch_id:uuid}"
+ROUTES = (
+    page("batch", PATH, show, Permission.READ, live=live),
+    page("batch.why", f"{PATH}/why", why, Permission.READ),
+    action("batch.hold", f"{PATH}/hold", hold, Permission.OPERATE),
+    action("batch.resume", f"{PATH}/resume", resume, Permission.OPERATE),
+    action("batch.reprioritize", f"{PATH}/reprioritize", reprioritize, Permission.OPERATE),
+    action("batch.cancel", f"{PATH}/cancel", cancel, Permission.OPERATE),
+)

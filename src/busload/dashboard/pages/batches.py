@@ -1,0 +1,140 @@
+"""Batches: the list of them, and the live values of one, which its own page shows too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.batches.batch import BatchMetadata, BatchStatus, BatchType
+from busload.dashboard import asked
+from busload.dashboard.access import Permission
+from busload.dashboard.problem import no_such_page
+from busload.dashboard.render import bus_of, cli, number, render, url, words
+from busload.dashboard.route import Live, page
+
+LIMIT = 50
+COUNTERS = ("completed", "failed", "canceled", "in_troubleshooting")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which batches are listed: what the address says."""
+
+    domain: str | None
+    status: BatchStatus | None
+    batch_type: BatchType | None
+    name: str | None
+    after: UUID | None
+
+    @classmethod
+    def of(cls, request: Request) -> Filter:
+        return cls(
+            asked.text(request, "domain"),
+            asked.one_of(request, "status", BatchStatus),
+            asked.one_of(request, "type", BatchType),
+            asked.text(request, "name"),
+            asked.id_of(request, "after"),
+        )
+
+    def query(self, after: UUID | None = None) -> dict[str, Any]:
+        kinds = {"status": self.status, "type": self.batch_type}
+        return {"domain": self.domain, **kinds, "name": self.name, "after": after}
+
+    @property
+    def words(self) -> list[str]:
+        """The options of the command line that mean the same."""
+        options = {"--domain": self.domain, "--status": self.status, "--type": self.batch_type, "--name": self.name}
+        return [word for option, value in options.items() if value for word in (option, str(value))]
+
+
+async def _listed(request: Request) -> tuple[Filter, list[BatchMetadata]]:
+    """The batches of a page, and one more if there is a next page."""
+    wanted = Filter.of(request)
+    found = await bus_of(request).list_batches(
+        wanted.domain,
+        status=wanted.status,
+        batch_type=wanted.batch_type,
+        name=wanted.name,
+        after=wanted.after,
+        limit=LIMIT + 1,
+        forecast=True,
+    )
+    if not found and wanted.after is not None:
+        raise no_such_page()
+    return wanted, found
+
+
+async def list_page(request: Request) -> Response:
+    wanted, found = await _listed(request)
+    shown, more = found[:LIMIT], len(found) > LIMIT
+    return render(
+        request,
+        "batches.html",
+        title="Batches",
+        batches=shown,
+        wanted=wanted,
+        statuses=list(BatchStatus),
+        types=list(BatchType),
+        live=_values(shown),
+        first=url(request, "batches", wanted.query()) if wanted.after else None,
+        next=url(request, "batches", wanted.query(shown[-1].batch_id)) if more else None,
+        cli=cli("batch", "ls", *wanted.words),
+    )
+
+
+async def live_list(request: Request) -> Live:
+    _, found = await _listed(request)
+    return _values(found[:LIMIT])
+
+
+def _values(batches: Sequence[BatchMetadata]) -> Live:
+    values: dict[str, str | list[str]] = {"rows": [str(batch.batch_id) for batch in batches]}
+    for batch in batches:
+        values |= progress(batch, f"{batch.batch_id}.")
+    return values
+
+
+def progress(batch: BatchMetadata, prefix: str = "") -> dict[str, str]:
+    """The live values of one batch: counters as text, and the parts of its bar in percent."""
+    values = {"status": status_of(batch), "status.code": _code(batch), "total": number(batch.total_count)}
+    begin, parts = 0.0, []
+    for name in COUNTERS:
+        count = getattr(batch, f"{name}_count")
+        share = 100 * count / batch.total_count if batch.total_count else 0.0
+        values |= {name: number(count), f"{name}.x": f"{begin:.3f}", f"{name}.width": f"{share:.3f}"}
+        begin += share
+        if count:
+            parts.append(f"{number(count)} {words(name).lower()}")
+    values["remaining"] = number(batch.remaining_count)
+    ended = 100 * batch.finished_count // batch.total_count if batch.total_count else 0
+    values["percent"] = f"{ended} %"
+    values["bar"] = f"{ended} % of {number(batch.total_count)} ended" + (f": {', '.join(parts)}" if parts else "")
+    forecast = batch.forecast
+    values["rate"] = "–" if forecast is None else f"{number(forecast.rate)}/s"
+    values["forecast"] = "–" if forecast is None else _forecast(batch)
+    return {prefix + key: value for key, value in values.items()}
+
+
+def status_of(batch: BatchMetadata) -> str:
+    if batch.held_at is not None and not batch.status.final:
+        return "Held"
+    return words(batch.status)
+
+
+def _code(batch: BatchMetadata) -> str:
+    return "HELD" if batch.held_at is not None and not batch.status.final else batch.status.value
+
+
+def _forecast(batch: BatchMetadata) -> str:
+    assert batch.forecast is not None
+    if batch.forecast.unknown is not None:
+        return words(batch.forecast.unknown)
+    return str(batch.forecast)
+
+
+ROUTES = (page("batches", "/batches", list_page, Permission.READ, label="Batches", live=live_list),)

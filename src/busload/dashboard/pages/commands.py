@@ -1,0 +1,243 @@
+"""Commands: search them, one command with all that happened to it, and every attempt at a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
+from busload.commands.execution import ExecutionStatus
+from busload.dashboard import asked
+from busload.dashboard.access import Permission
+from busload.dashboard.pages.batch import whys
+from busload.dashboard.pages.timeline import Step, steps
+from busload.dashboard.problem import Problem, no_such_page, wrong_input
+from busload.dashboard.render import (
+    Tree,
+    bus_of,
+    cli,
+    iso,
+    number,
+    principal_of,
+    render,
+    sees_payloads,
+    tree,
+    url,
+    words,
+)
+from busload.dashboard.route import Live, action, page
+from busload.errors import CommandNotFoundError
+
+LIMIT = 50
+PLACE_OF = {
+    ExecutionStatus.QUEUED: CommandStatus.PENDING,
+    ExecutionStatus.PROCESSING: CommandStatus.IN_PROGRESS,
+    ExecutionStatus.COMPLETED: CommandStatus.COMPLETED,
+    ExecutionStatus.FAILED: CommandStatus.FAILED,
+    ExecutionStatus.DLQ: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+    ExecutionStatus.CANCELED: CommandStatus.CANCELED,
+    ExecutionStatus.LOST: "LOST",
+}
+"""What pages call the status of an attempt: the same words as for commands."""
+ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which commands are searched: what the address says."""
+
+    domain: str | None
+    status: CommandStatus | None
+    command_type: str | None
+    task_key: str | None
+    batch_id: UUID | None
+    created_after: datetime | None
+    created_before: datetime | None
+    error: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> Filter:
+        error = asked.text(request, "error")
+        if error is not None and not sees_payloads(request):
+            raise Problem(
+                403, "Only for operators", "Error texts are hidden from readers.", "Search without the error."
+            )
+        return cls(
+            asked.text(request, "domain"),
+            asked.one_of(request, "status", CommandStatus),
+            asked.text(request, "type"),
+            asked.text(request, "task_key"),
+            asked.id_of(request, "batch"),
+            asked.moment(request, "since"),
+            asked.moment(request, "until"),
+            error,
+        )
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The filters by their names in the address, which are those of the command line too."""
+        times = {"since": self.created_after, "until": self.created_before}
+        return {
+            "domain": self.domain,
+            "status": self.status,
+            "type": self.command_type,
+            "task_key": self.task_key,
+            "batch": self.batch_id,
+            **{name: None if time is None else iso(time) for name, time in times.items()},
+            "error": self.error,
+        }
+
+    @property
+    def words(self) -> list[str]:
+        given = {f"--{name.replace('_', '-')}": value for name, value in self.names.items() if value is not None}
+        return [word for option, value in given.items() for word in (option, str(value))]
+
+
+async def search(request: Request) -> Response:
+    wanted, after = Filter.of(request), asked.text(request, "after")
+    if after is not None and not after.isdecimal():
+        raise wrong_input(f"The page begins at {after!r:.80}, which is no cursor.", "Begin with the first page.")
+    found = await bus_of(request).list_commands(
+        wanted.domain,
+        status=wanted.status,
+        command_type=wanted.command_type,
+        task_key=wanted.task_key,
+        batch_id=wanted.batch_id,
+        created_after=wanted.created_after,
+        created_before=wanted.created_before,
+        error=wanted.error,
+        limit=LIMIT,
+        after=after,
+    )
+    if after is not None and not found.commands and found.next is None:
+        raise no_such_page()
+    return render(
+        request,
+        "commands.html",
+        title="Commands",
+        commands=found.commands,
+        wanted=wanted,
+        given=any(value is not None for value in wanted.names.values()),
+        statuses=list(CommandStatus),
+        sees=sees_payloads(request),
+        first=url(request, "commands", wanted.names) if after else None,
+        next=url(request, "commands", {**wanted.names, "after": found.next}) if found.next else None,
+        cli=cli("command", "ls", *wanted.words),
+    )
+
+
+def _named(request: Request) -> tuple[str, UUID]:
+    return request.path_params["domain"], request.path_params["command_id"]
+
+
+async def _command(request: Request) -> CommandMetadata:
+    found = await bus_of(request).get_command(*_named(request))
+    if found is None:
+        raise CommandNotFoundError(*_named(request))
+    return found
+
+
+async def show(request: Request, notice: str | None = None) -> Response:
+    bus, command = bus_of(request), await _command(request)
+    trail = await bus.get_audit_trail(*_named(request))
+    explanation = await bus.explain_command(*_named(request))
+    return render(
+        request,
+        "command.html",
+        title=f"{command.command_type} {command.command_id}",
+        command=command,
+        explanation=explanation,
+        reasons=whys(request, explanation.reasons),
+        timeline=[_shown(request, step) for step in steps(trail)],
+        data=tree(request, command.data),
+        result=tree(request, command.result),
+        sees=sees_payloads(request),
+        ended=command.status in ENDED,
+        troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+        live=_values(command, trail),
+        cli=cli("command", "show", command.command_id, "--domain", command.domain),
+        notice=notice,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShownStep:
+    """A step of a command, as this person may see it."""
+
+    step: Step
+    details: Tree | None
+    error: dict[str, Any] | None
+    hidden: bool
+    """Whether there is more that this person may not see."""
+
+
+def _shown(request: Request, step: Step) -> ShownStep:
+    error, details = step.error, step.event.details
+    if error is not None:
+        if sees_payloads(request):
+            return ShownStep(step, tree(request, error["details"]) if "details" in error else None, error, False)
+        return ShownStep(step, None, {"type": error.get("type"), "code": error.get("code")}, True)
+    if details is None:
+        return ShownStep(step, None, None, False)
+    return ShownStep(step, tree(request, details), None, not sees_payloads(request))
+
+
+async def live(request: Request) -> Live:
+    command = await _command(request)
+    return _values(command, await bus_of(request).get_audit_trail(*_named(request)))
+
+
+def _values(command: CommandMetadata, trail: list[AuditEvent]) -> Live:
+    return {
+        "status": words(command.status),
+        "status.code": command.status.value,
+        "attempts": number(command.attempts),
+        "rows": [f"{event.type}:{event.at.isoformat()}" for event in trail],
+    }
+
+
+async def cancel(request: Request) -> Response:
+    reason = asked.required(await asked.form(request), "reason")
+    operator = principal_of(request).name
+    canceled = await bus_of(request).cancel_command(*_named(request), reason=reason, operator=operator)
+    return await show(request, f"{words(canceled)}.")
+
+
+async def retry(request: Request) -> Response:
+    await asked.form(request)
+    await bus_of(request).troubleshooting.retry(*_named(request), operator=principal_of(request).name)
+    return await show(request, "Put back into the queue, with all its attempts to use again.")
+
+
+async def trace(request: Request) -> Response:
+    key, domain = asked.text(request, "task_key"), asked.text(request, "domain")
+    if key is None:
+        raise wrong_input("The address names no task.", "Add ?task_key=KEY, or come from the page of a command.")
+    attempts = await bus_of(request).trace(key, domain=domain)
+    if not attempts:
+        raise Problem(404, "Not found", f"No command was ever sent for the task {key!r:.200}.", "Check the task key.")
+    return render(
+        request,
+        "trace.html",
+        title=f"Task {key}",
+        key=key,
+        attempts=attempts,
+        statuses=PLACE_OF,
+        sees=sees_payloads(request),
+        cli=cli("trace", key, *(["--domain", domain] if domain else [])),
+    )
+
+
+PATH = "/commands/{domain}/{command_id:uuid}"
+ROUTES = (
+    page("commands", "/commands", search, Permission.READ, label="Commands"),
+    page("command", PATH, show, Permission.READ, live=live),
+    action("command.cancel", f"{PATH}/cancel", cancel, Permission.OPERATE),
+    action("command.retry", f"{PATH}/retry", retry, Permission.OPERATE),
+    page("trace", "/trace", trace, Permission.READ),
+)

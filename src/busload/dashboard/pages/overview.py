@@ -1,0 +1,108 @@
+"""Overview: the whole bus on one page."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.dashboard.access import Permission
+from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
+from busload.dashboard.route import Live, page
+from busload.health.health import Health, HealthReason
+from busload.health.overview import Overview
+
+WINDOW = timedelta(seconds=15)
+"""Rates are over so much time, or a little more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The bus at one moment."""
+
+    overview: Overview
+    health: Health
+    rates: tuple[float, float] | None
+    """Commands sent and attempts ended per second; None if nobody looked before."""
+
+    @property
+    def live(self) -> Live:
+        now, found = self.overview, self.overview.at
+        sent, ended = ("–", "–") if self.rates is None else map(number, self.rates)
+        silent = f"{now.silent_workers} silent" if now.silent_workers else "all alive"
+        values: dict[str, str | list[str]] = {
+            "state": words(self.health.state),
+            "state.code": self.health.state.value,
+            "ready": number(now.ready),
+            "ready.oldest": ago(now.oldest_ready, found),
+            "running": number(now.running),
+            "slots": number(now.slots),
+            "scheduled": number(now.scheduled),
+            "troubleshooting": number(now.in_troubleshooting),
+            "troubleshooting.oldest": ago(now.oldest_in_troubleshooting, found),
+            "unpublished": number(now.unpublished),
+            "unpublished.oldest": ago(now.oldest_unpublished, found),
+            "workers": number(now.workers),
+            "workers.about": silent,
+            "rate.in": sent,
+            "rate.out": ended,
+            "rows": [f"reason:{_key(reason)}" for reason in self.health.reasons] + [d.domain for d in now.domains],
+        }
+        for domain in now.domains:
+            for name in ("ready", "scheduled", "running", "in_troubleshooting", "unpublished", "workers"):
+                values[f"{domain.domain}.{name}"] = number(getattr(domain, name))
+        return values
+
+
+class Rates:
+    """Makes rates of counts that only grow, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Overview] = deque()
+
+    def of(self, now: Overview) -> tuple[float, float] | None:
+        if self._seen and (now.sent < self._seen[-1].sent or now.attempts < self._seen[-1].attempts):
+            self._seen.clear()  # PostgreSQL has begun to count again
+        if not self._seen or now.at > self._seen[-1].at:
+            self._seen.append(now)
+        while len(self._seen) > 2 and now.at - self._seen[1].at >= WINDOW:
+            self._seen.popleft()
+        first = self._seen[0]
+        seconds = (now.at - first.at).total_seconds()
+        if seconds < 1:
+            return None
+        return (now.sent - first.sent) / seconds, (now.attempts - first.attempts) / seconds
+
+
+async def _see(request: Request) -> Seen:
+    bus = bus_of(request)
+    overview = await bus.overview()
+    rates: Rates = dashboard_of(request).memory.setdefault("rates", Rates())
+    return Seen(overview, await bus.health(timeout=4), rates.of(overview))
+
+
+async def show(request: Request) -> Response:
+    seen = await _see(request)
+    return render(
+        request,
+        "overview.html",
+        title="Overview",
+        seen=seen,
+        live=seen.live,
+        key=_key,
+        cli=cli("health"),
+    )
+
+
+async def live(request: Request) -> Live:
+    return (await _see(request)).live
+
+
+def _key(reason: HealthReason) -> str:
+    return ":".join(filter(None, (reason.code, reason.domain, reason.worker)))
+
+
+ROUTES = (page("overview", "/", show, Permission.READ, label="Overview", live=live),)

@@ -1,0 +1,62 @@
+"""What a page module offers: routes, each with the permission that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.dashboard.access import Permission
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+Live: TypeAlias = Mapping[str, str | int | list[str]]
+"""The values of a page that change: texts by key. `rows`, if there is one, lists the ids of the rows of its table."""
+
+ReadLive: TypeAlias = Callable[[Request], Awaitable[Live]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One address of the dashboard. A page is read by GET, and an action is done by POST."""
+
+    name: str
+    """What `url(name)` finds it by."""
+    path: str
+    handler: Handler
+    permission: Permission
+    method: str = "GET"
+    label: str | None = None
+    """What the navigation calls it; None if it is not there."""
+    live: ReadLive | None = None
+    """Reads the live values of a page: its URL and `/live` streams them."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.permission, Permission):
+            raise ValueError(f"Route {self.name!r} has no permission. Give it Permission.READ or Permission.OPERATE.")
+        if (self.method == "POST") != (self.permission is Permission.OPERATE):
+            raise ValueError(f"Route {self.name!r} is {self.method}: GET only reads, and POST needs OPERATE.")
+
+
+def page(
+    name: str,
+    path: str,
+    handler: Handler,
+    permission: Permission,
+    *,
+    label: str | None = None,
+    live: ReadLive | None = None,
+) -> Route:
+    """A page: it changes nothing."""
+    return Route(name, path, handler, permission, "GET", label, live)
+
+
+def action(name: str, path: str, handler: Handler, permission: Permission) -> Route:
+    """An action: it changes something, and answers with the page that shows what.
+
+    Its path is that of its page, a slash and a verb.
+    """
+    return Route(name, path, handler, permission, "POST")

@@ -1,0 +1,125 @@
+// What pages do in the browser: live values, times of the reader's zone, copying, dialogs. Data becomes text, never HTML.
+"use strict";
+
+(() => {
+  const ATTRIBUTES = new Set(["aria-label", "data-state", "width", "x"]);
+  const feedState = document.getElementById("feed");
+  let source = null;
+  let followers = new Map();
+
+  // -- times -----------------------------------------------------------------------------------------------------------
+
+  const parts = { month: "short", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+  const clock = new Intl.DateTimeFormat(undefined, parts);
+  const calendar = new Intl.DateTimeFormat(undefined, { year: "numeric", ...parts });
+  const year = new Date().getFullYear();
+
+  function showTimes(root) {
+    for (const element of root.querySelectorAll("time[datetime]")) {
+      const at = new Date(element.dateTime);
+      if (!Number.isNaN(at.getTime())) element.textContent = (at.getFullYear() === year ? clock : calendar).format(at);
+    }
+  }
+
+  // -- live values -----------------------------------------------------------------------------------------------------
+
+  function follow(key, show) {
+    if (!followers.has(key)) followers.set(key, []);
+    followers.get(key).push(show);
+  }
+
+  function findFollowers(root) {
+    followers = new Map();
+    for (const element of root.querySelectorAll("[data-live]")) {
+      follow(element.dataset.live, (value) => {
+        if (element.textContent !== value) element.textContent = value;
+      });
+    }
+    for (const element of root.querySelectorAll("[data-live-attrs]")) {
+      for (const pair of element.dataset.liveAttrs.split(" ")) {
+        const colon = pair.indexOf(":");
+        const name = pair.slice(0, colon);
+        if (ATTRIBUTES.has(name)) follow(pair.slice(colon + 1), (value) => element.setAttribute(name, value));
+      }
+    }
+  }
+
+  function showChanges(rows) {
+    const shown = new Set([...document.querySelectorAll("[data-row]")].map((element) => element.dataset.row));
+    const now = new Set(rows);
+    let count = 0;
+    for (const row of now) if (!shown.has(row)) count += 1;
+    for (const row of shown) if (!now.has(row)) count += 1;
+    const offer = document.getElementById("changes");
+    offer.hidden = count === 0;
+    offer.querySelector("button").textContent = count === 1 ? "Show 1 change" : `Show ${count} changes`;
+  }
+
+  function listen(main) {
+    if (source) source.close();
+    source = null;
+    feedState.textContent = "";
+    if (!main || !main.dataset.liveUrl) return;
+    findFollowers(main);
+    source = new EventSource(main.dataset.liveUrl);
+    source.addEventListener("values", (event) => {
+      const values = JSON.parse(event.data);
+      feedState.textContent = "live";
+      feedState.dataset.state = "live";
+      for (const [key, value] of Object.entries(values)) {
+        if (key === "rows") showChanges(value);
+        else for (const show of followers.get(key) || []) show(String(value));
+      }
+    });
+    source.addEventListener("trouble", (event) => {
+      feedState.textContent = `stands still: ${JSON.parse(event.data).message}`;
+      feedState.dataset.state = "still";
+    });
+    source.addEventListener("error", () => {
+      feedState.textContent = "stands still: no connection";
+      feedState.dataset.state = "still";
+    });
+  }
+
+  // -- what people do --------------------------------------------------------------------------------------------------
+
+  async function copy(button) {
+    const text = document.getElementById(button.dataset.copy).textContent;
+    const label = button.textContent;
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Select and copy it";
+    }
+    setTimeout(() => { button.textContent = label; }, 1500);
+  }
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    if (button.dataset.copy) copy(button);
+    else if (button.dataset.opens) document.getElementById(button.dataset.opens).showModal();
+    else if ("closes" in button.dataset) button.closest("dialog").close();
+    else if ("reload" in button.dataset) window.location.reload();
+  });
+
+  // -- begin, and begin again with what an action has brought ------------------------------------------------------------
+
+  function begin() {
+    const main = document.getElementById("main");
+    showTimes(document);
+    listen(main);
+  }
+
+  document.addEventListener("htmx:after:swap", (event) => {
+    if (event.target.closest && event.target.closest(".why")) {
+      showTimes(event.target);
+      return;
+    }
+    begin();
+    (document.getElementById("notice") || document.getElementById("main")).focus();
+  });
+  window.addEventListener("pagehide", () => { if (source) source.close(); });
+  begin();
+})();

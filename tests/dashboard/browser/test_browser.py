@@ -1,0 +1,228 @@
+"""What only a browser shows: live numbers, actions, the keyboard, contrast, and that no text becomes a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from playwright.async_api import Page, expect
+
+from busload import BatchCommand, BusinessRuleError, CommandBus, HandlerContext, PermanentCommandError
+from busload.commands.command import Command
+from tests.dashboard.browser.conftest import PATIENCE, OpenWindow
+from tests.dashboard.hostile import HOSTILE
+from tests.given import DOMAIN, Given
+
+AXE = (Path(__file__).parent / "axe.min.js").read_text()
+RULES = {
+    "light": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
+    "dark": ["color-contrast"],  # only colours differ
+}
+expect.set_options(timeout=PATIENCE)
+
+
+async def test_numbers_and_bars_follow_the_database(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(4, name="January")
+    page = await (await window()).open(f"/batches/{batch_id}")
+    completed, bar = page.locator('[data-live="completed"]'), page.locator("rect.completed")
+    await expect(completed).to_have_text("0")
+    await expect(page.locator("#feed")).to_have_text("live")
+    given.settled(given.claimed(3))
+    await expect(completed).to_have_text("3")
+    await expect(bar).to_have_attribute("width", "75.000")
+    await expect(page.locator("svg.bar")).to_have_attribute("aria-label", "75 % of 4 ended: 3 completed")
+
+
+async def test_new_rows_are_offered_and_do_not_move_the_page(window: OpenWindow, given: Given) -> None:
+    await given.batch(name="January")
+    page = await (await window()).open("/batches")
+    await expect(page.locator("#feed")).to_have_text("live")
+    await given.batch(name="February")
+    offer = page.get_by_role("button", name="Show 1 change")
+    await offer.wait_for()
+    assert await page.get_by_text("February").count() == 0
+    await offer.click()
+    await page.get_by_text("February").wait_for()
+
+
+async def test_times_are_those_of_the_reader(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch()
+    created = (await given.batch_now(batch_id)).created_at
+    shown = set()
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        page = await (await window(timezone_id=zone, locale="en-GB")).open("/batches")
+        time = page.locator("td time").first
+        shown.add(await time.text_content())
+        assert await time.get_attribute("datetime") == created.isoformat(timespec="milliseconds")
+    assert len(shown) == 2
+
+
+async def test_an_action_is_confirmed_and_happens(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(3)
+    page = await (await window()).open(f"/batches/{batch_id}")
+    await page.get_by_role("button", name="Hold", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_text("Up to 3 commands will wait.").wait_for()
+    assert (await given.batch_now(batch_id)).held_at is None
+    await dialog.get_by_label("Reason").fill("the bank <complains>")
+    await dialog.get_by_role("button", name="Hold").click()
+    await page.get_by_text("Held. Nothing more of it starts.").wait_for()
+    assert (await given.batch_now(batch_id)).held_note == "the bank <complains>"
+    await page.get_by_role("button", name="Resume").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    await page.get_by_text("Resumed.").wait_for()
+    await expect(page.locator("#feed")).to_have_text("live")  # the page that came is live as well
+    await page.get_by_role("button", name="Cancel batch").click()
+    await page.get_by_role("dialog").get_by_label("Reason").fill("wrong list")
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel batch").click()
+    await page.get_by_text("Canceled 3 commands.").wait_for()
+    assert (await given.batch_now(batch_id)).canceled_count == 3
+
+
+async def test_an_action_without_a_reason_is_not_sent(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(3)
+    page = await (await window()).open(f"/batches/{batch_id}")
+    await page.get_by_role("button", name="Cancel batch").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_role("button", name="Cancel batch").click()
+    await expect(dialog.get_by_label("Reason")).to_be_focused()
+    await dialog.get_by_role("button", name="Leave it").click()
+    await expect(dialog).to_be_hidden()
+    assert (await given.batch_now(batch_id)).canceled_count == 0
+
+
+async def test_an_action_that_is_refused_says_why(window: OpenWindow, given: Given, bus: CommandBus) -> None:
+    _, [command_id] = await given.in_troubleshooting()
+    opened = await window()
+    page = await opened.open(f"/commands/{DOMAIN}/{command_id}")
+    await bus.troubleshooting.cancel(DOMAIN, command_id, reason="somebody was faster")
+    await page.get_by_role("button", name="Retry").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Retry").click()
+    await page.get_by_role("heading", name="Not possible now").wait_for()
+    assert [text for text in opened.wrong if "409" not in text] == []
+    opened.wrong.clear()
+
+
+async def press(page: Page, key: str, until: str) -> None:
+    """Press a key until the element that has the focus matches."""
+    for _ in range(60):
+        await page.keyboard.press(key)
+        if await page.evaluate("selector => document.activeElement.matches(selector)", until):
+            return
+    pytest.fail(f"{key} never came to {until}")
+
+
+async def test_the_keyboard_alone_is_enough(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(2, name="January")
+    page = await (await window()).open("/")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#main")).to_be_focused()
+    await press(page, "Shift+Tab", "nav a[href='/batches']")
+    await page.keyboard.press("Enter")
+    await page.wait_for_url("**/batches")
+    await press(page, "Tab", f"a[href='/batches/{batch_id}']")
+    await page.keyboard.press("Enter")
+    await page.wait_for_url(f"**/batches/{batch_id}")
+    await press(page, "Tab", "button[data-opens='hold']")
+    outline = await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    await page.keyboard.press("Enter")
+    await press(page, "Tab", "dialog[open] input[name='reason']")
+    await page.keyboard.type("by keyboard")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#notice")).to_be_focused()
+    assert (await given.batch_now(batch_id)).held_note == "by keyboard"
+    await press(page, "Tab", "button[data-opens='cancel']")
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("Escape")
+    await expect(page.locator("dialog#cancel")).to_be_hidden()
+
+
+@pytest.fixture
+async def story(given: Given, bus: CommandBus) -> list[str]:
+    """A batch with everything that a page can show; returns the addresses of all pages."""
+
+    async def pay(command: Command, ctx: HandlerContext) -> Any:
+        match command.data["n"] % 4:
+            case 1:
+                raise PermanentCommandError("account closed", code="CLOSED", details={"account": 7})
+            case 2:
+                raise BusinessRuleError("over the limit")
+            case 3:
+                raise TimeoutError("bank busy")
+        return {"paid": [command.data["n"], None, True, "yes"]}
+
+    given.handler("Pay", pay)
+    sent = [BatchCommand("Pay", data={"n": n, "to": {"name": "Ada", "token": "x"}}, task_key=f"t{n}") for n in range(8)]
+    batch_id = await bus.create_batch(DOMAIN, sent, name="January", custom_data={"month": 1})
+    await given.drained()
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="ada")
+    await given.batch(3)
+    commands = await bus.list_batch_commands(DOMAIN, batch_id, limit=2)
+    return [
+        "/",
+        "/batches",
+        f"/batches/{batch_id}",
+        "/commands",
+        *(f"/commands/{DOMAIN}/{command.command_id}" for command in commands),
+        "/trace?task_key=t1",
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_page_breaks_a_rule_of_accessibility(window: OpenWindow, story: list[str], scheme: str) -> None:
+    opened = await window(color_scheme=scheme, bypass_csp=True)  # only for axe, which is no file of ours
+    for path in [*story, "/batches?name=nothing", f"/batches/{UUID(int=1)}"]:
+        page = await opened.open(path)
+        if "/batches/" in path and await page.locator(".why").count():
+            await page.locator(".why p").first.wait_for()
+            await page.get_by_role("button", name="Cancel batch").click()
+        await page.evaluate(AXE)
+        found = await page.evaluate("rules => axe.run({runOnly: rules, resultTypes: ['violations']})", RULES[scheme])
+        broken = [(one["id"], [node["html"][:160] for node in one["nodes"]]) for one in found["violations"]]
+        assert broken == [], path
+    opened.wrong = [text for text in opened.wrong if "404" not in text]
+
+
+async def test_every_page_fits_a_phone(window: OpenWindow, story: list[str]) -> None:
+    opened = await window(viewport={"width": 390, "height": 844})
+    for path in story:
+        page = await opened.open(path)
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390, path
+
+
+async def test_no_hostile_text_becomes_a_program(window: OpenWindow, given: Given, bus: CommandBus) -> None:
+    async def fail(command: Command, ctx: HandlerContext) -> Any:
+        text = command.data["text"]
+        if command.data["fails"]:
+            raise PermanentCommandError(text, code=text, details={text: text})
+        return {text: [text]}
+
+    given.handler("Hostile", fail)
+    together = "".join(HOSTILE)
+    sent = [
+        BatchCommand("Hostile", data={"fails": fails, "text": text, text: text}, task_key=text[:500])
+        for text in (*HOSTILE, together)
+        for fails in (True, False)
+    ]
+    batch_id = await bus.create_batch(DOMAIN, sent, name=HOSTILE[3], custom_data=dict.fromkeys(HOSTILE, together))
+    for text in HOSTILE:
+        await bus.create_batch(DOMAIN, [BatchCommand("Hostile", data={"fails": False, "text": text})], name=text)
+    await given.drained()
+    await bus.hold_batch(DOMAIN, batch_id, reason=together, operator=HOSTILE[3])
+    page_of = await bus.list_commands(DOMAIN, batch_id=batch_id, limit=2)
+    opened = await window()
+    paths = ["/", "/batches", f"/batches/{batch_id}", "/commands", f"/batches?name={HOSTILE[3]}"]
+    paths += [f"/commands/{DOMAIN}/{command.command_id}" for command in page_of]
+    for path in paths:
+        page = await opened.open(path)
+        if await page.locator("[data-live]").count():
+            await expect(page.locator("#feed")).to_have_text("live")
+        if await page.locator(".why").count():
+            await page.locator(".why p").first.wait_for()
+        assert await page.evaluate("document.querySelectorAll('iframe, img, object, base, main style').length") == 0
+    assert opened.wrong == []
