@@ -49,10 +49,11 @@ def spawn(dsn: str, tmp_path: Path) -> Iterator[Spawn]:
     """Start `busload` as a process in `tmp_path`, its words in `said.txt`; what still runs at the end is killed."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    def start(*arguments: object, module: str | None = "busload.cli", **options: Any) -> subprocess.Popen[bytes]:
+        python = [sys.executable, *(() if module is None else ("-m", module))]
         with (tmp_path / "said.txt").open("ab") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "busload.cli", *map(str, arguments)],
+                [*python, *map(str, arguments)],
                 **{
                     "cwd": tmp_path,
                     "env": {**os.environ, "BUSLOAD_DATABASE_URL": dsn},

@@ -162,12 +162,34 @@ def test_a_process_that_is_killed_is_replaced_and_its_commands_run(
     database.check_invariants()
 
 
-def test_processes_stop_when_their_parent_is_killed(spawn: Spawn, until: Until, database: Database) -> None:
+def test_processes_stop_when_their_parent_is_killed(
+    spawn: Spawn, until: Until, database: Database, tmp_path: Path
+) -> None:
     process = spawn("worker", "app:bus", "--processes", 2)
     children = until(lambda: len(pids := workers(database)) == 2 and pids)
     process.kill()
     until(lambda: not any(map(alive, children)))
-    assert workers(database) == []
+    assert workers(database) == [], (tmp_path / "said.txt").read_text()
+
+
+MANY_THREADS = """
+import os, subprocess, sys, threading
+
+for _ in range(100):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+subprocess.run([sys.executable, "-m", "busload.cli", "worker", "app:bus", "--parent", str(os.getpid())])
+"""
+
+
+def test_the_threads_of_a_parent_that_is_killed_tell_its_processes_to_stop_only_once(
+    spawn: Spawn, until: Until, database: Database, tmp_path: Path
+) -> None:
+    """A third signal would end the process at once, with its commands in hand."""
+    parent = spawn("-c", MANY_THREADS, module=None)
+    [child] = until(lambda: workers(database))
+    parent.kill()
+    until(lambda: not alive(child))
+    assert workers(database) == [], (tmp_path / "said.txt").read_text()
 
 
 def test_results_that_cannot_be_settled_are_an_error(

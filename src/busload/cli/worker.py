@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -269,14 +270,14 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
         async with nullcontext() if listening is None else serve_pages(pages(worker), listening):
             await worker.run()
 
+    told_to_stop = threading.Event()
+
     def hear(count: int) -> None:
         worker.stop(hurry=count > 1)
-        if count == 1:
-            longest = _time_to_stop(worker.settings) - timedelta(seconds=LEAVE_WITHIN / 2)
-            watch = threading.Timer(longest.total_seconds(), _end_stuck, [worker])
-            watch.daemon = True
-            watch.start()
+        told_to_stop.set()
 
+    # Started here: a signal may come while this thread holds the lock that starting another thread needs.
+    threading.Thread(target=_end_stuck, args=(worker, told_to_stop), name="busload-stuck", daemon=True).start()
     with Signals(hear, for_good=True):
         runner = asyncio.Runner()
         try:
@@ -292,8 +293,10 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
             runner.close()
 
 
-def _end_stuck(worker: Worker) -> None:
-    """The worker was told to stop and had its time. Most likely a handler blocks the event loop."""
+def _end_stuck(worker: Worker, told_to_stop: threading.Event) -> None:
+    """End the process if the worker does not stop in time. Most likely a handler blocks the event loop then."""
+    told_to_stop.wait()
+    time.sleep(_time_to_stop(worker.settings).total_seconds() - LEAVE_WITHIN / 2)
     log.critical("The worker could not stop: its event loop is blocked. The process ends now")
     worker.abandon()
     _end_at_once(LEFT_BEHIND)
@@ -372,14 +375,25 @@ class Processes:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel tell this process to stop when its parent ends, however that ends. Only Linux can."""
-    if sys.platform == "linux":
-        import ctypes
+    """Tell this process to stop when its parent has ended, however that ended. Only Linux can.
 
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        raise click.ClickException(f"Process {parent}, which started this one, has ended.")
+    The kernel's own signal for this (PR_SET_PDEATHSIG) comes once for each thread of the parent, and a third signal
+    ends a worker at once.
+    """
+    gone = click.ClickException(f"Process {parent}, which started this one, has ended.")
+    if sys.platform == "linux":
+        try:
+            watched = os.pidfd_open(parent)
+        except ProcessLookupError:
+            raise gone from None
+
+        def stop_after_parent() -> None:
+            select.select([watched], [], [])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=stop_after_parent, name="busload-parent", daemon=True).start()
+    if os.getppid() != parent:  # another process has its number by now
+        raise gone
 
 
 def set_up_logging(level: str, *, as_json: bool) -> None:
