@@ -404,10 +404,18 @@ MUTANTS = [
     Mutant(
         "newcomers-stand-at-the-end-of-the-line",
         "worker/line.py",
-        "self.ready.extendleft(reversed(items))",
-        "self.ready.extend(items)",
+        "self.ready.extendleft(one for one in reversed(items) if one.lease.priority >= urgent)",
+        "self.ready.extend(one for one in items if one.lease.priority >= urgent)",
         "tests/worker/test_newcomers.py::test_a_newcomer_stands_before_what_was_in_line",
         "A small batch would wait for what stands in line of a large one.",
+    ),
+    Mutant(
+        "newcomers-begin-before-what-is-more-urgent",
+        "worker/line.py",
+        "urgent = max((one.lease.priority for one in self.ready), default=LEAST_URGENT)",
+        "urgent = LEAST_URGENT",
+        "tests/worker/test_newcomers.py::test_a_less_urgent_newcomer_stands_behind_what_was_in_line",
+        "Less urgent commands would begin first whenever they are few.",
     ),
     Mutant(
         "newcomers-are-claimed-with-a-part-of-a-large-batch",

@@ -164,6 +164,33 @@ async def test_what_a_usual_claim_finds_of_a_small_batch_begins_first(given: Giv
         assert len(set(batches(run._line.ready))) == 2
 
 
+async def test_a_less_urgent_newcomer_stands_behind_what_was_in_line(given: Given, database: Database) -> None:
+    async with busy(given) as (run, claimer, _):
+        small = await given.batch(commands=5, priority=-1)
+        database.rows("UPDATE busload.queue SET priority = -2 WHERE batch_id <> %s", small)
+        claimer.newcomers.came()
+        await claimer.newcomers.once()
+        assert [one.lease.priority for one in list(run._line.ready)[-6:]] == [0, *5 * [-1]]
+        urgent = await given.batch(commands=5, priority=1)
+        claimer.newcomers.came()
+        await eventually(lambda: time.monotonic() > claimer.newcomers._next_at)
+        await claimer.newcomers.once()
+        assert batches(run._line.ready)[:6].count(urgent) == 5
+
+
+async def test_of_one_claim_a_less_urgent_small_batch_does_not_begin_first(given: Given, database: Database) -> None:
+    async with busy(given) as (run, claimer, _):
+        large = run._line.ready[0].lease.batch_id
+        database.rows("UPDATE busload.queue SET priority = -2")
+        await given.batch(commands=5, priority=-1)
+        await given.batch(commands=FEW + 1, priority=1)
+        claimer.look_at_queue()
+        run._line.drop(list(run._line.ready)[1:])  # room for a claim, and one in line
+        await claimer.once()
+        found = [one.lease.priority for one in run._line.ready if one.lease.batch_id != large]
+        assert found == [*(FEW + 1) * [1], *5 * [-1]]
+
+
 async def test_many_notifications_are_answered_by_few_claims_for_newcomers(given: Given) -> None:
     async with busy(given) as (_, claimer, _go):
         claims, began, asked = claimer.claims, time.monotonic(), 0

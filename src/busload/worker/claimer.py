@@ -427,8 +427,8 @@ class Claimer:
             self._line.add(known, first=True)
         elif len(leases) > 1 and self._line.ready:
             few, others = split_off_few(leases, known)
-            self._line.add(few, first=True)
             self._line.add(others)
+            self._line.add(few, first=True)  # unless others are more urgent
         else:
             self._line.add(known)
         return refused

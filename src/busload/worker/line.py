@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[str, str, object, UUID | None]
 """Domain, type, what `by` returned, and the lease of a suspect: a suspect runs apart from others."""
 
+LEAST_URGENT = -32768
+"""The lowest priority that a command can have."""
+
 
 class Gathered:
     """A chunk on its way to a slot; in the line it counts as one command."""
@@ -113,14 +116,19 @@ class Line:
         return len(self.ready) + len(self.for_threads) + len(self.at_gate)
 
     def add(self, items: Sequence[Claimed], *, first: bool = False) -> None:
-        """Let these stand in line: behind the others, or as the first."""
+        """Let these stand in line: behind the others, or with `first` before them.
+
+        What is less urgent than something in line stands behind it in any case.
+        """
         if items and self.in_hand == 0:
             self.idle.clear()
             self._busy_since = time.monotonic()
         self.in_hand += len(items)
         items = items if self.gate is None else self.gate.add(items)
         if first:
-            self.ready.extendleft(reversed(items))
+            urgent = max((one.lease.priority for one in self.ready), default=LEAST_URGENT)
+            self.ready.extend(one for one in items if one.lease.priority < urgent)
+            self.ready.extendleft(one for one in reversed(items) if one.lease.priority >= urgent)
         else:
             self.ready.extend(items)
         self.wake_two()

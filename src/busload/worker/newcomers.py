@@ -49,7 +49,8 @@ class Newcomers:
 def split_off_few(leases: Sequence[Lease], leased: Sequence[Leased]) -> tuple[list[Leased], Sequence[Leased]]:
     """Of the commands of these leases, those of batches with few of them, and the others.
 
-    Single commands of a domain count as one batch. If all batches have few, or all have many, nobody goes first.
+    Single commands of a domain count as one batch. If all batches have few, or all have many, nobody goes first. The
+    line sees to it that nobody goes before what is more urgent.
     """
     sizes: Counter[tuple[str, UUID | None]] = Counter()
     for lease in leases:
