@@ -112,9 +112,9 @@ class WorkerSettings:
         if self.keep_for is not None and self.keep_for > LONGEST:
             raise ValueError(f"keep_for must be at most {LONGEST.days} days, found {self.keep_for}; None is for ever.")
         if not isinstance(self.archive, bool):
-            raise ValueError(f"archive must be True or False, found {self.archive!r}.")
+            raise ValueError(f"archive must be True or False, found {self.archive!r:.80}.")
         if self.settle not in ("coalesced", "immediate"):
-            raise ValueError(f"settle must be 'coalesced' or 'immediate', found {self.settle!r}.")
+            raise ValueError(f"settle must be 'coalesced' or 'immediate', found {self.settle!r:.80}.")
         if self.lease_for < 4 * self.deadline:
             raise ValueError(
                 f"A lease ({self.lease_for}) must last four flush deadlines ({self.deadline}): "
@@ -125,7 +125,7 @@ class WorkerSettings:
 def _check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
+            raise ValueError(f"{name} must be a whole number from 1 on, found {value!r:.80}.")
 
 
 def _check_times(settings: WorkerSettings | HealthSettings | Settings) -> None:
@@ -138,7 +138,7 @@ def _check_time(name: str, value: object, *, optional: bool) -> None:
     if value is None and optional:
         return
     if not isinstance(value, timedelta):
-        raise ValueError(f"{name} must be a timedelta, found {value!r}.")
+        raise ValueError(f"{name} must be a timedelta, found {value!r:.80}.")
     if name in _MAY_BE_ZERO and value < timedelta(0):
         raise ValueError(f"{name} must be at least zero, found {value}.")
     if name not in _MAY_BE_ZERO and value <= timedelta(0):
@@ -232,7 +232,7 @@ class Settings:
         kinds = ("home", self.home, Path), ("limits", self.limits, InputLimits), ("health", self.health, HealthSettings)
         for name, value, kind in kinds:
             if not isinstance(value, kind):
-                raise ValueError(f"{name} must be of type {kind.__name__}, found {value!r}.")
+                raise ValueError(f"{name} must be of type {kind.__name__}, found {value!r:.80}.")
         for name in os.environ:
             if name.startswith("BUSLOAD_") and name not in VARIABLES:
                 nearest = difflib.get_close_matches(name, VARIABLES, n=1)

@@ -171,6 +171,16 @@ async def test_a_name_is_a_letter_and_then_letters_digits_and_a_few_signs(bus: C
         bus.open_batch(name)
 
 
+async def test_a_flag_is_true_or_false(bus: CommandBus) -> None:
+    for bad in (None, 0, 1, "no", [], object()):
+        for path, call in (
+            ("/forecast", bus.list_batches(DOMAIN, forecast=bad)),  # type: ignore[arg-type]
+            ("/wait_for_operator", bus.wait_command(DOMAIN, ID, wait_for_operator=bad)),  # type: ignore[arg-type]
+        ):
+            [problem] = await problems(call)
+            assert (problem.path, problem.message.endswith("wanted True or False")) == (path, True)
+
+
 BAD_IDS: list[Any] = ["", str(ID), str(ID).upper(), f"{{{ID}}}", 7, b"x" * 16, UUID(int=0), object()]
 
 

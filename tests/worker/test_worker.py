@@ -496,6 +496,7 @@ async def test_a_stop_that_is_cancelled_leaves_nothing_running(given: Given, dat
         ({"no_handler_pause": timedelta(seconds=-1)}, "no_handler_pause must be at least zero"),
         ({"prefetch": 0.05}, "prefetch must be a timedelta, found 0.05"),
         ({"lease_for": 30}, "lease_for must be a timedelta, found 30"),
+        ({"lease_for": "x" * 999}, "lease_for must be a timedelta, found 'x{79}\\.$"),
     ],
 )
 async def test_a_wrong_setting_is_named(bus: CommandBus, wrong: dict[str, Any], said: str) -> None:

@@ -64,12 +64,13 @@ class BatchVerbs:
         more reads for each.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
-        check(self._limits, writes=False, **given(domain=domain, job_of_batch=job_id), name=name, **page)
+        about: dict[str, Any] = {"name": name, "forecast": forecast}
+        check(self._limits, writes=False, **given(domain=domain, job_of_batch=job_id), **about, **page)
         kinds: dict[str, Any] = {
             "status": choice(BatchStatus, status),
             "batch_type": choice(BatchType, batch_type, "batch_type"),
         }
-        plan = list_batches(domain, job_id=job_id, name=name, forecast=forecast, **kinds, **page)
+        plan = list_batches(domain, job_id=job_id, **about, **kinds, **page)
         return await self.database.read(plan)
 
     async def list_batch_commands(

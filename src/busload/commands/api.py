@@ -167,7 +167,8 @@ class CommandVerbs(ABC):
         A command of a batch is looked at whenever its batch has changed, any other one after pauses that grow from 10
         ms to the `poll_every` of the settings.
         """
-        check(self._limits, writes=False, domain=domain, command_id=command_id)
+        about: dict[str, Any] = {"command_id": command_id, "wait_for_operator": wait_for_operator}
+        check(self._limits, writes=False, domain=domain, **about)
         seconds, found = seconds_of(timeout), None
         try:
             async with waiting.TimeLimit(seconds) as limit:

@@ -444,6 +444,8 @@ RULES: Mapping[str, Rule] = {
     "archive": FLAG,
     "dry_run": FLAG,
     "failed_only": FLAG,
+    "forecast": FLAG,
+    "wait_for_operator": FLAG,
     "continue_after_failures": FLAG,
     "older_than": between(TICK, LONGEST, f"a timedelta of more than zero and at most {LONGEST.days} days"),
     "publish_again_after": _age,
