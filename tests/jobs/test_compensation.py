@@ -11,6 +11,7 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BatchJob,
     BusinessRuleError,
     Command,
     CommandBus,
@@ -196,6 +197,29 @@ async def test_a_job_that_is_canceled_while_it_plans_is_undone_at_once(
     assert (job.status, [stage.status.value for stage in job.stages]) == ("COMPENSATING", ["COMPLETED", "CANCELED"])
     await given.drained()
     assert ((await job_now(bus, job_id)).status, ran) == ("CANCELED", ["a", "undo a"])
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+async def test_a_job_whose_step_an_operator_has_ended_is_undone_when_it_is_canceled(
+    bus: CommandBus, given: Given, ran: list[str], in_batch: bool
+) -> None:
+    """No step will come that would begin to undo it"""
+    stages = [Stage("flight", do("book"), compensate=do("unbook")), Stage("payment", do("pay"))]
+    batch_id = await bus.jobs.create_batch(DOMAIN, [BatchJob(stages)])
+    [job] = await bus.jobs.list(DOMAIN)
+    given.settled(given.claimed())
+    step = (await job_now(bus, job.job_id)).step
+    assert step is not None
+    await bus.cancel_command(DOMAIN, step.command_id, reason="by mistake")
+    if in_batch:
+        assert await bus.cancel_batch(DOMAIN, batch_id, reason="no trip") == 1
+    else:
+        assert await bus.jobs.cancel(DOMAIN, job.job_id, reason="no trip") == 0
+    await given.drained()
+    ended = await job_now(bus, job.job_id)
+    assert (ended.status, ended.compensated_at is not None, ran) == ("CANCELED", True, ["unbook"])
+    assert [stage.status for stage in ended.stages] == ["COMPLETED", "PENDING"]
+    assert (await given.batch_now(batch_id)).status.final
 
 
 async def test_a_canceled_job_that_has_done_nothing_is_just_canceled(

@@ -11,7 +11,7 @@ from busload.commands.send import NO_BROKER, Via
 from busload.errors import InvalidOperationError
 from busload.jobs.job import JobStatus, StageStatus
 from busload.jobs.listing import UNDONE
-from busload.jobs.progress import hold, refuse_if_counted, undo_next
+from busload.jobs.progress import hold, refuse_if_counted, undo_from
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 
@@ -27,6 +27,7 @@ class _Stopped:
     stage: str
     batch_id: UUID
     plan_id: UUID
+    step_ended: bool
     told: None = None
 
 
@@ -88,7 +89,7 @@ def _stop(
     if planned:
         plan_ids = [job.plan_id for job in planned]
         [(planners,)] = yield from execute(SQL.cancel_planners, domain=domain, plan_ids=plan_ids, **about)
-    for job in planned:
-        if job.compensates:  # nothing of it runs, so nobody else would begin
-            yield from undo_next(*(yield from hold(domain, job.job_id, via)))
+    for job in stopped:  # if nothing of it runs, and no step will come, nobody else would begin
+        if job.step_ended or (job.compensates and job.stage == StageStatus.PLANNING):
+            yield from undo_from(*(yield from hold(domain, job.job_id, via)))
     return int(planners), [batch_id for batch_id, _ in marked]

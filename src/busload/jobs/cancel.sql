@@ -24,9 +24,10 @@ SELECT batch_id FROM marked;
 -- Stop jobs whose rows are locked: none of them begins another stage. A job that goes on, and has reached a
 -- stage that can be undone, is to be compensated; any other one has ended. Whoever waits for these is
 -- notified. The commands of later stages are dropped, and those that undo a stage if they are not needed.
--- Returns each job, whether it compensates, and where it is.
+-- Returns each job, whether it compensates, and where it is; also whether a person has ended the step that
+-- would begin the compensation.
 WITH here AS MATERIALIZED (
-    SELECT j.job_id, s.status AS stage, s.batch_id, s.plan_id,
+    SELECT j.job_id, j.domain, s.status AS stage, s.batch_id, s.plan_id, s.step_id,
            j.status = 'IN_PROGRESS' AND EXISTS (
                SELECT FROM busload.job_stage AS u
                 WHERE u.job_id = j.job_id AND u.position <= j.position AND u.undo = 'PENDING') AS compensates
@@ -49,6 +50,12 @@ WITH here AS MATERIALIZED (
      WHERE p.job_id = h.job_id AND (p.position >= 0 OR NOT h.compensates)
 )
 SELECT job_id, compensates, stage, batch_id, plan_id,
+       compensates AND stage = 'IN_PROGRESS' AND EXISTS (
+           SELECT FROM busload.command_status AS c
+            WHERE c.domain = here.domain AND c.command_id = here.step_id
+              AND c.status IN ('COMPLETED', 'FAILED', 'CANCELED')
+           OFFSET 0
+       ),
        CASE WHEN NOT compensates THEN pg_notify('busload_batch', job_id::text) END
   FROM here
  ORDER BY job_id;

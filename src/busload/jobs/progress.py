@@ -207,14 +207,26 @@ def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BRO
         again = replace(here, plan_id=new_id())
         yield from execute(SQL.replan, job_id=job_id, position=here.position, plan_id=again.plan_id)
         return (yield from _send_planner(job, again))
-    if here.status == StageStatus.IN_PROGRESS:
-        batch = yield from find_batch(domain, here.batch_id)
-        status = batch.status.value if batch is not None else StageStatus.COMPLETED_WITH_FAILURES.value
-        yield from execute(SQL.mark_stage, job_id=job_id, position=here.position, status=status)
-        stages[job.position] = replace(here, status=status)
     if job.status == JobStatus.COMPENSATING:
-        return (yield from undo_next(job, stages))
+        return (yield from undo_from(job, stages))
+    yield from _mark_ended(job, stages)
     return (yield from _begin(job, stages, job.position + 1))
+
+
+def undo_from(job: HeldJob, stages: list[StageRow]) -> Plan[str]:
+    """Begin to undo a job at the stage where it is, of which nothing runs any more."""
+    yield from _mark_ended(job, stages)
+    return (yield from undo_next(job, stages))
+
+
+def _mark_ended(job: HeldJob, stages: list[StageRow]) -> Plan[None]:
+    """Note how the stage has ended where the job is, if its step has not done so."""
+    here = stages[job.position]
+    if here.status == StageStatus.IN_PROGRESS:
+        batch = yield from find_batch(job.domain, here.batch_id)
+        status = batch.status.value if batch is not None else StageStatus.COMPLETED_WITH_FAILURES.value
+        yield from execute(SQL.mark_stage, job_id=job.job_id, position=here.position, status=status)
+        stages[job.position] = replace(here, status=status)
 
 
 def refuse_if_counted(job: HeldJob, done: str) -> Plan[None]:
