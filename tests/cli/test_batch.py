@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
@@ -145,6 +146,16 @@ def test_hold_and_resume_say_what_they_did_and_show_says_who_holds_it(
     assert busload("batch", "resume", batch_id).stdout == "It was not held.\n"
     sync_bus.cancel_batch("payments", UUID(batch_id), reason="test")
     assert busload(*hold).exit_code == 1
+
+
+def test_resume_says_that_the_budget_holds_what_a_person_held(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")] * 3, budget=FailureBudget(0.1))
+    sync_bus.hold_batch("payments", batch_id, reason="the bank complains")
+    with psycopg.connect(sync_bus.dsn) as conn:  # commands that ran have failed meanwhile
+        conn.execute("UPDATE busload.batch SET failed_count = 1")
+    again = "Resumed, and held again at once by its budget: 1 of 3 commands has failed or waits for a person"
+    assert busload("batch", "resume", str(batch_id)).stdout.startswith(again)
+    assert json.loads(busload("batch", "resume", str(batch_id), "--json").stdout)["held_again"] is False
 
 
 def test_show_tells_of_canary_and_budget_and_resume_raises_the_budget(

@@ -26,7 +26,7 @@ NOUNS = {
     "domain": "See what waits in domains, pause and resume them.",
     "health": "Say whether the database, the workers and the broker are well.",
     "job": "Follow jobs stage by stage, resume and cancel them.",
-    "limit": "See and reset rate limits.",
+    "limit": "See rate limits and concurrency limits, and reset rate limits.",
     "outbox": "See what waits for a broker, try again, or go without it.",
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",

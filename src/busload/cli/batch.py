@@ -166,7 +166,8 @@ def resume(
 ) -> Answer:
     """Let a held batch go on, whatever holds it.
 
-    A failure budget that holds it counts from here on.
+    A failure budget that holds it counts from here on. If the budget was exceeded while a person held the batch, the
+    budget holds it from now on: resume it once more, or with --budget.
 
         busload batch resume 0198c5d2-7f3a
         busload batch resume 0198c5d2-7f3a --budget 0.05 --at-least 100
@@ -174,7 +175,11 @@ def resume(
     raised = None if budget is None else FailureBudget(budget, at_least)
     resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
     said = "Resumed." if resumed else "It was not held."
-    return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed}, said)
+    found = bus.get_batch(domain, batch_id) if resumed else None
+    held_again = found is not None and found.held_reason in ("BUDGET", "CANARY")
+    if found is not None and held_again:
+        said = f"Resumed, and held again at once by its {str(found.held_reason).lower()}: {found.held_note}"
+    return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed, "held_again": held_again}, said)
 
 
 @batch.command(context_settings={"ignore_unknown_options": True})  # a negative number is no option

@@ -36,7 +36,7 @@ limit = noun(
     "show crm",
     "concurrency crm",
     "reset crm",
-    more=": the calls per second now, and which receivers refuse calls until when.",
+    more=": the calls per second and at a time now, and which receivers refuse calls until when.",
 )
 
 

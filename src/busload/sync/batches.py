@@ -130,7 +130,8 @@ class BatchVerbs:
         """Let a held batch go on, whatever holds it; returns False if it was not held.
 
         A failure budget that holds it counts from here on. With `budget`, the batch has this one from here on. A
-        canary that holds it is over, and all commands may start.
+        canary that holds it is over, and all commands may start. If a person held it, and meanwhile its budget was
+        exceeded or its canary has failed, that holds it at once.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
         raised = budget_columns(self._limits, domain, budget)
