@@ -18,6 +18,7 @@ import click
 from busload.bus import CommandBus
 from busload.cli import WrongInputError, options
 from busload.cli.answer import Answer
+from busload.cli.with_verbs import WithVerbs
 from busload.settings import Settings, from_environment
 
 PORT = 8484
@@ -55,17 +56,8 @@ def user(name: str, role: str, as_json: bool) -> None:
     Answer(value, lambda: click.echo(said)).print(as_json)
 
 
-class _WithUser(click.Command):
-    """A command whose first argument may be a verb instead: `busload dashboard user ada`."""
-
+class _WithUser(WithVerbs):
     verbs: ClassVar = {"user": user}
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if args and args[0] in self.verbs:
-            return self.verbs[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
 
 
 @click.command(cls=_WithUser)

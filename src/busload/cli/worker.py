@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import click
 import msgspec
@@ -27,7 +27,8 @@ from busload.bus import CommandBus
 from busload.cli import WAIT, Seconds, did_you_mean, options
 from busload.cli.metrics_server import Address, address, pages, serve_pages
 from busload.cli.options import Decorator
-from busload.cli.worker_list import WithList
+from busload.cli.with_verbs import WithVerbs
+from busload.cli.worker_list import ls
 from busload.errors import kind_of
 from busload.postgres.connection import connection_errors_explained
 from busload.postgres.waiting import Event
@@ -74,7 +75,11 @@ def _time(option: str, setting: str, help: str, least: float = 0) -> Decorator:
     )
 
 
-@click.command(cls=WithList)
+class _WithList(WithVerbs):
+    verbs: ClassVar = {"ls": ls}
+
+
+@click.command(cls=_WithList)
 @click.argument("application", metavar="MODULE:BUS")
 @click.option("--domains", metavar="D1,D2", help="Which domains to serve; default all that have handlers.")
 @options.transport

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import click
 
 from busload.cli import options
@@ -37,16 +35,3 @@ def ls(bus: SyncCommandBus, domain: str | None, stopped_too: bool, limit: int) -
         busload worker ls --all --json | jq -r '.[] | select(.state == "LOST").name'
     """
     return WORKERS.list(bus.database.read(search.workers(domain=domain, stopped_too=stopped_too, limit=limit)))
-
-
-class WithList(click.Command):
-    """A command whose first argument may be a verb instead: `busload worker ls`."""
-
-    verbs: ClassVar = {"ls": ls}
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if args and args[0] in self.verbs:
-            return self.verbs[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
