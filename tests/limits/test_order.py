@@ -379,7 +379,7 @@ async def test_a_client_that_freezes_within_its_claim_is_disconnected_and_its_cl
     await sent(given, 2)
     with closing(psycopg.connect(dsn)) as frozen:
         with monkeypatch.context() as patch:
-            patch.setattr(order, "IDLE", 50)
+            patch.setattr(order, "IDLE", 1000)
             assert numbers(perform(frozen, claiming(worker)).first) == [0]
         there = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
         await eventually(lambda: database.value(there, frozen.info.backend_pid) == 0, within=10)
@@ -563,6 +563,31 @@ async def test_who_sends_after_another_send_has_returned_gets_a_higher_id(given:
             await given.sent(data={"n": 5 * n + 4})
     found = [n for (n,) in database.rows("SELECT (data ->> 'n')::int FROM busload.command ORDER BY id")]
     assert found == list(range(15))
+
+
+async def test_a_domain_that_no_worker_has_claimed_in_order_for_a_month_is_forgotten(
+    given: Given, database: Database
+) -> None:
+    """Unless it is paused. A worker that serves the domain says so again"""
+    for domain in ("gone", "new", "paused"):
+        database.perform(order.register_domain(domain))
+    await given.bus.domains.pause("paused", reason="for long")
+    database.rows("UPDATE busload.ordered_domain SET used_at = now() - interval '31 days' WHERE domain <> 'new'")
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="n", ordered=True))
+    await given.drained()
+    known = "SELECT domain FROM busload.ordered_domain ORDER BY 1"
+    assert database.rows(known) == [("new",), ("paused",), (DOMAIN,)]
+
+
+async def test_a_worker_says_once_a_day_that_it_claims_a_domain_in_order(
+    given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given.handler(concurrency_limit=ConcurrencyLimit(1, by="n", ordered=True))
+    monkeypatch.setattr("busload.worker.order.REGISTERED_FOR", 0.0)
+    forgotten = "DELETE FROM busload.ordered_domain RETURNING domain"
+    async with given.running():
+        for _ in range(2):
+            await eventually(lambda: database.rows(forgotten))
 
 
 # -- what people see ---------------------------------------------------------------------------------------------------

@@ -76,8 +76,16 @@ class Look(NamedTuple):
 
 
 def register_domain(domain: str) -> Plan[None]:
-    """Say that workers claim this domain in order, so that single sends keep to it as well."""
+    """Say that workers claim this domain in order, so that single sends keep to it as well.
+
+    A worker says so at least every few days: what nobody says for a month is forgotten.
+    """
     yield from execute(SQL.register_domain, domain=domain)
+
+
+def forget_domains() -> Plan[None]:
+    """Remove domains that no worker has claimed in order for a month: handlers come and go."""
+    yield from execute(SQL.forget_domains)
 
 
 def look(domain: str, *, suspects: bool) -> Plan[Look]:

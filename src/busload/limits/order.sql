@@ -6,6 +6,13 @@ INSERT INTO busload.ordered_domain (domain) VALUES (%(domain)s::text)
     ON CONFLICT (domain) DO UPDATE SET used_at = now()
  WHERE ordered_domain.used_at < now() - interval '1 hour';
 
+-- name: forget_domains
+-- Remove domains that no worker has claimed in order for a month. The next worker that does writes it again.
+-- A paused domain stays: nobody claims it, but its commands wait to run in order.
+DELETE FROM busload.ordered_domain AS o
+ WHERE used_at < now() - interval '30 days'
+   AND NOT EXISTS (SELECT FROM busload.pause AS p WHERE p.domain = o.domain AND p.resumed_at IS NULL);
+
 -- name: look
 -- Whether a claim of this domain may find something, and whether loads of it have owners. Not by EXISTS, for
 -- which a plan could read the loads of all other domains.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -35,6 +36,9 @@ STUCK = 100
 ADVANCED_WITHIN = timedelta(milliseconds=2)
 """How long a key whose first command has ended waits for others, to be told together with them."""
 
+REGISTERED_FOR = 24 * 3600.0
+"""Seconds after which a worker says again that it claims a domain in order."""
+
 KEYS_WITHIN = 1.0
 """Seconds that the keys of one claim may take: other workers wait meanwhile, and the server ends a claim that idles."""
 
@@ -55,7 +59,8 @@ class Order:
     ) -> None:
         self._shared, self._grant, self._refuse, self._on_advanced = shared, grant, refuse, on_advanced
         self._keys: dict[Leased, Key] = {}
-        self._registered: set[str] = set()
+        self._registered: dict[str, float] = {}
+        """When this worker has said that it claims a domain in order."""
         self._per_key = 0.0
         """Seconds that each key took when keys were found last."""
         self._flush_soon: Callable[[], None] = lambda: None
@@ -81,9 +86,9 @@ class Order:
     async def claim(self, domain: str, limit: int) -> tuple[OrderedClaim, list[Transition]]:
         """Claim in the order of sending. Returns also the results of those commands whose `by` fails."""
         shared, number, suspects = self._shared, self._shared.number, not self._shared.held.has_suspect
-        if domain not in self._registered:
+        if time.monotonic() - self._registered.get(domain, -math.inf) > REGISTERED_FOR:
             await shared.perform(order.register_domain(domain))
-            self._registered.add(domain)
+            self._registered[domain] = time.monotonic()
         look = await shared.perform(order.look(domain, suspects=suspects))
         if not look.ready:
             return NOTHING, []

@@ -62,6 +62,7 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
             await _try(conn, order.sweep())
         if rare.unused_limits:
             await _try(conn, concurrency.forget())
+            await _try(conn, order.forget_domains())
     if returned.commands:
         log.warning(
             "Took back %s from dead workers, %d to troubleshooting",

@@ -1,8 +1,8 @@
 -- name: rare_work
 -- Whether there may be work that most databases never have: canceled batches that have not ended, commands
 -- and batches that have expired, canaries whose time is over, held batches, commands that were asked to stop,
--- permits and commands that wait for one, keys whose commands run in order, and limits that nobody uses any
--- more. The statements that do this work are long to plan, and each is a transaction.
+-- permits and commands that wait for one, keys whose commands run in order, and limits and orders that nobody
+-- uses any more. The statements that do this work are long to plan, and each is a transaction.
 SELECT EXISTS (SELECT FROM busload.batch WHERE canceled_at IS NOT NULL AND completed_at IS NULL),
        EXISTS (SELECT FROM busload.expiry WHERE look_at <= now())
        OR EXISTS (SELECT FROM busload.batch WHERE expires_at <= now() AND completed_at IS NULL),
@@ -15,4 +15,5 @@ SELECT EXISTS (SELECT FROM busload.batch WHERE canceled_at IS NOT NULL AND compl
        OR EXISTS (SELECT FROM busload.scheduled
                    WHERE reason = 'LIMITED' AND per_call IS NOT NULL AND limit_name >= ''),
        EXISTS (SELECT FROM busload.first_in_order),
-       EXISTS (SELECT FROM busload.concurrency_limit WHERE used_at < now() - interval '1 day');
+       EXISTS (SELECT FROM busload.concurrency_limit WHERE used_at < now() - interval '1 day')
+       OR EXISTS (SELECT FROM busload.ordered_domain WHERE used_at < now() - interval '30 days');
