@@ -36,6 +36,7 @@ SOURCES = {
     "busload.postgres.own_connection": "connection",
     "busload.postgres.plan": "plan",
     "busload.postgres.pool": "pool",
+    "busload.statistics.api": "statistics",
     "busload.tasks.tracker": "tracker",
     "busload.troubleshooting.api": "troubleshooting",
     "busload.worker.context": "context",

@@ -65,6 +65,7 @@ from busload.postgres.schema.migrate import Migration
 from busload.postgres.write import Write
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
+from busload.statistics.api import Statistics
 from busload.transports import Transport, find_transport
 from busload.troubleshooting import decisions
 from busload.troubleshooting.api import Troubleshooting
@@ -150,6 +151,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.buffers = Buffers(self.database)
+        self.statistics = Statistics(self.database, self._limits)
         self.troubleshooting = Troubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
         self.outbox = Outbox(self.database, self._limits, self._publisher)

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from psycopg import errors as pg
 
-from busload.commands.execution import COMPLETED, Lease, Transition
+from busload.commands.execution import CANCELED, COMPLETED, Lease, Transition
 from busload.postgres.arrays import Bigints, Floats, Integers, Packed, Texts, unless_all_null
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
@@ -20,6 +20,7 @@ def settle(
 ) -> Plan[set[int]]:
     """Record attempts; return the ids of the commands this credited.
 
+    A retry that a cancel has turned into the end of its command becomes CANCELED in its transition, too.
     `now` is read from the same clock as `started` and `finished`. Only differences are sent, so that the clock of the
     database dates everything. Without `again` no attempt may be recorded already, which is cheaper. If one is, the
     statement fails and is repeated with more care: so this is not for use within a transaction. With `patience`, in
@@ -44,7 +45,9 @@ def settle(
     except pg.UniqueViolation:
         # A flush has recorded the same attempts before, but its answer was lost or came too late.
         rows = yield from execute(SQL.settle_again, **columns, patience=patience)
-    if rows[0][0] == len(transitions):
+    recorded, canceled, _ = rows[0]
+    if recorded == len(transitions):
+        _note_canceled(transitions, canceled or ())
         return set(ids)
     return (yield from credited(transitions))
 
@@ -57,7 +60,15 @@ def credited(transitions: Sequence[Transition]) -> Plan[set[int]]:
         lease_ids=[t.leased.lease.lease_id for t in transitions],
         outcomes=_outcomes(transitions),
     )
-    return {id for (id,) in rows}
+    _note_canceled(transitions, [id for id, canceled in rows if canceled])
+    return {id for id, _ in rows}
+
+
+def _note_canceled(transitions: Sequence[Transition], canceled: Sequence[int]) -> None:
+    if canceled:
+        for transition in transitions:
+            if transition.leased.id in canceled:
+                transition.outcome = CANCELED
 
 
 def held_batches(transitions: Iterable[Transition]) -> Plan[frozenset[UUID]]:

@@ -106,6 +106,9 @@ unfinished AS (
      WHERE o.replies AND o.outcome IN ('COMPLETED', 'FAILED', 'CANCELED')
 )
 SELECT (SELECT count(*) FROM settled)::integer,
+       CASE WHEN %(delays)b::float8[] IS NOT NULL
+            THEN ARRAY(SELECT id FROM outcome WHERE outcome = 'CANCELED' AND delay IS NOT NULL)
+       END,
        (SELECT count(pg_notify('busload_ready', domain))
           FROM (SELECT DISTINCT domain FROM replied) AS told
          WHERE domain IS NOT NULL)
@@ -137,7 +140,7 @@ WITH {attempts}, settled AS (
 -- Which of these attempts are recorded as they ended, under the lease that ran them: asked when a settlement
 -- has moved fewer attempts than it sent. A retry that a canceled batch has turned into a cancel is recorded
 -- too.
-SELECT e.command
+SELECT e.command, e.outcome <> coalesce(mine.outcome, 'COMPLETED')
   FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[], %(outcomes)b::text[]) AS mine (id, lease_id, outcome)
   JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id
    AND (

@@ -45,6 +45,8 @@ class DomainOverview:
     pause: Pause | None
     unpublished: int = 0
     """Commands that wait in the outbox for a broker."""
+    oldest_ready: datetime | None = None
+    """Since when the first command waits that is ready and was not tried yet; None if there is none."""
 
 
 class Pauses:
@@ -101,6 +103,6 @@ def domains() -> Plan[list[DomainOverview]]:
 
 
 def _overview(*row: Any) -> DomainOverview:
-    domain, ready, scheduled, running, parked, workers, unpublished, since, operator, reason = row
+    domain, ready, scheduled, running, parked, workers, unpublished, since, operator, reason, oldest = row
     pause = Pause(domain, since, operator, reason) if since else None
-    return DomainOverview(domain, ready, scheduled, running, parked, workers, pause, unpublished)
+    return DomainOverview(domain, ready, scheduled, running, parked, workers, pause, unpublished, oldest)

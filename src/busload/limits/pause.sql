@@ -31,25 +31,35 @@ SELECT domain, since, operator, reason, resumed_at, resumed_by FROM busload.paus
 -- Which of these domains are paused: what a worker asks.
 SELECT domain FROM busload.pause WHERE domain = ANY (%(domains)s::text[]) AND resumed_at IS NULL;
 
+-- fragment: domains
+-- Every domain that has something waiting or running, is served or is paused, with how much of each, and
+-- since when the first command waits that was not tried yet. Reads the places from end to end: they hold
+-- loads, not commands.
+SELECT d.domain, d.ready, d.scheduled, d.running, d.in_troubleshooting, d.workers, d.unpublished,
+       p.since, p.operator, p.reason, greatest(c.created_at, c.run_at) AS oldest_ready
+  FROM (
+    SELECT domain, sum(ready)::bigint AS ready, sum(scheduled)::bigint AS scheduled,
+           sum(running)::bigint AS running, sum(troubleshooting)::bigint AS in_troubleshooting,
+           sum(workers)::integer AS workers, sum(unpublished)::bigint AS unpublished, min(lo) AS first
+      FROM (
+        SELECT domain, hi - lo + 1 AS ready, 0 AS scheduled, 0 AS running, 0 AS troubleshooting, 0 AS workers,
+               0 AS unpublished, CASE WHEN attempt = 1 THEN lo END AS lo
+          FROM busload.queue
+        UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0, 0, NULL FROM busload.scheduled
+        UNION ALL SELECT domain, 0, 0, open, 0, 0, 0, NULL FROM busload.lease
+        UNION ALL SELECT domain, 0, 0, 0, count(*), 0, 0, NULL FROM busload.troubleshooting GROUP BY domain
+        UNION ALL SELECT domain, 0, 0, 0, 0, 0, hi - lo + 1, NULL FROM busload.outbox
+        UNION ALL
+        SELECT unnest(domains), 0, 0, 0, 0, 1, 0, NULL
+          FROM busload.worker
+         WHERE stopped_at IS NULL AND seen_at > now() - lease_for
+        UNION ALL SELECT domain, 0, 0, 0, 0, 0, 0, NULL FROM busload.pause WHERE resumed_at IS NULL
+      ) AS place
+     GROUP BY domain
+  ) AS d
+  LEFT JOIN busload.pause AS p ON p.domain = d.domain AND p.resumed_at IS NULL
+  LEFT JOIN LATERAL (SELECT created_at, run_at FROM busload.command WHERE id = d.first OFFSET 0) AS c ON true
+
 -- name: domains
--- Every domain that has something waiting or running, is served or is paused, with how much of each. Reads
--- the places from end to end: they hold loads, not commands.
-WITH place AS (
-    SELECT domain, hi - lo + 1 AS ready, 0 AS scheduled, 0 AS running, 0 AS troubleshooting, 0 AS workers,
-           0 AS unpublished
-      FROM busload.queue
-    UNION ALL SELECT domain, 0, hi - lo + 1, 0, 0, 0, 0 FROM busload.scheduled
-    UNION ALL SELECT domain, 0, 0, open, 0, 0, 0 FROM busload.lease
-    UNION ALL SELECT domain, 0, 0, 0, count(*), 0, 0 FROM busload.troubleshooting GROUP BY domain
-    UNION ALL SELECT domain, 0, 0, 0, 0, 0, hi - lo + 1 FROM busload.outbox
-    UNION ALL
-    SELECT unnest(domains), 0, 0, 0, 0, 1, 0
-      FROM busload.worker
-     WHERE stopped_at IS NULL AND seen_at > now() - lease_for
-    UNION ALL SELECT domain, 0, 0, 0, 0, 0, 0 FROM busload.pause WHERE resumed_at IS NULL
-)
-SELECT domain, sum(ready)::bigint, sum(scheduled)::bigint, sum(running)::bigint, sum(troubleshooting)::bigint,
-       sum(workers)::integer, sum(unpublished)::bigint, p.since, p.operator, p.reason
-  FROM place LEFT JOIN (SELECT * FROM busload.pause WHERE resumed_at IS NULL) AS p USING (domain)
- GROUP BY domain, p.since, p.operator, p.reason
- ORDER BY domain;
+-- What is in each place of each domain.
+{domains} ORDER BY d.domain;

@@ -53,6 +53,7 @@ from busload.sync.limits import Domains, Limits
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
+from busload.sync.statistics import Statistics
 from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.troubleshooting import decisions
 
@@ -76,6 +77,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.buffers = Buffers(self.database)
+        self.statistics = Statistics(self.database, self._limits)
         self.troubleshooting = SyncTroubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
         self.outbox = SyncOutbox(self.database, self._limits, self._publisher)

@@ -30,6 +30,8 @@ from busload.postgres.plan import Plan, execute, many, one
 from busload.postgres.statements import statements
 from busload.postgres.write import PATIENCE, Write, patient
 from busload.settings import InputLimits, PayloadLimits
+from busload.statistics import statistics
+from busload.statistics.attempts import counts
 from busload.tasks.compare import newest
 
 SQL = statements(__name__)
@@ -234,7 +236,11 @@ def end(
         workers=list(workers),
     )
     if held is not None:
-        yield from settle.settle([decide(held, outcome, AT_ONCE, limits)], now=0.0, patience=patience)
+        transition = decide(held, outcome, AT_ONCE, limits)
+        credited = yield from settle.settle([transition], now=0.0, patience=patience)
+        if credited:
+            counted = counts({transition.outcome: 1}, max(0.0, -held.started))
+            yield from statistics.record({held.lease.domain: counted}, ago=0.0)
     ended = yield from one(
         search.as_execution,
         SQL.ended,

@@ -274,7 +274,7 @@ class _ChunkRun(BulkRun):
             await self._settlement.look_for_holds(transitions)
             for transition in transitions:
                 self._leased.pop(transition.leased.command_id, None)
-                self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+                self._settlement.settled_elsewhere(transition)
             self._report(transitions)
         else:
             await self._put(self._completed(call))

@@ -292,7 +292,7 @@ class _GroupRun(BulkRun):
         if not ended.credited:
             raise SupersededError("Another worker has this group now; what was delivered has left it all the same.")
         self._report(judgement, ended.transition)
-        self._settlement.settled_elsewhere(self._leased, ended.transition.outcome)
+        self._settlement.settled_elsewhere(ended.transition)
 
     def _report(self, judgement: Judgement, transition: Transition) -> None:
         """Log why items of this group have failed, if any has."""

@@ -28,6 +28,7 @@ from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
 from busload.settings import WorkerSettings
+from busload.statistics.recorder import Recorder
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
@@ -120,7 +121,7 @@ class Run:
 
     async def until_stopped(self) -> None:
         self._rounds = self._start(*self._taking)
-        self._start(self._sweeping, *self._pruning, *self._distribution.loops)
+        self._start(self._sweeping, self._recording, *self._pruning, *self._distribution.loops)
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         if self._broker is not None:
             self._broker.start()
@@ -208,6 +209,7 @@ class Run:
         self._promoting = Loop("Promoting", self._claimer.promote, self._outage)
         self._taking = self._claiming, self._promoting, self._claiming_newcomers
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
+        self._recording = Loop("Recording statistics", self._recorder.once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
@@ -223,6 +225,7 @@ class Run:
     def _assemble_stations(self, shared: Shared) -> None:
         settings = self._settings
         self._settlement = Settlement(self._pool, self._held, settings, self._on_settled, self._outage)
+        self._recorder = Recorder(shared.in_transaction, self._settlement.attempts)
         self._hand_back = HandBack(shared)
         shared.permits = self._permits = Permits(shared, self._hand_back.add, self._moved.set)
         if shared.bus.handlers.ordered:
@@ -386,7 +389,7 @@ class Run:
         if self._rounds:
             log_stopping(self._line.in_hand, self._settlement.waiting, self._settings.grace)
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
-        for loop in (*self._taking, *self._pruning, *self._distribution.loops, *self._freeing):
+        for loop in (*self._taking, self._recording, *self._pruning, *self._distribution.loops, *self._freeing):
             loop.stop()
         deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
         graceful = TimeLimit(grace)
@@ -422,11 +425,19 @@ class Run:
                 await self._shared.perform(rescue.retire(worker=self._shared.number))
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
+        await self._record_rest()
         if abandoned:
             again = "Its command runs again." if abandoned == 1 else "Their commands run again."
             raise InvalidOperationError(
                 f"{counted(abandoned, 'result')} could not be settled before the worker stopped. {again}"
             )
+
+    async def _record_rest(self) -> None:
+        try:
+            async with asyncio.timeout(BRIEFLY):
+                await self._recorder.record()
+        except (psycopg.Error, TimeoutError) as error:
+            log.warning("The statistics lack what this worker has settled in the last seconds: %r", error)
 
     async def _end(self) -> None:
         """End everything, however far the stop came. Other workers rescue what this one still holds."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from typing import TypeAlias
 from uuid import UUID
 
@@ -49,6 +48,7 @@ from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.waiting import TimeLimit
 from busload.settings import PayloadLimits, WorkerSettings
+from busload.statistics.attempts import OUTCOME, Attempts
 from busload.worker.coalescer import Coalescer, refuse_cancelled
 from busload.worker.held_leases import HeldLeases
 from busload.worker.shared import Shared
@@ -106,6 +106,7 @@ class Settlement:
         self.heed_holds: Callable[[Set[UUID]], None] = lambda held: None
         """Told of batches that are held, before anything may begin that waits for their results to count."""
         self.outcomes: Counter[str] = Counter()
+        self.attempts = Attempts()
         self.in_transactions = self.late = 0
         self.failures_in_row, self.failed_at = 0, 0.0
         """How many of the last attempts have failed, one after the other, and when the last of them was settled."""
@@ -179,9 +180,11 @@ class Settlement:
         if held:
             self.heed_holds(held)
 
-    def settled_elsewhere(self, leased: Leased, outcome: str = COMPLETED) -> None:
+    def settled_elsewhere(self, transition: Transition) -> None:
         """The handler's own transaction has settled this one."""
+        leased, outcome = transition.leased, transition.outcome
         self.outcomes[outcome] += 1
+        self.attempts.add([transition], [outcome])
         self._count_failures((outcome,))
         self.in_transactions += 1
         self._held.settled([leased])
@@ -323,8 +326,10 @@ class Settlement:
                 if transition.leased.id not in credited:
                     self._held.refused(transition.leased)
             transitions = [transition for transition in transitions if transition.leased.id in credited]
-        outcomes = list(map(attrgetter("outcome"), transitions))
+        outcomes = list(map(OUTCOME, transitions))
         self.outcomes.update(outcomes)
+        if transitions:
+            self.attempts.add(transitions, outcomes)
         self._count_failures(outcomes)
         self.tell_settled()
         return len(transitions)
@@ -368,7 +373,7 @@ class Outcomes:
         """A handler has returned; `settled` says that its own transaction has recorded that."""
         if settled:
             await self._settlement.look_for_holds([transition])
-            self._settlement.settled_elsewhere(transition.leased, transition.outcome)
+            self._settlement.settled_elsewhere(transition)
         else:
             await self._put(transition)
         if transition.reason is not None:
