@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 from busload.worker.metrics import docs_table
-from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
+from busload.worker.stats import BrokerStats, CoalescerStats, HandlerStats, OutboxStats, WorkerStats
 
 PAGE = Path(__file__).parent.parent / "docs/reference.md"
 
 
 def written(text: str) -> str:
     """The page with the tables that the figures have now, each below a comment with the name of its class."""
-    for stats in (WorkerStats, BrokerStats, OutboxStats, CoalescerStats):
+    for stats in (WorkerStats, HandlerStats, BrokerStats, OutboxStats, CoalescerStats):
         mark = f"<!-- figures: {stats.__name__} -->\n"
         [old] = re.findall(rf"{mark}(?:\n(?:\|.*\n)+)?", text)
         text = text.replace(old, f"{mark}\n{docs_table(stats)}\n")

@@ -30,6 +30,7 @@ SOURCES = {
     "busload.dispatch.create_batch": "create_batch",
     "busload.dispatch.api": "outbox",
     "busload.limits.api": "limits",
+    "busload.metrics.api": "metrics",
     "busload.postgres.database": "database",
     "busload.postgres.guarded_connection": "guarded_connection",
     "busload.postgres.listen": "listen",

@@ -9,6 +9,8 @@ command -v gcc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 ls /usr/include/openssl/ssl.h >/dev/null 2>&1 || missing="$missing libssl-dev"
 ls /usr/bin/chromium >/dev/null 2>&1 || missing="$missing chromium"
 command -v redis-server >/dev/null 2>&1 || missing="$missing redis-server"
+# It comes with promtool, which checks metrics and alert rules.
+command -v promtool >/dev/null 2>&1 || missing="$missing prometheus"
 # Debian installs the pooler in a folder that not every user has on the path.
 ls /usr/sbin/pgbouncer >/dev/null 2>&1 || command -v pgbouncer >/dev/null 2>&1 || missing="$missing pgbouncer"
 [ -z "$missing" ] && exit 0

@@ -34,7 +34,7 @@ import busload
 from busload.settings import VARIABLES, Settings, WorkerSettings
 from busload.testing import TestServer
 from busload.worker.metrics import figures_of, metrics_text
-from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
+from busload.worker.stats import BrokerStats, CoalescerStats, HandlerStats, OutboxStats, WorkerStats
 from tests.given import Database
 
 ROOT = Path(__file__).parent.parent
@@ -359,12 +359,13 @@ def test_the_reference_has_every_figure_as_it_is_declared() -> None:
 
 def test_the_docs_name_no_metric_that_a_worker_does_not_have() -> None:
     outbox = OutboxStats("postgresql", 1, 1, 1.0, 1)
-    stats = WorkerStats(1, CoalescerStats(1), broker=BrokerStats("postgresql", outbox=(outbox,)))
+    handler = HandlerStats("payments", "Debit", {"completed": 1}, (0,) * 17)
+    stats = WorkerStats(1, CoalescerStats(1), handlers=(handler,), broker=BrokerStats("postgresql", outbox=(outbox,)))
     exposed = set(re.findall(r"^# TYPE (\w+)", metrics_text(stats, worker="one"), re.MULTILINE))
-    kinds = (WorkerStats, CoalescerStats, BrokerStats, OutboxStats)
+    kinds = (WorkerStats, HandlerStats, CoalescerStats, BrokerStats, OutboxStats)
     declared = {f"busload_{one.metric}" for kind in kinds for one in figures_of(kind).values() if one.metric}
     assert exposed == declared | {"busload_worker_info"}
-    words = "worker|settlement|broker|relay|receive|outbox"
+    words = "worker|settlement|broker|relay|receive|outbox|handler_attempts|handler_duration"
     told = {name for page in PAGES for name in re.findall(rf"\bbusload_(?:{words})_[a-z_]+[a-z]", page.read_text())}
     assert told == exposed
 

@@ -23,7 +23,9 @@ CAPABILITIES = {
     "dispatch",
     "explain",
     "health",
+    "metrics",
     "retention",
+    "statistics",
 }
 LAYERS = (
     {"errors"},

@@ -57,6 +57,7 @@ from busload.jobs.api import Jobs
 from busload.jobs.batch import is_of_jobs
 from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
 from busload.limits.api import Domains, Limits
+from busload.metrics.api import MetricsVerbs
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
@@ -132,7 +133,7 @@ class Bus(HandlerRegistration, ABC):
         return known
 
 
-class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
+class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

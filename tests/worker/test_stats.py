@@ -644,13 +644,14 @@ def exposed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         elif line.startswith("# TYPE "):
             assert line.split(" ")[2] == family
             kind = line.split(" ")[3]
-            assert kind in ("counter", "gauge", "summary")
+            assert kind in ("counter", "gauge", "summary", "histogram")
             assert family.endswith("_total") == (kind == "counter")
         else:
             found = SAMPLE.fullmatch(line)
             assert found is not None, line
             name, labels = found[1], LABEL.findall(found[2])
-            assert name == family or (kind == "summary" and name in (f"{family}_sum", f"{family}_count"))
+            suffixes = {"summary": ("", "_sum", "_count"), "histogram": ("_bucket", "_sum", "_count")}.get(kind, ("",))
+            assert name in [family + suffix for suffix in suffixes]
             key = name, frozenset((k, re.sub(r"\\.", lambda m: UNESCAPED[m[0]], v)) for k, v in labels)
             assert key not in samples
             samples[key] = float(found[3])

@@ -27,6 +27,7 @@ NOUNS = {
     "health": "Say whether the database, the workers and the broker are well.",
     "job": "Follow jobs stage by stage, resume and cancel them.",
     "limit": "See rate limits and concurrency limits, and reset rate limits.",
+    "metrics": "Print the metrics of the whole database, as Prometheus reads them.",
     "outbox": "See what waits for a broker, try again, or go without it.",
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",

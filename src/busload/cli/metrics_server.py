@@ -15,8 +15,8 @@ import click
 import msgspec
 
 from busload.health.health import Health, HealthState
+from busload.metrics.exposition import CONTENT_TYPE
 from busload.worker import Worker
-from busload.worker.metrics import CONTENT_TYPE
 
 log = logging.getLogger("busload")
 

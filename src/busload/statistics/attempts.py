@@ -22,7 +22,6 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 OUTCOMES = (COMPLETED, FAILED, CANCELED, FAILED_ATTEMPT, TROUBLESHOOTING)
 
-KIND = attrgetter("leased.lease.domain", "leased.command_type")
 OUTCOME = attrgetter("outcome")
 
 
@@ -38,34 +37,43 @@ class AttemptsOfType:
         self.seconds = 0.0
 
     def add(self, outcomes: Sequence[str], durations: list[float]) -> None:
-        """Count attempts. The durations are sorted on the way."""
-        self.outcomes.update(outcomes)
+        """Count attempts. The durations may be sorted on the way."""
+        count(self.outcomes, outcomes)
         self.seconds += sum(durations)
-        if len(durations) <= 8:
-            for duration in durations:
-                self.buckets[bisect_left(BOUNDS, duration)] += 1
+        first, last = bisect_left(BOUNDS, min(durations)), bisect_left(BOUNDS, max(durations))
+        if first == last:  # most often all are in one bucket
+            self.buckets[first] += len(durations)
             return
-        # Few bounds lie within so many durations: to look the bounds up is quicker than to look up each duration.
         durations.sort()
-        index, done = bisect_left(BOUNDS, durations[0]), 0
-        while done < len(durations):
+        done = 0
+        for index in range(first, last + 1):
             until = bisect_right(durations, BOUNDS[index]) if index < len(BOUNDS) else len(durations)
             self.buckets[index] += until - done
-            index, done = index + 1, until
+            done = until
 
 
 class Attempts(dict[tuple[str, str], AttemptsOfType]):
     """The attempts of each domain and type of which one was settled."""
 
     def add(self, transitions: Sequence[Transition], outcomes: Sequence[str]) -> None:
-        """Count attempts that are settled, and their outcomes in the same order."""
+        """Count attempts that are settled, at least one, and their outcomes in the same order.
+
+        Every command passes here, so what is usual is quick: all are of one domain and type.
+        """
         durations = [each.finished - each.leased.started for each in transitions]
-        kinds = list(map(KIND, transitions))
-        if kinds.count(kinds[0]) == len(kinds):  # most often all are alike
-            self._of(kinds[0]).add(outcomes, durations)
+        types = {each.leased.command_type for each in transitions}
+        domains = {lease.domain for lease in {each.leased.lease for each in transitions}}
+        if len(types) == len(domains) == 1:
+            self._of((domains.pop(), types.pop())).add(outcomes, durations)
             return
-        for kind, outcome, duration in zip(kinds, outcomes, durations, strict=True):
-            self._of(kind).add((outcome,), [duration])
+        apart: dict[tuple[str, str], tuple[list[str], list[float]]] = {}
+        for each, outcome, duration in zip(transitions, outcomes, durations, strict=True):
+            kind = each.leased.lease.domain, each.leased.command_type
+            ended, took = apart.setdefault(kind, ([], []))
+            ended.append(outcome)
+            took.append(duration)
+        for kind, (ended, took) in apart.items():
+            self._of(kind).add(ended, took)
 
     def by_domain(self) -> dict[str, Counts]:
         """What was counted so far, of all types together."""
@@ -79,6 +87,15 @@ class Attempts(dict[tuple[str, str], AttemptsOfType]):
         if found is None:
             found = self[kind] = AttemptsOfType()
         return found
+
+
+def count(counter: Counter[str], outcomes: Sequence[str]) -> None:
+    """Count outcomes, at least one. Most often all are equal, which is quick to see."""
+    first = outcomes[0]
+    if outcomes.count(first) == len(outcomes):
+        counter[first] += len(outcomes)
+    else:
+        counter.update(outcomes)
 
 
 def counts(outcomes: Mapping[str, int], seconds: float) -> Counts:

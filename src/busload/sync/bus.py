@@ -50,6 +50,7 @@ from busload.sync.database import Database
 from busload.sync.health import HealthVerbs
 from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
+from busload.sync.metrics import MetricsVerbs
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
@@ -58,7 +59,7 @@ from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.troubleshooting import decisions
 
 
-class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs):
+class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

@@ -3,7 +3,7 @@
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
 from busload.worker.coalescer import Coalescer
 from busload.worker.context import ChunkContext, HandlerContext
-from busload.worker.stats import BrokerStats, CoalescerStats, OutboxStats, WorkerStats
+from busload.worker.stats import BrokerStats, CoalescerStats, HandlerStats, OutboxStats, WorkerStats
 from busload.worker.worker import Worker
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Coalescer",
     "CoalescerStats",
     "HandlerContext",
+    "HandlerStats",
     "OutboxStats",
     "SyncChunkContext",
     "SyncHandlerContext",

@@ -45,7 +45,7 @@ from busload.worker.metrics import gathered
 from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
-from busload.worker.stats import Report, WorkerStats
+from busload.worker.stats import Report, WorkerStats, handler_stats
 from busload.worker.stop_log import log_left_behind, log_stopping
 from busload.worker.sweep import sweep
 
@@ -177,6 +177,7 @@ class Run:
             concurrency=self._settings.concurrency,
             settlement=self._settlement.stats.snapshot(),
             in_line=len(self._line),
+            handlers=handler_stats(self._settlement.attempts),
             broker=None if self._broker is None else self._broker.stats(),
         )
 

@@ -1,7 +1,4 @@
-"""The figures of a worker, each declared once: its stats, its metrics and the tables in the docs are made from that.
-
-Metrics are text as Prometheus reads it: exposition format 0.0.4.
-"""
+"""The figures of a worker, each declared once: its stats, its metrics and the tables in the docs are made from that."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+from busload.metrics.exposition import PREFIX, Kind, Metric, Sample, buckets, text
+from busload.statistics.attempts import BOUNDS
 
 T = TypeVar("T")
 Getter = TypeVar("Getter", bound=Callable[..., Any])
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHARED = {
     "worker_settled_total": "Attempts whose result is committed, by how they ended.",
     "broker_messages_total": "Messages handed to the broker, by what became of them.",
@@ -26,16 +24,13 @@ OF_A_TRANSPORT = ("broker", "outbox")
 """The first words of the metrics that have a label `transport`."""
 QUANTILES = (0.5, 0.95, 0.99)
 
-Sample = tuple[str, Mapping[str, str], float]
-"""What follows the name of the metric, the labels, and the value."""
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """What a figure counts and, if Prometheus is to have it, as which metric."""
 
     help: str
-    kind: Literal["counter", "gauge", "summary"] | None = None
+    kind: Kind | None = None
     metric: str | None = None
     source: str | None = None
     """Which part of a running worker counts it: under the same name, or under the one after a dot (`held.lost`)."""
@@ -47,7 +42,7 @@ class Figure:
     def named(self) -> str:
         """The metric for people, with its labels."""
         labels = {**(self.labels or {}), **({self.label: "…"} if self.label else {})}
-        return f"busload_{self.metric}" + "".join(f'{{{name}="{text}"}}' for name, text in labels.items())
+        return f"{PREFIX}{self.metric}" + "".join(f'{{{name}="{text}"}}' for name, text in labels.items())
 
 
 def figure(
@@ -55,7 +50,7 @@ def figure(
     metric: str | None = None,
     source: str | None = None,
     *,
-    kind: Literal["counter", "gauge"] | None = None,
+    kind: Kind | None = None,
     default: Any = 0,
     label: str | None = None,
     **labels: str,
@@ -70,9 +65,7 @@ counter = partial(figure, kind="counter")
 gauge = partial(figure, kind="gauge")
 
 
-def derived(
-    metric: str | None = None, kind: Literal["counter", "gauge", "summary"] | None = None
-) -> Callable[[Getter], Getter]:
+def derived(metric: str | None = None, kind: Kind | None = None) -> Callable[[Getter], Getter]:
     """A property or method that is made of other figures; its docstring says what it is."""
 
     def declare(function: Getter) -> Getter:
@@ -115,39 +108,40 @@ def docs_table(stats: type[Any]) -> str:
 def metrics_text(stats: Any, *, worker: str, about: Mapping[str, str] | None = None) -> str:
     """Every figure with the label `worker`; `about` are the labels of one more metric that says which worker it is."""
     info = Figure("What this worker is, in its labels.", "gauge", "worker_info")
-    samples: list[tuple[Figure, Sample]] = [(info, ("", about or {}, 1))]
+    found: list[tuple[Figure, Sample]] = [(info, Sample(about or {}, 1))]
     of_broker = [] if stats.broker is None else [stats.broker, *stats.broker.outbox]
-    for one in (stats, stats.settlement, *of_broker):
+    for one in (stats, *stats.handlers, stats.settlement, *of_broker):
         for name, figure in figures_of(type(one)).items():
             if figure.metric is not None:
-                samples += ((figure, sample) for sample in _samples(one, name, figure))
-    families: dict[str, list[str]] = {}
-    for figure, (suffix, labels, value) in samples:
-        metric = f"busload_{figure.metric}"
-        head = f"# HELP {metric} {SHARED.get(figure.metric or '', figure.help)}\n# TYPE {metric} {figure.kind}\n"
-        pairs = {"worker": worker, **labels}.items()
-        shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in pairs)
-        line = f"{metric}{suffix}{{{shown}}} {'NaN' if math.isnan(value) else value}\n"
-        families.setdefault(metric, [head]).append(line)
-    return "".join(chain(*families.values()))
+                found += ((figure, sample) for sample in _samples(one, name, figure))
+    families: dict[str, list[Sample]] = {}
+    declared: dict[str, Figure] = {}
+    for figure, sample in found:
+        assert figure.metric is not None
+        declared.setdefault(figure.metric, figure)
+        labeled = Sample({"worker": worker, **sample.labels}, sample.value, sample.suffix)
+        families.setdefault(figure.metric, []).append(labeled)
+    return text(
+        Metric(PREFIX + name, declared[name].kind or "gauge", SHARED.get(name, declared[name].help), tuple(samples))
+        for name, samples in families.items()
+    )
 
 
 def _samples(stats: Any, name: str, figure: Figure) -> Iterator[Sample]:
     labels = dict(figure.labels or {})
+    labels |= {label: getattr(stats, label) for label in getattr(type(stats), "LABELS", ())}
     if figure.metric is not None and figure.metric.startswith(OF_A_TRANSPORT):
         labels["transport"] = stats.transport
     value = getattr(stats, name)
     if figure.kind == "summary":
         for quantile in QUANTILES:
-            yield "", {"quantile": str(quantile)}, value(100 * quantile) if stats.measured else math.nan
-        yield "_sum", labels, stats.measured_seconds
-        yield "_count", labels, stats.measured
+            yield Sample({"quantile": str(quantile)}, value(100 * quantile) if stats.measured else math.nan)
+        yield Sample(labels, stats.measured_seconds, "_sum")
+        yield Sample(labels, stats.measured, "_count")
+    elif figure.kind == "histogram":
+        yield from buckets(labels, BOUNDS, value, stats.seconds)
     elif figure.label is not None:
         for key, count in sorted(value.items()):
-            yield "", {**labels, figure.label: key.lower()}, count
+            yield Sample({**labels, figure.label: key.lower()}, count)
     else:
-        yield "", labels, int(value) if isinstance(value, bool) else value
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        yield Sample(labels, int(value) if isinstance(value, bool) else value)

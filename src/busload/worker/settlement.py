@@ -48,7 +48,7 @@ from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.waiting import TimeLimit
 from busload.settings import PayloadLimits, WorkerSettings
-from busload.statistics.attempts import OUTCOME, Attempts
+from busload.statistics.attempts import OUTCOME, Attempts, count
 from busload.worker.coalescer import Coalescer, refuse_cancelled
 from busload.worker.held_leases import HeldLeases
 from busload.worker.shared import Shared
@@ -326,11 +326,11 @@ class Settlement:
                 if transition.leased.id not in credited:
                     self._held.refused(transition.leased)
             transitions = [transition for transition in transitions if transition.leased.id in credited]
-        outcomes = list(map(OUTCOME, transitions))
-        self.outcomes.update(outcomes)
         if transitions:
+            outcomes = list(map(OUTCOME, transitions))
+            count(self.outcomes, outcomes)
             self.attempts.add(transitions, outcomes)
-        self._count_failures(outcomes)
+            self._count_failures(outcomes)
         self.tell_settled()
         return len(transitions)
 

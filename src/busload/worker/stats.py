@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, islice
+from typing import ClassVar
 
 from busload.commands.wording import counted
+from busload.statistics.attempts import Attempts
 from busload.worker.metrics import counter, derived, figure, figures_of, gauge
 
 log = logging.getLogger("busload")
@@ -25,6 +27,14 @@ RECENT = 10
 REPORT_EVERY = 60.0
 """Seconds between two lines in the log about what was settled."""
 SETTLED = "worker_settled_total"
+OUTCOMES = {
+    "COMPLETED": "completed",
+    "FAILED": "failed",
+    "CANCELED": "canceled",
+    "TROUBLESHOOTING": "parked",
+    "FAILED_ATTEMPT": "failed_attempt",
+}
+"""What metrics call the outcomes."""
 
 
 @dataclass(slots=True)
@@ -232,6 +242,30 @@ class BrokerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HandlerStats:
+    """The attempts at one type of command in one domain, since the worker started."""
+
+    LABELS: ClassVar = ("domain", "type")
+
+    domain: str
+    type: str
+    outcomes: Mapping[str, int] = counter(
+        "Attempts whose result is committed, by how they ended.",
+        "handler_attempts_total",
+        default=MISSING,
+        label="outcome",
+    )
+    durations: tuple[int, ...] = figure(
+        "How many of these took at most 1, 2.5, 5, 10, 25, 50, 100, 250 or 500 ms, 1, 2.5, 5, 10, 30, 60 or 300 s, or "
+        "longer. Each attempt counts once, at the first of these that it does not exceed.",
+        "handler_duration_seconds",
+        kind="histogram",
+        default=MISSING,
+    )
+    seconds: float = figure("Seconds that these took together.", default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """What a worker does now, and has done since it started; once it has stopped, what its last run has done."""
 
@@ -277,6 +311,9 @@ class WorkerStats:
     bulk_calls: int = counter("Calls of bulk handlers, and of handlers of buffers.", "worker_bulk_calls_total", "calls")
     bulk_items: int = counter("Commands and events that these calls were given.", "worker_bulk_items_total", "calls")
     lost_leases: int = counter("Leases that others took over.", "worker_lost_leases_total", "held.lost")
+    handlers: tuple[HandlerStats, ...] = figure(
+        "A `HandlerStats` for each domain and type of which an attempt was settled.", default=()
+    )
     broker: BrokerStats | None = figure(
         "What the broker delivered, as `BrokerStats`; None where PostgreSQL delivers.", default=None
     )
@@ -292,6 +329,18 @@ class WorkerStats:
     def settled(self) -> int:
         """Attempts whose result is committed and counts."""
         return self.completed + self.failed + self.canceled + self.parked + self.failed_attempts
+
+
+def handler_stats(attempts: Attempts) -> tuple[HandlerStats, ...]:
+    """What was counted so far, as figures that do not change any more."""
+    return tuple(
+        HandlerStats(
+            *(domain, command_type),
+            {name: each.outcomes[outcome] for outcome, name in OUTCOMES.items()},
+            *(tuple(each.buckets), each.seconds),
+        )
+        for (domain, command_type), each in sorted(attempts.items())
+    )
 
 
 class Report:
