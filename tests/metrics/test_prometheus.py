@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import subprocess
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from busload import CommandBus
 from busload.cli.metrics_server import Address, pages, serve_pages
 from busload.dashboard import app
 from busload.statistics import recorder
-from tests.given import Database, Given
+from tests.given import WITHIN, Database, Given
 from tests.metrics.test_metrics import mixed
 from tests.servers import free_ports, running, wait_for_port
 
@@ -266,14 +265,20 @@ def prometheus(home: Path, targets: list[str]) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/api/v1"
 
 
+class _Server(uvicorn.Server):
+    """Leaves the signals of the test's process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 @asynccontextmanager
 async def dashboard(bus: CommandBus) -> AsyncIterator[str]:
     """The dashboard, served beside the test."""
     listening = Address("127.0.0.1", 0).listen()
     host, port = listening.getsockname()
-    config = uvicorn.Config(app(bus), log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    server = _Server(uvicorn.Config(app(bus), log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         yield f"{host}:{port}"
@@ -286,7 +291,6 @@ async def test_prometheus_evaluates_every_query_on_what_it_has_scraped(
     bus: CommandBus, given: Given, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the Grafana dashboard and of the alert rules, from a worker and a dashboard that run."""
-    assert threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(recorder, "EVERY", 0.1)
     await mixed(given)
     await given.drained()
@@ -323,20 +327,22 @@ async def test_prometheus_evaluates_every_query_on_what_it_has_scraped(
                         missing.discard(query)
                 return not missing
 
-            for _ in range(100):
-                if await answered():
-                    break
-                await asyncio.sleep(0.1)
-            assert missing == set()
+            try:
+                async with asyncio.timeout(WITHIN):
+                    while not await answered():
+                        await asyncio.sleep(0.1)  # until the next scrape
+            except TimeoutError:
+                assert missing == set()
 
             async def evaluated() -> list[dict[str, Any]]:
                 groups = (await ask("rules"))["groups"]
                 return [rule for group in groups for rule in group["rules"]]
 
             found = await evaluated()
-            while any(rule["health"] == "unknown" for rule in found):
-                await asyncio.sleep(0.1)
-                found = await evaluated()
+            async with asyncio.timeout(WITHIN):
+                while any(rule["health"] == "unknown" for rule in found):
+                    await asyncio.sleep(0.1)
+                    found = await evaluated()
             assert {rule["name"]: rule["health"] for rule in found} == {case.alert: "ok" for case in CASES}
             up = (await ask("query", query="up"))["result"]
             assert {each["metric"]["instance"]: each["value"][1] for each in up} == {
