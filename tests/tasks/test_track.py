@@ -66,8 +66,8 @@ RUNS = """
       FROM generate_series(1, 30000);
     INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at)
     SELECT id, 1, 'COMPLETED', command_id, 1, now(), now() FROM busload.command;
-    INSERT INTO busload.troubleshooting (command, domain, priority, attempt, forgiven, reason)
-    SELECT n * 3000 * 1024 + 1, 'other', 0, 1, 0, 'PERMANENT' FROM generate_series(1, 9) AS n;
+    INSERT INTO busload.troubleshooting (command, domain, command_type, priority, attempt, forgiven, reason)
+    SELECT n * 3000 * 1024 + 1, 'other', 'Debit', 0, 1, 0, 'PERMANENT' FROM generate_series(1, 9) AS n;
     ANALYZE busload.command; ANALYZE busload.execution;
 """
 

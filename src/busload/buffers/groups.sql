@@ -93,7 +93,7 @@ WITH held AS MATERIALIZED (
            coalesce(c.correlation_id, c.command_id), c.priority, c.max_attempts
       FROM busload.command AS c CROSS JOIN (SELECT count(*)::integer FROM moved) AS n
      WHERE c.id = %(command)s::bigint AND n.count > 0
-    RETURNING id, domain, priority
+    RETURNING id, domain, command_type, priority
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, priority, attempt, forgiven, crashes)
     SELECT s.id, s.id, s.domain, s.priority, h.attempt, h.forgiven, 1
@@ -102,8 +102,9 @@ WITH held AS MATERIALIZED (
      WHERE %(error)s::text IS NULL
     RETURNING domain
 ), parked AS (
-    INSERT INTO busload.troubleshooting (command, domain, priority, attempt, forgiven, reason, error)
-    SELECT s.id, s.domain, s.priority, h.attempt, h.forgiven, 'PERMANENT', %(error)s::text::json
+    INSERT INTO busload.troubleshooting (command, domain, command_type, priority, attempt, forgiven, reason,
+                                         error)
+    SELECT s.id, s.domain, s.command_type, s.priority, h.attempt, h.forgiven, 'PERMANENT', %(error)s::text::json
       FROM sent AS s CROSS JOIN held AS h WHERE %(error)s::text IS NOT NULL
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, attempt, lease_id, worker, details)

@@ -154,9 +154,10 @@ WITH lease AS MATERIALIZED (
      WHERE route = 'QUEUED'
     RETURNING domain
 ), parked AS (
-    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, fair,
-                                         reason, error)
-    SELECT lo, domain, batch_id, priority, attempt, forgiven, fair, 'CRASHED',
+    INSERT INTO busload.troubleshooting (command, domain, command_type, batch_id, priority, attempt, forgiven,
+                                         fair, reason, error)
+    SELECT lo, domain, (SELECT command_type FROM busload.command AS c WHERE c.id = lo),
+           batch_id, priority, attempt, forgiven, fair, 'CRASHED',
            json_build_object(
                'type', 'WorkerCrashed', 'kind', 'CRASHED',
                'message', format('The worker died %%s times while it ran this command.', crashes - 1)

@@ -77,9 +77,10 @@ unfinished AS (
       FROM unfinished
      WHERE outcome = 'FAILED_ATTEMPT'
 ), parked AS (
-    INSERT INTO busload.troubleshooting (command, domain, batch_id, priority, attempt, forgiven, fair,
-                                         reason, error)
-    SELECT id, domain, batch_id, priority, attempt, forgiven, fair, reason, {without_traceback}
+    INSERT INTO busload.troubleshooting (command, domain, command_type, batch_id, priority, attempt, forgiven,
+                                         fair, reason, error)
+    SELECT id, domain, (SELECT command_type FROM busload.command AS c WHERE c.id = o.id),
+           batch_id, priority, attempt, forgiven, fair, reason, {without_traceback}
       FROM unfinished AS o
      WHERE outcome = 'TROUBLESHOOTING'
 ), progress AS (

@@ -121,7 +121,7 @@ def decide_group(
     check(limits, domain=domain, fingerprint=fingerprint, **options, **because)
     if result is not None:
         result = decode(encoded(result, "/result", limits.payload))
-    checked = None if patch is None else _checked_patch(patch, limits.payload)
+    checked = None if patch is None else checked_patch(patch, limits.payload)
     decision = Decision(
         action=action,
         fingerprint=fingerprint.lower(),
@@ -134,7 +134,8 @@ def decide_group(
     return Write(_decide(domain, decision, options, checked, batch_id), batch_id)
 
 
-def _checked_patch(operations: Sequence[dict[str, Any]], limits: PayloadLimits) -> Patch:
+def checked_patch(operations: Sequence[dict[str, Any]], limits: PayloadLimits) -> Patch:
+    """A patch from a person; raises `InvalidCommandError` if it cannot be one."""
     encoded(operations, "/patch", limits)
     try:
         return Patch(operations, limits)

@@ -189,6 +189,22 @@ def move_part(
         raise SupersededError("Another worker has this part of the decision now.")
     decision = part.decision
     picked = yield from pick(domain, part.command_ids, decision, until=part.until, decision_batch=decision_batch)
+    moved, left = yield from _move(decision, picked, limits, decision_batch)
+    gone = set(part.command_ids).difference(moved, left)
+    if gone:
+        left |= yield from _left_behind(domain, part, gone)
+    return len(moved), left
+
+
+def move(decision: Decision, picked: Sequence[Row], limits: PayloadLimits) -> Plan[tuple[int, dict[UUID, str]]]:
+    """Carry out a decision for commands that were picked; returns how many have moved, and why the others have not."""
+    moved, left = yield from _move(decision, picked, limits, None)
+    return len(moved), left
+
+
+def _move(
+    decision: Decision, picked: Sequence[Row], limits: PayloadLimits, decision_batch: UUID | None
+) -> Plan[tuple[set[UUID], dict[UUID, str]]]:
     commands: dict[int, UUID] = {command: command_id for command, command_id, _, _ in picked}
     data: dict[int, str] = {}
     left: dict[UUID, str] = {}
@@ -206,10 +222,7 @@ def move_part(
         yield Script(b"SET CONSTRAINTS ALL IMMEDIATE")
         kept = yield from find_failing(list(commands), lambda some: end(decision, some, decision_batch))
         left |= {commands.pop(command): why_kept(error) for command, error in kept.items()}
-    gone = set(part.command_ids).difference(commands.values(), left)
-    if gone:
-        left |= yield from _left_behind(domain, part, gone)
-    return len(commands), left
+    return set(commands.values()), left
 
 
 def pick(

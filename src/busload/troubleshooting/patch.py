@@ -43,6 +43,9 @@ class Patch:
                     if room < 0:
                         raise ValueError(f"the copies take more than {self._limits.data_bytes:,} bytes together")
                 patched = step.apply(patched)
+            except jsonpatch.JsonPatchTestFailed:  # its message would repeat the data, which may be secret
+                path = operation["path"]
+                raise ValueError(f"operation {index} (test): another value, or none, is at {path!r:.200}") from None
             except Exception as error:  # the library raises what Python does on data of another shape
                 raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}") from None
         return encode(patched, self._limits, path="/data")

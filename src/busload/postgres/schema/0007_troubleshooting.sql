@@ -31,18 +31,19 @@ CREATE FUNCTION busload.fingerprint(error json) RETURNS text
                '\s+', ' ', 'g')), 300)), 12);
 
 CREATE TABLE busload.troubleshooting (
-    command     bigint      PRIMARY KEY,
-    domain      text        NOT NULL,
-    batch_id    uuid,
-    priority    smallint    NOT NULL,
-    attempt     integer     NOT NULL,   -- the attempt that ended here
-    forgiven    integer     NOT NULL,
-    fair        bigint      NOT NULL DEFAULT 0,
-    reason      text        NOT NULL
-                CHECK (reason IN ('PERMANENT', 'EXHAUSTED', 'CRASHED', 'UNDECODABLE', 'RESULT_INVALID')),
-    error       json,
-    since       timestamptz NOT NULL DEFAULT now(),
-    fingerprint text        NOT NULL GENERATED ALWAYS AS (busload.fingerprint(error)) STORED
+    command      bigint      PRIMARY KEY,
+    domain       text        NOT NULL,
+    command_type text        NOT NULL,   -- a copy, so that causes are counted by type without reading commands
+    batch_id     uuid,
+    priority     smallint    NOT NULL,
+    attempt      integer     NOT NULL,   -- the attempt that ended here
+    forgiven     integer     NOT NULL,
+    fair         bigint      NOT NULL DEFAULT 0,
+    reason       text        NOT NULL
+                 CHECK (reason IN ('PERMANENT', 'EXHAUSTED', 'CRASHED', 'UNDECODABLE', 'RESULT_INVALID')),
+    error        json,
+    since        timestamptz NOT NULL DEFAULT now(),
+    fingerprint  text        NOT NULL GENERATED ALWAYS AS (busload.fingerprint(error)) STORED
 );
 CREATE INDEX troubleshooting_newest   ON busload.troubleshooting (domain, since DESC, command DESC);
 CREATE INDEX troubleshooting_of_cause ON busload.troubleshooting (domain, fingerprint, command);

@@ -1,0 +1,136 @@
+-- fragments of: busload.troubleshooting.decisions
+
+-- fragment: filtered
+-- What waits for a person, as far as a filter lets it through.
+(%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
+AND (%(fingerprint)s::text IS NULL OR t.fingerprint = %(fingerprint)s::text)
+AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
+AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
+AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
+
+-- fragment: selected
+-- What a decision is about: commands of one cause, or those of them that are named.
+t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text
+AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
+AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
+AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
+AND (%(command_ids)s::uuid[] IS NULL OR t.command = ANY (ARRAY(
+        SELECT n.id FROM busload.command AS n
+         WHERE n.domain = %(domain)s::text AND n.command_id = ANY (%(command_ids)s::uuid[]))))
+
+-- name: causes
+-- The causes for which commands wait, in one domain or in all, the largest first. `text` is looked for in the
+-- error of the oldest command. `hours` names the hours of the last day in which some failed, from 1 to 24, and
+-- `counts` how many. All rows have the totals of all pages.
+WITH kind AS (
+    SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
+           max(t.since) AS newest, min(t.command) AS first
+      FROM busload.troubleshooting AS t
+     WHERE {filtered}
+     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type
+), cause AS (
+    SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons, array_agg(DISTINCT command_type) AS types,
+           sum(count)::bigint AS count, min(oldest) AS oldest, max(newest) AS newest, min(first) AS first
+      FROM kind
+     GROUP BY domain, fingerprint
+), told AS MATERIALIZED (
+    SELECT c.*, t.error ->> 'type' AS error_type, t.error ->> 'code' AS error_code, t.error ->> 'message' AS message
+      FROM cause AS c CROSS JOIN LATERAL (
+            SELECT error FROM busload.troubleshooting WHERE command = c.first OFFSET 0) AS t
+     WHERE %(text)s::text IS NULL
+        OR strpos(lower(concat_ws(' ', t.error ->> 'type', t.error ->> 'code', t.error ->> 'message')),
+                  lower(%(text)s::text)) > 0
+), shown AS MATERIALIZED (
+    SELECT * FROM told
+     WHERE %(after_count)s::bigint IS NULL OR count < %(after_count)s::bigint
+        OR count = %(after_count)s::bigint
+           AND (domain, fingerprint) > (%(after_domain)s::text, %(after_fingerprint)s::text)
+     ORDER BY count DESC, domain, fingerprint LIMIT %(limit)s::integer
+), hour AS (
+    SELECT t.domain, t.fingerprint,
+           width_bucket(date_part('epoch', t.since), (SELECT date_part('epoch', now()) - 86400),
+                        (SELECT date_part('epoch', now())), 24) AS hour,
+           count(*) AS count
+      FROM shown AS s JOIN busload.troubleshooting AS t USING (domain, fingerprint)
+     WHERE t.since >= now() - interval '24 hours' AND t.since < now() AND {filtered}
+     GROUP BY t.domain, t.fingerprint, 3
+)
+SELECT s.domain, s.fingerprint, s.reasons, s.error_type, s.error_code, s.message, s.types, s.count, s.oldest,
+       s.newest,
+       (SELECT c.command_id FROM busload.command AS c WHERE c.id = s.first),
+       ARRAY(SELECT h.hour FROM hour AS h
+              WHERE h.domain = s.domain AND h.fingerprint = s.fingerprint ORDER BY h.hour),
+       ARRAY(SELECT h.count FROM hour AS h
+              WHERE h.domain = s.domain AND h.fingerprint = s.fingerprint ORDER BY h.hour),
+       (SELECT count(*) FROM told), (SELECT sum(count)::bigint FROM told)
+  FROM shown AS s
+ ORDER BY s.count DESC, s.domain, s.fingerprint;
+
+-- name: items
+-- The commands of a cause, in their order, from the one after the cursor on.
+SELECT t.command, c.command_id, t.command_type, t.batch_id, c.task_key, t.reason, t.attempt - t.forgiven, t.since,
+       t.error ->> 'message'
+  FROM busload.troubleshooting AS t
+ CROSS JOIN LATERAL (SELECT command_id, task_key FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ WHERE {selected} AND t.command > %(after)s::bigint
+ ORDER BY t.command LIMIT %(limit)s::integer;
+
+-- name: preview
+-- What a decision would touch, and how much of that somebody has `seen` before: up to the time `until` and the
+-- command `last`. The digest differs if the set differs. `completing` are batches in which nothing is open
+-- but what would be touched.
+WITH item AS MATERIALIZED (
+    SELECT t.command, t.attempt, t.since, t.batch_id, t.command_type, t.reason,
+           t.since <= %(until)s::timestamptz AND t.command <= %(last)s::bigint AS seen
+      FROM busload.troubleshooting AS t
+     WHERE {selected}
+), part AS (
+    SELECT batch_id, count(*) AS count FROM item WHERE batch_id IS NOT NULL GROUP BY batch_id
+), batch AS MATERIALIZED (
+    SELECT p.batch_id, p.count, b.name, b.canceled_at IS NOT NULL AS canceled,
+           b.sealed_at IS NOT NULL AND b.completed_at IS NULL
+           AND b.total_count - b.completed_count - b.failed_count - b.canceled_count = p.count AS completing
+      FROM part AS p JOIN busload.batch AS b USING (batch_id)
+), kept AS (
+    SELECT array_agg(batch_id) AS ids FROM batch WHERE canceled AND %(again)s::boolean
+), touched AS MATERIALIZED (
+    SELECT * FROM item
+     WHERE batch_id IS NULL OR (SELECT ids FROM kept) IS NULL OR batch_id <> ALL ((SELECT ids FROM kept)::uuid[])
+)
+SELECT count(*), (SELECT count(*) FROM item) - count(*), min(since), max(since), max(command),
+       coalesce(bit_xor(hashint8extended(command, attempt)), 0),
+       count(*) FILTER (WHERE seen), coalesce(bit_xor(hashint8extended(command, attempt)) FILTER (WHERE seen), 0),
+       coalesce(array_agg(DISTINCT command_type), '{}'), coalesce(array_agg(DISTINCT reason), '{}'),
+       count(*) FILTER (WHERE batch_id IS NULL),
+       (SELECT count(*) FROM batch WHERE NOT (canceled AND %(again)s::boolean)),
+       (SELECT count(*) FROM batch WHERE completing),
+       (SELECT coalesce(json_agg(json_build_array(batch_id, name, count, completing)), '[]')::text
+          FROM (SELECT * FROM batch WHERE NOT (canceled AND %(again)s::boolean)
+                 ORDER BY count DESC, batch_id LIMIT 5) AS largest)
+  FROM touched;
+
+-- name: portion
+-- The next commands of what was seen, with the bytes of their data if the decision patches it.
+SELECT t.command, c.command_id, c.bytes
+  FROM busload.troubleshooting AS t
+ CROSS JOIN LATERAL (
+    SELECT command_id, CASE WHEN %(with_data)s::boolean THEN octet_length(c.data::text) END AS bytes
+      FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ WHERE {selected} AND t.command > %(after)s::bigint AND t.command <= %(last)s::bigint
+   AND t.since <= %(until)s::timestamptz AND {may_be_tried_again}
+ ORDER BY t.command LIMIT %(limit)s::integer;
+
+-- name: data_after
+-- The data of the next commands of a selection, as long as they fit into so many bytes.
+WITH page AS MATERIALIZED (
+    SELECT t.command FROM busload.troubleshooting AS t
+     WHERE {selected} AND t.command > %(after)s::bigint AND {may_be_tried_again}
+     ORDER BY t.command LIMIT %(limit)s::integer
+), sized AS (
+    SELECT p.command, c.command_id, c.data::text AS data,
+           sum(octet_length(c.data::text)) OVER (ORDER BY p.command) - octet_length(c.data::text) AS before
+      FROM page AS p CROSS JOIN LATERAL (
+            SELECT command_id, coalesce(c.data, 'null') AS data
+              FROM busload.command AS c WHERE c.id = p.command OFFSET 0) AS c
+)
+SELECT command, command_id, data FROM sized WHERE before < %(bytes)s::bigint ORDER BY command;
