@@ -17,7 +17,7 @@ from busload.bus import CommandBus
 from busload.dashboard import guard
 from busload.dashboard.access import Authenticate, Permission, Users
 from busload.dashboard.live import Feeds
-from busload.dashboard.pages import batch, batches, commands, metrics, overview
+from busload.dashboard.pages import batch, batches, commands, decision, metrics, overview, troubleshooting
 from busload.dashboard.problem import Problem, as_problem, problem_page
 from busload.dashboard.render import Dashboard, assets, principal_of
 from busload.dashboard.route import Handler, Route, page
@@ -44,6 +44,8 @@ ROUTES: tuple[Route, ...] = (
     *batches.ROUTES,
     *batch.ROUTES,
     *commands.ROUTES,
+    *troubleshooting.ROUTES,
+    *decision.ROUTES,
     *metrics.ROUTES,
     page("static", "/static/{digest}/{file}", _static, Permission.READ),
 )

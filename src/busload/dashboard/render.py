@@ -248,7 +248,7 @@ def masked(data: Any, patterns: Sequence[str]) -> Any:
     if isinstance(data, Mapping):
         found = {}
         for key, value in data.items():  # not by a comprehension: data may be nested deeper than those would go
-            found[key] = MASKED if _matches(str(key), patterns) else masked(value, patterns)
+            found[key] = MASKED if hides(str(key), patterns) else masked(value, patterns)
         return found
     if not isinstance(data, list | tuple):
         return data
@@ -258,7 +258,8 @@ def masked(data: Any, patterns: Sequence[str]) -> Any:
     return items
 
 
-def _matches(key: str, patterns: Sequence[str]) -> bool:
+def hides(key: str, patterns: Sequence[str]) -> bool:
+    """Whether the value of this key is seen by nobody."""
     return any(fnmatchcase(key.lower(), pattern.lower()) for pattern in patterns)
 
 

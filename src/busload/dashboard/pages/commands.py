@@ -16,6 +16,7 @@ from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.pages.batch import whys
 from busload.dashboard.pages.timeline import Step, steps
+from busload.dashboard.pages.troubleshooting import cause_of
 from busload.dashboard.problem import Problem, no_such_page, wrong_input
 from busload.dashboard.render import (
     Tree,
@@ -32,6 +33,7 @@ from busload.dashboard.render import (
 )
 from busload.dashboard.route import Live, action, page
 from busload.errors import CommandNotFoundError
+from busload.troubleshooting.selection import Cause, Selection
 
 LIMIT = 50
 PLACE_OF = {
@@ -159,10 +161,19 @@ async def show(request: Request, notice: str | None = None) -> Response:
         sees=sees_payloads(request),
         ended=command.status in ENDED,
         troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+        cause=await _cause(request, command),
         live=_values(command, trail),
         cli=cli("command", "show", command.command_id, "--domain", command.domain),
         notice=notice,
     )
+
+
+async def _cause(request: Request, command: CommandMetadata) -> Cause | None:
+    """What a command in troubleshooting waits for, and how many like it; None if it does not wait there."""
+    if command.status is not CommandStatus.IN_TROUBLESHOOTING_QUEUE:
+        return None
+    item = await bus_of(request).troubleshooting.get(command.domain, command.command_id)
+    return None if item is None else await cause_of(request, Selection(item.domain, item.fingerprint))
 
 
 @dataclass(frozen=True, slots=True)

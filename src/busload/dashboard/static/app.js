@@ -104,6 +104,11 @@
     else if ("reload" in button.dataset) window.location.reload();
   });
 
+  document.addEventListener("change", (event) => {
+    if (!("ticks" in event.target.dataset)) return;
+    for (const box of event.target.form.querySelectorAll("input[name=command]")) box.checked = event.target.checked;
+  });
+
   // -- begin, and begin again with what an action has brought ------------------------------------------------------------
 
   function begin() {
@@ -113,8 +118,11 @@
   }
 
   document.addEventListener("htmx:after:swap", (event) => {
-    if (event.target.closest && event.target.closest(".why")) {
-      showTimes(event.target);
+    const part = event.target.closest && event.target.closest(".why, [data-part]");
+    if (part) {
+      showTimes(part);
+      const end = part.querySelector("#notice");
+      if (end) end.focus();
       return;
     }
     begin();
