@@ -246,7 +246,8 @@ async def test_a_group_in_several_domains_needs_one_named(busload: Busload, give
         id + 1024 * 1024,
     )
     given.database.rows(
-        "INSERT INTO busload.troubleshooting (command, domain, command_type, priority, attempt, forgiven, reason, error)"
+        "INSERT INTO busload.troubleshooting"
+        " (command, domain, command_type, priority, attempt, forgiven, reason, error)"
         " VALUES (%s, 'crm', 'Refuse', 0, 1, 0, 'PERMANENT', %s)",
         id + 1024 * 1024,
         error,

@@ -435,7 +435,10 @@ async def test_a_database_that_is_away_is_told_without_its_address() -> None:
                 path = route.path.replace("{domain}", DOMAIN)
                 for name in ("batch_id", "command_id"):
                     path = path.replace(f"{{{name}:uuid}}", str(NOWHERE))
-                fields = {"reason": "x", "priority": "1"} if route.method == "POST" else None
+                path = path.replace("{fingerprint}", "0123456789ab") + "?action=cancel"
+                given = {"reason": "x", "priority": "1", "example": str(NOWHERE)}
+                bound = {"count": "1", "until": "2030-01-01T00:00:00Z", "last": "1", "digest": "1"}
+                fields = {**given, **bound} if route.method == "POST" else None
                 answer = await site.request(route.method, path, data=fields)
                 assert answer.status_code == 503, route.name
                 assert "The database is away" in answer.text

@@ -104,7 +104,8 @@ WITH held AS MATERIALIZED (
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, command_type, priority, attempt, forgiven, reason,
                                          error)
-    SELECT s.id, s.domain, s.command_type, s.priority, h.attempt, h.forgiven, 'PERMANENT', %(error)s::text::json
+    SELECT s.id, s.domain, s.command_type, s.priority, h.attempt, h.forgiven, 'PERMANENT',
+           %(error)s::text::json
       FROM sent AS s CROSS JOIN held AS h WHERE %(error)s::text IS NOT NULL
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, attempt, lease_id, worker, details)

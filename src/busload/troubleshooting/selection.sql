@@ -20,8 +20,8 @@ AND (%(command_ids)s::uuid[] IS NULL OR t.command = ANY (ARRAY(
 
 -- name: causes
 -- The causes for which commands wait, in one domain or in all, the largest first. `text` is looked for in the
--- error of the oldest command. `hours` names the hours of the last day in which some failed, from 1 to 24, and
--- `counts` how many. All rows have the totals of all pages.
+-- error of the oldest command. The two arrays are the hours of the last day in which some failed, from 1 to
+-- 24, and how many. All rows have the totals of all pages.
 WITH kind AS (
     SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
            max(t.since) AS newest, min(t.command) AS first
@@ -29,12 +29,14 @@ WITH kind AS (
      WHERE {filtered}
      GROUP BY t.domain, t.fingerprint, t.reason, t.command_type
 ), cause AS (
-    SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons, array_agg(DISTINCT command_type) AS types,
-           sum(count)::bigint AS count, min(oldest) AS oldest, max(newest) AS newest, min(first) AS first
+    SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons,
+           array_agg(DISTINCT command_type) AS types, sum(count)::bigint AS count, min(oldest) AS oldest,
+           max(newest) AS newest, min(first) AS first
       FROM kind
      GROUP BY domain, fingerprint
 ), told AS MATERIALIZED (
-    SELECT c.*, t.error ->> 'type' AS error_type, t.error ->> 'code' AS error_code, t.error ->> 'message' AS message
+    SELECT c.*, t.error ->> 'type' AS error_type, t.error ->> 'code' AS error_code,
+           t.error ->> 'message' AS message
       FROM cause AS c CROSS JOIN LATERAL (
             SELECT error FROM busload.troubleshooting WHERE command = c.first OFFSET 0) AS t
      WHERE %(text)s::text IS NULL
@@ -68,16 +70,17 @@ SELECT s.domain, s.fingerprint, s.reasons, s.error_type, s.error_code, s.message
 
 -- name: items
 -- The commands of a cause, in their order, from the one after the cursor on.
-SELECT t.command, c.command_id, t.command_type, t.batch_id, c.task_key, t.reason, t.attempt - t.forgiven, t.since,
-       t.error ->> 'message'
+SELECT t.command, c.command_id, t.command_type, t.batch_id, c.task_key, t.reason, t.attempt - t.forgiven,
+       t.since, t.error ->> 'message'
   FROM busload.troubleshooting AS t
- CROSS JOIN LATERAL (SELECT command_id, task_key FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ CROSS JOIN LATERAL (SELECT command_id, task_key
+                       FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
  WHERE {selected} AND t.command > %(after)s::bigint
  ORDER BY t.command LIMIT %(limit)s::integer;
 
 -- name: preview
--- What a decision would touch, and how much of that somebody has `seen` before: up to the time `until` and the
--- command `last`. The digest differs if the set differs. `completing` are batches in which nothing is open
+-- What a decision would touch, and how much of that somebody has `seen` before: up to the time `until` and
+-- the command `last`. The digest differs if the set differs. `completing` are batches in which nothing is open
 -- but what would be touched.
 WITH item AS MATERIALIZED (
     SELECT t.command, t.attempt, t.since, t.batch_id, t.command_type, t.reason,
@@ -95,11 +98,13 @@ WITH item AS MATERIALIZED (
     SELECT array_agg(batch_id) AS ids FROM batch WHERE canceled AND %(again)s::boolean
 ), touched AS MATERIALIZED (
     SELECT * FROM item
-     WHERE batch_id IS NULL OR (SELECT ids FROM kept) IS NULL OR batch_id <> ALL ((SELECT ids FROM kept)::uuid[])
+     WHERE batch_id IS NULL OR (SELECT ids FROM kept) IS NULL
+        OR batch_id <> ALL ((SELECT ids FROM kept)::uuid[])
 )
 SELECT count(*), (SELECT count(*) FROM item) - count(*), min(since), max(since), max(command),
        coalesce(bit_xor(hashint8extended(command, attempt)), 0),
-       count(*) FILTER (WHERE seen), coalesce(bit_xor(hashint8extended(command, attempt)) FILTER (WHERE seen), 0),
+       count(*) FILTER (WHERE seen),
+       coalesce(bit_xor(hashint8extended(command, attempt)) FILTER (WHERE seen), 0),
        coalesce(array_agg(DISTINCT command_type), '{}'), coalesce(array_agg(DISTINCT reason), '{}'),
        count(*) FILTER (WHERE batch_id IS NULL),
        (SELECT count(*) FROM batch WHERE NOT (canceled AND %(again)s::boolean)),

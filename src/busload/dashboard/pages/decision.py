@@ -6,6 +6,7 @@ second, and the page sends the next one by itself. So it ends with the portion u
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,11 +56,15 @@ from busload.troubleshooting.selection import Bound, Changed, Order, Preview, Se
 
 PORTION = 1.0
 """Seconds after which a request begins no further transaction. Each moves up to 500 commands."""
+PATIENCE = 10.0
+"""Seconds that one transaction may take before the page says that it is held up."""
 MOST_TRIED = 2000
 """Commands on which a patch is tried before it is confirmed."""
 MOST_TICKED = 100
 DONE: dict[Action, str] = {"retry": "retried", "complete": "completed", "cancel": "canceled"}
 
+FILLED_IN = ("result", "reason", "mode", "patch", "data", "example")
+"""Fields that a person fills in: they survive a refusal."""
 ACTIONS: dict[str, Action] = {"retry": "retry", "patch": "retry", "complete": "complete", "cancel": "cancel"}
 """What the page calls a decision, and what the engine does: a patch is a retry with other data."""
 
@@ -134,7 +139,7 @@ async def _shown(
         now=now,
         changed=changed,
         seen=seen,
-        fields=fields or {},
+        fields={name: (fields or {}).get(name, "") for name in FILLED_IN},
         example=example,
         example_json=None if example is None else _text_of(request, example),
         names=names_of(chosen),
@@ -285,8 +290,9 @@ async def decide(request: Request) -> Response:
     trouble, until = None, time.monotonic() + PORTION
     while state.after is not None and state.passed < state.seen.count:
         try:
-            state = await _portion(request, order, state)
-        except BusloadError as error:
+            async with asyncio.timeout(PATIENCE):
+                state = await _portion(request, order, state)
+        except (BusloadError, TimeoutError) as error:
             if not state.passed:
                 raise
             trouble = as_problem(error, "cause.decide")
@@ -346,11 +352,8 @@ def _progress(fields: Mapping[str, str]) -> Progress:
         )
         passed, moved, kept = (int(fields.get(name) or 0) for name in ("passed", "moved", "kept"))
         after = int(fields.get("after") or -1)
-        if (
-            seen.until.tzinfo is None
-            or min(seen.count, passed, moved, kept) < 0
-            or max(abs(seen.last), abs(after)) >= 2**63
-        ):
+        huge = max(map(abs, (seen.last, seen.digest, after))) > 2**63
+        if huge or seen.until.tzinfo is None or min(seen.count, passed, moved, kept) < 0:
             raise ValueError
     except (KeyError, ValueError):
         raise Problem(

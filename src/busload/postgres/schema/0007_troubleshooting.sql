@@ -33,7 +33,7 @@ CREATE FUNCTION busload.fingerprint(error json) RETURNS text
 CREATE TABLE busload.troubleshooting (
     command      bigint      PRIMARY KEY,
     domain       text        NOT NULL,
-    command_type text        NOT NULL,   -- a copy, so that causes are counted by type without reading commands
+    command_type text        NOT NULL,   -- of the command: causes are counted by it
     batch_id     uuid,
     priority     smallint    NOT NULL,
     attempt      integer     NOT NULL,   -- the attempt that ended here
