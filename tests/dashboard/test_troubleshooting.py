@@ -462,7 +462,7 @@ async def test_two_operators_at_once_share_the_commands(
             ada.post(f"{path}/decide?action=retry", data=forms[0]),
             rosa.post(f"{path}/decide?action=cancel", data=forms[1]),
         )
-    statuses = [one.status for one in await bus.list_batch_commands(DOMAIN, batch_id)]
+    statuses = [str(one.status) for one in await bus.list_batch_commands(DOMAIN, batch_id)]
     counts = {"retried": statuses.count("PENDING"), "canceled": statuses.count("CANCELED")}
     assert sum(counts.values()) == 40
     for (done, count), answer in zip(counts.items(), pages, strict=True):
@@ -521,11 +521,9 @@ async def test_edited_data_becomes_a_patch_of_all(site: httpx.AsyncClient, story
     path = await story.path("CLOSED")
     page = await seen(site, f"{path}/preview?action=patch")
     assert "canary" not in page.text
-    fields: dict[str, str] | None = form_of(page) | {
-        "mode": "data",
-        "data": '{"code": null, "n": 0, "api_token": "••••••", "new": [1]}',
-    }
-    shown = await posted(site, f"{path}/diff?action=patch", **fields)
+    edited = '{"code": null, "n": 0, "api_token": "••••••", "new": [1]}'
+    fields: dict[str, str] | None = form_of(page) | {"mode": "data", "data": edited}
+    shown = await posted(site, f"{path}/diff?action=patch", **form_of(page), mode="data", data=edited)
     assert "Applies to all 3 commands." in shown.words
     assert '"path":"/code"' in shown.text
     while fields is not None:
