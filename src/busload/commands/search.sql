@@ -160,9 +160,7 @@ WITH RECURSIVE {troubled}, newest AS MATERIALIZED (
         SELECT t.command, t.since
           FROM busload.troubleshooting AS t
          WHERE t.domain = d.domain
-           AND (%(command_type)s::text IS NULL
-                OR EXISTS (SELECT FROM busload.command AS c
-                            WHERE c.id = t.command AND c.command_type = %(command_type)s::text OFFSET 0))
+           AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
          ORDER BY t.since DESC, t.command DESC
          LIMIT %(limit)s::integer + %(offset)s::integer) AS t
      ORDER BY t.since DESC, t.command DESC
@@ -179,9 +177,7 @@ WITH RECURSIVE {troubled}, newest AS MATERIALIZED (
 SELECT t.domain, count(*)::integer, min(t.since), max(t.since)
   FROM busload.troubleshooting AS t
  WHERE (%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
-   AND (%(command_type)s::text IS NULL
-        OR EXISTS (SELECT FROM busload.command AS c
-                    WHERE c.id = t.command AND c.command_type = %(command_type)s::text OFFSET 0))
+   AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
  GROUP BY t.domain
  ORDER BY count(*) DESC, t.domain;
 

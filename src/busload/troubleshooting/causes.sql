@@ -1,17 +1,17 @@
 -- fragments of: busload.troubleshooting.decisions
 
 -- fragment: of_type
-(%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text)
+(%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
 
 -- name: groups
 -- What waits in troubleshooting, by cause, the largest group first. The oldest few commands of each group are
 -- samples of the others, with the messages that differ among its first hundred.
 WITH kind AS (
-    SELECT t.fingerprint, t.reason, c.command_type, count(*) AS count, min(t.since) AS oldest,
+    SELECT t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
            max(t.since) AS newest
-      FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
+      FROM busload.troubleshooting AS t
      WHERE t.domain = %(domain)s::text AND {of_type}
-     GROUP BY t.fingerprint, t.reason, c.command_type
+     GROUP BY t.fingerprint, t.reason, t.command_type
 ), cause AS MATERIALIZED (
     SELECT fingerprint, array_agg(DISTINCT reason) AS reasons,
            array_agg(DISTINCT command_type) AS command_types,
@@ -25,8 +25,7 @@ SELECT cause.fingerprint, reasons, error ->> 'type', error ->> 'code', error ->>
         WITH few AS MATERIALIZED (
             SELECT t.command, t.error, c.command_id
               FROM busload.troubleshooting AS t CROSS JOIN LATERAL (
-                    SELECT command_id, command_type
-                      FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+                    SELECT command_id FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
              WHERE t.domain = %(domain)s::text AND t.fingerprint = cause.fingerprint
                AND {of_type}
              ORDER BY t.command LIMIT 100)
@@ -44,8 +43,7 @@ SELECT cause.fingerprint, reasons, error ->> 'type', error ->> 'code', error ->>
 -- OFFSET keeps the planner from merging all commands up to this page.
 SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type')
   FROM busload.troubleshooting AS t
- CROSS JOIN LATERAL (SELECT command_id, command_type
-                       FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
+ CROSS JOIN LATERAL (SELECT command_id FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
  WHERE t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND t.command > %(after)s::bigint
    AND {of_type}
    AND {may_be_tried_again}
@@ -71,11 +69,7 @@ SELECT data FROM item WHERE n > 0 ORDER BY n;
 -- decided about it.
 SELECT domain FROM busload.troubleshooting AS t
  WHERE fingerprint = %(fingerprint)s::text
-   AND (%(command_type)s::text IS NULL OR EXISTS (
-        SELECT
-          FROM busload.command AS c
-         WHERE c.id = t.command AND c.command_type = %(command_type)s::text
-        OFFSET 0))
+   AND {of_type}
  UNION
 SELECT domain FROM busload.batch
  WHERE custom_data ->> 'fingerprint' = %(fingerprint)s::text AND custom_data ? 'action'

@@ -18,6 +18,9 @@ AND (%(command_ids)s::uuid[] IS NULL OR t.command = ANY (ARRAY(
         SELECT n.id FROM busload.command AS n
          WHERE n.domain = %(domain)s::text AND n.command_id = ANY (%(command_ids)s::uuid[]))))
 
+-- fragment: seen
+t.since <= %(until)s::timestamptz AND t.command <= %(last)s::bigint
+
 -- name: causes
 -- The causes for which commands wait, in one domain or in all, the largest first. `text` is looked for in the
 -- error of the oldest command. The two arrays are the hours of the last day in which some failed, from 1 to
@@ -80,38 +83,36 @@ SELECT t.command, c.command_id, t.command_type, t.batch_id, c.task_key, t.reason
 
 -- name: preview
 -- What a decision would touch, and how much of that somebody has `seen` before: up to the time `until` and
--- the command `last`. The digest differs if the set differs. `completing` are batches in which nothing is open
--- but what would be touched.
-WITH item AS MATERIALIZED (
-    SELECT t.command, t.attempt, t.since, t.batch_id, t.command_type, t.reason,
-           t.since <= %(until)s::timestamptz AND t.command <= %(last)s::bigint AS seen
+-- the command `last`. The digest differs if the set differs. In `completing` batches nothing is open but what
+-- would be touched.
+WITH kind AS MATERIALIZED (
+    SELECT t.batch_id, t.command_type, t.reason, count(*) AS count, min(t.since) AS oldest,
+           max(t.since) AS newest, max(t.command) AS last,
+           bit_xor(hashint8extended(t.command, t.attempt)) AS digest,
+           count(*) FILTER (WHERE {seen}) AS seen,
+           bit_xor(hashint8extended(t.command, t.attempt)) FILTER (WHERE {seen}) AS seen_digest
       FROM busload.troubleshooting AS t
      WHERE {selected}
-), part AS (
-    SELECT batch_id, count(*) AS count FROM item WHERE batch_id IS NOT NULL GROUP BY batch_id
+     GROUP BY t.batch_id, t.command_type, t.reason
 ), batch AS MATERIALIZED (
-    SELECT p.batch_id, p.count, b.name, b.canceled_at IS NOT NULL AS canceled,
+    SELECT p.batch_id, p.count, b.name, b.canceled_at IS NOT NULL AND %(again)s::boolean AS kept,
            b.sealed_at IS NOT NULL AND b.completed_at IS NULL
            AND b.total_count - b.completed_count - b.failed_count - b.canceled_count = p.count AS completing
-      FROM part AS p JOIN busload.batch AS b USING (batch_id)
-), kept AS (
-    SELECT array_agg(batch_id) AS ids FROM batch WHERE canceled AND %(again)s::boolean
+      FROM (SELECT batch_id, sum(count)::bigint AS count FROM kind GROUP BY batch_id) AS p
+      JOIN busload.batch AS b USING (batch_id)
 ), touched AS MATERIALIZED (
-    SELECT * FROM item
-     WHERE batch_id IS NULL OR (SELECT ids FROM kept) IS NULL
-        OR batch_id <> ALL ((SELECT ids FROM kept)::uuid[])
+    SELECT k.* FROM kind AS k LEFT JOIN batch AS b USING (batch_id) WHERE b.kept IS NOT TRUE
 )
-SELECT count(*), (SELECT count(*) FROM item) - count(*), min(since), max(since), max(command),
-       coalesce(bit_xor(hashint8extended(command, attempt)), 0),
-       count(*) FILTER (WHERE seen),
-       coalesce(bit_xor(hashint8extended(command, attempt)) FILTER (WHERE seen), 0),
+SELECT coalesce(sum(count), 0)::bigint,
+       (SELECT coalesce(sum(count), 0)::bigint FROM batch WHERE kept),
+       min(oldest), max(newest), max(last), coalesce(bit_xor(digest), 0),
+       coalesce(sum(seen), 0)::bigint, coalesce(bit_xor(seen_digest), 0),
        coalesce(array_agg(DISTINCT command_type), '{}'), coalesce(array_agg(DISTINCT reason), '{}'),
-       count(*) FILTER (WHERE batch_id IS NULL),
-       (SELECT count(*) FROM batch WHERE NOT (canceled AND %(again)s::boolean)),
+       coalesce(sum(count) FILTER (WHERE batch_id IS NULL), 0)::bigint,
+       (SELECT count(*) FROM batch WHERE NOT kept),
        (SELECT count(*) FROM batch WHERE completing),
        (SELECT coalesce(json_agg(json_build_array(batch_id, name, count, completing)), '[]')::text
-          FROM (SELECT * FROM batch WHERE NOT (canceled AND %(again)s::boolean)
-                 ORDER BY count DESC, batch_id LIMIT 5) AS largest)
+          FROM (SELECT * FROM batch WHERE NOT kept ORDER BY count DESC, batch_id LIMIT 5) AS largest)
   FROM touched;
 
 -- name: portion
