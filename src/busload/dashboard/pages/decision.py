@@ -27,13 +27,10 @@ from busload.dashboard.access import Permission
 from busload.dashboard.diff import compared
 from busload.dashboard.pages.troubleshooting import (
     PATH,
-    cause_of,
     cli_of,
-    kind_of,
     names_of,
     nothing_waits,
     selection_of,
-    title_of,
 )
 from busload.dashboard.problem import Problem, as_problem, wrong_input
 from busload.dashboard.render import (
@@ -44,6 +41,7 @@ from busload.dashboard.render import (
     masked,
     principal_of,
     render,
+    sees_payloads,
     url,
 )
 from busload.dashboard.route import action, page
@@ -117,13 +115,10 @@ async def _shown(
     status: int = 200,
 ) -> Response:
     """The preview; after a refusal with what has changed, and with what the person had filled in."""
-    cause = await cause_of(request, replace(chosen, command_ids=()))
-    if cause is None:
+    example = await _oldest(request, chosen) or await _oldest(request, replace(chosen, command_ids=()))
+    if example is None:
         raise nothing_waits(chosen)
-    example = None
-    if verb == "patch" and now.count:
-        example_id = chosen.command_ids[0] if chosen.command_ids else cause.example
-        example = await bus_of(request).troubleshooting.get(chosen.domain, example_id)
+    kind = example.last_error_code or example.last_error_type or "No error"
     words = {"patch": ("--patch", "[…]"), "complete": ("--result", "…"), "cancel": ("--reason", "…")}.get(verb, ())
     return render(
         request,
@@ -133,15 +128,14 @@ async def _shown(
         action=ACTIONS[verb],
         done=DONE[ACTIONS[verb]],
         chosen=chosen,
-        cause=cause,
-        what=title_of(request, cause),
-        kind=kind_of(cause),
+        what=example.last_error_message if example.last_error_message and sees_payloads(request) else kind,
+        kind=kind,
         now=now,
         changed=changed,
         seen=seen,
         fields={name: (fields or {}).get(name, "") for name in FILLED_IN},
         example=example,
-        example_json=None if example is None else _text_of(request, example),
+        example_json=_text_of(request, example) if sees_payloads(request) else None,
         names=names_of(chosen),
         decide=_address(request, "cause.decide", chosen, verb),
         diff=_address(request, "cause.diff", chosen, verb),
@@ -149,6 +143,12 @@ async def _shown(
         cli=cli_of(chosen, ACTIONS[verb], *words) if not (chosen.command_ids and verb == "patch") else None,
         status=status,
     )
+
+
+async def _oldest(request: Request, chosen: Selection) -> TroubleshootingItem | None:
+    bus = bus_of(request)
+    found = await bus.database.read(selection.items(chosen, limit=1))
+    return await bus.troubleshooting.get(chosen.domain, found[0].command_id) if found else None
 
 
 def _text_of(request: Request, example: TroubleshootingItem) -> str:
