@@ -53,6 +53,7 @@ TOLD = "tests/dispatch/test_told_of_commands.py::"
 ACCESS = "tests/dashboard/test_access.py::"
 PAGES = "tests/dashboard/test_pages.py::"
 LIVE = "tests/dashboard/test_live.py::"
+TSQ = "tests/dashboard/test_troubleshooting.py::"
 STATISTICS = "tests/statistics/test_statistics.py::"
 METRICS = "tests/metrics/test_metrics.py::"
 PROMETHEUS = "tests/metrics/test_prometheus.py::"
@@ -1476,6 +1477,128 @@ MUTANTS = [
         "        if False:\n",
         "tests/dispatch/test_existing_queues.py::test_a_wrong_mapping_is_refused",
         "The workers of one domain would put aside the messages of the other.",
+    ),
+    # -- decisions that are bound to what was seen
+    Mutant(
+        "decision-is-not-compared-with-its-preview",
+        "troubleshooting/selection.py",
+        "    if same and not newer:\n        return None\n",
+        "    return None\n",
+        TSQ + "test_new_failures_are_told_and_never_part_of_a_decision",
+        "An operator would retry what nobody has looked at.",
+    ),
+    Mutant(
+        "digest-of-what-was-seen-is-ignored",
+        "troubleshooting/selection.py",
+        "    same = (now.seen, now.seen_digest) == (seen.count, seen.digest)\n    if same and not newer",
+        "    same = now.seen == seen.count\n    if same and not newer",
+        TSQ + "test_one_that_went_and_one_that_came_are_noticed",
+        "One command could be decided about in the place of another.",
+    ),
+    Mutant(
+        "leaving-out-the-new-ones-forgives-what-is-gone",
+        "troubleshooting/selection.py",
+        "leave_newer and (now.seen, now.seen_digest) == (seen.count, seen.digest)",
+        "leave_newer",
+        TSQ + "test_what_another_operator_has_decided_is_told[1]",
+        "The number that was confirmed would not be the number that is touched.",
+    ),
+    Mutant(
+        "portion-takes-what-failed-later",
+        "troubleshooting/selection.sql",
+        "   AND t.since <= %(until)s::timestamptz AND {may_be_tried_again}\n ORDER BY t.command LIMIT",
+        "   AND {may_be_tried_again}\n ORDER BY t.command LIMIT",
+        TSQ + "test_failures_during_a_large_decision_are_not_part_of_it",
+        "A retry would chase its own failures, and count them as done by others.",
+    ),
+    Mutant(
+        "portion-forgets-the-batch",
+        "troubleshooting/selection.py",
+        '            "batch_id": self.batch_id,\n            "command_ids"',
+        '            "batch_id": None,\n            "command_ids"',
+        TSQ + "test_a_filter_of_a_cause_binds_its_decisions",
+        "A decision about one batch would move the commands of all.",
+    ),
+    Mutant(
+        "ticks-are-ignored",
+        "dashboard/pages/decision.py",
+        "return selection_of(request, [UUID(one) for one in given])",
+        "return selection_of(request, [UUID(one) for one in given][:0])",
+        TSQ + "test_some_are_decided_and_the_others_stay",
+        "Two ticked commands would become the whole cause.",
+    ),
+    Mutant(
+        "decision-has-no-operator",
+        "dashboard/pages/decision.py",
+        "    operator = principal_of(request).name\n",
+        "    operator = None\n",
+        TSQ
+        + "test_all_of_a_cause_are_decided_under_the_name_of_the_operator[retry-fields0-OPERATOR_RETRIED-PENDING-3 retried.]",
+        "The audit trail would not say who decided.",
+    ),
+    Mutant(
+        "portion-begins-anew",
+        "dashboard/pages/decision.py",
+        "    if state.after == -1:\n",
+        "    if state.after is not None:\n",
+        TSQ + "test_a_large_decision_goes_on_portion_by_portion",
+        "A large decision would refuse itself after its first portion.",
+    ),
+    Mutant(
+        "edited-data-is-compared-with-masked-values-left-in",
+        "dashboard/pages/decision.py",
+        "        shown = masked(example.data, dashboard_of(request).mask)\n        operations",
+        "        shown = example.data\n        operations",
+        TSQ + "test_edited_data_becomes_a_patch_of_all",
+        "Who edits data would overwrite every secret with dots, or be refused.",
+    ),
+    Mutant(
+        "patch-may-copy-a-masked-value",
+        "dashboard/pages/decision.py",
+        "        if any(hides(key, patterns) for key in keys):",
+        "        if False and any(hides(key, patterns) for key in keys):",
+        TSQ + "test_what_is_no_patch_is_told_and_does_nothing",
+        "A patch could bring a secret to light.",
+    ),
+    Mutant(
+        "diff-is-not-masked",
+        "dashboard/pages/decision.py",
+        "lines = compared(masked(example.data, mask), masked(after, mask))",
+        "lines = compared(example.data, after)",
+        TSQ + "test_a_patch_is_shown_before_it_is_confirmed",
+        "The diff would show what every other page masks.",
+    ),
+    Mutant(
+        "failed-test-repeats-the-data",
+        "troubleshooting/patch.py",
+        'is at {path!r:.200}") from None',
+        'is at {path!r:.200}, found {patched!r}") from None',
+        TSQ + "test_a_failed_test_of_a_patch_does_not_repeat_the_data",
+        "The message of a failed test would show masked data.",
+    ),
+    Mutant(
+        "message-of-a-cause-is-not-hidden",
+        "dashboard/pages/troubleshooting.py",
+        "    if cause.message and sees_payloads(request):",
+        "    if cause.message:",
+        TSQ + "test_texts_and_data_are_hidden_from_readers_on_request[reader-True]",
+        "Readers would see error texts that are hidden from them.",
+    ),
+    Mutant(
+        "canceled-batches-are-previewed-for-a-retry",
+        "troubleshooting/selection.sql",
+        "b.canceled_at IS NOT NULL AND %(again)s::boolean AS kept",
+        "false AS kept",
+        TSQ + "test_commands_of_a_canceled_batch_are_not_tried_again",
+        "A preview would promise to retry what is never retried.",
+    ),
+    Mutant(
+        "next-page-of-causes-repeats-the-last-one",
+        "troubleshooting/selection.sql",
+        "(domain, fingerprint) > (%(after_domain)s::text, %(after_fingerprint)s::text)",
+        "(domain, fingerprint) >= (%(after_domain)s::text, %(after_fingerprint)s::text)",
+        TSQ + "test_causes_are_paged",
+        "A cause would stand on two pages.",
     ),
     # -- the dashboard
     Mutant(
