@@ -239,6 +239,7 @@ async def test_a_preview_says_what_it_will_touch(site: httpx.AsyncClient, story:
         ("complete", {}, "OPERATOR_COMPLETED", "COMPLETED", "3 completed."),
         ("cancel", {"reason": "paid twice"}, "OPERATOR_CANCELED", "CANCELED", "3 canceled."),
     ],
+    ids=["retry", "complete with a result", "complete", "cancel"],
 )
 async def test_all_of_a_cause_are_decided_under_the_name_of_the_operator(
     bus: CommandBus, story: Story, action: str, fields: dict[str, str], event: str, status: str, said: str

@@ -1532,8 +1532,7 @@ MUTANTS = [
         "dashboard/pages/decision.py",
         "    operator = principal_of(request).name\n",
         "    operator = None\n",
-        TSQ
-        + "test_all_of_a_cause_are_decided_under_the_name_of_the_operator[retry-fields0-OPERATOR_RETRIED-PENDING-3 retried.]",
+        TSQ + "test_all_of_a_cause_are_decided_under_the_name_of_the_operator[retry]",
         "The audit trail would not say who decided.",
     ),
     Mutant(
