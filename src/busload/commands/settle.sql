@@ -79,13 +79,13 @@ unfinished AS (
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, command_type, batch_id, priority, attempt, forgiven,
                                          fair, reason, error)
-    SELECT id, domain, (SELECT command_type FROM busload.command AS c WHERE c.id = o.id),
+    SELECT id, domain, (SELECT command_type FROM busload.command WHERE id = o.id),
            batch_id, priority, attempt, forgiven, fair, reason, {without_traceback}
       FROM unfinished AS o
      WHERE outcome = 'TROUBLESHOOTING'
 ), progress AS (
-    SELECT h.lease_id, h.open - s.commands AS open
-      FROM (SELECT lease_id, count(*)::integer AS commands FROM settled GROUP BY lease_id) AS s
+    SELECT h.lease_id, h.open - s.count AS open
+      FROM (SELECT lease_id, count(*)::integer FROM settled GROUP BY lease_id) AS s
       JOIN held AS h USING (lease_id)
 ), closed AS (
     DELETE FROM busload.lease
