@@ -422,18 +422,22 @@ async def test_a_large_decision_goes_on_portion_by_portion(site: httpx.AsyncClie
 
 
 @pytest.mark.usefixtures("small_portions")
-async def test_failures_during_a_large_decision_are_not_part_of_it(site: httpx.AsyncClient, story: Story) -> None:
-    """Commands that were retried by its first portions fail again while it goes on."""
+async def test_failures_during_a_large_decision_are_not_part_of_it(
+    site: httpx.AsyncClient, story: Story, bus: CommandBus
+) -> None:
+    """Some are new, and some have failed again: those of its first portion, and one that somebody else has retried."""
     await story.failed("CLOSED", 5)
     path = await story.path("CLOSED")
-    fields: dict[str, str] | None = await previewed(site, path, "retry")
-    while fields is not None:
+    page = await posted(site, f"{path}/decide?action=retry", **await previewed(site, path, "retry"))
+    [again] = [item.command_id for item in await bus.troubleshooting.list(DOMAIN) if item.data["n"] == 4]
+    await bus.troubleshooting.retry(DOMAIN, again, operator="ada")
+    await story.failed("CLOSED", 2)
+    while (fields := continued(page)) is not None:
         page = await posted(site, f"{path}/decide?action=retry", **fields)
-        fields = continued(page)
-        await story.failed("CLOSED", 1)
-    assert "5 retried." in page.words
-    await story.given.drained()
-    assert await story.waiting() == 8
+    assert "4 retried. 1 command was decided on by somebody else meanwhile, or moved." in page.words
+    trail = await bus.get_audit_trail(DOMAIN, again)
+    assert [event.operator for event in trail if event.type == "OPERATOR_RETRIED"] == ["ada"]
+    assert await story.waiting() == 5  # the one that failed again, the two of the first portion, and the new ones
 
 
 @pytest.mark.usefixtures("small_portions")
