@@ -22,7 +22,8 @@ from busload.worker.newcomers import FEW, SHORTEST_GAP, split_off_few
 from tests.given import DOMAIN, Database, Given, eventually
 
 WAITING_CLAIMS = (
-    "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%busload.lease%%'"
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    " AND query LIKE '%%busload.lease%%'"
 )
 
 

@@ -68,6 +68,16 @@ alive AS (
 LIMIT w.loads
            FOR UPDATE SKIP LOCKED
 
+-- fragment: loads_of_owner
+-- The loads that an owner gets in a turn `w` of `busload.turns`.
+SELECT *
+          FROM busload.ready
+         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
+           -- Not `=`: a plan could then go by hi, and pass the loads of all others by.
+           AND fair BETWEEN w.fair AND w.fair
+         ORDER BY fair, hi
+         {lock_wanted}
+
 -- fragment: suspect
 -- A load that was held by a worker when it died is a suspect. A worker runs one suspect at a time, so that
 -- the next crash names its command.
@@ -143,13 +153,7 @@ WITH {alive}, wanted AS (
     SELECT q.*, w.split
       FROM wanted AS w
      CROSS JOIN LATERAL (
-        SELECT *
-          FROM busload.ready
-         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
-           -- Not `=`: a plan could then go by hi, and pass the loads of all others by.
-           AND fair BETWEEN w.fair AND w.fair
-         ORDER BY fair, hi
-         {lock_wanted}
+        {loads_of_owner}
      ) AS q
 ), {lease_ready}
 SELECT {seen},
@@ -217,12 +221,7 @@ WITH {alive}, taken AS (
       FROM alive
      CROSS JOIN busload.turns(%(domains)s::text[], %(after)s::bigint[], %(limit)s::integer) AS w
      CROSS JOIN LATERAL (
-        SELECT *
-          FROM busload.ready
-         WHERE domain = w.domain AND crashes = 0 AND priority = w.priority
-           AND fair BETWEEN w.fair AND w.fair
-         ORDER BY fair, hi
-         {lock_wanted}
+        {loads_of_owner}
      ) AS q
      WHERE NOT w.split
 ), {lease_taken}
