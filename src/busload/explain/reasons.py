@@ -8,13 +8,26 @@ from typing import Any
 
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
-from busload.explain.facts import Barrier, Facts, Failure, Hold, Parked, Ready, Running, Unconfirmed, Waiting
+from busload.explain.facts import Barrier, Facts, Hold, Ready, Running, Unconfirmed, Waiting
+from busload.explain.words import (
+    ago,
+    are,
+    error_of,
+    have,
+    how_to_decide,
+    line,
+    look_at,
+    progress_of_canary,
+    start_worker,
+    until,
+    when_due,
+    worker_line,
+)
 from busload.limits.pause import Pause
 from busload.tasks.track import TRACKED
 
 NOT_RELAYED = timedelta(seconds=10)
 """A load may be due in the outbox for this long before an explanation says that nobody relays it."""
-
 
 BEING_PUBLISHED = timedelta(seconds=1)
 """A load may be in the outbox for this long before an explanation says that others wait behind it."""
@@ -82,7 +95,7 @@ def _not_sealed(facts: Facts) -> Reason:
         Blocker.NOT_SEALED,
         facts.total,
         facts.created_at,
-        f"The batch was opened {_ago(facts, facts.created_at)} and is not sealed: more may be added, so it cannot "
+        f"The batch was opened {ago(facts, facts.created_at)} and is not sealed: more may be added, so it cannot "
         "complete.",
         f'If nothing is missing, seal it: bus.seal_batch("{facts.domain}", UUID("{facts.batch_id}")); or give it up: '
         f"`busload batch cancel {facts.batch_id} --reason TEXT`.",
@@ -95,15 +108,15 @@ def _canceling(facts: Facts, what: str, canceled_at: datetime) -> Iterator[Reaso
     waits = sum(part.count for parts in (places.ready, places.waiting, places.unconfirmed) for part in parts)
     if not runs + waits:
         return
-    back = f" {_are(waits)} back from a worker and will be canceled by the next sweep." if waits else ""
+    back = f" {are(waits)} back from a worker and will be canceled by the next sweep." if waits else ""
     yield Reason(
         Blocker.CANCELING,
         runs + waits,
         canceled_at,
-        f"The {what} was canceled {_ago(facts, canceled_at)}; {_have(runs)} not stopped yet.{back}",
+        f"The {what} was canceled {ago(facts, canceled_at)}; {have(runs)} not stopped yet.{back}",
         "Handlers finish, or stop early if they look at ctx.cancelled."
         if facts.around.anybody
-        else f"No worker lives that could cancel the rest. {_start_worker(facts)}",
+        else f"No worker lives that could cancel the rest. {start_worker(facts)}",
         {"running": runs, "waiting": waits},
     )
 
@@ -115,12 +128,12 @@ def _held(facts: Facts, hold: Hold) -> Iterator[Reason]:
         return
     by = {"CANARY": " by its canary", "BUDGET": " by its failure budget"}.get(hold.reason, "")
     by = f" by {hold.operator}" if hold.operator else by
-    why = f": {_line(hold.note)}" if hold.note else ""
+    why = f": {line(hold.note)}" if hold.note else ""
     yield Reason(
         _HOLDS.get(hold.reason, Blocker.HELD),
         count,
         hold.since,
-        f"{_are(count)} waiting, but the batch was held {_ago(facts, hold.since)}{by}{why}.",
+        f"{are(count)} waiting, but the batch was held {ago(facts, hold.since)}{by}{why}.",
         f"Let it go on: `busload batch resume {facts.batch_id}`; or give it up: `busload batch cancel {facts.batch_id} "
         "--reason TEXT`.",
         {"held_at": hold.since, "held_reason": hold.reason, "operator": hold.operator, "reason": hold.note},
@@ -135,7 +148,7 @@ def _in_the_outbox(facts: Facts, held: Unconfirmed) -> Iterator[Reason]:
     if held.reason is None and nobody is None:
         return
     code = Blocker.NOT_PUBLISHED
-    message = f"{_are(held.count)} in the outbox since {span(facts.now - held.since)}, but {nobody}."
+    message = f"{are(held.count)} in the outbox since {span(facts.now - held.since)}, but {nobody}."
     details: dict[str, Any] = {
         "transport": held.transport,
         "rounds": held.rounds,
@@ -144,13 +157,13 @@ def _in_the_outbox(facts: Facts, held: Unconfirmed) -> Iterator[Reason]:
     }
     if held.reason is not None:
         code, details["next_try"] = Blocker.NOT_CONFIRMED, held.next_try
-        when = "is due now" if held.next_try <= facts.now else f"is {_until(facts, held.next_try)}"
+        when = "is due now" if held.next_try <= facts.now else f"is {until(facts, held.next_try)}"
         next_try = f"The next try {when}." if nobody is None else f"Nobody tries again: {nobody}."
         message = (
-            f"{_are(held.count)} in the outbox: {counted(held.rounds, 'round')} of publishing to the broker "
-            f"({held.transport}) failed. The last time it was {held.reason}: {_line(held.error)}. {next_try}"
+            f"{are(held.count)} in the outbox: {counted(held.rounds, 'round')} of publishing to the broker "
+            f"({held.transport}) failed. The last time it was {held.reason}: {line(held.error)}. {next_try}"
         )
-    advice = f"Start a worker whose bus has that transport: `{_worker(facts)} --transport URL`. Or go"
+    advice = f"Start a worker whose bus has that transport: `{worker_line(facts)} --transport URL`. Or go"
     if nobody is None:
         advice = "Nothing to do if the broker comes back. Let it try now: `busload outbox retry`. Go"
     where = f"--domain {facts.domain}" if facts.command_id is not None else f"--batch {facts.batch_id}"
@@ -196,7 +209,7 @@ def _not_claimed(facts: Facts) -> Iterator[Reason]:
         yield _paused(facts, facts.around.pause, 1, since)
         return
     failures = [one for waiting in facts.places.waiting for one in waiting.failures if one.error_type]
-    failed = f" The last error was {_said(failures[0])}." if failures else ""
+    failed = f" The last error was {error_of(failures[0])}." if failures else ""
     yield Reason(
         Blocker.NOT_CLAIMED,
         1,
@@ -215,7 +228,7 @@ def _paused(facts: Facts, pause: Pause, count: int, sent: datetime) -> Reason:
         Blocker.PAUSED,
         count,
         max(pause.since, sent),
-        f"{_are(count)} ready, but domain {facts.domain!r} was paused {_ago(facts, pause.since)}{by}{why}.",
+        f"{are(count)} ready, but domain {facts.domain!r} was paused {ago(facts, pause.since)}{by}{why}.",
         f"Let it go on: `busload domain resume {facts.domain}`.",
         {"paused_at": pause.since, "operator": pause.operator, "reason": pause.reason},
     )
@@ -223,13 +236,13 @@ def _paused(facts: Facts, pause: Pause, count: int, sent: datetime) -> Reason:
 
 def _no_worker(facts: Facts, count: int, sent: datetime) -> Reason:
     seen = facts.around.last_seen
-    last = "there has never been one" if seen is None else f"the last one was seen {_ago(facts, seen)}"
+    last = "there has never been one" if seen is None else f"the last one was seen {ago(facts, seen)}"
     return Reason(
         Blocker.NO_WORKER,
         count,
         sent if seen is None else max(seen, sent),
-        f"{_are(count)} ready, but no living worker serves domain {facts.domain!r}; {last}.",
-        _start_worker(facts),
+        f"{are(count)} ready, but no living worker serves domain {facts.domain!r}; {last}.",
+        start_worker(facts),
         {"last_seen": seen},
     )
 
@@ -237,14 +250,12 @@ def _no_worker(facts: Facts, count: int, sent: datetime) -> Reason:
 def _behind_unpublished(facts: Facts, barrier: Barrier) -> Iterator[Reason]:
     if not barrier.rounds and facts.now - barrier.since < BEING_PUBLISHED:
         return
-    said = (
-        f": {counted(barrier.rounds, 'round')} of publishing failed, {_line(barrier.error)}" if barrier.rounds else ""
-    )
+    said = f": {counted(barrier.rounds, 'round')} of publishing failed, {line(barrier.error)}" if barrier.rounds else ""
     yield Reason(
         Blocker.BEHIND_UNPUBLISHED,
         barrier.behind,
         barrier.since,
-        f"{_are(barrier.behind)} ready, but domain {facts.domain!r} runs in the order of sending, and an older "
+        f"{are(barrier.behind)} ready, but domain {facts.domain!r} runs in the order of sending, and an older "
         f"command, {barrier.command_id}, is in the outbox since {span(facts.now - barrier.since)}{said}.",
         "Nothing to do if a worker serves the domain: it goes on without the broker when the broker has refused that "
         f"command, or after ten seconds. Or do it now: `busload outbox reroute --domain {facts.domain} --all`.",
@@ -258,8 +269,8 @@ def _behind_priority(facts: Facts, behind: Sequence[Ready]) -> Reason:
         Blocker.BEHIND_PRIORITY,
         count,
         _oldest(behind) or facts.created_at,
-        f"{_are(count)} ready, behind {counted(ahead, 'command')} of higher priority in domain {facts.domain!r}.",
-        f"Nothing to do if that is meant. More workers get there sooner: `{_worker(facts)}`.",
+        f"{are(count)} ready, behind {counted(ahead, 'command')} of higher priority in domain {facts.domain!r}.",
+        f"Nothing to do if that is meant. More workers get there sooner: `{worker_line(facts)}`.",
         {"ahead": ahead, "priority": max(ready.priority for ready in behind)},
     )
 
@@ -269,12 +280,12 @@ def _behind_priority(facts: Facts, behind: Sequence[Ready]) -> Reason:
 
 def _not_due(facts: Facts, waiting: Waiting) -> Reason:
     """Say why commands are scheduled for later."""
-    count, when = waiting.count, _when(facts, waiting)
+    count, when = waiting.count, when_due(facts, waiting)
     details: dict[str, Any] = {"next_at": waiting.next_at, "last_at": waiting.last_at}
     match waiting.reason:
         case "RETRY":
             code = Blocker.BACKOFF
-            causes = "; ".join(_said(failure) for failure in waiting.failures[:3])
+            causes = "; ".join(error_of(failure) for failure in waiting.failures[:3])
             last = f" The last error was {causes}." if causes else ""
             message = f"{counted(count, 'command')} failed and will be tried again: {when}.{last}"
             shown = facts.command_id or (waiting.failures[0].command_id if waiting.failures else None)
@@ -284,15 +295,15 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
         case "NO_HANDLER":
             code = Blocker.NO_HANDLER
             message = (
-                f"{_are(count)} of a type that no worker had a handler for: {', '.join(waiting.command_types)}. "
-                f"The next try is {_until(facts, waiting.next_at)}."
+                f"{are(count)} of a type that no worker had a handler for: {', '.join(waiting.command_types)}. "
+                f"The next try is {until(facts, waiting.next_at)}."
             )
             types = waiting.command_types or ("TYPE",)
             advice = f'Start a worker that has a handler: @bus.handler("{facts.domain}", "{types[0]}").'
             details = {"command_types": list(waiting.command_types), "next_at": waiting.next_at}
         case "RATE_LIMITED":
             code = Blocker.RATE_LIMITED
-            message = f"{_are(count)} held up by a rate limit, {', '.join(waiting.limits) or 'unknown'}: {when}."
+            message = f"{are(count)} held up by a rate limit, {', '.join(waiting.limits) or 'unknown'}: {when}."
             advice = (
                 "Nothing to do: what is held up comes back by itself. "
                 f"`busload limit show {waiting.limits[0] if waiting.limits else 'NAME'}` tells how many calls a "
@@ -318,17 +329,17 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
         case "CANARY":
             code, canary = Blocker.CANARY, facts.canary
             whose = "its" if count == 1 else "their"
-            message = f"{_are(count)} waiting for the canary of {whose} batch: {_progress_of_canary(facts)}."
+            message = f"{are(count)} waiting for the canary of {whose} batch: {progress_of_canary(facts)}."
             advice = "Nothing to do: when all of these have completed, the others are let go."
             details = {"canary": canary.size, "completed": canary.completed, "until": canary.until}
         case "HELD":
             code = Blocker.HELD
-            message = f"{_are(count)} held back until the batch lets {'it' if count == 1 else 'them'} go."
+            message = f"{are(count)} held back until the batch lets {'it' if count == 1 else 'them'} go."
             advice = f"Let them go now: `busload batch resume {facts.batch_id}`."
             details = {}
         case _:
             code = Blocker.RUN_AT
-            message = f"{_have(count)} a run_at that has not come: {when}."
+            message = f"{have(count)} a run_at that has not come: {when}."
             advice = "Nothing to do: what is due becomes ready by itself."
     return Reason(code, count, waiting.since or facts.created_at, message, advice, details)
 
@@ -348,8 +359,8 @@ def _running_long(facts: Facts) -> Iterator[Reason]:
         Blocker.RUNNING_LONG,
         count,
         first.since,
-        f"{_are(count)} running for up to {span(facts.now - first.since)} on {workers}; {compared}.",
-        f"See which: {_look(facts, 'IN_PROGRESS')}. A handler registered with timeout= would be ended by itself.",
+        f"{are(count)} running for up to {span(facts.now - first.since)} on {workers}; {compared}.",
+        f"See which: {look_at(facts, 'IN_PROGRESS')}. A handler registered with timeout= would be ended by itself.",
         {
             "workers": [running.worker for running in stuck],
             "usual_seconds": None if usual is None else usual.total_seconds(),
@@ -364,36 +375,25 @@ def _worker_lost(facts: Facts) -> Iterator[Reason]:
     count, last = _sum(lost), max(lost, key=lambda running: running.count)
     ends = max((running.lease_ends_at for running in lost if running.lease_ends_at), default=None)
     waits = ends is not None and ends > facts.now
-    then = f"Its lease ends {_until(facts, ends)}; then" if ends and waits else "Its lease has ended;"
+    then = f"Its lease ends {until(facts, ends)}; then" if ends and waits else "Its lease has ended;"
     seen = f", not seen for {span(facts.now - last.seen_at)}" if last.seen_at else ""
     others = f" and {counted(len(lost) - 1, 'more worker')}" if len(lost) > 1 else ""
     yield Reason(
         Blocker.WORKER_LOST,
         count,
         min((running.seen_at for running in lost if running.seen_at), default=last.since),
-        f"{_are(count)} held by worker {last.worker or 'unknown'}{others}{seen}. {then} any living worker "
+        f"{are(count)} held by worker {last.worker or 'unknown'}{others}{seen}. {then} any living worker "
         "can take over.",
         f"Publish its two keys again, or take it back: `busload tracker recover --queue {facts.domain}`."
         if facts.command_type == TRACKED
         else "Nothing to do but wait; find out why the worker died."
         if facts.around.anybody
-        else f"No worker lives that could take them back. {_start_worker(facts)}",
+        else f"No worker lives that could take them back. {start_worker(facts)}",
         {"workers": [running.worker for running in lost], "lease_ends_at": ends},
     )
 
 
 # -- in troubleshooting, or nowhere ------------------------------------------------------------------------------------
-
-
-def _progress_of_canary(facts: Facts) -> str:
-    canary = facts.canary
-    done, size = canary.completed or 0, canary.size or 0
-    first = f"{done:,} of the {size:,} commands that run first {'has' if done == 1 else 'have'} completed"
-    if size == 1:
-        first = "the command that runs first has not completed"
-    if canary.until is None:
-        return first
-    return f"{first}; {'it is' if size == 1 else 'they are'} to have completed {_until(facts, canary.until)}"
 
 
 def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:
@@ -402,8 +402,8 @@ def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:
             Blocker.IN_TROUBLESHOOTING,
             parked.count,
             parked.since,
-            f"{_are(parked.count)} waiting for a person, {parked.reason}: {_said(parked)}.",
-            _decide(facts, parked),
+            f"{are(parked.count)} waiting for a person, {parked.reason}: {error_of(parked)}.",
+            how_to_decide(facts, parked),
             {
                 "fingerprint": parked.fingerprint,
                 "reason": parked.reason,
@@ -418,20 +418,9 @@ def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:
             Blocker.IN_TROUBLESHOOTING,
             facts.places.other_parked,
             None,
-            f"{_are(facts.places.other_parked)} waiting for a person for other causes.",
+            f"{are(facts.places.other_parked)} waiting for a person for other causes.",
             f"List them: `busload troubleshooting ls --domain {facts.domain}`.",
         )
-
-
-def _decide(facts: Facts, parked: Parked) -> str:
-    verb, verbs = ("complete", "complete or cancel") if facts.canceled_at else ("retry", "retry, complete or cancel")
-    if parked.count == 1:
-        deletes = "" if facts.events is None else f" Complete and cancel delete its {counted(facts.events, 'event')}."
-        return f"Decide: `busload troubleshooting {verb} {parked.command_id}` ({verbs}).{deletes}"
-    return (
-        f"See one: `busload command show {parked.command_id}`. Then decide for all of this cause: "
-        f"`busload troubleshooting {verb} --group {parked.fingerprint} --domain {facts.domain}` ({verbs})."
-    )
 
 
 def _in_no_place(facts: Facts, count: int) -> Reason:
@@ -439,53 +428,13 @@ def _in_no_place(facts: Facts, count: int) -> Reason:
         Blocker.IN_NO_PLACE,
         count,
         facts.created_at,
-        f"{_are(count)} in no place (status PENDING_QUEUE): never put into one, or taken out by other hands than "
+        f"{are(count)} in no place (status PENDING_QUEUE): never put into one, or taken out by other hands than "
         "busload's. No worker can find what is in none.",
-        f"See which: {_look(facts, 'PENDING_QUEUE')}, and find out who writes to busload's tables.",
+        f"See which: {look_at(facts, 'PENDING_QUEUE')}, and find out who writes to busload's tables.",
     )
 
 
 # -- the words ---------------------------------------------------------------------------------------------------------
-
-
-def _worker(facts: Facts) -> str:
-    return f"busload worker MODULE:BUS --domains {facts.domain}"
-
-
-def _start_worker(facts: Facts) -> str:
-    return f"Start one: `{_worker(facts)}`."
-
-
-def _look(facts: Facts, status: str) -> str:
-    if facts.command_id is not None:
-        return f"`busload command show {facts.command_id}`"
-    return (
-        f'bus.list_batch_commands("{facts.batch_domain or facts.domain}", UUID("{facts.batch_id}"), status="{status}")'
-    )
-
-
-def _when(facts: Facts, waiting: Waiting) -> str:
-    if waiting.next_at == waiting.last_at:
-        return _until(facts, waiting.next_at)
-    return f"the next {_until(facts, waiting.next_at)}, the last {_until(facts, waiting.last_at)}"
-
-
-def _said(failure: Failure | Parked) -> str:
-    parts = (failure.error_type, failure.error_code, _line(failure.message))
-    return ": ".join(part for part in parts if part) or "unknown"
-
-
-def _line(text: str | None) -> str:
-    """An error in one short line."""
-    return " ".join((text or "").split())[:200].removesuffix(".")
-
-
-def _are(count: int) -> str:
-    return counted(count, "command is", "commands are")
-
-
-def _have(count: int) -> str:
-    return counted(count, "command has", "commands have")
 
 
 def _sum(parts: Iterable[Ready | Running]) -> int:
@@ -494,13 +443,3 @@ def _sum(parts: Iterable[Ready | Running]) -> int:
 
 def _oldest(parts: Iterable[Ready | Waiting]) -> datetime | None:
     return min((part.since for part in parts if part.since is not None), default=None)
-
-
-def _ago(facts: Facts, then: datetime) -> str:
-    return f"{span(facts.now - then)} ago"
-
-
-def _until(facts: Facts, then: datetime | None) -> str:
-    if then is None:
-        return "not planned"
-    return f"in {span(then - facts.now)}"
