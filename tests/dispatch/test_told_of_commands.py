@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
@@ -52,6 +52,26 @@ async def trail(bus: CommandBus, command: BatchCommand, *types: str) -> list[tup
 
 def told_of(command: CommandMetadata) -> tuple[int, str | None, bool]:
     return command.publish_attempts, command.last_publish_error, command.published_at is not None
+
+
+async def test_what_the_broker_refused_is_still_told_after_a_hold_or_a_reschedule(
+    bus: CommandBus, transport: FaultyTransport, given: Given
+) -> None:
+    """Both take the command out of the outbox, so PostgreSQL delivers it from then on"""
+    transport.refuse(AWAY)
+    first, second = commands = chosen(2)
+    batch_id = await bus.create_batch(DOMAIN, commands)
+    refused = told_of(await found(bus, first))
+    assert refused[0] == 1 and refused[1]
+    assert first.command_id is not None
+    await bus.reschedule_command(DOMAIN, first.command_id, datetime.now(UTC) + timedelta(hours=1), operator="rosa")
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains")
+    for command in commands:
+        assert told_of(await found(bus, command)) == refused
+        [(_, details)] = await trail(bus, command, "REROUTED")
+        assert details["attempts"] == 1
+    await bus.resume_batch(DOMAIN, batch_id)
+    assert told_of(await found(bus, second)) == refused
 
 
 def test_the_shell_shows_it(dsn: str, transport: FaultyTransport) -> None:

@@ -9,11 +9,11 @@
 WITH unqueued AS (
     DELETE FROM busload.queue WHERE hi = %(command)s::bigint AND {later} RETURNING {load}
 ), unboxed AS (
-    DELETE FROM busload.outbox WHERE hi = %(command)s::bigint AND {later} RETURNING {load}
+    DELETE FROM busload.outbox WHERE hi = %(command)s::bigint AND {later} RETURNING *
 ), put_off AS (
     INSERT INTO busload.scheduled ({load}, run_at, reason)
     SELECT {load}, %(run_at)s::timestamptz, 'RUN_AT'
-      FROM (SELECT * FROM unqueued UNION ALL SELECT * FROM unboxed) AS load
+      FROM (SELECT * FROM unqueued UNION ALL SELECT {load} FROM unboxed) AS load
 ), moved AS (
     UPDATE busload.scheduled
        SET run_at = %(run_at)s::timestamptz,
@@ -30,5 +30,10 @@ WITH unqueued AS (
     VALUES ('RESCHEDULED', %(command)s::bigint, %(command)s::bigint, %(batch_id)s::uuid,
             %(attempt)s::integer, %(operator)s::text,
             json_build_object('run_at', greatest(%(run_at)s::timestamptz, now())))
+), rerouted AS (   -- else nobody would know that the broker has refused it
+    INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
+    SELECT 'REROUTED', lo, hi, batch_id, attempt, %(operator)s::text,
+           json_build_object('transport', transport, 'attempts', rounds, 'last_error', error)
+      FROM unboxed WHERE rounds > 0
 )
 SELECT count(pg_notify('busload_ready', domain)) FROM queued;

@@ -264,12 +264,20 @@ BEGIN
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
                                     WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
                                     ORDER BY hi FOR UPDATE))
-            RETURNING lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
+            RETURNING *
+        ), noted AS (   -- else nobody would know that the broker has refused them
+            INSERT INTO busload.event (type, lo, hi, batch_id, attempt, details)
+            SELECT 'REROUTED', lo, hi, batch_id, attempt,
+                   json_build_object('transport', transport, 'attempts', rounds, 'last_error', error)
+              FROM unpublished WHERE rounds > 0
         )
         INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority,
                                        attempt, forgiven, crashes, replies, fair, run_at, reason)
         SELECT load.*, 'infinity', 'HELD'
-          FROM (SELECT * FROM ready UNION ALL SELECT * FROM unpublished) AS load;
+          FROM (SELECT * FROM ready
+                UNION ALL
+                SELECT lo, hi, domain, batch_id, priority, attempt, forgiven, crashes, replies, fair
+                  FROM unpublished) AS load;
     END LOOP;
 END $$;
 
