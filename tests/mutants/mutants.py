@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-hold-is-not-heard-while-newcomers-are-claimed",
-        "worker/claimer.py",
+        "worker/under_way.py",
         "            one.held |= held\n",
         "            pass\n",
         "tests/worker/test_newcomers.py::test_newcomers_of_a_batch_that_is_held_while_they_are_claimed_do_not_begin",

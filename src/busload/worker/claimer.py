@@ -7,9 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from uuid import UUID
 
@@ -24,10 +22,11 @@ from busload.worker.line import Claimed, Line, commands_of
 from busload.worker.newcomers import Newcomers, split_off_few
 from busload.worker.order import may_run, parts_in_turn
 from busload.worker.pace import Look, Pace
-from busload.worker.room import LONGEST_EMPTY, Room, Want
+from busload.worker.room import LONGEST_EMPTY, Room
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 from busload.worker.stuck_line import StuckLine
+from busload.worker.under_way import ClaimsUnderWay, UnderWay
 
 log = logging.getLogger("busload")
 
@@ -50,22 +49,6 @@ MOST_PARTS = 10
 
 MOST_ASKING = 2
 """Statements at a time that ask for permits: the server begins the next one while we run what the last one granted."""
-
-
-@dataclass(slots=True, eq=False)
-class UnderWay:
-    """A claim from its statement to the line."""
-
-    sent_at: float | None
-    """None once it is answered."""
-    paused: Collection[str]
-    """The domains that were paused when it was sent."""
-    held: set[UUID] = field(default_factory=set)
-    """Batches that were held since: it may still bring commands of them."""
-
-    def sent(self) -> float:
-        assert self.sent_at is not None
-        return self.sent_at
 
 
 class Claimer:
@@ -110,7 +93,7 @@ class Claimer:
         self._first_part = 0
         self.wake: Callable[[], None] = lambda: None
         """Has the next round begin at once."""
-        self._under_way: list[UnderWay] = []
+        self._under_way = ClaimsUnderWay()
         self._asking: dict[asyncio.Task[None], set[UUID]] = {}
         """Claims whose permits are asked for, and the batches that were held since."""
         self._asked_for: dict[asyncio.Task[None], int] = {}
@@ -123,7 +106,7 @@ class Claimer:
     @property
     def sent_at(self) -> float | None:
         """When the oldest claim was sent that has no answer; None while there is none."""
-        return min((one.sent_at for one in self._under_way if one.sent_at is not None), default=None)
+        return self._under_way.sent_at
 
     def look_at_queue(self) -> None:
         """Look at the queue itself in the next round: something may be ready that no message tells of."""
@@ -151,7 +134,7 @@ class Claimer:
             return Look(await self._watch_line())
         rest = math.inf
         if self._rests and (self._line.in_hand or not everywhere):
-            wanted, rest = self._without_resting(wanted)
+            wanted, rest = self.room.without_resting(wanted)
         if self._broker is not None:
             self._decide_on_poll(self._broker)
         await self.newcomers.once()
@@ -224,8 +207,7 @@ class Claimer:
 
     def heed_holds(self, held: Set[UUID]) -> None:
         """Take what belongs to these batches out of the line; the next round hands it back."""
-        for one in self._under_way:
-            one.held |= held
+        self._under_way.hear_of(held)
         for heard in self._asking.values():
             heard |= held
         items = self._line.items
@@ -325,7 +307,7 @@ class Claimer:
         number, taken = self._shared.number, NOTHING
         waiting: list[Leased] = []
         refused: list[Transition] = []
-        with self._sending(paused) as under_way:
+        with self._under_way.sending(paused) as under_way:
             if domains[0] in self._handlers.ordered:
                 ordered, refused = await self._shared.permits.order.claim(domains[0], limit)
                 taken, waiting = ordered, ordered.waiting
@@ -360,21 +342,11 @@ class Claimer:
         domains = [domain for domain in self._domains if domain not in others]
         if limit <= 0 or not domains or self._handlers.concurrency_limits:
             return 0
-        with self._sending(paused) as under_way:
+        with self._under_way.sending(paused) as under_way:
             plan = claim.claim_few(worker=self._shared.number, domains=domains, limit=limit, turns=self._turns)
             taken = await self._shared.perform(plan)
             await self._bring(taken, under_way, [], [], first=True)
         return len(taken.leased)
-
-    @contextmanager
-    def _sending(self, paused: Collection[str]) -> Iterator[UnderWay]:
-        """A claim is under way for as long as the block lasts."""
-        under_way = UnderWay(time.monotonic(), paused)
-        self._under_way.append(under_way)
-        try:
-            yield under_way
-        finally:
-            self._under_way.remove(under_way)
 
     async def _bring(
         self,
@@ -483,13 +455,6 @@ class Claimer:
             self._queue_wanted = True  # a notification may be about a domain that was not asked now
         poll = self._polled_at + broker.poll_every - time.monotonic()
         return min(max(poll, 0.001), math.inf if look is None else look)
-
-    def _without_resting(self, wanted: list[Want]) -> tuple[list[Want], float]:
-        """Leave out domains that bring mostly what a limit holds up; return also the seconds until one is due again."""
-        resting, paused = self._rests.resting(), self._pauses.paused
-        awake = [([domain for domain in domains if domain not in resting], most) for domains, most in wanted]
-        left_out = {domain for domains, _ in wanted for domain in domains if domain in resting}
-        return awake, min((resting[domain] for domain in left_out - paused), default=math.inf)
 
     async def _watch_line(self) -> float | None:
         """Hand back what waits too long for a slot. Return when to look again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TypeAlias
 
@@ -99,6 +100,13 @@ class Room:
         now = time.monotonic()
         due = [one for one in wanted if now - self._bulk_empty_at.get(one[0][0], 0.0) > LONGEST_EMPTY]
         return [(single, limit), *due], len(due) < len(wanted)
+
+    def without_resting(self, wanted: list[Want]) -> tuple[list[Want], float]:
+        """Leave out domains that bring mostly what a limit holds up; return also the seconds until one is due again."""
+        resting, paused = self._shared.limiter.rests.resting(), self._shared.pauses.paused
+        awake = [([domain for domain in domains if domain not in resting], most) for domains, most in wanted]
+        left_out = {domain for domains, _ in wanted for domain in domains if domain in resting}
+        return awake, min((resting[domain] for domain in left_out - paused), default=math.inf)
 
     def _slots(self) -> int:
         """How many commands can run at a time: if all need a thread, no more than there are threads."""
