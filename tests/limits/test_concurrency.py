@@ -582,7 +582,7 @@ async def test_limits_of_several_names_are_asked_for_together(given: Given, data
     requests = [
         Request(name, "key", most, [(one.lease, one.id)]) for (name, most), one in zip(limits, leased, strict=True)
     ]
-    answers = database.perform(concurrency.take(requests[:3], worker=worker))
+    answers = [*database.perform(concurrency.take(requests[:3], worker=worker))]
     assert all(answers)
     answers += database.perform(concurrency.take(requests[3:], worker=worker))
     assert answers[3:] == [0] * 6

@@ -132,6 +132,8 @@ class Singles(msgspec.Struct):
     subjects: list[str] = []
     most: list[int] = []
     leased: list[Leased] = []
+    packed: list[bytes] = []
+    """The subjects as they are sent, once they were."""
 
     def add(self, name: str, subject: str, most: int, leased: Leased) -> None:
         self.names.append(name)
@@ -147,6 +149,10 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     subject: str
     permit: int
 
+    @property
+    def packed(self) -> bytes:
+        return Texts.field(self.subject)
+
 
 class AnyPermit(Protocol):
     """What is known of a permit wherever it is held."""
@@ -154,12 +160,13 @@ class AnyPermit(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def subject(self) -> str: ...
+    def packed(self) -> bytes:
+        """The value of its `by`, as it is sent."""
     @property
     def permit(self) -> int: ...
 
 
-def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
+def take(requests: Sequence[Request], *, worker: int) -> Plan[Sequence[int | None]]:
     """Return the permit of each request. 0 means that there is none: what it is for waits and is not ours any more.
 
     None means that the worker holds none of its commands: it was declared dead, or lost their leases. For a connection
@@ -167,46 +174,49 @@ def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
     """
     rows = [(id, nth, lease) for nth, one in enumerate(requests, 1) for lease, id in one.commands]
     commands, nths, leases = zip(*rows, strict=True)
-    names, subjects = [one.name for one in requests], [one.subject for one in requests]
+    names, subjects = [one.name for one in requests], Texts.fields([one.subject for one in requests])
     most, sizes = [one.most for one in requests], [one.size for one in requests]
     return (yield from _take(worker, names, subjects, most, sizes, commands, nths, leases))
 
 
-def take_single(asked: Singles, *, worker: int) -> Plan[list[int | None]]:
+def take_single(asked: Singles, *, worker: int) -> Plan[Sequence[int | None]]:
     """The same for single commands."""
     commands, leases = [one.id for one in asked.leased], [one.lease for one in asked.leased]
-    sizes = [1] * len(commands)
-    return (yield from _take(worker, asked.names, asked.subjects, asked.most, sizes, commands, (), leases))
+    asked.packed = Texts.fields(asked.subjects)
+    return (yield from _take(worker, asked.names, asked.packed, asked.most, [1], commands, (), leases))
 
 
 def _take(
     worker: int,
     names: Sequence[str],
-    subjects: Sequence[str],
+    subjects: Sequence[bytes],
     most: Sequence[int],
     sizes: Sequence[int],
     commands: Sequence[int],
     nths: Sequence[int],
     leases: Sequence[Lease],
-) -> Plan[list[int | None]]:
+) -> Plan[Sequence[int | None]]:
     """Ask in columns, as `busload.take_permits` has them."""
     if _alike(names) and _alike(most) and _alike(sizes):
         names, most, sizes = names[:1], most[:1], sizes[:1]
+    elif len(sizes) < len(names):
+        sizes = [*sizes] * len(names)
     ordinals = {lease: ordinal for ordinal, lease in enumerate(dict.fromkeys(leases), 1)}
     [(granted,)] = yield from execute(
         SQL.take,
         worker=worker,
         names=Texts.of_few(names),
-        subjects=Texts.of(subjects),
+        subjects=Texts.of_fields(subjects),
         most=Integers.of(most),
         sizes=Integers.of(sizes),
         leases=[lease.lease_id for lease in ordinals],
         commands=Bigints.of(commands),
         requests=Integers.of(nths),
         lease_ordinals=Integers.of([] if len(ordinals) == 1 else [ordinals[lease] for lease in leases]),
+        different=len(set(subjects)) == len(subjects),
     )
     yield from execute(SQL.on_disk)
-    return granted  # type: ignore[no-any-return]
+    return granted if len(granted) == len(subjects) else range(granted[0], granted[0] + len(subjects))
 
 
 def _alike(values: Sequence[object]) -> bool:
@@ -220,7 +230,7 @@ def free(permits: Sequence[AnyPermit]) -> Plan[int]:
     [(woken,)] = yield from execute(
         SQL.free,
         names=Texts.of_few(names[:1] if _alike(names) else names),
-        subjects=Texts.of([one.subject for one in permits]),
+        subjects=Texts.of_fields([one.packed for one in permits]),
         permits=Bigints.of([one.permit for one in permits]),
     )
     return int(woken)
@@ -262,7 +272,7 @@ def adopt(permits: Mapping[AnyPermit, int], *, worker: int) -> Plan[None]:
         SQL.adopt,
         worker=worker,
         names=Texts.of([one.name for one in permits]),
-        subjects=Texts.of([one.subject for one in permits]),
+        subjects=Texts.of_fields([one.packed for one in permits]),
         permits=Bigints.of([one.permit for one in permits]),
         commands=Bigints.of(list(permits.values())),
     )

@@ -3,7 +3,7 @@
 SELECT busload.take_permits(
            %(worker)s::bigint, %(names)b::text[], %(subjects)b::text[],
            %(most)b::integer[], %(sizes)b::integer[], %(leases)b::uuid[], %(commands)b::bigint[],
-           %(requests)b::integer[], %(lease_ordinals)b::integer[]
+           %(requests)b::integer[], %(lease_ordinals)b::integer[], %(different)b::boolean
        );
 
 -- name: on_disk

@@ -59,17 +59,28 @@ class Texts(Packed):
     @classmethod
     def of(cls, values: Sequence[str | None]) -> Packed:  # type: ignore[override]
         if None in values:
-            return cls._of([_NULL if value is None else cls._field(value) for value in values])
-        return cls._of([len(raw).to_bytes(4) + raw for raw in [value.encode() for value in values]])  # type: ignore[union-attr]
+            return cls._of([_NULL if value is None else cls.field(value) for value in values])
+        return cls._of(cls.fields(values))  # type: ignore[arg-type]
 
     @classmethod
     def of_few(cls, values: Sequence[str]) -> Packed:
         """The same where only few of the values are different."""
-        fields = {value: cls._field(value) for value in dict.fromkeys(values)}
+        fields = {value: cls.field(value) for value in dict.fromkeys(values)}
         return cls._of([fields[value] for value in values])
 
     @staticmethod
-    def _field(value: str) -> bytes:
+    def fields(values: Sequence[str]) -> list[bytes]:
+        """The values, each packed: for those who send them more than once."""
+        return [len(raw).to_bytes(4) + raw for raw in [value.encode() for value in values]]
+
+    @classmethod
+    def of_fields(cls, fields: Sequence[bytes]) -> Packed:
+        """The same of values that are packed."""
+        return cls._of(fields)
+
+    @staticmethod
+    def field(value: str) -> bytes:
+        """A value, packed."""
         raw = value.encode()
         return len(raw).to_bytes(4) + raw
 

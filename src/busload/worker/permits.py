@@ -19,6 +19,7 @@ from busload.limits import concurrency
 from busload.limits.concurrency import AnyPermit, ConcurrencyLimit, Held, Request, Singles
 from busload.limits.limiter import Entered, LimitedError, PermitLostError
 from busload.limits.order import Key
+from busload.postgres.arrays import Texts
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.worker.call_handler import argument_of
@@ -44,7 +45,8 @@ class Permit(msgspec.Struct, eq=False, gc=False):  # it holds nothing that knows
     """A call that may begin while its worker lives, as the database sees it. `argument` is what a single one gets."""
 
     name: str
-    subject: str
+    packed: bytes
+    """The value of `by`, as it is sent."""
     permit: int
     first: Leased
     """The first command of the call."""
@@ -141,14 +143,19 @@ class Permits:
             answers, number = await self._ask(partial(concurrency.take_single, asked))
         finally:
             self._asking.remove(asked.leased)
-        columns = zip(asked.names, asked.subjects, asked.leased, arguments, answers, strict=True)
-        for name, subject, one, argument, answer in columns:
-            if answer:
-                self._of[one] = Permit(name, subject, answer, one, argument, number)
-            else:
-                self._not_granted([one], answer)
-        every = zip(asked.leased, answers, strict=True)
-        granted = asked.leased if all(answers) else [one for one, answer in every if answer]
+        held, granted = self._of, asked.leased
+        columns = zip(asked.names, asked.packed, asked.leased, arguments, answers, strict=True)
+        if all(answers):
+            for name, packed, one, argument, answer in columns:
+                held[one] = Permit(name, packed, answer, one, argument, number)  # type: ignore[arg-type]
+        else:
+            granted = []
+            for name, packed, one, argument, answer in columns:
+                if answer:
+                    held[one] = Permit(name, packed, answer, one, argument, number)
+                    granted.append(one)
+                else:
+                    self._not_granted([one], answer)
         if not may_run:
             return granted, refused
         allowed = {*may_run, *granted}
@@ -178,7 +185,8 @@ class Permits:
             if not answer:
                 self._not_granted(leased, answer)
                 raise LimitedError(name)
-            permit = self._of_calls[answer] = Permit(name, subject, answer, leased[0], None, number, leased[1:])
+            packed = Texts.field(subject)
+            permit = self._of_calls[answer] = Permit(name, packed, answer, leased[0], None, number, leased[1:])
             return permit
 
     def of(self, leased: Leased) -> Permit | None:
@@ -187,8 +195,9 @@ class Permits:
 
     def begin(self, permit: Permit) -> None:
         """A call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
-        alive = self._shared.surely_alive  # asked first: a new number comes before its first sign of life
-        if not alive or permit.worker != self._shared.number or permit.freed:
+        shared = self._shared
+        # Whether it lives is asked first: a new number comes before its first sign of life.
+        if not shared.surely_alive() or permit.worker != shared.number or permit.freed:
             raise PermitLostError(permit.name)
         permit.begun = True
 
@@ -204,8 +213,8 @@ class Permits:
         if permit.freed:
             return
         permit.freed = True
-        if self._of_calls.pop(permit.permit, None) is None:
-            self._of.pop(permit.first, None)
+        if self._of.pop(permit.first, None) is None:
+            self._of_calls.pop(permit.permit, None)
         if type(permit) is FirstInOrder:
             self.order.left()
         else:
@@ -294,7 +303,7 @@ class Permits:
             return None
         return handler, limit, limit.name_for(domain, command_type)
 
-    async def _ask(self, take: Callable[..., Plan[list[int | None]]]) -> tuple[list[int | None], int]:
+    async def _ask(self, take: Callable[..., Plan[Sequence[int | None]]]) -> tuple[Sequence[int | None], int]:
         """Ask for permits; returns the answers, and the number of this worker for which they are."""
         number, sent_at = self._shared.number, clock()
         self._asked.append(sent_at)
@@ -314,7 +323,7 @@ class Permits:
 
     def _grant_first(self, one: Leased, key: Key, argument: Any, worker: int) -> None:
         """A command is the first of its key, and may run while this worker lives."""
-        self._of[one] = FirstInOrder(*key, 0, one, argument, worker)
+        self._of[one] = FirstInOrder(key[0], b"", 0, one, argument, worker)
 
     async def _flush(self, freed: Sequence[list[AnyPermit]]) -> None:
         permits = freed[0] if len(freed) == 1 else [permit for some in freed for permit in some]

@@ -66,7 +66,6 @@ class Shared:
     def __post_init__(self) -> None:
         self.lease_seconds = self.settings.lease_for.total_seconds()
 
-    @property
     def surely_alive(self) -> bool:
         """Whether nobody can have declared this worker dead: its last heartbeat is younger than a lease."""
         return clock() - self.renewed_at < self.lease_seconds

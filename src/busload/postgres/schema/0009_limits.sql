@@ -49,7 +49,8 @@ CREATE TABLE busload.concurrency_limit (
 -- A call that runs, or is about to begin. A permit belongs to a worker: whoever asks for permits counts those
 -- of workers that live, and of workers that are silent but not declared dead yet.
 CREATE TABLE busload.permit (
-    permit        bigint      GENERATED ALWAYS AS IDENTITY (CACHE 100),
+    -- Those that one statement grants follow each other: the sequence counts in steps of so many.
+    permit        bigint      GENERATED ALWAYS AS IDENTITY (INCREMENT 1024 CACHE 100),
     limit_name    text        COLLATE "C" NOT NULL,
     limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`; '' without a `by`
     worker        bigint      NOT NULL,
@@ -90,7 +91,8 @@ BEGIN
 END $$;
 
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
--- 0 if there is none, or null if the worker holds none of its commands any more. Of one limit, the request
+-- 0 if there is none, or null if the worker holds none of its commands any more. If all are granted, it may
+-- return only the first permit: the others follow it. Of one limit, the request
 -- with the lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until
 -- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
 -- the others did before. The commit does not wait for the disk, so that others wait less for the locks:
@@ -98,10 +100,11 @@ END $$;
 --
 -- `names`, `most` and `sizes` have one element for all requests, or one for each. A command has the position
 -- of its request in `requests`, and of its lease in `lease_ordinals`. If `requests` is empty, each request
--- has one command; if `lease_ordinals` is empty, there is one lease.
+-- has one command; if `lease_ordinals` is empty, there is one lease. `different` says that no two requests have
+-- the same subject.
 CREATE FUNCTION busload.take_permits(
     taker bigint, names text[], subjects text[], most integer[], sizes integer[],
-    leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[]
+    leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[], different boolean
 ) RETURNS bigint[]
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_nestloop = off AS $$
@@ -109,6 +112,7 @@ DECLARE
     asked record;
     intact boolean;
     fits boolean;
+    number bigint;
     answer bigint[];
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
@@ -128,9 +132,12 @@ BEGIN
             ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
     END IF;
     -- Most often each call has one command, and there are permits for all: then nothing has to wait.
-    fits := intact AND cardinality($7) = cardinality($3)
+    fits := intact AND cardinality($7) = cardinality($3) AND cardinality($7) <= 1024
             AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL);
-    IF fits THEN
+    -- And if each has a key of its own that no call has, there is nothing to count.
+    IF fits AND NOT (different AND cardinality($2) = 1
+                     AND NOT EXISTS (SELECT FROM busload.permit
+                                      WHERE limit_name = $2[1] AND limit_subject = ANY ($3))) THEN
         FOR asked IN
             SELECT $2[1] AS name, $4[1] AS most, $3 AS subjects WHERE cardinality($2) = 1
              UNION ALL
@@ -156,12 +163,12 @@ BEGIN
         END LOOP;
     END IF;
     IF fits THEN
-        answer := ARRAY(SELECT nextval('busload.permit_permit_seq') FROM unnest($7));
+        number := nextval('busload.permit_permit_seq');
         INSERT INTO busload.permit (permit, limit_name, limit_subject, worker, command)
         OVERRIDING SYSTEM VALUE
-        SELECT r.permit, coalesce(r.name, $2[1]), r.subject, $1, r.command
-          FROM unnest(answer, $2, $3, $7) AS r (permit, name, subject, command);
-        RETURN answer;
+        SELECT number + r.ordinal - 1, coalesce(r.name, $2[1]), r.subject, $1, r.command
+          FROM unnest($2, $3, $7) WITH ORDINALITY AS r (name, subject, command, ordinal);
+        RETURN ARRAY[number];
     END IF;
     PERFORM busload.lock_limits(27711008, $2, $3, true);
     WITH request AS (
