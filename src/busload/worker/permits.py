@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 import psycopg
 
+from busload.buffers.declaration import EXHAUSTED
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.execution import Leased, Transition, Unreadable, failure
 from busload.commands.payload import UndecodableError
@@ -22,7 +23,7 @@ from busload.limits.order import Key
 from busload.postgres.arrays import Texts
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
-from busload.worker.call_handler import argument_of
+from busload.worker.call_handler import argument_of, command_of
 from busload.worker.coalescer import Coalescer
 from busload.worker.order import Order
 from busload.worker.settlement import end_failed
@@ -33,7 +34,7 @@ ASKING = "Asking for permits"
 FREED_WITHIN = 0.005
 """Seconds that a permit that is free waits for others, to be given back together with them."""
 
-FREED_TOGETHER = 1000
+FREED_TOGETHER = 2000
 """Permits that are given back without waiting for others."""
 
 
@@ -129,7 +130,7 @@ class Permits:
                 continue
             handler, limit, name = kind
             try:
-                argument = argument_of(one)
+                argument = command_of(one) if command_type != EXHAUSTED else argument_of(one)
                 subject = limit.subject_of(argument)
             except BaseException as error:
                 refused.append(self._refused(one, error, handler))

@@ -50,7 +50,7 @@ CREATE TABLE busload.concurrency_limit (
 -- of workers that live, and of workers that are silent but not declared dead yet.
 CREATE TABLE busload.permit (
     -- Those that one statement grants follow each other: the sequence counts in steps of so many.
-    permit        bigint      GENERATED ALWAYS AS IDENTITY (INCREMENT 1024 CACHE 100),
+    permit        bigint      GENERATED ALWAYS AS IDENTITY (INCREMENT 4096 CACHE 100),
     limit_name    text        COLLATE "C" NOT NULL,
     limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`; '' without a `by`
     worker        bigint      NOT NULL,
@@ -132,7 +132,7 @@ BEGIN
             ON CONFLICT (name) DO UPDATE SET most = excluded.most, used_at = now();
     END IF;
     -- Most often each call has one command, and there are permits for all: then nothing has to wait.
-    fits := intact AND cardinality($7) = cardinality($3) AND cardinality($7) <= 1024
+    fits := intact AND cardinality($7) = cardinality($3) AND cardinality($7) <= 4096
             AND EXISTS (SELECT FROM busload.worker AS w WHERE w.worker = $1 AND w.stopped_at IS NULL);
     -- And if each has a key of its own that no call has, there is nothing to count.
     IF fits AND NOT (different AND cardinality($2) = 1
