@@ -74,7 +74,7 @@ class ConcurrencyLimit:
         if self.by is None:
             return ""
         try:
-            found = called_with.data[self.by] if type(self.by) is str else self.by(called_with)  # type: ignore[operator]
+            found = called_with.data[self.by] if isinstance(self.by, str) else self.by(called_with)
         except BaseException as error:  # a SystemExit ends a call, not the worker
             raise _refused(f"raised {type(error).__name__}: {safe_str(error, 200)}") from error
         text = key_text(found)
@@ -162,6 +162,7 @@ class AnyPermit(Protocol):
     @property
     def packed(self) -> bytes:
         """The value of its `by`, as it is sent."""
+
     @property
     def permit(self) -> int: ...
 

@@ -42,7 +42,8 @@ OLDEST_EVERY = 16
 """One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
 
 ASKED_TOGETHER = 2000
-"""Commands that are claimed, and whose permits are asked for, in one statement at most."""
+"""Commands that are claimed, and whose permits are asked for, in one statement at most: the numbers of so many permits
+follow each other."""
 
 MOST_PARTS = 10
 """Parts that are claimed in a row. At the end of the row, slots may have to wait for the permits of the last one."""

@@ -49,7 +49,7 @@ CREATE TABLE busload.concurrency_limit (
 -- A call that runs, or is about to begin. A permit belongs to a worker: whoever asks for permits counts those
 -- of workers that live, and of workers that are silent but not declared dead yet.
 CREATE TABLE busload.permit (
-    -- Those that one statement grants follow each other: the sequence counts in steps of so many.
+    -- The numbers of permits that were granted together follow each other, so the sequence takes large steps.
     permit        bigint      GENERATED ALWAYS AS IDENTITY (INCREMENT 4096 CACHE 100),
     limit_name    text        COLLATE "C" NOT NULL,
     limit_subject text        COLLATE "C" NOT NULL, -- the value of `by`; '' without a `by`
@@ -92,11 +92,11 @@ END $$;
 
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
 -- 0 if there is none, or null if the worker holds none of its commands any more. If all are granted, it may
--- return only the first permit: the others follow it. Of one limit, the request
--- with the lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until
--- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
--- the others did before. The commit does not wait for the disk, so that others wait less for the locks:
--- whoever asks waits for the disk before it uses a permit.
+-- return only the first permit: the numbers of the others follow. Of one limit, the request with the lowest
+-- command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit is free;
+-- an hour at most, in case that nobody wakes it. Every statement after the locks sees what the others did
+-- before. The commit does not wait for the disk, so that others wait less for the locks: whoever asks waits
+-- for the disk before it uses a permit.
 --
 -- `names`, `most` and `sizes` have one element for all requests, or one for each. A command has the position
 -- of its request in `requests`, and of its lease in `lease_ordinals`. If `requests` is empty, each request
