@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "statistics-lost-at-stop",
         "worker/lifecycle.py",
-        "        await self._record_rest()\n        if abandoned:",
-        "        if abandoned:",
+        "        await self._recorder.close(BRIEFLY if self._outage.is_away else deadline)\n",
+        "",
         STATISTICS + "test_attempts_of_every_outcome_agree_with_the_facts",
         "what was settled since the last write would be lost at every deploy",
     ),

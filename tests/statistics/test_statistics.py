@@ -199,12 +199,15 @@ async def test_the_places_of_a_minute_are_those_at_its_end(
     await given.batch(2)
     given.claimed()
 
-    *_, older, before, now = await bus.statistics.series()
-    assert (before.sent, before.completed, before.ready, before.scheduled) == (0, 0, None, None)
+    points = await bus.statistics.series()
+    [index] = [n for n, point in enumerate(points[:-1]) if point.ready is not None]
+    before, older, since, now = points[:index], points[index], points[index + 1 :], points[-1]
+    assert sum(point.sent + point.completed for point in before) == 0
     assert (older.sent, older.completed, older.ready, older.scheduled, older.running) == (6, 0, 5, 1, 0)
-    assert older.oldest_ready == pytest.approx(100, abs=30)
-    assert (now.sent, now.completed, now.ready, now.scheduled, now.running) == (2, 5, 1, 1, 1)
-    assert [p.at for p in (older, before, now)] == [now.at - 2 * MINUTE, now.at - MINUTE, now.at]
+    assert older.oldest_ready == pytest.approx(100, abs=50)
+    assert (sum(point.sent for point in since), sum(point.completed for point in since)) == (2, 5)
+    assert (now.ready, now.scheduled, now.running) == (1, 1, 1)
+    assert older.at <= now.at - 2 * MINUTE
     assert now.at.tzinfo is UTC
     assert len(sync_bus.statistics.series("payments")) == 60
 
@@ -364,4 +367,4 @@ async def test_a_worker_that_settles_nothing_writes_nothing(bus: CommandBus, giv
     await recorder.once()
     await recorder.once()
     assert performed["record"] == 1
-    assert (await bus.statistics.series())[-1].seconds + (await bus.statistics.series())[-2].seconds == 2
+    assert sum(point.seconds for point in await bus.statistics.series()) == 2

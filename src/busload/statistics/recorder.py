@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
+import psycopg
+
 from busload.postgres.plan import Plan
 from busload.statistics.attempts import Attempts
 from busload.statistics.statistics import Counts, look, record
+
+log = logging.getLogger("busload")
 
 EVERY = 5.0
 """Seconds between two writes: what a worker takes with it if it is killed."""
@@ -46,6 +52,14 @@ class Recorder:
             await self._perform(record(fresh, ago=now - self._since))
             self._recorded = counted
         self._since = now
+
+    async def close(self, within: float) -> None:
+        """Write the rest, if that takes no more than so many seconds."""
+        try:
+            async with asyncio.timeout(within):
+                await self.record()
+        except (psycopg.Error, TimeoutError) as error:
+            log.warning("The statistics lack what this worker has settled in the last seconds: %r", error)
 
 
 def _since(earlier: Counts | None, now: Counts) -> Counts:

@@ -426,19 +426,12 @@ class Run:
                 await self._shared.perform(rescue.retire(worker=self._shared.number))
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
-        await self._record_rest()
+        await self._recorder.close(BRIEFLY if self._outage.is_away else deadline)
         if abandoned:
             again = "Its command runs again." if abandoned == 1 else "Their commands run again."
             raise InvalidOperationError(
                 f"{counted(abandoned, 'result')} could not be settled before the worker stopped. {again}"
             )
-
-    async def _record_rest(self) -> None:
-        try:
-            async with asyncio.timeout(BRIEFLY):
-                await self._recorder.record()
-        except (psycopg.Error, TimeoutError) as error:
-            log.warning("The statistics lack what this worker has settled in the last seconds: %r", error)
 
     async def _end(self) -> None:
         """End everything, however far the stop came. Other workers rescue what this one still holds."""
