@@ -93,6 +93,8 @@ class Condition(msgspec.Struct, frozen=True, omit_defaults=True):
     """The transport whose messages do not come."""
     ended: tuple[str, ...] = ()
     """Parts of the worker that should run and do not."""
+    clock: float | None = None
+    """What the clock of its machine showed when it told this, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)

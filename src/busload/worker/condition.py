@@ -15,7 +15,7 @@ from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 
 
-class Doctor:
+class SelfCheck:
     """Asked by the heartbeat's thread and by probes in the event loop; only reads."""
 
     def __init__(
@@ -43,6 +43,7 @@ class Doctor:
             blocked_for=0.0 if self.heartbeat is None else self.heartbeat.blocked_for,
             broker_away=None if self._broker is None or self._broker.connected else shared.bus.via.transport,
             ended=tuple(task.get_name() for task in self._rounds() if task.done() and not self._stopping.is_set()),
+            clock=time.time(),
         )
 
     def health(self) -> Health:

@@ -32,7 +32,7 @@ from busload.statistics.recorder import Recorder
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
-from busload.worker.condition import Doctor
+from busload.worker.condition import SelfCheck
 from busload.worker.distribution import Distribution
 from busload.worker.executor import Executor
 from busload.worker.find_database import find_database
@@ -236,9 +236,13 @@ class Run:
         self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
         self._executor = Executor(shared, self._line, self._gatherer, self._settlement, self._outcomes)
         self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
-        self.doctor = Doctor(self._name, shared, self._settlement, self._broker, self._stopping, lambda: self._rounds)
+        self.self_check = SelfCheck(
+            self._name, shared, self._settlement, self._broker, self._stopping, lambda: self._rounds
+        )
         listeners = self._on_renewal, self._on_declared_dead
-        self._heartbeat = self.doctor.heartbeat = Heartbeat(shared, self._name, *listeners, self.doctor.condition)
+        self._heartbeat = self.self_check.heartbeat = Heartbeat(
+            shared, self._name, *listeners, self.self_check.condition
+        )
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)

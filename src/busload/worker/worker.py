@@ -98,7 +98,7 @@ class Worker:
         """
         if self._run is None or not self._run.started:
             return Health.of([not_running(self.name, "has not started" if self._run else "does not run")])
-        return self._run.doctor.health()
+        return self._run.self_check.health()
 
     @property
     def left_behind(self) -> list[tuple[str, UUID]]:
