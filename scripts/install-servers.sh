@@ -11,6 +11,9 @@ ls /usr/bin/chromium >/dev/null 2>&1 || missing="$missing chromium"
 command -v redis-server >/dev/null 2>&1 || missing="$missing redis-server"
 # It comes with promtool, which checks metrics and alert rules.
 command -v promtool >/dev/null 2>&1 || missing="$missing prometheus"
+# Shells that complete what is typed; bash is everywhere.
+command -v zsh >/dev/null 2>&1 || missing="$missing zsh"
+command -v fish >/dev/null 2>&1 || missing="$missing fish"
 # Debian installs the pooler in a folder that not every user has on the path.
 ls /usr/sbin/pgbouncer >/dev/null 2>&1 || command -v pgbouncer >/dev/null 2>&1 || missing="$missing pgbouncer"
 [ -z "$missing" ] && exit 0

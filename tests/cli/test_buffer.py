@@ -120,7 +120,7 @@ async def test_flush_says_how_many_leave(busload: Busload, given: Given, events:
     await events.add_many(range(3))
     assert await given.drained(domains=[NAME]) == 0
     dry = busload("buffer", "flush", NAME, "--dry-run")
-    assert dry.stdout == f"3 events would leave {NAME}; nothing was done.\n"
+    assert dry.stdout == f"Would let 3 events leave {NAME}; nothing was done.\n"
     assert await given.drained(domains=[NAME]) == 0
 
     assert busload("buffer", "flush", NAME).stdout == f"3 events will leave {NAME}, as soon as its workers have room.\n"

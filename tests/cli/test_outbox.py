@@ -53,16 +53,16 @@ async def test_what_waits_is_listed_tried_again_and_rerouted(
     assert json.loads(busload("outbox", "ls", "--batch", batch_id, "--domain", "crm", "--json").stdout) == []
     assert "OUTBOX" in busload("domain", "ls").stdout
 
-    assert busload("outbox", "retry", "--dry-run").stdout == "30 commands would be tried again.\n"
+    assert busload("outbox", "retry", "--dry-run").stdout == "Would try 30 commands again; nothing was done.\n"
     database.rows("UPDATE busload.outbox SET relay = gen_random_uuid() WHERE rounds > 0")  # a relay has it in hand
-    assert busload("outbox", "retry", "--dry-run").stdout == "0 commands would be tried again.\n"
+    assert busload("outbox", "retry", "--dry-run").stdout == "Would try 0 commands again; nothing was done.\n"
     assert busload("outbox", "retry").stdout == "0 commands are due now.\n"
     database.rows("UPDATE busload.outbox SET relay = NULL")
     assert busload("outbox", "retry", "--domain", "crm").stdout == "0 commands are due now.\n"
     assert json.loads(busload("outbox", "retry", "--json").stdout) == {"commands": 30, "dry_run": False}
     assert database.value("SELECT count(*) FROM busload.outbox WHERE due_at > now()") == 0
 
-    assert busload("outbox", "reroute", "--dry-run").stdout == "30 commands would be rerouted.\n"
+    assert busload("outbox", "reroute", "--dry-run").stdout == "Would reroute 30 commands; nothing was done.\n"
     assert database.count("outbox") == 2
     done = busload("outbox", "reroute", "--batch", batch_id, "--operator", "rosa")
     assert (done.exit_code, done.stdout) == (0, "Rerouted 30 commands.\n")

@@ -38,7 +38,7 @@ async def test_a_dry_run_only_counts(busload: Busload, given: Given, database: D
     await ended_long_ago(given)
     before = database.everything()
     said = busload("prune", "--older-than", "12h", "--dry-run").stdout
-    assert said == "Would remove 3 commands, 3 executions, 3 events and 1 batch.\n"
+    assert said == "Would remove 3 commands, 3 executions, 3 events and 1 batch; nothing was done.\n"
     found = json.loads(busload("prune", "--older-than", "90m", "--dry-run", "--json").stdout)
     assert found == {
         "older_than_seconds": 5400.0,

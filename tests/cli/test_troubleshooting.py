@@ -265,7 +265,6 @@ async def test_a_group_is_named_instead_of_commands_and_exists(busload: Busload,
     before = given.database.everything()
     wrong: list[tuple[int, tuple[object, ...]]] = [
         (2, ("retry", command_id, "--group", cause)),
-        (2, ("retry", command_id, "--dry-run")),
         (2, ("retry", command_id, "--wait")),
         (2, ("retry", command_id, "--rate", 1)),
         (2, ("retry", command_id, "--type", "Refuse")),

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 from busload.errors import BatchNotFoundError, InvalidOperationError
-from busload.postgres.plan import Plan, execute
+from busload.postgres.plan import Plan, Row, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
 
 
+NOT_HELD = "it can neither be held nor resumed"
+NO_OTHER_PRIORITY = "its commands can have no other priority"
+"""What cannot be done with a batch that has ended."""
+
+
 def hold(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> Plan[bool]:
     """Hold a batch. Returns False if it was held already: that hold stays as it is. Needs a transaction."""
-    held, canceled = yield from lock(domain, batch_id, "it can neither be held nor resumed")
+    held, canceled = yield from lock(domain, batch_id, NOT_HELD)
     if canceled:
-        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} was canceled, so nothing of it is left to hold.")
+        raise _nothing_left(domain, batch_id)
     if not held:
         yield from execute(SQL.hold, batch_id=batch_id, reason=reason, operator=operator)
     return not held
@@ -28,7 +33,7 @@ def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping
 
     Returns False if the batch was not held: then nothing changes.
     """
-    held, _ = yield from lock(domain, batch_id, "it can neither be held nor resumed")
+    held, _ = yield from lock(domain, batch_id, NOT_HELD)
     if held:
         if budget is not None:
             yield from execute(SQL.set_budget, batch_id=batch_id, **budget)
@@ -41,7 +46,18 @@ def lock(domain: str, batch_id: UUID, so: str) -> Plan[tuple[bool, bool]]:
 
     The error about a batch that has ended says by `so` what cannot be done.
     """
-    rows = yield from execute(SQL.lock, domain=domain, batch_id=batch_id)
+    return _state(domain, batch_id, so, (yield from execute(SQL.lock, domain=domain, batch_id=batch_id)))
+
+
+def look(domain: str, batch_id: UUID, so: str = NOT_HELD, *, to_hold: bool = True) -> Plan[bool]:
+    """Whether a batch is held. Refuses what `hold` and `lock` refuse, and locks nothing."""
+    held, canceled = _state(domain, batch_id, so, (yield from execute(SQL.look, domain=domain, batch_id=batch_id)))
+    if canceled and to_hold:
+        raise _nothing_left(domain, batch_id)
+    return held
+
+
+def _state(domain: str, batch_id: UUID, so: str, rows: Sequence[Row]) -> tuple[bool, bool]:
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
     held, canceled, completed, of_jobs = rows[0]
@@ -54,6 +70,10 @@ def lock(domain: str, batch_id: UUID, so: str) -> Plan[tuple[bool, bool]]:
     if completed:
         raise InvalidOperationError(f"Batch {batch_id} in {domain!r} has ended, so {so}.")
     return held, canceled
+
+
+def _nothing_left(domain: str, batch_id: UUID) -> InvalidOperationError:
+    return InvalidOperationError(f"Batch {batch_id} in {domain!r} was canceled, so nothing of it is left to hold.")
 
 
 def withhold_stragglers() -> Plan[int]:

@@ -1,9 +1,15 @@
--- name: lock
--- Lock a batch, and say whether it is held, canceled, complete, and one of jobs.
+-- fragment: state
 SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL, batch_type = 'JOBS'
   FROM busload.batch
  WHERE batch_id = %(batch_id)s::uuid AND domain = %(domain)s::text AND pruned_at IS NULL
-   FOR NO KEY UPDATE;
+
+-- name: lock
+-- Lock a batch, and say whether it is held, canceled, complete, and one of jobs.
+{state} FOR NO KEY UPDATE;
+
+-- name: look
+-- Say the same without a lock.
+{state};
 
 -- name: hold
 -- Hold the batch, and take its loads out of the queue and the outbox.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from busload.batches.hold import lock
+from busload.batches.hold import NO_OTHER_PRIORITY, lock
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
 
@@ -16,6 +16,6 @@ def reprioritize(domain: str, batch_id: UUID, priority: int, *, operator: str | 
 
     Needs a transaction.
     """
-    yield from lock(domain, batch_id, "its commands can have no other priority")
+    yield from lock(domain, batch_id, NO_OTHER_PRIORITY)
     [(commands,)] = yield from execute(SQL.reprioritize, batch_id=batch_id, priority=priority, operator=operator)
     return int(commands)

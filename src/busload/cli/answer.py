@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ from busload.cli import WAIT, options
 from busload.cli.find import find_one, note_unknown_domain
 from busload.cli.output import echo_json, paragraph
 from busload.commands.search import Noun
+from busload.errors import DatabaseUnavailableError, DatabaseUnusableError
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.settings import Settings
 from busload.sync.bus import SyncCommandBus
@@ -40,6 +41,11 @@ class Answer:
             paragraph(self.show)
         else:
             self.show()
+
+
+def would(what: str, **value: Any) -> Answer:
+    """The answer of a dry run, the same for all commands: what would be done, to how many."""
+    return Answer({**value, "dry_run": True}, f"Would {what}; nothing was done.")
 
 
 def answers(function: Command | None = None, *, transport: bool = False, prints: bool = False) -> Command:
@@ -85,16 +91,19 @@ def about(noun: Noun, **how: bool) -> Callable[[Command], Command]:
 
 
 @contextmanager
-def open_bus(*, transport: bool = False) -> Iterator[SyncCommandBus]:
+def open_bus(*, transport: bool = False, check: bool = True) -> Iterator[SyncCommandBus]:
     """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once.
 
-    Only a command that publishes needs the `transport`: others work though its URL cannot be used.
+    Only a command that publishes needs the `transport`: others work though its URL cannot be used. Without `check`, the
+    bus is there though its server may be away, which is then waited for as long as `--wait` says.
     """
     settings = Settings() if transport else replace(Settings(), transport_url=None)
     if settings.database_url is not None:
         with SyncCommandBus(settings.database_url, settings=settings).open(wait=None) as bus:
             wait = click.get_current_context().meta.get(WAIT, 0.0)
-            check_server(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
+            with nullcontext() if check else suppress(DatabaseUnavailableError, DatabaseUnusableError):
+                if check or wait:
+                    check_server(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
             yield bus
         return
     with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:

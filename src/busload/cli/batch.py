@@ -9,10 +9,11 @@ from uuid import UUID
 
 import click
 
+from busload.batches import preview
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchStatusName, BatchType, BatchTypeName
 from busload.batches.guards import FailureBudget
 from busload.cli import noun, options
-from busload.cli.answer import Answer, about, answers
+from busload.cli.answer import Answer, about, answers, would
 from busload.cli.command import explained
 from busload.cli.find import job_of_batches
 from busload.cli.output import echo_json
@@ -22,6 +23,7 @@ from busload.commands.command import AuditEvent
 from busload.commands.wording import counted, per_second
 from busload.dispatch.strategy import DispatchReport
 from busload.errors import BatchNotFoundError, InvalidOperationError
+from busload.jobs.preview import of_cancel_batch as of_cancel_jobs
 from busload.sync.bus import SyncCommandBus
 
 STILL = 3.0
@@ -126,31 +128,53 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
 @batch.command()
 @options.reason()
 @options.operator
+@options.dry_run
 @about("batch")
-def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
+def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str, dry_run: bool) -> Answer:
     """Cancel what has not started yet; what runs finishes, and what waits in troubleshooting stays there.
 
     In a batch of jobs, cancel every job that has not ended.
 
         busload batch cancel 0198c5d2-7f3a --reason 'wrong price list'
+        busload batch cancel 0198c5d2-7f3a --reason 'wrong list' --dry-run
     """
-    canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
     found = bus.get_batch(domain, batch_id)
-    one = "job" if found is not None and found.batch_type == BatchType.JOBS else "command"
+    of_jobs = found is not None and found.batch_type == BatchType.JOBS
+    if dry_run:
+        return _would_cancel(bus, domain, batch_id, of_jobs=of_jobs)
+    canceled = bus.cancel_batch(domain, batch_id, reason=reason, operator=operator)
+    one = "job" if of_jobs else "command"
     value = {"batch_id": batch_id, "domain": domain, "canceled": canceled}
     return Answer(value, f"Canceled {counted(canceled, one)}.")
+
+
+def _would_cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, of_jobs: bool) -> Answer:
+    about = {"batch_id": batch_id, "domain": domain}
+    if of_jobs:
+        jobs = bus.database.read(of_cancel_jobs(domain, batch_id))
+        commands = counted(jobs.commands.commands, "command")
+        return would(f"cancel {counted(jobs.jobs, 'job')} with {commands}", **about, canceled=jobs.jobs)
+    found = bus.database.read(preview.of_cancel(domain, batch_id))
+    stop = f", and ask {counted(found.running, 'running one')} to stop" if found.running else ""
+    what = f"cancel {counted(found.commands, 'command')}{stop}"
+    return would(what, **about, canceled=found.commands, asked_to_stop=found.running)
 
 
 @batch.command()
 @options.reason()
 @options.operator
+@options.dry_run
 @about("batch")
-def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str) -> Answer:
+def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, operator: str, dry_run: bool) -> Answer:
     """Start nothing more of a batch until it is resumed; what runs finishes.
 
     busload batch hold 0198c5d2-7f3a --reason 'the bank complains'
+    busload batch hold 0198c5d2-7f3a --reason 'the bank complains' --dry-run
     busload batch resume 0198c5d2-7f3a
     """
+    if dry_run:
+        waiting = bus.database.read(preview.of_hold(domain, batch_id)).commands
+        return would(f"hold {counted(waiting, 'command')}", batch_id=batch_id, domain=domain, commands=waiting)
     held = bus.hold_batch(domain, batch_id, reason=reason, operator=operator)
     said = "Held. Nothing more of it starts." if held else "It was held already."
     return Answer({"batch_id": batch_id, "domain": domain, "held": held}, said)
@@ -160,9 +184,17 @@ def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, opera
 @click.option("--budget", type=float, metavar="SHARE", help="From here on this share of all commands may fail.")
 @click.option("--at-least", type=int, default=0, metavar="N", help="With --budget: so many may fail in any case.")
 @options.operator
+@options.dry_run
 @about("batch")
 def resume(
-    bus: SyncCommandBus, domain: str, batch_id: UUID, *, operator: str, budget: float | None, at_least: int
+    bus: SyncCommandBus,
+    domain: str,
+    batch_id: UUID,
+    *,
+    operator: str,
+    budget: float | None,
+    at_least: int,
+    dry_run: bool,
 ) -> Answer:
     """Let a held batch go on, whatever holds it.
 
@@ -173,6 +205,9 @@ def resume(
         busload batch resume 0198c5d2-7f3a --budget 0.05 --at-least 100
     """
     raised = None if budget is None else FailureBudget(budget, at_least)
+    if dry_run:
+        waiting = bus.database.read(preview.of_resume(domain, batch_id)).commands
+        return would(f"let {counted(waiting, 'command')} go on", batch_id=batch_id, domain=domain, commands=waiting)
     resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
     said = "Resumed." if resumed else "It was not held."
     found = bus.get_batch(domain, batch_id) if resumed else None
@@ -184,14 +219,21 @@ def resume(
 
 @batch.command(context_settings={"ignore_unknown_options": True})  # a negative number is no option
 @options.operator
+@options.dry_run
 @about("batch")
 @click.argument("priority", type=click.IntRange(-32768, 32767))
-def reprioritize(bus: SyncCommandBus, domain: str, batch_id: UUID, *, priority: int, operator: str) -> Answer:
+def reprioritize(
+    bus: SyncCommandBus, domain: str, batch_id: UUID, *, priority: int, operator: str, dry_run: bool
+) -> Answer:
     """Give everything that waits of a batch another priority; what runs keeps its own.
 
     busload batch reprioritize 0198c5d2-7f3a 9
-    busload batch reprioritize 0198c5d2-7f3a -5
+    busload batch reprioritize 0198c5d2-7f3a -5 --dry-run
     """
+    if dry_run:
+        changed = bus.database.read(preview.of_reprioritize(domain, batch_id, priority)).of_other_priority
+        what = f"give {counted(changed, 'command')} the priority {priority}"
+        return would(what, batch_id=batch_id, domain=domain, priority=priority, changed=changed)
     changed = bus.reprioritize_batch(domain, batch_id, priority, operator=operator)
     value = {"batch_id": batch_id, "domain": domain, "priority": priority, "changed": changed}
     return Answer(value, f"Gave {counted(changed, 'command')} the priority {priority}.")

@@ -12,7 +12,8 @@ from busload.buffers import event_table
 from busload.buffers.declaration import EXHAUSTED, GROUP, BufferTable
 from busload.buffers.status import COUNTED, BufferStatus
 from busload.cli import did_you_mean, noun, options
-from busload.cli.answer import Answer, answers, open_bus
+from busload.cli.answer import Answer, answers, open_bus, would
+from busload.cli.complete import completes
 from busload.cli.output import echo_json, joined, paragraph, shown
 from busload.cli.text_table import View
 from busload.commands.command import TroubleshootingItem
@@ -90,7 +91,7 @@ def ls(bus: SyncCommandBus) -> Answer:
 
 
 @buffer.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completes("buffer"))
 @answers
 def show(bus: SyncCommandBus, name: str) -> Answer:
     """Show how a buffer is doing, and which of its groups wait for a person and why.
@@ -116,7 +117,7 @@ def show(bus: SyncCommandBus, name: str) -> Answer:
 
 
 @buffer.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completes("buffer"))
 @options.dry_run
 @answers
 def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
@@ -128,10 +129,10 @@ def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
     status, paused = _find(bus, name), _is_paused(bus, name)
     leaving = status.waiting if dry_run else bus.buffer(name).flush()
     events = counted(leaving, "event") + (" or more" if leaving >= COUNTED else "")
+    if dry_run:
+        return would(f"let {events} leave {name}", name=name, leaving=leaving)
     if not leaving:
         said = f"Nothing waits in {name}."
-    elif dry_run:
-        said = f"{events} would leave {name}; nothing was done."
     elif paused:
         said = f"{events} will leave {name} once it is resumed: `busload domain resume {name}`."
     else:

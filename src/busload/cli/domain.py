@@ -6,6 +6,7 @@ import click
 
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers
+from busload.cli.complete import completes
 from busload.cli.find import unknown_domain
 from busload.cli.text_table import View
 from busload.errors import InvalidOperationError
@@ -48,7 +49,7 @@ def ls(bus: SyncCommandBus) -> Answer:
 
 
 @domain.command()
-@click.argument("domain")
+@click.argument("domain", shell_complete=completes("domain"))
 @options.reason(required=False)
 @click.option("--force", is_flag=True, help="Also a domain that no command was sent to and no worker serves.")
 @options.operator
@@ -70,7 +71,7 @@ def pause(bus: SyncCommandBus, domain: str, reason: str | None, force: bool, ope
 
 
 @domain.command()
-@click.argument("domain")
+@click.argument("domain", shell_complete=completes("domain"))
 @options.operator
 @answers
 def resume(bus: SyncCommandBus, domain: str, operator: str) -> Answer:
@@ -86,7 +87,7 @@ def resume(bus: SyncCommandBus, domain: str, operator: str) -> Answer:
 
 
 @domain.command()
-@click.argument("domain", required=False)
+@click.argument("domain", required=False, shell_complete=completes("domain"))
 @options.limit(100)
 @answers
 def pauses(bus: SyncCommandBus, domain: str | None, limit: int) -> Answer:

@@ -9,13 +9,14 @@ from uuid import UUID
 import click
 
 from busload.cli import noun, options
-from busload.cli.answer import Answer, about, answers
+from busload.cli.answer import Answer, about, answers, would
 from busload.cli.find import find_one, id_or_beginning, newest
 from busload.cli.text_table import View
 from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.errors import JobNotFoundError
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
+from busload.jobs.preview import of_cancel
 from busload.sync.bus import SyncCommandBus
 
 
@@ -118,12 +119,18 @@ def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str) -> 
 @job.command()
 @options.operator
 @options.reason()
+@options.dry_run
 @about("job")
-def cancel(bus: SyncCommandBus, domain: str, job_id: UUID, *, reason: str, operator: str) -> Answer:
+def cancel(bus: SyncCommandBus, domain: str, job_id: UUID, *, reason: str, operator: str, dry_run: bool) -> Answer:
     """Stop a job: what has not started of its stage is canceled, what runs finishes, and no further stage begins.
 
     busload job cancel 0198c5d2-7f3a --reason 'wrong list'
+    busload job cancel 0198c5d2-7f3a --reason 'wrong list' --dry-run
     """
+    if dry_run:
+        waiting = bus.database.read(of_cancel(_get(bus, domain, job_id)))
+        what = f"cancel job {job_id} with {counted(waiting.commands, 'command')}"
+        return would(what, job_id=job_id, canceled=waiting.commands, asked_to_stop=waiting.running)
     canceled = bus.jobs.cancel(domain, job_id, reason=reason, operator=operator)
     found = _get(bus, domain, job_id)
     were = counted(canceled, "command was", "commands were")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import click
 
 from busload.cli import did_you_mean, noun, options
-from busload.cli.answer import Answer, answers
+from busload.cli.answer import Answer, answers, would
+from busload.cli.complete import completes
 from busload.cli.text_table import View
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
+from busload.limits import rate
 from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.rate import LimitStatus
 from busload.sync.bus import SyncCommandBus
@@ -55,7 +58,7 @@ def ls(bus: SyncCommandBus, limit: int) -> Answer:
 
 
 @limit.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completes("limit"))
 @options.limit(100)
 @answers
 def show(bus: SyncCommandBus, name: str, limit: int) -> Answer:
@@ -71,18 +74,23 @@ def show(bus: SyncCommandBus, name: str, limit: int) -> Answer:
 
 
 @limit.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completes("limit"))
 @click.option("--by", help="Only for this value of its `by`.")
+@options.dry_run
 @answers
-def reset(bus: SyncCommandBus, name: str, by: str | None) -> Answer:
+def reset(bus: SyncCommandBus, name: str, by: str | None, dry_run: bool) -> Answer:
     """Allow calls again though the receiver has refused some. Commands that wait for the limit try again at once.
 
     busload limit reset crm
-    busload limit reset crm --by 'tenant 1'
+    busload limit reset crm --by 'tenant 1' --dry-run
     """
-    count = bus.limits.reset(name, by)
+    limits, commands = bus.database.read(rate.would_reset(name, by)) if dry_run else (0, 0)
+    count = limits if dry_run else bus.limits.reset(name, by)
     if not count:
         raise _unknown(bus, name, by)
+    if dry_run:
+        what = f"reset {counted(limits, 'limit')} and let {counted(commands, 'command')} try again"
+        return would(what, name=name, by=by, limits=limits, commands=commands)
     values = f" ({count} values)" if count > 1 else ""
     return Answer({"name": name, "by": by, "limits": count}, f"Calls under {name} may go again{values}.")
 

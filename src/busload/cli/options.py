@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import click
 
 from busload.cli import check_transport, sets_variable
+from busload.cli.complete import completes
 from busload.cli.find import id_or_beginning
 from busload.dispatch.envelope import check_settings
 from busload.settings import LONGEST, Settings
@@ -57,10 +58,16 @@ def _variable(option: str, variable: str, check: Callable[[str], str | None], me
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-domain = click.option("--domain", help="The domain to look in; default all.")
+domain = click.option("--domain", shell_complete=completes("domain"), help="The domain to look in; default all.")
 command_type = click.option("--type", "command_type", help="Only commands of this type.")
-batch = click.option("--batch", type=id_or_beginning, metavar="ID", help="Only commands of this batch.")
-dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+batch = click.option(
+    "--batch",
+    type=id_or_beginning,
+    metavar="ID",
+    shell_complete=completes("batch"),
+    help="Only commands of this batch.",
+)
+dry_run = click.option("--dry-run", is_flag=True, help="Only say how much would be touched, and do nothing.")
 operator = click.option(
     "--operator", default=user_here, show_default="your user name", help="Who does it; this is recorded."
 )
@@ -165,4 +172,4 @@ def reason(*, required: bool = True) -> Decorator:
 
 
 def id_of(noun: str) -> Decorator:
-    return click.argument(noun, type=id_or_beginning, metavar=f"{noun.upper()}_ID")
+    return click.argument(noun, type=id_or_beginning, metavar=f"{noun.upper()}_ID", shell_complete=completes(noun))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
 import click
 
 from busload.cli import noun, options
-from busload.cli.answer import Answer, answers
+from busload.cli.answer import Answer, answers, would
 from busload.cli.find import find_one
 from busload.cli.text_table import View
 from busload.commands import search
@@ -71,7 +72,7 @@ def retry(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, dry_ru
     """
     count = bus.outbox.retry(domain=domain, batch_id=_batch_id(bus, batch, domain), dry_run=dry_run)
     due = counted(count, "command is", "commands are")
-    return _moved(count, dry_run, f"{counted(count, 'command')} would be tried again.", f"{due} due now.")
+    return _moved(count, dry_run, f"try {counted(count, 'command')} again", f"{due} due now.")
 
 
 @outbox.command()
@@ -93,7 +94,7 @@ def reroute(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, ever
     batch_id = _batch_id(bus, batch, domain)
     count = bus.outbox.reroute(domain=domain, batch_id=batch_id, failed_only=not everything, **given)
     commands = counted(count, "command")
-    return _moved(count, given["dry_run"], f"{commands} would be rerouted.", f"Rerouted {commands}.")
+    return _moved(count, given["dry_run"], f"reroute {commands}", f"Rerouted {commands}.")
 
 
 @outbox.command()
@@ -101,13 +102,14 @@ def reroute(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, ever
 @options.transport
 @options.queue_prefix
 @click.option("--repair", is_flag=True, help="Send missing messages, and remove messages that no command waits for.")
+@options.dry_run
 @answers(transport=True)
-def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool) -> Answer:
+def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, dry_run: bool) -> Answer:
     """Compare what the database has published with the messages that the broker holds.
 
     If a broker does not let us look at messages, only the counts of both sides are compared. --repair takes the
     messages on loan for some seconds, so it can look at them at every broker. Ends with exit code 1 if messages are
-    missing and were not sent again.
+    missing and were not sent again. With --dry-run, --repair only compares.
 
         busload outbox reconcile
         busload outbox reconcile --domain payments --repair
@@ -116,6 +118,7 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool) -> Answer:
     if bus.transport is None:
         raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
+    repair = repair and not dry_run
     known = bus.database.read(search.domains())
     compared = bus.outbox.reconcile(domain=domain, repair=repair)
     found = [each for each in compared if each.domain in known or each.depth or each.messages]
@@ -131,5 +134,6 @@ def _batch_id(bus: SyncCommandBus, batch: IdRange | None, domain: str | None) ->
     return None if batch is None else find_one(bus, "batch", batch, domain)[1]
 
 
-def _moved(count: int, dry_run: bool, would: str, done: str) -> Answer:
-    return Answer({"commands": count, "dry_run": dry_run}, would if dry_run else done, found=count > 0)
+def _moved(count: int, dry_run: bool, what: str, done: str) -> Answer:
+    answer = would(what, commands=count) if dry_run else Answer({"commands": count, "dry_run": False}, done)
+    return replace(answer, found=count > 0)

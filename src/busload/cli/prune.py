@@ -42,7 +42,7 @@ def prune(bus: SyncCommandBus, older_than: timedelta, archive: bool, dry_run: bo
         given = {"older_than_seconds": older_than.total_seconds(), "archive": archive, "dry_run": dry_run}
         echo_json({**given, **asdict(pruned)})
     else:
-        click.echo(f"{_line(done, pruned)}.")
+        click.echo(f"{_line(done, pruned)}{'; nothing was done' if dry_run else ''}.")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from busload.cli import noun, options
-from busload.cli.answer import Answer, answers
+from busload.cli.answer import Answer, answers, would
 from busload.cli.output import echo_json
 from busload.cli.text_table import View
 from busload.postgres.schema import migrate as migrations
@@ -24,13 +24,18 @@ schema = noun("schema", "migrate", "print > busload.sql")
 
 
 @schema.command()
+@options.dry_run
 @answers
-def migrate(bus: SyncCommandBus) -> Answer:
+def migrate(bus: SyncCommandBus, dry_run: bool) -> Answer:
     """Apply what is missing; safe to repeat, and to run from several machines at once.
 
-    busload schema migrate
+    busload schema migrate --dry-run
     busload --dsn postgresql://app@db.example/shop schema migrate
     """
+    if dry_run:
+        missing = [m for m in _status(bus) if m.applied_at is None]
+        files = ", ".join(f"{m.version:04}_{m.name}" for m in missing) or "nothing"
+        return would(f"apply {files}", applied=[{"version": m.version, "name": m.name} for m in missing])
     applied = bus.migrate()
     said = [f"Applied {m.version:04}_{m.name}." for m in applied] or ["Nothing to do: the database is up to date."]
     value = [{"version": m.version, "name": m.name} for m in applied]
@@ -45,10 +50,14 @@ def status(bus: SyncCommandBus) -> Answer:
     busload schema status || busload schema migrate
     busload schema status --json | jq '.[] | select(.applied_at == null)'
     """
-    with bus.pool.connection() as conn:
-        found = perform(conn, migrations.status())
+    found = _status(bus)
     value = [{"version": m.version, "name": m.name, "applied_at": m.applied_at} for m in found]
     return MIGRATIONS.list(found, value=value, ok=all(m.applied_at is not None for m in found))
+
+
+def _status(bus: SyncCommandBus) -> list[migrations.Migration]:
+    with bus.pool.connection() as conn:
+        return perform(conn, migrations.status())
 
 
 @schema.command("print")

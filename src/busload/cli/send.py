@@ -8,6 +8,7 @@ import click
 
 from busload.cli import options
 from busload.cli.answer import Answer, answers
+from busload.cli.complete import completes
 from busload.cli.find import find_one, id_or_beginning, unknown_domain
 from busload.commands.command import SendOptions
 from busload.commands.dedup import Dedup
@@ -17,7 +18,7 @@ from busload.sync.bus import SyncCommandBus
 
 
 @click.command()
-@click.argument("domain")
+@click.argument("domain", shell_complete=completes("domain"))
 @click.argument("command_type", metavar="TYPE")
 @click.option("--data", metavar="JSON|@FILE|-", help="What the handler gets: JSON, a file with it, or - for stdin.")
 @click.option("--id", "command_id", type=click.UUID, help="The id of the command; default a new one.")

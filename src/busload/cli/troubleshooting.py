@@ -11,8 +11,9 @@ from uuid import UUID
 import click
 
 from busload.cli import noun, options
-from busload.cli.answer import Answer, about, answers
+from busload.cli.answer import Answer, about, answers, would
 from busload.cli.batch import follow
+from busload.cli.complete import completes
 from busload.cli.find import find_one, id_or_beginning
 from busload.cli.output import joined, paragraph, shown, tracebacks
 from busload.cli.text_table import View, table
@@ -118,10 +119,7 @@ def show(bus: SyncCommandBus, domain: str, command_id: UUID) -> Answer:
     """
     item = bus.troubleshooting.get(domain, command_id)
     if item is None:
-        raise InvalidOperationError(
-            f"Command {command_id} in domain {domain!r} does not wait for a person. "
-            f"`busload command show {command_id}` says where it is."
-        )
+        raise _does_not_wait(domain, command_id)
     return ITEM.one(item, lines=tracebacks([(item.attempts, item.last_traceback)]))
 
 
@@ -132,11 +130,22 @@ def decision(function: Callable[..., Any]) -> Callable[..., Any]:
         options.domain,
         options.operator,
         click.option("--wait", is_flag=True, help="With --group: follow the batch until it completes."),
-        click.option("--dry-run", is_flag=True, help="With --group: say what would be done, and do nothing."),
+        options.dry_run,
         click.option("--rate", type=float, metavar="N", help="With --group: at most this many commands a second."),
         click.option("--type", "command_type", help="With --group: only commands of this type."),
-        click.option("--group", metavar="FINGERPRINT", help="All commands that wait for this cause, instead of ids."),
-        click.argument("command_ids", nargs=-1, type=id_or_beginning, metavar="[COMMAND_ID...]"),
+        click.option(
+            "--group",
+            metavar="FINGERPRINT",
+            shell_complete=completes("cause"),
+            help="All commands that wait for this cause, instead of ids.",
+        ),
+        click.argument(
+            "command_ids",
+            nargs=-1,
+            type=id_or_beginning,
+            metavar="[COMMAND_ID...]",
+            shell_complete=completes("troubled command"),
+        ),
     ):
         command = option(command)
     return command
@@ -202,9 +211,15 @@ def _decide(
         raise click.UsageError("Name commands, or a group with --group.")
     if group is None:
         for option, value in {**of_group, "wait": wait}.items():
-            if value not in (None, False):
+            if value not in (None, False) and option != "dry_run":
                 raise click.UsageError(f"--{option.removeprefix('command_').replace('_', '-')} needs --group.")
-        _resolve(bus, verb, command_ids, domain, operator=operator, **how).print(as_json)
+        places = list(dict.fromkeys(find_one(bus, "command", one, domain) for one in command_ids))
+        resolve = (
+            partial(_would_resolve, bus, verb, places)
+            if of_group["dry_run"]
+            else partial(_resolve, bus, verb, places, operator=operator, **how)
+        )
+        resolve().print(as_json)
         return
     domain = domain or _domain_of_group(bus, group.lower())
     act = getattr(bus.troubleshooting, f"{verb}_group")
@@ -215,10 +230,25 @@ def _decide(
         follow(bus, domain, action.batch_id, as_json, explain=True)
 
 
-def _resolve(bus: SyncCommandBus, verb: Verb, ids: Sequence[IdRange], domain: str | None, **how: Any) -> Answer:
+def _would_resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]]) -> Answer:
+    """All of them have to wait for a person, or none would be resolved."""
+    for domain, command_id in places:
+        if bus.troubleshooting.get(domain, command_id) is None:
+            raise _does_not_wait(domain, command_id)
+    named = [{"domain": domain, "command_id": command_id} for domain, command_id in places]
+    return would(f"{verb} {counted(len(places), 'command')}", commands=named)
+
+
+def _does_not_wait(domain: str, command_id: UUID) -> InvalidOperationError:
+    return InvalidOperationError(
+        f"Command {command_id} in domain {domain!r} does not wait for a person. "
+        f"`busload command show {command_id}` says where it is."
+    )
+
+
+def _resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]], **how: Any) -> Answer:
     """Resolve all of them in one transaction: if one is refused, none has moved."""
     act, done = getattr(bus.troubleshooting, verb), DONE[verb]
-    places = list(dict.fromkeys(find_one(bus, "command", one, domain) for one in ids))
     with bus.pool.connection() as conn, conn.transaction():
         for each, command_id in sorted(places):  # as everybody does, so that nobody waits in a circle
             act(each, command_id, conn=conn, **how)

@@ -264,6 +264,12 @@ def reset(name: str, subject: str | None) -> Plan[int]:
     return len(rows)
 
 
+def would_reset(name: str, subject: str | None) -> Plan[tuple[int, int]]:
+    """How many limits `reset` would reset, and how many commands wait for a limit of this name. Locks nothing."""
+    [(limits, commands)] = yield from execute(SQL.would_reset, name=name, subject=subject)
+    return int(limits), int(commands)
+
+
 def limits(name: str | None, *, limit: int) -> Plan[list[LimitStatus]]:
     return many(LimitStatus, SQL.limits, name=name, limit=limit)
 

@@ -105,21 +105,31 @@ WITH freed AS (
 )
 SELECT subject, pg_notify('busload_limit', json_build_array(name, subject)::text) FROM freed;
 
+-- fragment: waits_for_it
+s.reason = 'RATE_LIMITED' AND s.run_at > now()
+AND EXISTS (SELECT
+              FROM busload.event AS e
+             WHERE e.lo >> 10 = s.lo >> 10
+               AND e.lo <= s.hi
+               AND e.hi >= s.lo
+               AND e.type = 'RATE_LIMITED'
+               AND e.details ->> 'limit' = %(name)s::text
+            OFFSET 0)
+
 -- name: bring_forward
 -- Commands that wait for a limit of this name are tried now. It is not known which `by` value each of them
 -- waits for: commands whose limit is still blocked wait again.
 UPDATE busload.scheduled SET run_at = now()
  WHERE hi IN (SELECT s.hi FROM busload.scheduled AS s
-               WHERE s.reason = 'RATE_LIMITED' AND s.run_at > now()
-                 AND EXISTS (SELECT
-                               FROM busload.event AS e
-                              WHERE e.lo >> 10 = s.lo >> 10
-                                AND e.lo <= s.hi
-                                AND e.hi >= s.lo
-                                AND e.type = 'RATE_LIMITED'
-                                AND e.details ->> 'limit' = %(name)s::text
-                             OFFSET 0)
+               WHERE {waits_for_it}
                ORDER BY s.hi FOR UPDATE SKIP LOCKED);
+
+-- name: would_reset
+-- How many limits a reset would reset, and how many commands it would let try again.
+SELECT (SELECT count(*) FROM busload.rate_limit
+         WHERE name = %(name)s::text AND (%(subject)s::text IS NULL OR subject = %(subject)s::text)),
+       (SELECT coalesce(sum(s.hi - s.lo + 1), 0) FROM busload.scheduled AS s
+         WHERE {waits_for_it});
 
 -- name: limits
 -- What is known about every limit.
