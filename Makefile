@@ -33,7 +33,7 @@ lint: setup  ## ruff and mypy
 sync: setup  ## Make src/busload/sync, the API without await, from the async modules
 	$(BIN)/python scripts/generate_sync.py
 
-figures: setup  ## Write the tables of figures in docs/reference.md from where the figures are declared
+figures: setup  ## Write the tables of figures and findings in the docs from where they are declared
 	$(BIN)/python scripts/generate_figures.py
 
 servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers

@@ -1,14 +1,16 @@
-"""Write the tables of a worker's figures into docs/reference.md, from where the figures are declared."""
+"""Write the tables of a worker's figures and of the doctor's findings into the docs, from where they are declared."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from busload.doctor.catalog import docs_table as table_of_findings
 from busload.worker.metrics import docs_table
 from busload.worker.stats import BrokerStats, CoalescerStats, HandlerStats, OutboxStats, WorkerStats
 
 PAGE = Path(__file__).parent.parent / "docs/reference.md"
+DOCTOR = PAGE.with_name("doctor.md")
 
 
 def written(text: str) -> str:
@@ -20,5 +22,13 @@ def written(text: str) -> str:
     return text
 
 
+def written_findings(text: str) -> str:
+    """The page about the doctor with the table of its findings."""
+    mark = "<!-- findings -->\n"
+    [old] = re.findall(rf"{mark}(?:\n(?:\|.*\n)+)?", text)
+    return text.replace(old, f"{mark}\n{table_of_findings()}\n")
+
+
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    DOCTOR.write_text(written_findings(DOCTOR.read_text()))

@@ -21,6 +21,7 @@ SOURCES = {
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
     "busload.health.api": "health",
+    "busload.doctor.api": "doctor",
     "busload.jobs.api": "jobs",
     "busload.jobs.steps": "steps",
     "busload.batches.open_batch": "open_batch",
@@ -51,6 +52,7 @@ TWINS = {
     ("busload.dispatch.publish", "Publisher"): ("busload.dispatch.publish_in_threads", "ThreadPublisher"),
     ("busload.dispatch.reconcile", "Reconciler"): ("busload.dispatch.publish_in_threads", "ThreadReconciler"),
     ("busload.dispatch.relay", "recover"): ("busload.dispatch.publish_in_threads", "recover"),
+    ("busload.doctor.broker", "ask_broker"): ("busload.doctor.broker", "ask_broker_in_threads"),
     ("busload.postgres.callers_connection", "perform_any"): ("busload.sync.plan", "perform"),
 }
 """What is written by hand for threads, in another module."""

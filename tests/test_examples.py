@@ -357,6 +357,12 @@ def test_the_reference_has_every_figure_as_it_is_declared() -> None:
     assert page.read_text() == figures["written"](page.read_text())
 
 
+def test_the_docs_have_every_finding_of_the_doctor_with_its_cure() -> None:
+    page = ROOT / "docs/doctor.md"
+    figures = runpy.run_path(str(ROOT / "scripts/generate_figures.py"))
+    assert page.read_text() == figures["written_findings"](page.read_text())
+
+
 def test_the_docs_name_no_metric_that_a_worker_does_not_have() -> None:
     outbox = OutboxStats("postgresql", 1, 1, 1.0, 1)
     handler = HandlerStats("payments", "Debit", {"completed": 1}, (0,) * 17)

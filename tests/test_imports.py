@@ -24,6 +24,7 @@ CAPABILITIES = {
     "explain",
     "health",
     "metrics",
+    "doctor",
     "retention",
     "statistics",
 }

@@ -19,8 +19,8 @@ def run(program: str) -> str:
 
 
 FOLDERS = (
-    *("batches", "buffers", "commands", "dispatch", "explain", "health", "jobs", "limits", "metrics"),
-    *("retention", "statistics", "sync", "tasks", "transports", "troubleshooting", "worker"),
+    *("batches", "buffers", "commands", "dispatch", "doctor", "explain", "health", "jobs", "limits"),
+    *("metrics", "retention", "statistics", "sync", "tasks", "transports", "troubleshooting", "worker"),
 )
 
 

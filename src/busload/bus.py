@@ -47,12 +47,12 @@ from busload.dispatch.create_batch import create_and_publish, create_in_one_writ
 from busload.dispatch.publish import Publisher
 from busload.dispatch.relay import Recovered, recover
 from busload.dispatch.strategy import DispatchName, DispatchReport, Strategy
+from busload.doctor.api import DoctorVerbs
 from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.handlers.methods import HandlerRegistration
 from busload.handlers.registry import Handlers
-from busload.health.api import HealthVerbs
 from busload.jobs.api import Jobs
 from busload.jobs.batch import is_of_jobs
 from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
@@ -133,7 +133,7 @@ class Bus(HandlerRegistration, ABC):
         return known
 
 
-class CommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs, MetricsVerbs):
+class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

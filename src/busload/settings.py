@@ -128,7 +128,7 @@ def _check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a whole number from 1 on, found {value!r:.80}.")
 
 
-def _check_times(settings: WorkerSettings | HealthSettings | Settings) -> None:
+def _check_times(settings: WorkerSettings | HealthSettings | DoctorSettings | Settings) -> None:
     for each in fields(settings):  # the annotation says what is a time, and which time may be None
         if "timedelta" in str(each.type):
             _check_time(each.name, getattr(settings, each.name), optional="None" in str(each.type))
@@ -201,6 +201,50 @@ class HealthSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DoctorSettings:
+    """From when on `bus.doctor()` calls something a fault.
+
+    A value that cannot work is refused with a `ValueError` that names it.
+    """
+
+    transaction_after: timedelta = timedelta(minutes=5)
+    """A transaction is old from this age on."""
+    lock_after: timedelta = timedelta(seconds=30)
+    """How long a session may wait for a lock."""
+    overdue: timedelta = timedelta(minutes=1)
+    """How long due commands, the outbox, leases and cancels may wait for a worker."""
+    waits_after: timedelta = timedelta(days=1)
+    """How long a hold, a pause, an open batch or a command in troubleshooting may last."""
+    troubleshooting: int = 10_000
+    """So many commands of a domain in troubleshooting are too many."""
+    keep_for: timedelta = timedelta(days=90)
+    """What ended longer ago should have been removed."""
+    clock_difference: timedelta = timedelta(seconds=5)
+    """How much clocks may differ."""
+    connections_share: float = 0.8
+    """The share of the server's connections that may be in use."""
+    dead_rows: int = 100_000
+    """So many dead rows of a table are too many, if they are more than the live ones."""
+    slot_bytes: int = 1024**3
+    """So many bytes of WAL a replication slot may hold that nobody reads."""
+    standby_age: int = 10_000_000
+    """So many transactions old a snapshot of a standby may be."""
+    notify_within: timedelta = timedelta(seconds=2)
+    """How long a notification may take to come round."""
+
+    def __post_init__(self) -> None:
+        _check_counts(
+            troubleshooting=self.troubleshooting,
+            dead_rows=self.dead_rows,
+            slot_bytes=self.slot_bytes,
+            standby_age=self.standby_age,
+        )
+        _check_times(self)
+        if not 0 < self.connections_share <= 1:
+            raise ValueError(f"connections_share must be more than 0 and at most 1, found {self.connections_share!r}.")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Where the database is, what inputs may measure, and how often to look where a notification may have been lost.
 
@@ -218,6 +262,7 @@ class Settings:
     lock_timeout: timedelta = timedelta(seconds=30)
     poll_every: timedelta = timedelta(seconds=1)
     health: HealthSettings = HealthSettings()
+    doctor: DoctorSettings = DoctorSettings()
     transport_url: str | None = field(default_factory=lambda: from_environment("BUSLOAD_TRANSPORT_URL"), repr=False)
     dispatch: Literal["two_phase", "checkpoint", "optimistic", "relay"] | None = None
     queue_prefix: str = field(default_factory=lambda: from_environment("BUSLOAD_QUEUE_PREFIX") or "busload")
@@ -229,7 +274,12 @@ class Settings:
     def __post_init__(self) -> None:
         _check_counts(pool_size=self.pool_size)
         _check_times(self)
-        kinds = ("home", self.home, Path), ("limits", self.limits, InputLimits), ("health", self.health, HealthSettings)
+        kinds = (
+            ("home", self.home, Path),
+            ("limits", self.limits, InputLimits),
+            ("health", self.health, HealthSettings),
+            ("doctor", self.doctor, DoctorSettings),
+        )
         for name, value, kind in kinds:
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be of type {kind.__name__}, found {value!r:.80}.")

@@ -50,6 +50,11 @@ ORDER_BROKER = "tests/limits/test_order_with_broker.py::"
 TRACE = "tests/tasks/test_trace.py::"
 COUNTING = "tests/dispatch/test_counting.py::"
 TOLD = "tests/dispatch/test_told_of_commands.py::"
+FAULTS = "tests/doctor/test_faults.py::"
+FAULT = FAULTS + "test_a_fault_is_found_with_a_cure_that_makes_it_green"
+FINDINGS = "tests/doctor/test_findings.py::"
+DRY_RUN = "tests/cli/test_dry_run.py::"
+COMPLETION = "tests/cli/test_completion.py::"
 ACCESS = "tests/dashboard/test_access.py::"
 PAGES = "tests/dashboard/test_pages.py::"
 LIVE = "tests/dashboard/test_live.py::"
@@ -219,6 +224,135 @@ MUTANTS = [
         "          and max by (domain) (busload_domain_workers) == 1\n",
         PROMETHEUS + "test_the_alert_rules_fire_when_they_should",
         "an alert that cannot fire is worse than none",
+    ),
+    # -- the doctor, dry runs and completion
+    Mutant(
+        "fsync-off-is-well",
+        "doctor/findings_of_server.py",
+        'if setting is not None and setting.value == "off":',
+        'if setting is not None and setting.value == "never":',
+        FAULT + "[fsync]",
+        "Nobody would hear that accepted commands can be lost.",
+    ),
+    Mutant(
+        "a-cure-changes-the-wrong-place",
+        "doctor/findings_of_server.py",
+        '"database": f"ALTER DATABASE {database} RESET {setting_name};",',
+        '"database": f"ALTER ROLE {role} RESET {setting_name};",',
+        FAULT + "[synchronous_commit]",
+        "A setting of the database stays, whatever the role has.",
+    ),
+    Mutant(
+        "an-invalid-index-is-usable",
+        "doctor/facts.sql",
+        "x.indisvalid AS usable",
+        "true AS usable",
+        FAULT + "[invalid_index]",
+        "PostgreSQL does not use it, and claims read the whole table.",
+    ),
+    Mutant(
+        "a-disabled-trigger-is-usable",
+        "doctor/facts.sql",
+        "g.tgenabled::text IN ('O', 'A')",
+        "g.tgenabled IS NOT NULL",
+        FAULT + "[disabled_trigger]",
+        "Counters go wrong while everything seems to be in order.",
+    ),
+    Mutant(
+        "the-doctor-reads-the-time-limit-that-it-has-set",
+        "doctor/facts.py",
+        "    yield Script(BEGIN)\n",
+        "    yield Script(BEGIN)\n    yield Script(GENTLE)\n",
+        FAULT + "[timeout_of_role]",
+        "The cure would not know where the limit of the role was set.",
+    ),
+    Mutant(
+        "a-refused-check-ends-the-diagnosis",
+        "doctor/facts.py",
+        "    except psycopg.Error as error:\n        if not any(",
+        "    except psycopg.OperationalError as error:\n        if not any(",
+        FAULTS + "test_a_role_with_few_rights_is_told_which_and_becomes_green_by_its_grants",
+        "A role with few rights would hear nothing at all.",
+    ),
+    Mutant(
+        "a-notification-to-ourselves-counts-as-heard",
+        "doctor/api.py",
+        "            await other.execute(",
+        "            await conn.execute(",
+        FAULTS + "test_behind_a_pooler_notifications_are_lost_and_a_direct_dsn_hears_them",
+        "Behind a pooler a session hears itself, but no worker hears a sender.",
+    ),
+    Mutant(
+        "a-notice-is-a-failure",
+        "doctor/finding.py",
+        "Severity.NOTICE: HealthState.HEALTHY,",
+        "Severity.NOTICE: HealthState.DEGRADED,",
+        FINDINGS + "test_the_worst_finding_decides_and_comes_first",
+        "A monitor would wake somebody for a batch that a person holds.",
+    ),
+    Mutant(
+        "leases-of-a-stopped-worker-are-overlooked",
+        "doctor/facts.sql",
+        "WHERE w.worker IS NULL OR w.stopped_at IS NOT NULL\n",
+        "WHERE w.worker IS NULL\n",
+        FAULT + "[leases_left]",
+        "Commands count as running though nobody runs them.",
+    ),
+    Mutant(
+        "a-function-that-was-dropped-is-not-missed",
+        "doctor/findings_of_schema.py",
+        "if not each.table or each.table in tables:",
+        "if each.table in tables:",
+        FAULT + "[no_function]",
+        "Statements that call it fail.",
+    ),
+    Mutant(
+        "quiet-tells-notices",
+        "cli/doctor.py",
+        "if not (quiet and each.severity is Severity.NOTICE)",
+        "if each.severity",
+        "tests/cli/test_doctor.py::test_quiet_is_silent_if_all_is_well",
+        "Cron would send a mail every day.",
+    ),
+    Mutant(
+        "a-dry-run-locks-the-batch",
+        "batches/hold.sql",
+        "-- Say the same without a lock.\n{state};",
+        "-- Say the same without a lock.\n{state} FOR NO KEY UPDATE;",
+        DRY_RUN + "test_a_dry_run_says_how_many_and_touches_nothing",
+        "A look would wait for whoever holds the batch, and keep others waiting.",
+    ),
+    Mutant(
+        "a-dry-run-forgets-what-is-scheduled",
+        "batches/preview.sql",
+        "FROM busload.scheduled WHERE hi BETWEEN",
+        "FROM busload.scheduled WHERE false AND hi BETWEEN",
+        DRY_RUN + "test_a_dry_run_says_how_many_and_touches_nothing",
+        "Retries are canceled as well, and the dry run has to say so.",
+    ),
+    Mutant(
+        "a-dry-run-cancels-the-batch",
+        "cli/batch.py",
+        "    if dry_run:\n        return _would_cancel(",
+        "    if not dry_run:\n        return _would_cancel(",
+        DRY_RUN + "test_a_dry_run_says_how_many_and_touches_nothing",
+        "The worst that a dry run can do.",
+    ),
+    Mutant(
+        "tab-tells-errors",
+        "cli/complete.py",
+        "        except Exception:",
+        "        except KeyError:",
+        COMPLETION + "test_without_a_database_tab_offers_nothing_and_says_nothing",
+        "A traceback would stand in the middle of the line that somebody types.",
+    ),
+    Mutant(
+        "tab-asks-another-database-than-the-line-names",
+        "cli/__init__.py",
+        "            ctx.meta[variable] = text\n            return\n",
+        "            return\n",
+        COMPLETION + "test_domains_ids_and_names_are_offered_where_they_are_wanted",
+        "Ids of production would be offered for a line about staging.",
     ),
     # -- the fence
     Mutant(

@@ -20,9 +20,11 @@ NOUNS = {
     "batch": "Follow batches, learn why they are not finished, hold and cancel them.",
     "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
     "command": "Find commands, see all that happened to them, wait for and cancel them.",
+    "completion": "Print the script that lets a shell complete what you type.",
     "dashboard": "Serve the dashboard to a browser, and make its users.",
     "db": "Look after the embedded PostgreSQL.",
     "demo": "Run 10,000 commands as one batch, and see what busload does.",
+    "doctor": "Look for faults, and say what to do about each.",
     "domain": "See what waits in domains, pause and resume them.",
     "health": "Say whether the database, the workers and the broker are well.",
     "job": "Follow jobs stage by stage, resume and cancel them.",
@@ -148,7 +150,10 @@ def sets_variable(
     """
 
     def pass_on(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
-        if text is None or ctx.resilient_parsing:
+        if text is None:
+            return
+        if ctx.resilient_parsing:  # Tab was pressed: only what completes ids has to know it
+            ctx.meta[variable] = text
             return
         from busload.errors import BusloadError
 

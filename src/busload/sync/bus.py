@@ -47,7 +47,7 @@ from busload.sync.cancel import cancel
 from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish, create_in_one_write
 from busload.sync.database import Database
-from busload.sync.health import HealthVerbs
+from busload.sync.doctor import DoctorVerbs
 from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.metrics import MetricsVerbs
@@ -59,7 +59,7 @@ from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.troubleshooting import decisions
 
 
-class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, HealthVerbs, MetricsVerbs):
+class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.

@@ -1,0 +1,82 @@
+"""`busload doctor`: what is wrong, why it matters, and what to do about it."""
+
+from __future__ import annotations
+
+import click
+
+from busload.cli import options
+from busload.cli.answer import open_bus
+from busload.cli.output import echo_json, echo_styled, paragraph, shown
+from busload.doctor.catalog import finding
+from busload.doctor.finding import Diagnosis, Finding, FindingCode, Severity
+from busload.errors import TransportMisconfiguredError
+from busload.health.health import SEVERITY, HealthState
+
+STYLES = {HealthState.HEALTHY: "green", HealthState.DEGRADED: "yellow", HealthState.CRITICAL: "red"}
+INDENT = "    "
+
+
+@click.command()
+@click.option("--quiet", is_flag=True, help="Print only what is DEGRADED or CRITICAL, and nothing if all is well.")
+@options.transport
+@options.queue_prefix
+@options.as_json
+@click.pass_context
+def doctor(ctx: click.Context, /, quiet: bool, as_json: bool) -> None:
+    """Look for faults, and say what to do about each.
+
+    It looks at the server, the schema, rights, workers, stuck work and the broker. It writes nothing, and costs the
+    queue nothing.
+
+    Exit code 0: all is well, perhaps with notices. 1: DEGRADED, somebody should look. 2: CRITICAL, work stands still or
+    may be lost.
+
+        busload doctor
+        busload doctor --quiet || echo somebody should look
+        busload doctor --json | jq -r '.findings[] | .code, .sql[], .run[]'
+    """
+    found = _ask()
+    if as_json:
+        echo_json(found)
+    else:
+        _show(found, quiet=quiet)
+    ctx.exit(SEVERITY.index(found.state))
+
+
+def _ask() -> Diagnosis:
+    """A broker whose URL cannot be used keeps nobody from looking at the rest."""
+    try:
+        with open_bus(transport=True, check=False) as bus:
+            return bus.doctor()
+    except TransportMisconfiguredError as error:
+        refused = finding(FindingCode.BROKER_REFUSES, str(error))
+        with open_bus(check=False) as bus:
+            found = bus.doctor()
+        return Diagnosis.of([*found.findings, refused], [*found.checked, "broker"], found.skipped)
+
+
+def _show(found: Diagnosis, *, quiet: bool) -> None:
+    told = [each for each in found.findings if not (quiet and each.severity is Severity.NOTICE)]
+    if quiet and not told:
+        return
+    echo_styled((found.state.value, f"bold {STYLES[found.state]}"))
+    for each in told:
+        _show_finding(each)
+    if quiet:
+        return
+    faulty = {each.check for each in found.findings}
+    if well := [check for check in found.checked if check not in faulty]:
+        click.echo()
+        paragraph(f"In order: {', '.join(well)}.")
+    for why in dict.fromkeys(skipped.why for skipped in found.skipped):
+        checks = ", ".join(skipped.check for skipped in found.skipped if skipped.why == why)
+        paragraph(f"Not checked: {checks}. {shown(why)}")
+
+
+def _show_finding(found: Finding) -> None:
+    click.echo()
+    paragraph(shown(found.found), first=f"{found.severity.value}  {found.code.value}  ", then=INDENT)
+    paragraph(found.why, first=INDENT, then=INDENT)
+    paragraph(found.cure, first=f"{INDENT}→ ", then=f"{INDENT}  ")
+    for line in (line for text in (*found.sql, *found.run) for line in text.splitlines()):
+        click.echo(f"{INDENT}  {shown(line)}")
