@@ -49,7 +49,9 @@ async def test_a_stream_sends_all_values_and_then_those_that_change(dashboard: S
 
 async def test_a_page_and_its_stream_tell_the_same(dashboard: Starlette, given: Given) -> None:
     batch_id, [command_id] = await given.in_troubleshooting()
-    for path in ("/", "/batches", f"/batches/{batch_id}", f"/commands/payments/{command_id}"):
+    [item] = await given.bus.troubleshooting.list(None)
+    waiting = ("/troubleshooting", f"/troubleshooting/payments/{item.fingerprint}")
+    for path in ("/", "/batches", f"/batches/{batch_id}", f"/commands/payments/{command_id}", *waiting):
         async with client(dashboard) as http, stream(dashboard, f"{path.rstrip('/')}/live") as events:
             html = (await http.get(path)).text
             _, values = await asyncio.wait_for(events.get(), WITHIN)
@@ -63,6 +65,17 @@ async def test_a_page_and_its_stream_tell_the_same(dashboard: Starlette, given: 
         assert shown <= set(values), path
         rows = {part.partition('"')[0].replace("&#43;", "+") for part in html.split('data-row="')[1:]}
         assert rows == set(values["rows"]), path
+
+
+async def test_a_cause_that_is_decided_about_counts_down_to_nothing(dashboard: Starlette, given: Given) -> None:
+    _, ids = await given.in_troubleshooting(2)
+    [item, _] = await given.bus.troubleshooting.list(None)
+    async with stream(dashboard, f"/troubleshooting/payments/{item.fingerprint}/live") as events:
+        await until(events, "count", "2")
+        await given.bus.troubleshooting.cancel("payments", ids[0], reason="x")
+        await until(events, "count", "1")
+        await given.bus.troubleshooting.cancel("payments", ids[1], reason="x")
+        assert (await until(events, "count", "0"))[-1]["rows"] == []
 
 
 async def test_rows_that_come_are_told(dashboard: Starlette, given: Given) -> None:
