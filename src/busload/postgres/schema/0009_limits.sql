@@ -93,15 +93,15 @@ END $$;
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
 -- 0 if there is none, or null if the worker holds none of its commands any more. If all are granted, it may
 -- return only the first permit: the numbers of the others follow. Of one limit, the request with the lowest
--- command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit is free;
--- an hour at most, in case that nobody wakes it. Every statement after the locks sees what the others did
--- before. The commit does not wait for the disk, so that others wait less for the locks: whoever asks waits
--- for the disk before it uses a permit.
+-- command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit is
+-- free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what the others
+-- did before. The commit does not wait for the disk, so that others wait less for the locks: whoever asks
+-- waits for the disk before it uses a permit.
 --
 -- `names`, `most` and `sizes` have one element for all requests, or one for each. A command has the position
 -- of its request in `requests`, and of its lease in `lease_ordinals`. If `requests` is empty, each request
--- has one command; if `lease_ordinals` is empty, there is one lease. `different` says that no two requests have
--- the same subject.
+-- has one command; if `lease_ordinals` is empty, there is one lease. `different` says that no two requests
+-- have the same subject.
 CREATE FUNCTION busload.take_permits(
     taker bigint, names text[], subjects text[], most integer[], sizes integer[],
     leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[], different boolean
