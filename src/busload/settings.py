@@ -56,6 +56,7 @@ class InputLimits:
     payload: PayloadLimits = PayloadLimits()
     name_bytes: int = 255
     task_key_bytes: int = 512
+    headers_bytes: int = 8192
 
 
 @dataclass(frozen=True, slots=True)

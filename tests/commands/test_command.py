@@ -32,9 +32,9 @@ def test_values_have_the_promised_fields() -> None:
     more = (
         "status attempts max_attempts run_at started_at finished_at worker execution_id "
         "last_error_type last_error_code last_error_message result last_traceback "
-        "publish_attempts last_publish_error published_at checkpoint expires_at"
+        "publish_attempts last_publish_error published_at checkpoint expires_at headers"
     )
-    assert list(signature(Command).parameters) == command.split()
+    assert list(signature(Command).parameters) == [*command.split(), "headers"]
     assert list(signature(CommandMetadata).parameters) == f"{command} {more}".split()
     audit = "type at execution_id attempt worker operator batch_id details"
     assert list(signature(AuditEvent).parameters) == audit.split()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -26,6 +26,7 @@ from busload.commands.checks import (
 )
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.dedup import Dedup
+from busload.commands.headers import decode_headers, encode_headers
 from busload.commands.ids import JobId, job_id_of, new_id
 from busload.commands.payload import WIDEST, readable
 from busload.commands.send import NewBatch
@@ -106,6 +107,8 @@ class BatchMetadata:
     """How many of them have failed or wait in troubleshooting, or for the worst cause with `per_cause`."""
     fair_by: str | None = None
     """The key by which it takes turns with others; None: by itself."""
+    headers: dict[str, str] | None = None
+    """What all its commands have among their headers."""
     batch_type: BatchType = BatchType.COMMANDS
     """What it counts: commands or, if `bus.jobs.create_batch` created it, jobs."""
     forecast: Forecast | None = field(default=None, compare=False)
@@ -164,8 +167,8 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 
 def _batch(*row: Any) -> BatchMetadata:
-    batch_id, domain, name, custom_data, status, *others, batch_type = row
-    others.append(BatchType(batch_type))
+    batch_id, domain, name, custom_data, status, *others, headers, batch_type = row
+    others += [decode_headers(headers), BatchType(batch_type)]
     batch = BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
     if batch.job_id is None and batch.stage is None:
         return batch
@@ -202,6 +205,8 @@ class BatchOptions(TypedDict, total=False):
 
     Without a key the batch takes turns by itself.
     """
+    headers: Mapping[str, str] | None
+    """Texts by name that each of its commands, and its callback, has among its headers. They are kept once."""
     budget: FailureBudget | None
     """Hold the batch when more of it has failed than this. In an open batch it is a share of what was added so far."""
 
@@ -230,10 +235,17 @@ def new_batch(
     refuse_unknown(call, options, known)
     canary, budget = cast(CreateOptions, options).get("canary"), options.get("budget")
     name, custom_data, stage = options.get("name"), options.get("custom_data"), options.get("stage")
-    fair_by = options.get("fair_by")
+    fair_by, headers = options.get("fair_by"), options.get("headers")
     chosen = given(batch_id=options.get("batch_id"), job_of_batch=options.get("job_id"))
     problems = problems_of(
-        limits, domain=domain, **chosen, stage=stage, name=name, custom_data=custom_data, fair_by=fair_by
+        limits,
+        domain=domain,
+        **chosen,
+        stage=stage,
+        name=name,
+        custom_data=custom_data,
+        fair_by=fair_by,
+        headers=headers,
     )
     problems += problems_of(limits, expires_in=options.get("expires_in"), **given(priority=options.get("priority")))
     callback, callback_id = None, None
@@ -265,6 +277,7 @@ def new_batch(
         expires_in=None if expires_in is None else timedelta(seconds=expires_in),
         fair_by=fair_by,
         priority=options.get("priority") or 0,
+        headers=encode_headers(headers),
     )
 
 
@@ -360,7 +373,7 @@ def callback_of(
     except InvalidCommandError as refused:
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
-    row = msgspec.to_builtins(checked) | {"data": data}
+    row = msgspec.to_builtins(checked) | {"data": data, "headers": decode_headers(checked.headers)}
     del row["run_at"], row["domain"], row["fair_by"], row["expires_at"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
 

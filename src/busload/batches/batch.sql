@@ -12,7 +12,7 @@ batch_id, domain, name, custom_data::text, status, total_count, completed_count,
             THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
                    WHERE c.batch_id = batch.batch_id)
             ELSE failed_count + in_troubleshooting_count - budget_from
-       END, fair_by, batch_type
+       END, fair_by, headers::text, batch_type
 
 -- fragment: listed_batch
 -- With what a forecast of it needs to know, if that is asked for.

@@ -37,7 +37,7 @@ BATCHES = View[BatchMetadata](
     spare=("CREATED", "NAME"),
 )
 BATCH = View[BatchMetadata](
-    "batch=batch_id domain name type=batch_type custom_data job=job_id stage fair_by status total=total_count"
+    "batch=batch_id domain name type=batch_type custom_data headers job=job_id stage fair_by status total=total_count"
     " completed=completed_count failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
     " expires=expires_at held=held_at held_reason held_by held_note"

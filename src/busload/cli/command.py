@@ -39,7 +39,7 @@ def _publishing(command: CommandMetadata) -> str | None:
 
 
 COMMAND = View[CommandMetadata](
-    "command=command_id domain type=command_type status data result last_error batch=batch_id task_key"
+    "command=command_id domain type=command_type status data headers result last_error batch=batch_id task_key"
     " correlation=correlation_id reply_to priority attempts max_attempts run_at expires=expires_at"
     " created=created_at started=started_at finished=finished_at worker"
     " checkpoint published=published_at publishing",

@@ -6,7 +6,7 @@ import getpass
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -136,6 +136,18 @@ def text_of(argument: str, option: str) -> str | bytes:
         return Path(argument[1:]).read_bytes()
     except OSError as error:
         raise click.BadParameter(f"{argument[1:]} cannot be read: {error.strerror}", param_hint=option) from None
+
+
+def pairs(given: Sequence[str], option: str) -> dict[str, str]:
+    """`NAME=VALUE` as often as it was given, each name once."""
+    found: dict[str, str] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or name in found:
+            problem = f"found {name!r} twice" if name in found else f"found {pair!r}"
+            raise click.BadParameter(f"{problem}, wanted NAME=VALUE, each name once", param_hint=option)
+        found[name] = value
+    return found
 
 
 def _moment(ctx: click.Context, param: click.Parameter, text: str | None) -> datetime | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import click
@@ -30,6 +31,7 @@ from busload.sync.bus import SyncCommandBus
 @click.option("--fair-by", metavar="KEY", help="Whose turn it is to run, such as a customer; default all single sends.")
 @click.option("--max-attempts", type=click.IntRange(1, 32767), help="How often to try it; default as its handler says.")
 @click.option("--reply-to", metavar="DOMAIN", help="The domain that gets the reply.")
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Beside the data; may be repeated.")
 @click.option("--batch", type=id_or_beginning, metavar="ID", help="The open batch that the command joins.")
 @options.transport
 @answers(transport=True)
@@ -38,6 +40,7 @@ def send(
     domain: str,
     command_type: str,
     data: str | None,
+    headers: Sequence[str],
     batch: IdRange | None,
     dedup: bool,
     **given: Any,
@@ -47,11 +50,14 @@ def send(
     busload send payments Debit --data '{"account": 4, "cents": 400}'
     busload send payments Debit --data @debit.json --run-at 2h
     busload send payments Quote --expires-at 15m --fair-by customer-7
+    busload send payments Debit --header tenant=acme --header source=cli
     busload send payments Debit --json | jq -r .command_id \\
         | xargs busload command wait
     """
     value = None if data is None else decode_strict(options.text_of(data, "--data"), path="/data")
     sending = cast(SendOptions, given)
+    if headers:
+        sending["headers"] = options.pairs(headers, "--header")
     if dedup:
         sending["dedup"] = Dedup()
     if batch is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from math import inf
@@ -21,6 +21,7 @@ import msgspec
 
 from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.dedup import Dedup
+from busload.commands.headers import encode_headers
 from busload.commands.ids import ascending_ids
 from busload.commands.payload import PayloadRefusedError, encode
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
@@ -126,6 +127,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
             and command.run_at is None
             and command.domain is None
             and command.expires_at is None
+            and command.headers is None
         )
         found = [] if plain else _problems_of_command(command, known_names, limits)
         if not found:
@@ -160,6 +162,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
                 command.max_attempts,
                 own,
                 expires_at=command.expires_at,
+                headers=encode_headers(command.headers),
             )
         )
     refuse(problems)
@@ -199,6 +202,8 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
         problems += wrong_name(command.domain, "domain", limits)
     if command.expires_at is not None:
         problems += _wrong_expiry(command.expires_at, command.run_at)
+    if command.headers is not None:
+        problems += wrong_headers(command.headers, "headers", limits)
     return problems
 
 
@@ -288,6 +293,22 @@ def wrong_text(text: object, path: str, max_bytes: int) -> list[Problem]:
             Problem("TOO_LONG", f"/{path}", f"found {size} bytes, at most {max_bytes} are allowed", limit=max_bytes)
         ]
     return []
+
+
+def wrong_headers(headers: object, path: str, limits: InputLimits) -> list[Problem]:
+    """Texts by name beside the data; every name and value that breaks the rule is told."""
+    if not isinstance(headers, Mapping):
+        return [wrong(headers, path, "a dict of texts, for example {'tenant': 'acme'}")]
+    problems: list[Problem] = []
+    for name, value in headers.items():
+        if found := wrong_text(name, path, limits.headers_bytes):
+            problems += [replace(one, message=f"a name: {one.message}") for one in found]
+        elif value != "" or not isinstance(value, str):
+            problems += wrong_text(value, f"{path}/{name}", limits.headers_bytes)
+    if not problems and (size := len((encode_headers(headers) or "").encode())) > limits.headers_bytes:
+        message = f"found {size} bytes of JSON, at most {limits.headers_bytes} are allowed; put more into the data"
+        problems.append(Problem("TOO_LONG", f"/{path}", message, limit=limits.headers_bytes))
+    return problems
 
 
 def wrong_id(value: object, path: str, limits: InputLimits | None = None) -> list[Problem]:
@@ -428,6 +449,7 @@ RULES: Mapping[str, Rule] = {
     "name": _short_text,
     "stage": wrong_stage,
     "fair_by": _short_text,
+    "headers": wrong_headers,
     "operator": _short_text,
     "reason": _text(lambda limits: 4096),
     "by": _text(lambda limits: 512),
@@ -464,8 +486,8 @@ RULES: Mapping[str, Rule] = {
 
 OR_NONE = frozenset(
     (
-        *("after", "command_type", "correlation_id", "custom_data", "dedup", "expires_in", "fair_by", "max_attempts"),
-        *("metadata", "name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
+        *("after", "command_type", "correlation_id", "custom_data", "dedup", "expires_in", "fair_by", "headers"),
+        *("max_attempts", "metadata", "name", "operator", "rate", "reply_to", "run_at", "stage", "task_key"),
     )
 )
 """The parameters that may be None in every call that has them. `given` is for those that may be None in some."""

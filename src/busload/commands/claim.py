@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from psycopg.types.numeric import Int4, Int8
 
 from busload.commands.execution import Lease, Leased
@@ -21,6 +22,8 @@ SQL = statements(__name__)
 
 MOST = 65_000
 """How many commands one claim takes at most: its leases are told apart by 16 bits of their id."""
+
+_headers_by_id = msgspec.json.Decoder(dict[int, msgspec.Raw])
 
 BEFORE_ALL = -(2**63)
 """No owner of loads comes before this one."""
@@ -97,7 +100,7 @@ def claim(
         suspects=int(suspects),
         lease=str(new_id()),  # the database counts on from here: drawing an id for each lease takes it longer
     )
-    seen, last, alone, leases, leased = *row[:3], *read(row[3:15], *row[15:])
+    seen, last, alone, leases, leased = *row[:3], *read(row[3:16], *row[16:])
     contended = seen is not None and len(leased) < min(limit, seen)
     next_turns = dict(zip(domains, last, strict=True)) if last else known
     return Claim(leases, leased, contended, refused=seen is None, turns=next_turns, alone=alone)
@@ -112,7 +115,7 @@ def claim_few(*, worker: int, domains: list[str], limit: int, turns: Mapping[str
         limit=Int4(limit),
         lease=str(new_id()),
     )
-    return Claim(*read(row[:12], *row[12:]), contended=False)
+    return Claim(*read(row[:13], *row[13:]), contended=False)
 
 
 def _turns_of(domains: list[str], turns: Mapping[str, int]) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
         wanted=[wanted[load] for load in loads],
         lease=str(new_id()),
     )
-    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:15], *row[15:])
+    alive, unknown, passed_over, leases, leased = *row[:3], *read(row[3:16], *row[16:])
     return DeliveredClaim(
         leases,
         leased,
@@ -176,24 +179,33 @@ def read(
     command_ids: list[UUID],
     command_types: list[str],
     data: list[str | None],
-    *rare: list[Any] | None,
+    *rare: Any,
 ) -> tuple[list[Lease], list[Leased]]:
-    """Leases and their commands come as one array for each column. A rare column is null if no command has a value."""
+    """Leases and their commands come as one array for each column. A rare column is null if no command has a value.
+
+    Headers are rarer still: the last column is a JSON object of those that commands have of their own, by id.
+    """
     if ids is None:
         return [], []
-    lease_ids, los, his, *shared, remaining, budgets, _ = lease_columns
+    lease_ids, los, his, *shared, remaining, budgets, headers, _ = lease_columns
+    *others, own_headers = rare
     loads = list(map(Load, los, his))
     counts = [load.size for load in loads]
-    numbers = counts, counts, remaining, (share is not None for share in budgets)
+    numbers = counts, counts, remaining, (share is not None for share in budgets), headers
     leases = list(map(Lease, lease_ids, loads, *shared, repeat(created_at), *numbers))
     if ids == [id for load in loads for id in load.ids]:
         owners = [lease for lease in leases for _ in range(lease.unsettled)]
     else:
         leases, owners = _without_deleted(leases, ids)
     columns: list[Iterable[Any]] = [owners, ids, command_ids, command_types, data]
-    if created_ats or any(rare):
-        columns += [column or repeat(None) for column in (*rare, created_ats)]
-    return leases, list(map(Leased, *columns))
+    if created_ats or any(others):
+        columns += [column or repeat(None) for column in (*others, created_ats)]
+    leased = list(map(Leased, *columns))
+    if own_headers is not None:
+        texts = _headers_by_id.decode(own_headers)
+        for one in leased:
+            one.headers = bytes(texts[one.id]).decode() if one.id in texts else None
+    return leases, leased
 
 
 def _without_deleted(leases: list[Lease], ids: list[int]) -> tuple[list[Lease], list[Lease]]:

@@ -9,8 +9,8 @@
 -- The leases and their commands, one array for each column. Most commands have no task key, reply and so on:
 -- then that column is null. A claim does not wait for the disk: if a crash undoes it, the commands are ready
 -- again, and a result of theirs cannot be durable without it. It starts the batches that begin with it. If
--- somebody else holds the row of a batch, its first settlement starts it. `remaining` is what has not ended
--- of a batch that takes no more commands; `budget_share` is null unless the batch has a failure budget.
+-- somebody else holds the row of a batch, its first settlement starts it. The last column has the
+-- headers of the commands that have some of their own, by id.
 FROM (SELECT set_config('synchronous_commit', 'off', true)) AS hasty
 CROSS JOIN (
     SELECT array_agg(lease_id),
@@ -24,18 +24,14 @@ CROSS JOIN (
            array_agg(crashes),
            array_agg(remaining),
            array_agg(budget_share),
+           array_agg(headers),
            busload.start_batches(array_agg(batch_id) FILTER (WHERE status = 'PENDING'), %(worker)s::bigint)
       FROM (
         SELECT l.*, b.*
           FROM leased AS l
           LEFT JOIN LATERAL (
-            SELECT CASE WHEN sealed_at IS NOT NULL
-                        THEN total_count - completed_count - failed_count - canceled_count
-                             - in_troubleshooting_count
-                   END AS remaining,
-                   budget_share,
-                   status
-              FROM busload.batch
+            SELECT remaining, budget_share, headers, status
+              FROM busload.batch_to_claim
              WHERE batch_id = l.batch_id
             OFFSET 0
           ) AS b ON true
@@ -52,7 +48,8 @@ CROSS JOIN (
            CASE WHEN count(task_key) > 0 THEN array_agg(task_key) END,
            CASE WHEN count(correlation_id) > 0 THEN array_agg(correlation_id) END,
            CASE WHEN count(reply_to) > 0 THEN array_agg(reply_to) END,
-           CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts) END
+           CASE WHEN count(max_attempts) > 0 THEN array_agg(max_attempts) END,
+           (json_object_agg(id, headers) FILTER (WHERE headers IS NOT NULL))::text
       FROM (SELECT * FROM leased ORDER BY priority DESC, hi) AS l
      CROSS JOIN LATERAL (SELECT * FROM busload.command WHERE id BETWEEN l.lo AND l.hi ORDER BY id) AS c
 ) AS c

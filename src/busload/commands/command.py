@@ -47,7 +47,7 @@ class BatchCommand:
     `command_id` is yours or a new one; it is unique in its domain for ever. A higher `priority` runs earlier. `run_at`
     must know its time zone. `max_attempts` overrides the handler's retry policy. `reply_to` names the domain that gets
     the reply. `domain` is the domain that runs the command, if it is not that of the call: a command of a batch may
-    run elsewhere, and its batch counts it all the same.
+    run elsewhere, and its batch counts it all the same. `headers` are texts by name beside the data.
     """
 
     command_type: str
@@ -61,6 +61,7 @@ class BatchCommand:
     max_attempts: int | None = field(default=None, kw_only=True)
     domain: str | None = field(default=None, kw_only=True)
     expires_at: datetime | None = field(default=None, kw_only=True)
+    headers: Mapping[str, str] | None = field(default=None, kw_only=True)
 
 
 class CommandOptions(TypedDict, total=False):
@@ -82,6 +83,8 @@ class CommandOptions(TypedDict, total=False):
     """The domain that gets the reply."""
     correlation_id: UUID | None
     """An id that the reply and the handler get as well; that of the command if it is left out."""
+    headers: Mapping[str, str] | None
+    """Texts by name that are not part of the data, such as a tenant or a trace context: its handler gets them."""
 
 
 class AddOptions(CommandOptions, total=False):
@@ -140,6 +143,8 @@ class Command(msgspec.Struct):
     reply_to: str | None
     priority: int
     created_at: datetime
+    headers: dict[str, str] | None = None
+    """Texts by name that were sent beside the data: those of its batch and its own, which win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +191,8 @@ class CommandMetadata(SentCommand):
     """Of a batch that was created in checkpoints, the one that it came with: `<job>-cp-<n>`."""
     expires_at: datetime | None = None
     """When it is canceled if it has not started; None if it may always start, or has ended."""
+    headers: dict[str, str] | None = None
+    """Texts by name that were sent beside the data: those of its batch and its own, which win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +256,4 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     """The domain that runs it, if that is not the domain of the call."""
     fair_by: str | None = None
     expires_at: datetime | None = None
+    headers: str | None = None

@@ -114,6 +114,8 @@ class Lease(msgspec.Struct, eq=False):
     """What had not ended of its batch when it was claimed; None if there is no batch, or it may still grow."""
     has_budget: bool = False
     """Whether its batch had a failure budget when it was claimed."""
+    headers: str | None = None
+    """The headers of its batch, as JSON text: each of its commands has them, and its own."""
     claimed: float = 0.0
     """When it was claimed, on the worker's own clock."""
     canceled: bool = False
@@ -143,6 +145,8 @@ class Leased(msgspec.Struct, eq=False, gc=False):  # a struct is made in a fifth
     max_attempts: int | None = None
     created_at: datetime | None = None
     """If None, the time of the lease counts: commands that were sent together share it."""
+    headers: str | None = None
+    """Its own headers, as JSON text; those of its batch are in its lease."""
     started: float = 0.0
     settled: bool = False
 

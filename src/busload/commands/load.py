@@ -210,6 +210,7 @@ def arrays(loads: Sequence[NewLoad]) -> dict[str, Any]:
         "correlation_ids": unless_all_null(command.correlation_id for command in commands),
         "reply_tos": unless_all_null(command.reply_to for command in commands),
         "max_attempts": unless_all_null(command.max_attempts for command in commands),
+        "command_headers": unless_all_null(command.headers for command in commands),
     }
 
 
@@ -223,9 +224,9 @@ def blocks(loads: Sequence[NewLoad], places: Sequence[Load], batch_id: UUID | No
             options = _options(command)
             end = ends.get(options)
             if end is None:
-                command_type, task_key, correlation_id, reply_to, max_attempts = options
+                command_type, task_key, correlation_id, reply_to, max_attempts, headers = options
                 end = shared + _text(command_type) + _text(task_key) + _uuid(correlation_id) + _text(reply_to)
-                end = ends[options] = end + _smallint(max_attempts)
+                end = ends[options] = end + _smallint(max_attempts) + _text(headers)
             data = command.data.encode()
             row = _row(_COLUMNS, 8, id, 16, command.command_id.int.to_bytes(16), len(data)) + data + end
             block.append(row)
@@ -237,9 +238,9 @@ def blocks(loads: Sequence[NewLoad], places: Sequence[Load], batch_id: UUID | No
     yield b"".join(block)
 
 
-_options = attrgetter("command_type", "task_key", "correlation_id", "reply_to", "max_attempts")
+_options = attrgetter("command_type", "task_key", "correlation_id", "reply_to", "max_attempts", "headers")
 _row = Struct(">hiqi16si").pack  # how many columns; then each after its length: the id, the command_id, the data
-_COLUMNS = 12
+_COLUMNS = 13
 _NULL = b"\xff\xff\xff\xff"
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus, TroubledDomain, TroubleshootingItem
 from busload.commands.execution import Execution, ExecutionStatus, OperatorAction
+from busload.commands.headers import decode_headers
 from busload.commands.ids import JobId, job_id_of
 from busload.commands.payload import readable
 from busload.errors import CommandCanceledError, CommandFailedError, CommandNotFoundError
@@ -225,7 +226,7 @@ def _actions(text: str | None) -> tuple[OperatorAction, ...]:
     )
 
 
-command_of_row = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable)
+command_of_row = _reader(CommandMetadata, data=readable, status=CommandStatus, result=readable, headers=decode_headers)
 _ending = _reader(Ending, status=CommandStatus, result=readable)
 _troubleshooting_item = _reader(TroubleshootingItem, data=readable, details=readable)
 _audit_event = _reader(AuditEvent, details=readable)

@@ -18,7 +18,10 @@ SELECT s.command_id, s.domain, s.command_type, s.data::text, s.batch_id, s.task_
                   WHERE e.lo BETWEEN s.id & ~1023 AND s.id AND e.hi >= s.id),
                 (SELECT b.expires_at FROM busload.batch AS b WHERE b.batch_id = s.batch_id)
             )
-       END
+       END,
+       busload.joined_headers(
+           (SELECT b.headers FROM busload.batch AS b WHERE b.batch_id = s.batch_id), s.headers
+       )::text
 
 -- fragment: after_the_last
 -- The commands `c` of a batch that come after the last one of the page before. The `first` command of each

@@ -63,6 +63,8 @@ class NewBatch:
     """What has not started so long after the creation is canceled."""
     priority: int = 0
     """The priority of commands that have none of their own."""
+    headers: str | None = None
+    """What all its commands have among their headers, as JSON text."""
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -128,6 +130,7 @@ def send(
         "priority": command.priority,
         "max_attempts": command.max_attempts,
         "fair_by": command.fair_by,
+        "headers": command.headers,
     }
     try:
         rows: list[Row]

@@ -7,7 +7,8 @@
 t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)
 
 -- fragment: columns_of_one
-id, domain, command_id, command_type, data, task_key, correlation_id, reply_to, priority, max_attempts
+id, domain, command_id, command_type, data, task_key, correlation_id, reply_to, priority, max_attempts,
+headers
 
 -- fragment: values_of_one
 -- The given id follows one that this sender has drawn before. In a domain whose commands run in order it is
@@ -26,10 +27,11 @@ END,
 %(correlation_id)s::uuid,
 %(reply_to)s::text,
 %(priority)s::smallint,
-%(max_attempts)s::smallint
+%(max_attempts)s::smallint,
+%(headers)s::text::json
 
 -- fragment: columns_of_batch
-batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by, expires_at
+batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by, expires_at, headers
 
 -- fragment: values_of_batch
 %(batch_id)s::uuid,
@@ -41,7 +43,8 @@ batch_id, domain, name, custom_data, on_complete, job_id, stage, way, fair_by, e
 %(stage)s::text::jsonb,
 %(way)s::text,
 %(fair_by)s::text,
-now() + %(expires_in)s::interval
+now() + %(expires_in)s::interval,
+%(headers)s::text::json
 
 -- fragment: numbered_loads
 -- Each load gets a number. Its commands are the ones from the `first` to the `last` in the arrays of
@@ -61,13 +64,15 @@ SELECT shift + first AS lo, shift + last AS hi, shift, first, last, domain, prio
 -- The commands of the numbered loads.
 written AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, batch_id, task_key,
-                                 correlation_id, reply_to, priority, max_attempts, run_at)
+                                 correlation_id, reply_to, priority, max_attempts, run_at, headers)
     SELECT shift + c.nth, domain, c.command_id, c.command_type, c.data::json, %(batch_id)s::uuid, c.task_key,
-           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at
+           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at, c.headers::json
       FROM unnest(%(command_ids)b::uuid[], %(command_types)b::text[], %(data)b::text[], %(task_keys)b::text[],
-                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[])
+                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[],
+                  %(command_headers)b::text[])
            WITH ORDINALITY
-        AS c (command_id, command_type, data, task_key, correlation_id, reply_to, max_attempts, nth)
+        AS c (command_id, command_type, data, task_key, correlation_id, reply_to, max_attempts, headers,
+              nth)
       JOIN load ON c.nth BETWEEN first AND last
 )
 
@@ -201,7 +206,7 @@ SELECT nextval('busload.load_number') FROM generate_series(1, %(loads)s::integer
 -- name: copy_commands
 -- Many commands, in the binary format.
 COPY busload.command (id, command_id, data, domain, batch_id, priority, run_at,
-                      command_type, task_key, correlation_id, reply_to, max_attempts)
+                      command_type, task_key, correlation_id, reply_to, max_attempts, headers)
 FROM STDIN (FORMAT binary);
 
 -- name: place_loads

@@ -66,6 +66,7 @@ def _columns_of_batches(batches: Sequence[BatchToWrite]) -> dict[str, Any]:
         "stages": unless_all_null(one["stage"] for one in columns),
         "ways": [batch.way for batch, _ in batches],
         "totals": [len(commands) for _, commands in batches],
+        "batch_headers": unless_all_null(batch.headers for batch, _ in batches),
     }
 
 

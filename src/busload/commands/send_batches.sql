@@ -4,12 +4,12 @@
 -- has not come, it is scheduled.
 WITH batch AS (
     INSERT INTO busload.batch (batch_id, domain, name, on_complete, job_id, stage, way, total_count,
-                               sealed_at)
-    SELECT batch_id, domain, name, on_complete::json, job_id, stage::jsonb, way, total, now()
+                               headers, sealed_at)
+    SELECT batch_id, domain, name, on_complete::json, job_id, stage::jsonb, way, total, headers::json, now()
       FROM unnest(%(batch_ids)b::uuid[], %(batch_domains)b::text[], %(names)b::text[],
                   %(on_completes)b::text[], %(job_ids)b::text[], %(stages)b::text[], %(ways)b::text[],
-                  %(totals)b::integer[])
-           AS batch (batch_id, domain, name, on_complete, job_id, stage, way, total)
+                  %(totals)b::integer[], %(batch_headers)b::text[])
+           AS batch (batch_id, domain, name, on_complete, job_id, stage, way, total, headers)
 ), noted AS (
     INSERT INTO busload.event (type, batch_id)
     SELECT 'BATCH_SEALED', batch_id FROM unnest(%(batch_ids)b::uuid[]) AS batch_id
@@ -26,14 +26,15 @@ WITH batch AS (
       ) AS load
 ), written AS (
     INSERT INTO busload.command (id, domain, command_id, command_type, data, batch_id, task_key,
-                                 correlation_id, reply_to, priority, max_attempts, run_at)
+                                 correlation_id, reply_to, priority, max_attempts, run_at, headers)
     SELECT lo + c.position, domain, c.command_id, c.command_type, c.data::json, batch_id, c.task_key,
-           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at
+           c.correlation_id, c.reply_to, priority, c.max_attempts, run_at, c.headers::json
       FROM unnest(%(loads)b::bigint[], %(positions)b::bigint[], %(command_ids)b::uuid[],
                   %(command_types)b::text[], %(data)b::text[], %(task_keys)b::text[],
-                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[])
+                  %(correlation_ids)b::uuid[], %(reply_tos)b::text[], %(max_attempts)b::smallint[],
+                  %(command_headers)b::text[])
            AS c (load, position, command_id, command_type, data, task_key, correlation_id, reply_to,
-                 max_attempts)
+                 max_attempts, headers)
       JOIN load ON load.nth = c.load
 ), queued AS (
     INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, fair)

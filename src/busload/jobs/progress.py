@@ -15,6 +15,7 @@ from psycopg import errors as pg
 from busload.batches.batch import BatchStatus, find_batch
 from busload.commands import search, send
 from busload.commands.command import NewCommand
+from busload.commands.headers import encode_headers
 from busload.commands.ids import ascending_ids, new_id
 from busload.commands.parts import cut
 from busload.commands.payload import WIDEST, decode, encode
@@ -406,7 +407,8 @@ def _send_callback(job: HeldJob, on_complete: str) -> Plan[None]:
     assert found is not None
     callback = decode(on_complete)
     data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
-    command = msgspec.convert(callback | {"data": data, "run_at": None}, NewCommand)
+    headers = encode_headers(callback.get("headers"))
+    command = msgspec.convert(callback | {"data": data, "run_at": None, "headers": headers}, NewCommand)
     try:
         yield from send.send_many(job.domain, [command])
     except DuplicateCommandError:  # somebody used the id meanwhile: no reason to hold the job up

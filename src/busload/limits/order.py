@@ -121,7 +121,7 @@ def claim_in_order(
         suspects=int(suspects),
         lease=str(new_id()),
     )
-    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:15], *row[15:])
+    alive, locked, barred, leases, leased = *row[:3], *claim.read(row[3:16], *row[16:])
     asked = keys(leased)
     may_run = yield from _enter(asked, worker=worker, commit=commit)
     return OrderedClaim(

@@ -1,7 +1,7 @@
 -- fragment: batch
 batch_id, domain, name, custom_data, status, total_count, completed_count, failed_count, canceled_count,
 in_troubleshooting_count, created_at, started_at, completed_at, sealed_at, canceled_at, on_complete, job_id,
-stage, batch_type
+stage, batch_type, headers
 
 -- fragment: job
 job_id, domain, name, custom_data, status, operator, reason, created_at, completed_at, compensated_at,
@@ -222,10 +222,10 @@ WITH gone AS (
 ), archived AS (
     INSERT INTO busload.archive (id, domain, command_id, command_type, data, batch_id, task_key,
                                  correlation_id, reply_to, priority, max_attempts, run_at, created_at,
-                                 executions, events)
+                                 headers, executions, events)
     SELECT g.id, g.domain, g.command_id, g.command_type, g.data, g.batch_id, g.task_key,
            g.correlation_id, g.reply_to, g.priority, g.max_attempts, g.run_at, g.created_at,
-           coalesce(a.executions, '[]'), coalesce(v.events, '[]')
+           g.headers, coalesce(a.executions, '[]'), coalesce(v.events, '[]')
       FROM gone AS g
       LEFT JOIN (SELECT a.command, json_agg(json_build_object(
                             'attempt', a.attempt, 'outcome', a.outcome,

@@ -15,6 +15,7 @@ from busload.buffers.groups import exhausted_group
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
 from busload.commands.execution import Leased
+from busload.commands.headers import joined_headers
 from busload.commands.payload import decode
 from busload.errors import SupersededError
 from busload.handlers.registry import Handler
@@ -217,4 +218,5 @@ def command_of(leased: Leased) -> Command:
         leased.reply_to,
         lease.priority,
         leased.created_at or lease.created_at,
+        None if leased.headers is lease.headers is None else joined_headers(lease.headers, leased.headers),
     )

@@ -20,12 +20,20 @@ CREATE TABLE busload.command (
     max_attempts   smallint,   -- null: the retry policy of the handler decides
     run_at         timestamptz,
     created_at     timestamptz NOT NULL DEFAULT now(),
+    headers        json,       -- texts by name, such as a trace context; those of its batch are in its batch
     CONSTRAINT command_once UNIQUE (domain, command_id)
 );
 -- All commands of a load have the same batch, so the index has one entry per load instead of one per command.
 CREATE INDEX load_of_batch ON busload.command (batch_id, id) WHERE id & 1023 = 0;
 -- All commands of a task: the trace.
 CREATE INDEX command_of_task ON busload.command (task_key, id) WHERE task_key IS NOT NULL;
+
+-- The headers of a command are those of its batch and its own, which win. Most often both are null.
+CREATE FUNCTION busload.joined_headers(of_batch json, own json) RETURNS json
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN of_batch IS NULL THEN own
+                WHEN own IS NULL THEN of_batch
+                ELSE (of_batch::jsonb || own::jsonb)::json END;
 
 COMMENT ON TABLE busload.command IS
     'The fact: inserted once. Only an operator''s patched retry updates it, and only its '

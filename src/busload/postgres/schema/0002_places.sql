@@ -129,27 +129,3 @@ CREATE TABLE busload.expiry (
 CREATE INDEX expiry_due ON busload.expiry (look_at);
 
 DROP TABLE busload.load;   -- the places have its columns now
-
--- A reply is a command too: it goes to the domain that reply_to names. The transition that ends a command
--- sends it.
-CREATE FUNCTION busload.reply(command bigint, outcome text, details json) RETURNS text
-    LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
-    WITH reply AS (
-        INSERT INTO busload.command (id, domain, command_id, command_type, data, correlation_id)
-        SELECT nextval('busload.load_number') * 1024,
-               c.reply_to,
-               gen_random_uuid(),
-               c.command_type || 'Reply',
-               json_build_object('command_id', c.command_id,
-                                 'correlation_id', coalesce(c.correlation_id, c.command_id),
-                                 'outcome', $2,
-                                 'data', CASE WHEN $2 = 'SUCCESS' THEN $3 END,
-                                 'error', CASE WHEN $2 <> 'SUCCESS' THEN $3 END),
-               coalesce(c.correlation_id, c.command_id)
-          FROM busload.command AS c WHERE c.id = $1 AND c.reply_to IS NOT NULL
-        RETURNING id, domain
-    ), queued AS (
-        INSERT INTO busload.queue (lo, hi, domain) SELECT id, id, domain FROM reply
-    )
-    SELECT domain FROM reply
-$$;

@@ -35,6 +35,7 @@ CREATE TABLE busload.batch (
     way                      busload.way NOT NULL DEFAULT 'create_batch',   -- the call that created it
     -- What it counts. Nothing is sent into a batch of jobs: each stage of a job is a batch of commands.
     batch_type               busload.batch_type NOT NULL DEFAULT 'COMMANDS',
+    headers                  json,        -- what all its commands have among their headers
     fair_by                  text,        -- the key by which it takes turns with others; null: by itself
     -- Until then somebody cancels the batch in pages. Null: nobody does, or it is done.
     canceling_until          timestamptz,
@@ -114,6 +115,18 @@ SELECT * FROM busload.outbox
                                         WHERE (b.canceling_until IS NOT NULL OR b.held_at IS NOT NULL)
                                           AND b.completed_at IS NULL))
             THEN NULL ELSE true END IS NOT NULL;
+
+-- What a worker wants to know of the batch of what it claims: how much of a batch that takes no more commands
+-- has not ended, the failure budget, which is null if there is none, and the headers, as text.
+CREATE VIEW busload.batch_to_claim AS
+SELECT batch_id,
+       CASE WHEN sealed_at IS NOT NULL
+            THEN total_count - completed_count - failed_count - canceled_count - in_troubleshooting_count
+       END AS remaining,
+       budget_share,
+       headers::text,
+       status
+  FROM busload.batch;
 
 -- Whose turn it is: how many loads a claim of `most` commands takes of whom. Higher priorities come first.
 -- Among equal ones the domains take turns, and within a domain the owners: an owner is all that has the same
@@ -570,6 +583,32 @@ BEGIN
     END LOOP;
 END $$;
 
+-- A reply is a command too: it goes to the domain that reply_to names. The transition that ends a command
+-- sends it.
+CREATE FUNCTION busload.reply(command bigint, outcome text, details json) RETURNS text
+    LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
+    WITH reply AS (
+        INSERT INTO busload.command (id, domain, command_id, command_type, data, correlation_id, headers)
+        SELECT nextval('busload.load_number') * 1024,
+               c.reply_to,
+               gen_random_uuid(),
+               c.command_type || 'Reply',
+               json_build_object('command_id', c.command_id,
+                                 'correlation_id', coalesce(c.correlation_id, c.command_id),
+                                 'outcome', $2,
+                                 'data', CASE WHEN $2 = 'SUCCESS' THEN $3 END,
+                                 'error', CASE WHEN $2 <> 'SUCCESS' THEN $3 END),
+               coalesce(c.correlation_id, c.command_id),
+               busload.joined_headers(
+                   (SELECT b.headers FROM busload.batch AS b WHERE b.batch_id = c.batch_id), c.headers)
+          FROM busload.command AS c WHERE c.id = $1 AND c.reply_to IS NOT NULL
+        RETURNING id, domain
+    ), queued AS (
+        INSERT INTO busload.queue (lo, hi, domain) SELECT id, id, domain FROM reply
+    )
+    SELECT domain FROM reply
+$$;
+
 -- Send the callback of a batch, which is `asked` for with this id, with the batch in its data, and there what
 -- `more` says of it. If somebody has used the id meanwhile, there is no callback.
 CREATE FUNCTION busload.send_callback(done busload.batch, asked json, chosen uuid, more json DEFAULT NULL)
@@ -579,7 +618,7 @@ DECLARE
     callback bigint := nextval('busload.load_number') * 1024;
 BEGIN
     INSERT INTO busload.command (id, domain, command_id, command_type, data,
-                                 correlation_id, reply_to, task_key, priority, max_attempts)
+                                 correlation_id, reply_to, task_key, priority, max_attempts, headers)
     SELECT callback, done.domain, chosen, c.command_type,
            (SELECT json_object_agg(key, value) FROM (
                 SELECT key, value FROM json_each(c.data)
@@ -600,10 +639,12 @@ BEGIN
                         'completed_at', done.completed_at))
                     UNION ALL
                     SELECT key, value FROM json_each(more)) AS fact) AS pair),
-           c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts
+           c.correlation_id, c.reply_to, c.task_key, c.priority, c.max_attempts,
+           busload.joined_headers(done.headers, c.headers)
       FROM json_to_record(asked)
            AS c (command_type text, data json, correlation_id uuid,
-                 reply_to text, task_key text, priority smallint, max_attempts smallint)
+                 reply_to text, task_key text, priority smallint, max_attempts smallint,
+                 headers json)
         ON CONFLICT ON CONSTRAINT command_once DO NOTHING;
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
     SELECT id, id, domain, priority, reply_to IS NOT NULL FROM busload.command WHERE id = callback;

@@ -35,7 +35,8 @@ CREATE TABLE busload.archived_batch (
     archived_at              timestamptz NOT NULL DEFAULT now(),
     job_id                   text COLLATE "C",
     stage                    jsonb,
-    batch_type               text        NOT NULL
+    batch_type               text        NOT NULL,
+    headers                  json
 );
 CREATE INDEX archived_batch_of_id ON busload.archived_batch (batch_id);
 

@@ -14,6 +14,7 @@ SELECT c.id,
        c.reply_to,
        coalesce(q.priority, s.priority, o.priority, l.priority, c.priority) AS priority,
        c.max_attempts,
+       c.headers,
        c.created_at,
        coalesce(CASE WHEN s.reason <> 'LIMITED' THEN nullif(s.run_at, 'infinity') END, c.run_at) AS run_at,
        CASE WHEN t.command IS NOT NULL THEN 'IN_TROUBLESHOOTING_QUEUE'
