@@ -21,6 +21,7 @@ from busload.batches.batch import (
     BatchOptions,
     BatchType,
     CreateOptions,
+    facts_of_batch,
     find_batch,
     members,
     new_batch,
@@ -37,7 +38,8 @@ from busload.commands.command import (
     AuditEvent,
     BatchCommand,
 )
-from busload.commands.send import NO_BROKER, Via
+from busload.commands.headers import with_context
+from busload.commands.send import NO_BROKER, NewBatch, Via
 from busload.commands.send_together import Sending
 from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
@@ -177,6 +179,8 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         """
         if not self.database.is_open:
             await self.database.open(wait=seconds_of(wait, "wait"))
+            if self._publisher is not None:
+                self._publisher.telemetry = self.database.telemetry
             self._sending = Sending(self.database.write, self.via, lines=max(1, self.settings.pool_size // 2))
             self._completions = Completions(self.database, self.settings.poll_every.total_seconds())
         return self
@@ -240,18 +244,26 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         checked = partial(members, self._limits, batch)
         waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
         strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
-        if self.transport is None or strategy is Strategy.RELAY:
-            await create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
+
+        async def create(batch: NewBatch) -> None:
+            if self.transport is None or strategy is Strategy.RELAY:
+                await create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
+            else:
+                await create_and_publish(
+                    self.publisher,
+                    self.database,
+                    batch,
+                    commands,
+                    checked,
+                    strategy=strategy,
+                    checkpoint_size=checkpoint_size,
+                )
+
+        if (telemetry := self.database.telemetry) is None:
+            await create(batch)
         else:
-            await create_and_publish(
-                self.publisher,
-                self.database,
-                batch,
-                commands,
-                checked,
-                strategy=strategy,
-                checkpoint_size=checkpoint_size,
-            )
+            with telemetry.sending("create_batch", domain, **facts_of_batch(batch, commands)) as context:
+                await create(replace(batch, headers=with_context(batch.headers, context, self._limits)))
         self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 

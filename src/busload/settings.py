@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
 
 VARIABLES = {
     "BUSLOAD_DATABASE_URL": "the PostgreSQL to use; without it an embedded one starts",
@@ -271,6 +275,10 @@ class Settings:
     envelope_size: int = 100
     message_per_command: bool = False
     message_key: str | None = field(default_factory=lambda: from_environment("BUSLOAD_MESSAGE_KEY"), repr=False)
+    tracer_provider: TracerProvider | None = field(default=None, repr=False)
+    """Where spans go; None: to the global provider of OpenTelemetry, if the application has set one."""
+    meter_provider: MeterProvider | None = field(default=None, repr=False)
+    """Where metrics go, likewise."""
 
     def __post_init__(self) -> None:
         _check_counts(pool_size=self.pool_size)

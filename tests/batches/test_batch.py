@@ -43,6 +43,7 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_a
         "failure_budget",
         "failure_budget_used",
         "fair_by",
+        "headers",
         "batch_type",
         "forecast",
     ]

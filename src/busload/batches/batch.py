@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -324,6 +324,14 @@ def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchComman
     if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
     return with_priority(batch, checked)
+
+
+def facts_of_batch(batch: NewBatch, commands: object = ()) -> dict[str, Any]:
+    """What the span that creates a batch says about it. How many commands it has may not be known yet."""
+    count = len(commands) if isinstance(commands, Sized) and commands else None
+    return {"batch_id": batch.batch_id, "job_id": batch.job_id, "count": count} | {
+        "headers": decode_headers(batch.headers)
+    }
 
 
 def _too_late(expires_in: timedelta, commands: Sequence[NewCommand], first: int) -> list[Problem]:

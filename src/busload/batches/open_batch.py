@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 from uuid import UUID
 
-from busload.batches.batch import with_priority
+from busload.batches.batch import facts_of_batch, with_priority
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
 from busload.commands.command import AddOptions, NewCommand, new_command
 from busload.commands.dedup import Dedup
+from busload.commands.headers import with_context
 from busload.commands.wording import counted
 from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
@@ -114,11 +115,19 @@ class OpenBatch:
             log_creation(self._batch, self.added, **times, transport=self._via.transport, strategy=strategy)
 
     async def __aenter__(self) -> Self:
-        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
-        await self._database.write(opening, self._conn)
+        if (telemetry := self._database.telemetry) is not None:
+            with telemetry.sending("open_batch", self.domain, **facts_of_batch(self._batch)) as context:
+                self._batch = replace(self._batch, headers=with_context(self._batch.headers, context, self._limits))
+                await self._open()
+        else:
+            await self._open()
         self._opened(self.batch_id)
         self._entered, self._began = True, time.perf_counter()
         return self
+
+    async def _open(self) -> None:
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
+        await self._database.write(opening, self._conn)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

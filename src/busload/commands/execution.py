@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -12,6 +13,7 @@ from uuid import UUID
 import msgspec
 
 from busload.commands import ids
+from busload.commands.headers import joined_headers
 from busload.commands.load import Load
 from busload.commands.payload import PayloadRefusedError, decode, encode, safe_str, storable
 from busload.commands.result import ResultNotKeptError, encode_result
@@ -154,10 +156,44 @@ class Leased(msgspec.Struct, eq=False, gc=False):  # a struct is made in a fifth
     def execution_id(self) -> UUID:
         return ids.execution_id(self.lease.lease_id, self.id)
 
+    def facts(self) -> dict[str, Any]:
+        """What log lines and spans of its handler say about it."""
+        facts = {
+            "command_id": self.command_id,
+            "command_type": self.command_type,
+            "domain": self.lease.domain,
+            "batch_id": self.lease.batch_id,
+            "task_key": self.task_key,
+            "attempt": self.lease.round_attempt,
+            "execution_id": self.execution_id,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def traceparent(self) -> str | None:
+        """The trace that its sender, or the creator of its batch, was in."""
+        return (joined_headers(self.lease.headers, self.headers) or {}).get("traceparent")
+
     @property
     def canceled(self) -> bool:
         """Whether it was asked to stop, alone or with its batch."""
         return self.lease.canceled or self.id in self.lease.stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """What a bulk handler runs."""
+
+    leased: Sequence[Leased]
+
+    def facts(self) -> dict[str, Any]:
+        """What its commands have in common, and how many they are."""
+        of_one = [one.facts() for one in self.leased]
+        shared = dict(set.intersection(*(set(facts.items()) for facts in of_one))) if of_one else {}
+        return {name: value for name, value in of_one[0].items() if name in shared} | {"commands": len(of_one)}
+
+    def traceparent(self) -> str | None:
+        """None: each command may have a sender of its own."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
 
 import msgspec
+
+from busload.commands.command import NewCommand
+from busload.settings import InputLimits
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, str]).decode
@@ -15,6 +20,21 @@ def encode_headers(headers: Mapping[str, str] | None) -> str | None:
     if not headers:
         return None
     return _encode({str(name): str(value) for name, value in headers.items()}).decode()
+
+
+def with_context(text: str | None, context: Mapping[str, str], limits: InputLimits) -> str | None:
+    """Headers with a trace context, which wins. What of it does not fit is left out: baggage can be large."""
+    if not context:
+        return text
+    headers = decode_headers(text) or {}
+    joined = encode_headers({**headers, **context})
+    if joined is not None and len(joined.encode()) <= limits.headers_bytes:
+        return joined
+    for name, value in context.items():
+        more = encode_headers(headers | {name: value})
+        if more is not None and len(more.encode()) <= limits.headers_bytes:
+            headers[name] = value
+    return encode_headers(headers)
 
 
 def decode_headers(text: str | None) -> dict[str, str] | None:
@@ -32,3 +52,20 @@ def joined_headers(of_batch: str | None, own: str | None) -> dict[str, str] | No
     if of_batch is None:
         return decode_headers(own)
     return (decode_headers(of_batch) or {}) | (decode_headers(own) or {}) or None
+
+
+def in_context(command: NewCommand, context: Mapping[str, str], limits: InputLimits) -> NewCommand:
+    """A command that carries the context of its sender's span to its handler."""
+    return msgspec.structs.replace(command, headers=with_context(command.headers, context, limits))
+
+
+def facts_of(command: NewCommand, batch_id: UUID | None = None) -> dict[str, Any]:
+    """What the span that sends a command says about it."""
+    return {
+        "command_id": command.command_id,
+        "command_type": command.command_type,
+        "task_key": command.task_key,
+        "correlation_id": command.correlation_id,
+        "batch_id": batch_id,
+        "headers": decode_headers(command.headers),
+    }

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -35,6 +35,9 @@ from busload.errors import (
 )
 from busload.postgres.plan import Plan
 from busload.transports import Message, Transport
+
+if TYPE_CHECKING:
+    from busload.telemetry.opentelemetry import Telemetry
 
 log = logging.getLogger("busload")
 
@@ -100,6 +103,8 @@ class Publisher:
         """Messages that were handed to the broker, and those it has confirmed."""
         self.refused: Counter[str] = Counter()
         """The others, by reason."""
+        self.telemetry: Telemetry | None = None
+        """The spans and metrics of the bus, if there are any."""
 
     def queue(self, domain: str) -> str:
         """The queue that messages about a domain go to: the one it was given, or one of its own name."""
@@ -132,6 +137,14 @@ class Publisher:
         With `again`, the loads were published before and nobody has claimed them: the broker must not take their
         messages for repetitions.
         """
+        if self.telemetry is None:
+            return await self._publish(loads, again=again)
+        domains = {one.domain for one in loads}
+        domain = domains.pop() if len(domains) == 1 else None
+        with self.telemetry.working("publish", "send", domain, sum(one.load.size for one in loads)):
+            return await self._publish(loads, again=again)
+
+    async def _publish(self, loads: Sequence[Unpublished], *, again: bool) -> list[Piece]:
         page = Page(loads, self.transport.name, again=again)
         queues = {self.queue(one.domain) for one in loads}
         page.unusable |= {queue: why for queue, why in self._unresponsive.left_alone().items() if queue in queues}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from busload.dispatch import relay
 from busload.dispatch.outbox import Piece, Unpublished
@@ -19,6 +19,9 @@ from busload.errors import InvalidOperationError
 from busload.postgres import waiting
 from busload.postgres.plan import Plan
 from busload.transports import Transport
+
+if TYPE_CHECKING:
+    from busload.telemetry.opentelemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -32,6 +35,14 @@ class ThreadPublisher:
         """The publisher that does the work, in the event loop."""
         self._loop: LoopThread | None = None
         self._starting = threading.Lock()
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        return self.of_loop.telemetry
+
+    @telemetry.setter
+    def telemetry(self, telemetry: Telemetry | None) -> None:
+        self.of_loop.telemetry = telemetry
 
     @property
     def page(self) -> int:

@@ -83,7 +83,7 @@ def _checked(limits: InputLimits, domain: str, job: object, seen: set[UUID], fre
     return checked
 
 
-def create(batch: NewBatch, jobs: Sequence[NewJob], via: Via = NO_BROKER) -> Plan[UUID]:
+def create(batch: NewBatch, jobs: Sequence[NewJob], via: Via = NO_BROKER, headers: str | None = None) -> Plan[UUID]:
     """A batch of jobs with all its jobs; needs a transaction."""
     if batch.callback_id is not None and (yield from taken_ids(batch.domain, [batch.callback_id])):
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
@@ -92,7 +92,7 @@ def create(batch: NewBatch, jobs: Sequence[NewJob], via: Via = NO_BROKER) -> Pla
         yield Savepoint(execute(SQL.create, **columns, total=len(jobs)))
     except pg.UniqueViolation:
         raise already_exists(batch.batch_id) from None
-    yield from progress.create(jobs, via, batch_id=batch.batch_id)
+    yield from progress.create(jobs, via, batch_id=batch.batch_id, headers=headers)
     return batch.batch_id
 
 

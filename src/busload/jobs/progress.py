@@ -15,7 +15,7 @@ from psycopg import errors as pg
 from busload.batches.batch import BatchStatus, find_batch
 from busload.commands import search, send
 from busload.commands.command import NewCommand
-from busload.commands.headers import encode_headers
+from busload.commands.headers import decode_headers, encode_headers
 from busload.commands.ids import ascending_ids, new_id
 from busload.commands.parts import cut
 from busload.commands.payload import WIDEST, decode, encode
@@ -80,10 +80,17 @@ class HeldJob:
     batch_id: UUID | None = None
     """The batch of jobs that it counts in."""
     via: Via = NO_BROKER
+    headers: str | None = None
+    """What the step that takes it on has among its headers, such as the trace that the job belongs to."""
 
 
-def create(jobs: Sequence[NewJob], via: Via = NO_BROKER, *, batch_id: UUID | None = None) -> Plan[None]:
-    """Jobs of one domain, each with its first batch; needs a transaction. With `batch_id`, they count in that batch."""
+def create(
+    jobs: Sequence[NewJob], via: Via = NO_BROKER, *, batch_id: UUID | None = None, headers: str | None = None
+) -> Plan[None]:
+    """Jobs of one domain, each with its first batch; needs a transaction. With `batch_id`, they count in that batch.
+
+    Every batch and step of the jobs has these `headers`.
+    """
     domain, job_ids = jobs[0].domain, [job.job_id for job in jobs]
     yield from _refuse_taken(jobs)
     about = {"domain": domain, "batch_id": batch_id, "job_ids": job_ids}
@@ -97,12 +104,13 @@ def create(jobs: Sequence[NewJob], via: Via = NO_BROKER, *, batch_id: UUID | Non
     columns = {name: unless_all_null(getattr(row, name) for row in rows) for name in StageRow.__slots__}
     yield from execute(SQL.create_stages, **columns)
     yield from _keep(jobs)
-    first = [_first_batch(job, those[0]) for job, those in zip(jobs, stages, strict=True)]
+    first = [_first_batch(job, those[0], headers) for job, those in zip(jobs, stages, strict=True)]
     yield from _create_batches(first, via)
 
 
-def _first_batch(job: NewJob, stage: StageRow) -> BatchToWrite:
+def _first_batch(job: NewJob, stage: StageRow, headers: str | None) -> BatchToWrite:
     begun = HeldJob(job.job_id, job.domain, job.name, JobStatus.IN_PROGRESS, 0, job.continue_after_failures, None)
+    begun = replace(begun, headers=headers)
     return _batch_of_stage(begun, stage, job.stages[0].commands or ())
 
 
@@ -137,12 +145,13 @@ def _new_stages(job: NewJob) -> list[StageRow]:
     ]
 
 
-def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER) -> Plan[str]:
+def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER, headers: str | None = None) -> Plan[str]:
     """Take a job on after a stage that has ended, and return its status. Needs the transaction that completes the step.
 
-    A step that is repeated, or comes after the job was canceled, changes nothing. `command_id` is that of the step.
+    A step that is repeated, or comes after the job was canceled, changes nothing. `command_id` is that of the step, and
+    what it begins has its `headers`.
     """
-    job, stages = yield from hold(domain, step.job_id, via)
+    job, stages = yield from hold(domain, step.job_id, via, headers)
     if step.position not in range(len(stages)):
         return job.status
     if step.undo:
@@ -176,12 +185,14 @@ def job_to_plan(domain: str, step: Step) -> Plan[JobMetadata | None]:
     return job if job.stages[step.position].status == StageStatus.PLANNING else None
 
 
-def begin_planned(domain: str, step: Step, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[str]:
+def begin_planned(
+    domain: str, step: Step, commands: Sequence[NewCommand], via: Via = NO_BROKER, headers: str | None = None
+) -> Plan[str]:
     """Begin a stage with the commands that its planner returned, or skip it; returns the status of the job.
 
     A step that is repeated, or comes after the job was canceled, changes nothing.
     """
-    job, stages = yield from hold(domain, step.job_id, via)
+    job, stages = yield from hold(domain, step.job_id, via, headers)
     stage = stages[step.position]
     if job.status != JobStatus.IN_PROGRESS or stage.status != StageStatus.PLANNING:
         return job.status
@@ -249,13 +260,15 @@ def _refuse_taken(jobs: Sequence[NewJob]) -> Plan[None]:
             raise DuplicateCommandError(domain, taken)
 
 
-def hold(domain: str, job_id: UUID, via: Via = NO_BROKER) -> Plan[tuple[HeldJob, list[StageRow]]]:
+def hold(
+    domain: str, job_id: UUID, via: Via = NO_BROKER, headers: str | None = None
+) -> Plan[tuple[HeldJob, list[StageRow]]]:
     """Lock the row of a job, and read its stages after that."""
     job = yield from one(HeldJob, SQL.hold, domain=domain, job_id=job_id)
     if job is None:
         raise JobNotFoundError(domain, job_id)
     stages = yield from stages_of(job_id)
-    return replace(job, via=via), stages
+    return replace(job, via=via, headers=headers), stages
 
 
 def _begin(job: HeldJob, stages: Sequence[StageRow], position: int) -> Plan[str]:
@@ -296,6 +309,7 @@ def _batch(job: HeldJob, stage: StageRow, batch_id: UUID, name: str, callback: d
         job_id=job.job_id,
         stage=stage.name,
         way="job",
+        headers=job.headers,
     )
 
 
@@ -393,7 +407,7 @@ def _keep(jobs: Sequence[NewJob]) -> Plan[None]:
 def _send_planner(job: HeldJob, stage: StageRow) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.PLANNING.value)
     data = encode(_step(stage), WIDEST)
-    planner = NewCommand(stage.plan_id, PLAN + stage.name, data, None, None, None, PRIORITY, None, None)
+    planner = NewCommand(stage.plan_id, PLAN + stage.name, data, priority=PRIORITY, headers=job.headers)
     yield from send.send_many(job.domain, [planner])
     return JobStatus.IN_PROGRESS.value
 
@@ -407,7 +421,7 @@ def _send_callback(job: HeldJob, on_complete: str) -> Plan[None]:
     assert found is not None
     callback = decode(on_complete)
     data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
-    headers = encode_headers(callback.get("headers"))
+    headers = encode_headers((decode_headers(job.headers) or {}) | (callback.get("headers") or {}))
     command = msgspec.convert(callback | {"data": data, "run_at": None, "headers": headers}, NewCommand)
     try:
         yield from send.send_many(job.domain, [command])

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
@@ -29,6 +29,10 @@ from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
 from busload.postgres.write import Write, lock_holders
 from busload.settings import Settings
+from busload.telemetry.find import find_telemetry
+
+if TYPE_CHECKING:
+    from busload.telemetry.opentelemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -48,6 +52,8 @@ class Database:
         self._process = os.getpid()
         self._pool: AsyncPool | None = None
         self.schema_checked = False
+        self.telemetry: Telemetry | None = None
+        """The spans and metrics of this bus; None if nobody has asked OpenTelemetry for any, or it is not open."""
 
     @property
     def dsn(self) -> str:
@@ -100,6 +106,7 @@ class Database:
     def start(self) -> None:
         """Be ready for calls. Connections are made when they are needed."""
         settings = self._settings
+        self.telemetry = find_telemetry(settings)
         self._pool = async_pool(
             self.dsn,
             settings.pool_size,

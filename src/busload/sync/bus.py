@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Self, Unpack
@@ -14,6 +15,7 @@ from busload.batches.batch import (
     BatchOptions,
     CreateOptions,
     SyncBatchCompletionCallback,
+    facts_of_batch,
     find_batch,
     members,
     new_batch,
@@ -24,6 +26,8 @@ from busload.bus import Bus, _timeout_error
 from busload.commands import search
 from busload.commands.checks import check, seconds_of
 from busload.commands.command import AuditEvent, BatchCommand
+from busload.commands.headers import with_context
+from busload.commands.send import NewBatch
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.create_batch import published_by
@@ -103,6 +107,8 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         """
         if not self.database.is_open:
             self.database.open(wait=seconds_of(wait, "wait"))
+            if self._publisher is not None:
+                self._publisher.telemetry = self.database.telemetry
             self._sending = SendingInThreads(self.database.write, self.via, lines=max(1, self.settings.pool_size // 2))
             self._completions = Completions(self.database, self.settings.poll_every.total_seconds())
         return self
@@ -166,18 +172,26 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         checked = partial(members, self._limits, batch)
         waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
         strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
-        if self.transport is None or strategy is Strategy.RELAY:
-            create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
+
+        def create(batch: NewBatch) -> None:
+            if self.transport is None or strategy is Strategy.RELAY:
+                create_in_one_write(self.database, batch, checked(commands), dedup, self.via, conn)
+            else:
+                create_and_publish(
+                    self.publisher,
+                    self.database,
+                    batch,
+                    commands,
+                    checked,
+                    strategy=strategy,
+                    checkpoint_size=checkpoint_size,
+                )
+
+        if (telemetry := self.database.telemetry) is None:
+            create(batch)
         else:
-            create_and_publish(
-                self.publisher,
-                self.database,
-                batch,
-                commands,
-                checked,
-                strategy=strategy,
-                checkpoint_size=checkpoint_size,
-            )
+            with telemetry.sending("create_batch", domain, **facts_of_batch(batch, commands)) as context:
+                create(replace(batch, headers=with_context(batch.headers, context, self._limits)))
         self._call_on_complete(batch.batch_id, on_complete)
         return batch.batch_id
 

@@ -14,9 +14,18 @@ from busload.commands import search, send
 from busload.commands.api import FIRST_PAUSE
 from busload.commands.cancel import Cancellation, cancel
 from busload.commands.checks import check, check_all, check_fair_by, check_one, given, refuse, seconds_of, wrong_time
-from busload.commands.command import AuditEvent, BatchCommand, CommandMetadata, SendOptions, SendResult, new_command
+from busload.commands.command import (
+    AuditEvent,
+    BatchCommand,
+    CommandMetadata,
+    NewCommand,
+    SendOptions,
+    SendResult,
+    new_command,
+)
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
+from busload.commands.headers import facts_of, in_context
 from busload.commands.listing import CommandFilter, CommandPage, list_commands
 from busload.commands.reschedule import reschedule
 from busload.commands.search import has_ended, result_of
@@ -67,7 +76,22 @@ class CommandVerbs(ABC):
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
         checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by)
-        chosen = command.command_id is not None
+        chosen, telemetry = command.command_id is not None, self.database.telemetry
+        if telemetry is None:
+            return self._send(domain, checked, batch_id, dedup, chosen, conn)
+        with telemetry.sending("send", domain, **facts_of(checked, batch_id)) as context:
+            checked = in_context(checked, context, self._limits)
+            return self._send(domain, checked, batch_id, dedup, chosen, conn)
+
+    def _send(
+        self,
+        domain: str,
+        checked: NewCommand,
+        batch_id: UUID | None,
+        dedup: Dedup | None,
+        chosen: bool,
+        conn: Connection | None,
+    ) -> SendResult:
         if batch_id is not None or checked.expires_at is not None:
             joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
             [result] = self.database.write(joining, conn)
@@ -99,10 +123,14 @@ class CommandVerbs(ABC):
         check(self._limits, **given(batch_id=batch_id), dedup=dedup)
         check_fair_by(self._limits, fair_by, batch_id)
         chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)
-        write = send.write_many(
-            domain, checked, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen, fair_by=fair_by
+        write_many = partial(
+            send.write_many, domain, batch_id=batch_id, dedup=dedup, via=self.via, chosen=chosen, fair_by=fair_by
         )
-        return self.database.write(write, conn)
+        if (telemetry := self.database.telemetry) is None:
+            return self.database.write(write_many(commands=checked), conn)
+        with telemetry.sending("send_many", domain, count=len(checked), batch_id=batch_id) as context:
+            checked = [in_context(one, context, self._limits) for one in checked]
+            return self.database.write(write_many(commands=checked), conn)
 
     def cancel_command(
         self,

@@ -14,6 +14,7 @@ from busload.commands import send
 from busload.commands.checks import check_one
 from busload.commands.command import SendOptions, SendResult, new_command
 from busload.commands.execution import Lease, Leased
+from busload.commands.headers import facts_of, in_context
 from busload.commands.ids import new_id
 from busload.commands.settle import lock
 from busload.errors import SupersededError
@@ -78,6 +79,9 @@ class Actions:
         command = new_command("send", command_type, data, options, SendOptions)
         command.command_id = command.command_id or new_id()
         checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by)
+        if (telemetry := self.bus.database.telemetry) is not None:
+            with telemetry.sending("send", domain, **facts_of(checked, batch_id)) as context:
+                checked = in_context(checked, context, self.bus.settings.limits)
         if dedup is not None:
             with self.own_transaction.holding:
                 promised = self.own_transaction.promised.setdefault(domain, {})

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -19,7 +19,6 @@ from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.callers_connection import JOINABLE_IN_THREADS, about_to_begin, refuse_unusable
 from busload.postgres.connection import Connection, refuse_server
-from busload.postgres.database import T, _failure, _joined
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.plan import Plan
 from busload.postgres.schema import migrate
@@ -29,6 +28,13 @@ from busload.settings import Settings
 from busload.sync.connection import OwnConnection, check_server, connect
 from busload.sync.plan import perform
 from busload.sync.pool import Pool, pool
+from busload.telemetry.find import find_telemetry
+
+if TYPE_CHECKING:
+    from busload.telemetry.opentelemetry import Telemetry
+
+
+from busload.postgres.database import T, _failure, _joined
 
 
 class Database:
@@ -43,6 +49,8 @@ class Database:
         self._process = os.getpid()
         self._pool: Pool | None = None
         self.schema_checked = False
+        self.telemetry: Telemetry | None = None
+        """The spans and metrics of this bus; None if nobody has asked OpenTelemetry for any, or it is not open."""
 
     @property
     def dsn(self) -> str:
@@ -95,6 +103,7 @@ class Database:
     def start(self) -> None:
         """Be ready for calls. Connections are made when they are needed."""
         settings = self._settings
+        self.telemetry = find_telemetry(settings)
         self._pool = pool(
             self.dsn,
             settings.pool_size,

@@ -13,6 +13,7 @@ from uuid import UUID
 from busload.batches.batch import SyncBatchCompletionCallback
 from busload.commands.checks import check, choice, given, seconds_of
 from busload.commands.command import BatchCommand
+from busload.commands.headers import encode_headers
 from busload.commands.ids import new_id
 from busload.commands.send import Via
 from busload.errors import JobNotFoundError
@@ -69,8 +70,15 @@ class Jobs:
         """
         asked = BatchJob(stages, job_id, name, custom_data, on_complete, continue_after_failures)
         new = new_job(self._limits, domain, asked, new_id())
-        plan = then(progress.create([new], self._via), new.job_id)
-        return self._database.write(Write(plan, job_id=new.job_id), conn)
+
+        def write(headers: str | None = None) -> Write[UUID]:
+            plan = then(progress.create([new], self._via, headers=headers), new.job_id)
+            return Write(plan, job_id=new.job_id)
+
+        if (telemetry := self._database.telemetry) is None:
+            return self._database.write(write(), conn)
+        with telemetry.sending("create_job", domain, job_id=new.job_id) as context:
+            return self._database.write(write(encode_headers(context)), conn)
 
     def create_batch(
         self,
@@ -89,10 +97,17 @@ class Jobs:
         transaction commits. `list` finds its jobs by `batch_id`.
         """
         new, checked = batch.new_job_batch(self._limits, domain, jobs, options, on_complete, awaits=waiting.AWAITS)
-        write = Write(batch.create(new, checked, self._via), new.batch_id)
-        batch_id = self._database.write(write, conn)
-        self._call_on_complete(batch_id, on_complete)
-        return batch_id
+
+        def write(headers: str | None = None) -> Write[UUID]:
+            return Write(batch.create(new, checked, self._via, headers), new.batch_id)
+
+        if (telemetry := self._database.telemetry) is None:
+            self._database.write(write(), conn)
+        else:
+            with telemetry.sending("create_jobs", domain, count=len(checked), batch_id=new.batch_id) as context:
+                self._database.write(write(encode_headers(context)), conn)
+        self._call_on_complete(new.batch_id, on_complete)
+        return new.batch_id
 
     def get(self, domain: str, job_id: UUID) -> JobMetadata | None:
         """A job with its stages; None if the domain has no such job."""

@@ -8,6 +8,7 @@ from typing import Any
 from busload.batches.batch import BatchMetadata
 from busload.commands.checks import check_all
 from busload.commands.command import Command, CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.headers import encode_headers
 from busload.jobs import progress
 from busload.jobs.job import JobMetadata, StageMetadata, StageStatus, read_step
 from busload.jobs.steps import FINAL, PAGE, _commands, _for_a_person
@@ -19,7 +20,9 @@ def advance(command: Command, ctx: Any) -> dict[str, Any]:
     step = read_step(command.data)
     try:
         with ctx.transaction() as conn:
-            return {"job": perform(conn, progress.advance(command.domain, step, command.command_id, ctx.bus.via))}
+            headers = encode_headers(command.headers)
+            plan = progress.advance(command.domain, step, command.command_id, ctx.bus.via, headers)
+            return {"job": perform(conn, plan)}
     except FINAL as error:
         raise _for_a_person(error) from error
 
@@ -56,7 +59,7 @@ def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict
         planned = function(SyncFinishedStage(bus, job, job.stages[step.position - 1]), ctx)
         commands = _commands(job.stages[step.position].name, planned)
         checked = check_all(command.domain, commands, bus.settings.limits)
-        begin = progress.begin_planned(command.domain, step, checked, bus.via)
+        begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(command.headers))
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the stage are one
             return {"job": perform(used, begin)}

@@ -14,7 +14,7 @@ from busload.buffers.declaration import EXHAUSTED
 from busload.buffers.groups import exhausted_group
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
-from busload.commands.execution import Leased
+from busload.commands.execution import Leased, Several
 from busload.commands.headers import joined_headers
 from busload.commands.payload import decode
 from busload.errors import SupersededError
@@ -23,6 +23,7 @@ from busload.limits.limiter import PostponedError
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
+from busload.telemetry.running import running
 from busload.worker.containment import Ended, in_own_task, timed_out
 from busload.worker.context import ChunkContext, HandlerContext, HandlerTransaction
 from busload.worker.handler_threads import Threads
@@ -54,6 +55,7 @@ class Work:
 
     def call(self) -> Any:
         """Call the handler; one with `async def` returns what has to be awaited."""
+        running.set(self.leased[0] if len(self.leased) == 1 else Several(self.leased))
         if self.begin is not None:
             try:
                 self.begin()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
 from types import CoroutineType
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from busload.handlers.registry import Handler
 from busload.limits.limiter import Entered, PermitLostError, PostponedError
 from busload.postgres.plan import Plan
 from busload.sync.context import SyncHandlerContext
+from busload.telemetry.running import running
 from busload.worker.bulk_run import Stations
 from busload.worker.call_handler import Calls, Work, argument_of, command_of, outlast
 from busload.worker.chunks import Gatherer, run_chunk
@@ -79,7 +81,7 @@ class Executor:
         outcomes: Outcomes,
     ) -> None:
         self._shared, self._line, self._gatherer, self._settlement = shared, line, gatherer, settlement
-        self._bus, self._handlers, self._transactions = shared.bus, shared.bus.handlers, shared.transactions
+        self._bus, self._handlers, self._transactions = shared.bus, shared.handlers, shared.transactions
         self._limits = shared.bus.settings.limits.payload
         self._slots = [Slot(f"busload-slot-{n}") for n in range(shared.settings.concurrency)]
         self._yielded_at = 0.0
@@ -202,7 +204,8 @@ class Executor:
                 command = command_of(item) if item.command_type != EXHAUSTED else argument_of(item)
         except UndecodableError as error:
             return partial(self._outcomes.fail_unreadable, item, error)
-        context, own = HandlerContext(item, self._bus, self._transactions), self.calls.context.copy()
+        running.set(item)  # in the context of this slot, of which the call gets a copy
+        context, own = HandlerContext(item, self._bus, self._transactions), copy_context()
         try:  # a function that is only marked as a coroutine function may raise, or return something else
             coroutine = own.run(handler.function, command, context)
             if type(coroutine) is not CoroutineType:

@@ -48,6 +48,7 @@ from busload.worker.shared import Shared
 from busload.worker.stats import Report, WorkerStats, handler_stats
 from busload.worker.stop_log import log_left_behind, log_stopping
 from busload.worker.sweep import sweep
+from busload.worker.tracing import Spans, TracedHandlers, TracedOutcomes, TracedSettlement
 
 log = logging.getLogger("busload")
 
@@ -224,16 +225,23 @@ class Run:
         self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
 
     def _assemble_stations(self, shared: Shared) -> None:
-        settings = self._settings
-        self._settlement = Settlement(self._pool, self._held, settings, self._on_settled, self._outage)
+        settings, telemetry = self._settings, shared.bus.database.telemetry
+        spans = None if telemetry is None else Spans(telemetry)
+        station = self._pool, self._held, settings, self._on_settled, self._outage
+        self._settlement = Settlement(*station) if spans is None else TracedSettlement(spans, *station)
+        if spans is not None:
+            shared.handlers = TracedHandlers(spans, shared.bus.handlers)
+            self._resources.callback(spans.close)
         self._recorder = Recorder(shared.in_transaction, self._settlement.attempts)
         self._hand_back = HandBack(shared)
         shared.permits = self._permits = Permits(shared, self._hand_back.add, self._moved.set)
         if shared.bus.handlers.ordered:
             self._permits.order.follow(self._settlement)
-        self._outcomes = Outcomes(shared, self._settlement)
+        self._outcomes = (
+            Outcomes(shared, self._settlement) if spans is None else TracedOutcomes(spans, shared, self._settlement)
+        )
         self._line = Line(settings.concurrency, settings.most_threads, self._on_low)
-        self._gatherer = Gatherer(shared.bus.handlers, self._line, shared.failures)
+        self._gatherer = Gatherer(shared.handlers, self._line, shared.failures)
         self._executor = Executor(shared, self._line, self._gatherer, self._settlement, self._outcomes)
         self._broker = None if shared.bus.transport is None else Broker(shared, lambda: self._claiming.wake())
         self.self_check = SelfCheck(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from busload.buffers.distribute import Tallies
 from busload.bus import CommandBus
 from busload.commands.execution import Leased
-from busload.handlers.registry import Handler
+from busload.handlers.registry import Handler, Handlers
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.outage import Outage
@@ -61,10 +61,13 @@ class Shared:
     renewed_at: float = -math.inf
     """When the last heartbeat was sent that the database has answered, by `clock`."""
     permits: Permits = field(init=False)
+    handlers: Handlers = field(init=False)
+    """The handlers of the bus; with OpenTelemetry, each begins its span."""
     lease_seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.lease_seconds = self.settings.lease_for.total_seconds()
+        self.handlers = self.bus.handlers
 
     def surely_alive(self) -> bool:
         """Whether nobody can have declared this worker dead: its last heartbeat is younger than a lease."""

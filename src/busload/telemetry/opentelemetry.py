@@ -1,0 +1,269 @@
+"""Spans and metrics by the messaging conventions of OpenTelemetry, for an application that has configured them.
+
+This module imports OpenTelemetry, and `find.py` imports this one only where somebody uses it.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry import propagate
+from opentelemetry.context import Context, attach
+from opentelemetry.metrics import MeterProvider, get_meter_provider
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    NoOpTracer,
+    NoOpTracerProvider,
+    ProxyTracerProvider,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TracerProvider,
+    get_current_span,
+    get_tracer_provider,
+    set_span_in_context,
+    use_span,
+)
+
+NAME = "busload"
+UNIT = "s"
+MOST_LINKS = 128
+"""Links of one span: more are dropped by the SDK's default limit anyway."""
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+"""What the conventions advise for durations in seconds."""
+
+OWN = str(Path(__file__).parents[1])
+"""Frames of busload itself say nothing about an error of a handler."""
+
+NOTHING = Context()
+"""No parent: a span that begins here is the first of its trace, whatever runs around the worker."""
+
+
+def note_error(span: Span, error: BaseException) -> None:
+    """Note an error by its type, its code and where it was raised. Its message stays here: it may hold data."""
+    if not span.is_recording():
+        return
+    kind = type(error).__name__
+    event = {"exception.type": kind, "exception.stacktrace": _frames(error)}
+    code = getattr(error, "code", None)
+    if isinstance(code, str):
+        span.set_attribute("busload.error.code", code)
+    span.add_event("exception", event)
+    span.set_attribute("error.type", kind)
+    span.set_status(Status(StatusCode.ERROR, kind))
+
+
+def _frames(error: BaseException) -> str:
+    """Where an error was raised: files, lines and functions, without the text of the lines, and without our own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(OWN)] or frames
+    return "\n".join(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in theirs)
+
+
+class Telemetry:
+    """The spans and metrics of one bus and its workers.
+
+    A span that is not sampled costs what the sampler costs, and makes no more work: nobody reads its errors, and no
+    span is begun below it.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider) -> None:
+        self._start = tracer_provider.get_tracer(NAME).start_span
+        meter = meter_provider.get_meter(NAME)
+        boundaries = {"explicit_bucket_boundaries_advisory": BUCKETS}
+        self._operation_duration = meter.create_histogram(
+            "messaging.client.operation.duration",
+            UNIT,
+            "How long it took to send, create, publish or settle commands.",
+            **boundaries,
+        )
+        self._process_duration = meter.create_histogram(
+            "messaging.process.duration", UNIT, "How long handlers ran.", **boundaries
+        )
+        self._sent = meter.create_counter("messaging.client.sent.messages", "{message}", "Commands that were sent.")
+        self._consumed = meter.create_counter(
+            "messaging.client.consumed.messages", "{message}", "Commands that handlers were given."
+        )
+
+    @contextmanager
+    def sending(
+        self,
+        operation: str,
+        domain: str,
+        *,
+        count: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        **about: object,
+    ) -> Iterator[dict[str, str]]:
+        """The span of a call that sends commands; yields the headers that carry its context to their handlers.
+
+        `count` is how many commands there are, if they are several and it is known. If no span is current, `headers`
+        may name the parent: they may come from elsewhere.
+        """
+        attributes = _attributes(operation, "send", domain, about)
+        if count is not None:
+            attributes["messaging.batch.message_count"] = count
+        parent: Context | None = None
+        if headers and get_current_span() is INVALID_SPAN:
+            parent = propagate.extract(headers)
+        span = self._start(f"{operation} {domain}", parent, SpanKind.PRODUCER, attributes)
+        carried: dict[str, str] = {}
+        began, told = time.perf_counter(), _shared(operation, "send", domain)
+        with self._measured(span, began, told):
+            propagate.inject(carried)
+            yield carried
+            self._sent.add(1 if count is None else count, told)
+
+    @contextmanager
+    def working(
+        self, operation: str, kind: str, domain: str | None, count: int, links: Sequence[SpanContext] = ()
+    ) -> Iterator[None]:
+        """The span of work between the database, the broker and the worker. With `links` it begins a trace."""
+        attributes = _attributes(operation, kind, domain, {}) | {"messaging.batch.message_count": count}
+        name = operation if domain is None else f"{operation} {domain}"
+        parent = NOTHING if links else None
+        span = self._start(name, parent, SpanKind.CLIENT, attributes, [Link(one) for one in links[:MOST_LINKS]])
+        with self._measured(span, time.perf_counter(), _shared(operation, kind, domain)):
+            yield
+
+    @contextmanager
+    def _measured(self, span: Span, began: float, told: Mapping[str, str]) -> Iterator[None]:
+        with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                yield
+            except BaseException as error:
+                note_error(span, error)
+                told = {**told, "error.type": type(error).__name__}
+                raise
+            finally:
+                self._operation_duration.record(time.perf_counter() - began, told)
+
+    def begin(
+        self,
+        domain: str,
+        *,
+        own: Mapping[str, str] | None,
+        of_batches: Sequence[str | None] = (),
+        count: int | None = None,
+        **about: object,
+    ) -> Span | None:
+        """Begin the span of a handler, and make it the current one of this context, which is the handler's own.
+
+        The sender of a command is the parent. A batch is linked: a trace of a hundred thousand spans helps nobody.
+        If the sender was not sampled there is no span, and what the handler sends is not sampled either. `own` are the
+        headers of the command itself, `of_batches` those of batches, as JSON text.
+        """
+        context = propagate.extract(own, NOTHING) if own else NOTHING
+        sender = get_current_span(context).get_span_context()
+        texts = dict.fromkeys(text for text in of_batches if text is not None)
+        batches = [found for found in map(_context_of, texts) if found is not None]
+        sampled = [one for one in map(_span_context, batches) if one.trace_flags.sampled]
+        if sender.is_valid:
+            if not sender.trace_flags.sampled:
+                attach(context)
+                return None
+        elif batches and not sampled:
+            attach(batches[0])
+            return None
+        attributes = _attributes("process", "process", domain, about)
+        if count is not None:
+            attributes["messaging.batch.message_count"] = count
+        links = [Link(one) for one in sampled[:MOST_LINKS]]
+        span = self._start(f"process {domain}", context, SpanKind.CONSUMER, attributes, links)
+        around = context if sender.is_valid or len(batches) != 1 else batches[0]  # whose baggage goes on
+        attach(set_span_in_context(span, around))
+        return span
+
+    @staticmethod
+    def go_on(span: Span) -> None:
+        """Make a span the current one of this context too."""
+        attach(set_span_in_context(span))
+
+    note_error = staticmethod(note_error)
+
+    def processed(self, domain: str, seconds: float, error: BaseException | None = None) -> None:
+        """A handler has run for so long."""
+        told = _shared("process", "process", domain)
+        if error is not None:
+            told = {**told, "error.type": type(error).__name__}
+        self._process_duration.record(seconds, told)
+
+    def consumed(self, domain: str, count: int) -> None:
+        """So many commands were given to handlers."""
+        self._consumed.add(count, _shared("process", "process", domain))
+
+
+def configured(tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> Telemetry | None:
+    """Telemetry to these providers or the global ones; None if nobody has configured any."""
+    tracers, meters = tracer_provider or get_tracer_provider(), meter_provider or get_meter_provider()
+    no_spans = isinstance(tracers, ProxyTracerProvider | NoOpTracerProvider)
+    no_spans = no_spans or isinstance(tracers.get_tracer(NAME), NoOpTracer)  # OTEL_SDK_DISABLED
+    no_metrics = type(meters).__name__ in ("_ProxyMeterProvider", "NoOpMeterProvider")
+    if no_spans and no_metrics:
+        return None
+    return Telemetry(tracers, meters)
+
+
+def trace_id_here() -> str | None:
+    """The id of the trace that this context is in."""
+    found = get_current_span().get_span_context()
+    return f"{found.trace_id:032x}" if found.is_valid else None
+
+
+def _attributes(operation: str, kind: str, domain: str | None, about: Mapping[str, object]) -> dict[str, Any]:
+    attributes: dict[str, Any] = {**_shared(operation, kind, domain)}
+    for name, value in about.items():
+        if value is not None:
+            attributes[_NAMES[name]] = value if isinstance(value, int) else str(value)
+    return attributes
+
+
+_NAMES = {
+    "command_id": "messaging.message.id",
+    "correlation_id": "messaging.message.conversation_id",
+    "command_type": "busload.command.type",
+    "batch_id": "busload.batch.id",
+    "job_id": "busload.job.id",
+    "task_key": "busload.task_key",
+    "attempt": "busload.attempt",
+    "execution_id": "busload.execution.id",
+}
+
+
+@lru_cache(maxsize=4096)
+def _shared(operation: str, kind: str, domain: str | None) -> Mapping[str, str]:
+    """What the spans and metrics of an operation have in common."""
+    shared = {
+        "messaging.system": "busload",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": kind,
+    }
+    return shared if domain is None else shared | {"messaging.destination.name": domain}
+
+
+@lru_cache(maxsize=1024)
+def _context_of(headers: str) -> Context | None:
+    """The context in the headers of a batch. Its commands come one after the other, so it is read once."""
+    try:
+        context = propagate.extract(_decode(headers), NOTHING)
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # other hands wrote it
+        return None
+    return context if _span_context(context).is_valid else None
+
+
+_decode = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def _span_context(context: Context) -> SpanContext:
+    return get_current_span(context).get_span_context()

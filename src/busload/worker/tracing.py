@@ -1,0 +1,225 @@
+"""The spans of a worker: one for each attempt, one for each settlement.
+
+A worker whose bus has telemetry is assembled from these stations instead of the plain ones, so that nobody has to ask,
+command by command, whether there is any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from busload.commands.execution import Leased, Outcome, Several, Succeeded, Transition
+from busload.commands.headers import decode_headers
+from busload.commands.retry import RetryPolicy
+from busload.handlers.registry import Handler, Handlers
+from busload.limits.limiter import PostponedError
+from busload.telemetry.running import running
+from busload.worker.settlement import Outcomes, Settlement
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanContext
+
+    from busload.telemetry.opentelemetry import Telemetry
+
+POSTPONED, SUPERSEDED, HANDED_BACK = "POSTPONED", "SUPERSEDED", "HANDED_BACK"
+"""How an attempt can end that has no outcome: it was put off, another worker has it, or this worker has stopped."""
+
+
+class Spans:
+    """The spans of attempts: begun when a handler is called, ended when it is known what becomes of its command."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry = telemetry
+        self._open: dict[Leased, Span | None] = {}
+        """Attempts that run; those without a span have a sender that was not sampled."""
+        self._errors: dict[Leased, BaseException] = {}
+        self._ended: dict[Leased, SpanContext] = {}
+        """Spans of attempts that are not settled yet, for the span of their settlement."""
+
+    def begin(self) -> None:
+        """Begin the span of the attempt that is about to run in this context. It goes on until `end`."""
+        leased = running.get()
+        assert isinstance(leased, Leased)
+        if leased in self._open:  # its transaction has collided with others, and the same attempt is made again
+            if (span := self._open[leased]) is not None:
+                self.telemetry.go_on(span)
+            return
+        facts = leased.facts()
+        domain, own = facts.pop("domain"), decode_headers(leased.headers)
+        self._open[leased] = self.telemetry.begin(domain, own=own, of_batches=[leased.lease.headers], **facts)
+
+    @contextmanager
+    def of_many(self, count: int) -> Iterator[None]:
+        """The span of a call with so many commands or events. They may be of several senders, so all are linked."""
+        what, began = running.get(), time.monotonic()
+        assert what is not None
+        leased = what.leased if isinstance(what, Several) else [what] if isinstance(what, Leased) else []
+        facts = {name: value for name, value in what.facts().items() if name != "commands"}
+        domain = facts.pop("domain")
+        senders = [text for one in leased for text in (one.headers, one.lease.headers)]
+        span = self.telemetry.begin(domain, own=None, of_batches=senders, count=count, **facts)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.telemetry.processed(domain, time.monotonic() - began, error)
+            if span is not None:
+                if error is not None:
+                    self.telemetry.note_error(span, error)
+                span.end()
+            del error
+
+    def failed(self, leased: Leased, error: BaseException) -> None:
+        """This is why the attempt has not succeeded."""
+        self._errors[leased] = error
+
+    def end(self, leased: Leased, outcome: str, reason: str | None = None, seconds: float | None = None) -> None:
+        """The attempt has ended so, after so many seconds."""
+        error = self._errors.pop(leased, None)
+        if leased not in self._open:  # it has not begun, or was one of many
+            return
+        took = time.monotonic() - leased.started if seconds is None else seconds
+        self.telemetry.processed(leased.lease.domain, took, error)
+        if (span := self._open.pop(leased)) is None:
+            return
+        if span.is_recording():
+            span.set_attribute("busload.outcome", outcome)
+            if reason is not None:
+                span.set_attribute("busload.reason", reason)
+            if error is not None:
+                self.telemetry.note_error(span, error)
+            self._ended[leased] = span.get_span_context()
+        span.end()
+
+    def settled(self, leased: Sequence[Leased]) -> None:
+        """These have a result in the database, or never will."""
+        for one in leased:
+            self._ended.pop(one, None)
+
+    def linked(self, transitions: Sequence[Transition]) -> list[SpanContext]:
+        found = (self._ended.get(transition.leased) for transition in transitions)
+        return [span for span in found if span is not None]
+
+    def close(self) -> None:
+        """End what is left when the worker has stopped: its commands were handed back."""
+        for leased in list(self._open):
+            self.end(leased, HANDED_BACK)
+
+
+class TracedHandlers(Handlers):
+    """The handlers of a bus, also those that are registered later; each begins the span of its call."""
+
+    __slots__ = ("_spans", "_traced")
+
+    def __init__(self, spans: Spans, handlers: Handlers) -> None:
+        self.__dict__ = handlers.__dict__
+        self._spans = spans
+        self._traced: dict[int, tuple[Handler, Handler]] = {}
+
+    def find(self, domain: str, command_type: str) -> Handler | None:
+        handler = super().find(domain, command_type)
+        if handler is None:
+            return None
+        known = self._traced.get(id(handler))
+        if known is None:
+            function = self._of_many(handler) if handler.takes_many else self._of_one(handler.function)
+            known = self._traced[id(handler)] = handler, replace(handler, function=function)
+        return known[1]
+
+    def _of_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The span ends when it is known what becomes of the command: see `TracedSettlement`."""
+        spans = self._spans
+
+        def call(command: Any, context: Any) -> Any:
+            spans.begin()
+            return function(command, context)
+
+        return call
+
+    def _of_many(self, handler: Handler) -> Callable[..., Any]:
+        """A chunk or a group may be called in parts, each with a span that ends with its call."""
+        spans, function = self._spans, handler.function
+
+        async def call(many: Any, context: Any) -> Any:
+            with spans.of_many(len(many)):
+                return await function(many, context)
+
+        def call_in_thread(many: Any, context: Any) -> Any:
+            with spans.of_many(len(many)):
+                return function(many, context)
+
+        return call if handler.is_async else call_in_thread
+
+
+class TracedSettlement(Settlement):
+    """Ends the spans of attempts as their results come in, and has a span for each settlement of them."""
+
+    def __init__(self, spans: Spans, *station: Any) -> None:
+        super().__init__(*station)
+        self._spans = spans
+
+    def offer(self, transition: Transition) -> bool:
+        if not super().offer(transition):
+            return False
+        self._end(transition)
+        return True
+
+    async def put(self, transition: Transition) -> None:
+        await super().put(transition)
+        self._end(transition)
+
+    def settled_elsewhere(self, transition: Transition) -> None:
+        leased = transition.leased
+        self._spans.end(leased, transition.outcome)
+        self._spans.settled([leased])
+        self._spans.telemetry.consumed(leased.lease.domain, 1)
+        super().settled_elsewhere(transition)
+
+    def superseded(self, leased: Leased) -> None:
+        self._spans.end(leased, SUPERSEDED)
+        self._spans.settled([leased])
+        super().superseded(leased)
+
+    def _end(self, transition: Transition) -> None:
+        leased = transition.leased
+        self._spans.end(leased, transition.outcome, transition.reason, transition.finished - leased.started)
+
+    async def _settle(self, transitions: Sequence[Transition], patience: float) -> int:
+        domains = Counter(transition.leased.lease.domain for transition in transitions)
+        if links := self._spans.linked(transitions):
+            domain = next(iter(domains)) if len(domains) == 1 else None
+            with self._spans.telemetry.working("settle", "settle", domain, len(transitions), links):
+                settled = await super()._settle(transitions, patience)
+        else:
+            settled = await super()._settle(transitions, patience)
+        self._spans.settled([transition.leased for transition in transitions])
+        for domain, count in domains.items():
+            self._spans.telemetry.consumed(domain, count)
+        return settled
+
+
+class TracedOutcomes(Outcomes):
+    """Tells the spans of attempts why they failed, and ends those that were only put off."""
+
+    def __init__(self, spans: Spans, *station: Any) -> None:
+        super().__init__(*station)
+        self._spans = spans
+
+    async def postpone(self, leased: Sequence[Leased], postponed: PostponedError) -> None:
+        for one in leased:
+            self._spans.end(one, POSTPONED)
+        self._spans.settled(leased)
+        await super().postpone(leased, postponed)
+
+    async def _decide(self, leased: Leased, outcome: Outcome, retry: RetryPolicy) -> None:
+        if not isinstance(outcome, Succeeded) and outcome.error is not None:
+            self._spans.failed(leased, outcome.error)
+        await super()._decide(leased, outcome, retry)
