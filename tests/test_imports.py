@@ -31,6 +31,7 @@ CAPABILITIES = {
 LAYERS = (
     {"errors"},
     {"settings"},
+    {"telemetry"},
     {"postgres"},
     {"commands"},
     CAPABILITIES,

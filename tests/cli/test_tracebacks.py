@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from busload import Command, CommandBus, HandlerContext, RetryPolicy
-from busload.cli.worker import JsonLines
+from busload.telemetry.logs import JsonLines
 from tests.cli.conftest import Busload
 from tests.given import DOMAIN, Given
 

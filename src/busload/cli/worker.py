@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import click
-import msgspec
 from click.core import ParameterSource
 
 from busload.bus import CommandBus
@@ -35,6 +34,7 @@ from busload.postgres.waiting import Event
 from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import connect_within
+from busload.telemetry.logs import set_up_logging
 from busload.worker import Worker
 from busload.worker.os_signals import Signals
 
@@ -399,37 +399,3 @@ def end_with_parent(parent: int) -> None:
         threading.Thread(target=stop_after_parent, name="busload-parent", daemon=True).start()
     if os.getppid() != parent:  # another process has its number by now
         raise gone
-
-
-def set_up_logging(level: str, *, as_json: bool) -> None:
-    """The library logs and leaves it to programs where that goes; this program writes it to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    text = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter(text))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
-class JsonLines(logging.Formatter):
-    """One object a line: the usual fields, whatever was given as `extra`, and the traceback as `exception`."""
-
-    _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {name: value for name, value in vars(record).items() if name not in self._USUAL}
-        line |= {
-            "at": datetime.fromtimestamp(record.created, UTC),
-            "level": record.levelname,
-            "logger": record.name,
-            "process": record.process,
-            "message": record.getMessage(),
-        }
-        if record.exc_text:
-            line["exception"] = record.exc_text
-        elif record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            line["stack"] = self.formatStack(record.stack_info)
-        try:
-            return msgspec.json.encode(line, enc_hook=str).decode()
-        except Exception:  # a lone surrogate, or an `extra` that is no JSON at all: better as text than not at all
-            return msgspec.json.encode({name: ascii(value) for name, value in line.items()}).decode()

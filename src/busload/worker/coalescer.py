@@ -18,6 +18,7 @@ from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.postgres.backoff import Backoff
 from busload.postgres.outage import Outage
+from busload.telemetry.running import running
 from busload.worker.stats import EVERY, FIRST, CoalescerStats
 
 log = logging.getLogger("busload")
@@ -162,6 +163,7 @@ class Coalescer(Generic[T]):
         return left
 
     async def _run(self) -> None:
+        running.set(None)  # the command whose result came first has begun this, but what is logged here is not its own
         while self._items or not self._closing:
             await self._due.wait()
             self._due.clear()

@@ -19,7 +19,7 @@ from busload.buffers.declaration import EXHAUSTED
 from busload.commands import settle
 from busload.commands.bulk_items import Group
 from busload.commands.command import Command
-from busload.commands.execution import RESULT_INVALID, RESULT_NOT_KEPT, Leased, Transition, complete
+from busload.commands.execution import RESULT_INVALID, RESULT_NOT_KEPT, Leased, Several, Transition, complete
 from busload.commands.payload import UndecodableError
 from busload.handlers.registry import Handler
 from busload.limits.limiter import Entered, PermitLostError, PostponedError
@@ -181,11 +181,13 @@ class Executor:
     def _begin(self, item: Claimed) -> Rest | Waiting | None:
         """Run a command as far as it comes without waiting for anything; returns what is left to do, if anything."""
         if isinstance(item, Gathered):
+            running.set(Several(item.leased))
             self._gatherer.started(item)
             return partial(run_chunk, self._stations, item)
         if item.lease.lost:
             self._shared.permits.give_up([item])
             return None
+        running.set(item)  # in the context of this slot, of which a plain handler gets a copy
         item.started = time.monotonic()
         handler = self._handlers.find(item.lease.domain, item.command_type)
         assert handler is not None, "the claimer hands back what has no handler"
@@ -204,7 +206,6 @@ class Executor:
                 command = command_of(item) if item.command_type != EXHAUSTED else argument_of(item)
         except UndecodableError as error:
             return partial(self._outcomes.fail_unreadable, item, error)
-        running.set(item)  # in the context of this slot, of which the call gets a copy
         context, own = HandlerContext(item, self._bus, self._transactions), copy_context()
         try:  # a function that is only marked as a coroutine function may raise, or return something else
             coroutine = own.run(handler.function, command, context)
