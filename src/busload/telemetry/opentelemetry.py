@@ -149,6 +149,15 @@ class Telemetry:
             finally:
                 self._operation_duration.record(time.perf_counter() - began, told)
 
+    @staticmethod
+    def goes_on_unsampled(headers: str) -> bool:
+        """Whether these headers of a batch say that nobody gets its spans; if so, this context goes on likewise."""
+        context = _context_of(headers)
+        if context is None or _span_context(context).trace_flags.sampled:
+            return False
+        attach(context)
+        return True
+
     def begin(
         self,
         domain: str,

@@ -49,9 +49,13 @@ class Spans:
             if (span := self._open[leased]) is not None:
                 self.telemetry.go_on(span)
             return
+        own, of_batch = leased.headers, leased.lease.headers
+        if own is None and of_batch is not None and self.telemetry.goes_on_unsampled(of_batch):
+            self._open[leased] = None
+            return
         facts = leased.facts()
-        domain, own = facts.pop("domain"), decode_headers(leased.headers)
-        self._open[leased] = self.telemetry.begin(domain, own=own, of_batches=[leased.lease.headers], **facts)
+        domain = facts.pop("domain")
+        self._open[leased] = self.telemetry.begin(domain, own=decode_headers(own), of_batches=[of_batch], **facts)
 
     @contextmanager
     def of_many(self, count: int) -> Iterator[None]:
@@ -83,7 +87,7 @@ class Spans:
 
     def end(self, leased: Leased, outcome: str, reason: str | None = None, seconds: float | None = None) -> None:
         """The attempt has ended so, after so many seconds."""
-        error = self._errors.pop(leased, None)
+        error = self._errors.pop(leased, None) if self._errors else None
         if leased not in self._open:  # it has not begun, or was one of many
             return
         took = time.monotonic() - leased.started if seconds is None else seconds
@@ -101,10 +105,14 @@ class Spans:
 
     def settled(self, leased: Sequence[Leased]) -> None:
         """These have a result in the database, or never will."""
-        for one in leased:
-            self._ended.pop(one, None)
+        if self._ended:
+            for one in leased:
+                self._ended.pop(one, None)
 
     def linked(self, transitions: Sequence[Transition]) -> list[SpanContext]:
+        """The spans of these attempts, as far as somebody gets them."""
+        if not self._ended:
+            return []
         found = (self._ended.get(transition.leased) for transition in transitions)
         return [span for span in found if span is not None]
 
