@@ -20,7 +20,7 @@ def run(program: str) -> str:
 
 FOLDERS = (
     *("batches", "buffers", "commands", "dispatch", "doctor", "explain", "health", "jobs", "limits"),
-    *("metrics", "retention", "statistics", "sync", "tasks", "transports", "troubleshooting", "worker"),
+    *("metrics", "retention", "statistics", "sync", "tasks", "telemetry", "transports", "troubleshooting", "worker"),
 )
 
 

@@ -73,6 +73,7 @@ DECLARED: dict[str, int] = {
     "digits of an integer in data (setting)": LIMITS.payload.integer_digits,
     "bytes of a domain, type or `reply_to` (setting)": LIMITS.name_bytes,
     "bytes of a task key or task id (setting)": LIMITS.task_key_bytes,
+    "bytes of the headers of a command or a batch, as JSON (setting)": LIMITS.headers_bytes,
     "characters of a text as `job_id`": checks.MOST_OF_JOB_ID,
     "bytes of an operator's name": LIMITS.name_bytes,
     "bytes of a reason": longest_reason(),

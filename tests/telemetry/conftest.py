@@ -53,7 +53,7 @@ class Telemetry:
         data = self._metrics.get_metrics_data()
         keys = ("messaging.operation.name", "messaging.destination.name", "error.type")
         return {
-            tuple(str(point.attributes[key]) for key in keys if key in point.attributes): getattr(
+            tuple(str((point.attributes or {})[key]) for key in keys if key in (point.attributes or {})): getattr(
                 point, "count", getattr(point, "value", None)
             )
             for resource in (data.resource_metrics if data else ())

@@ -20,9 +20,10 @@ from busload import (
     RetryPolicy,
     Settings,
     SyncHandlerContext,
+    WorkerSettings,
 )
 from busload.telemetry.logs import CommandFields, JsonLines, TextLines
-from tests.given import DOMAIN, Database, Given, WorkerSettings
+from tests.given import DOMAIN, Database, Given
 from tests.telemetry.conftest import Telemetry
 
 pytestmark = pytest.mark.usefixtures("invariants")
