@@ -37,6 +37,10 @@ RATES = 0.001, 1_000_000.0
 """Items a second: from one in a quarter of an hour to more than any database moves."""
 
 
+NO_PRIORITY = 0
+"""There is one int of this value, and neither False nor 0.0 is it: whoever has another one is looked at closely."""
+
+
 def check(limits: InputLimits, *, writes: bool = True, **parameters: object) -> None:
     """Refuse parameters that break their rules; one error names all of them.
 
@@ -121,8 +125,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
             and command.reply_to is None
             and command.correlation_id is None
             and command.task_key is None
-            and type(command.priority) is int
-            and command.priority == 0
+            and command.priority is NO_PRIORITY
             and command.max_attempts is None
             and command.run_at is None
             and command.domain is None
