@@ -712,6 +712,24 @@ MUTANTS = [
         "A small batch would wait for what stands in line of a large one.",
     ),
     Mutant(
+        "a-canceled-job-waits-for-a-step-that-never-comes",
+        "jobs/cancel.py",
+        "if job.step_ended or (",
+        "if (",
+        "tests/jobs/test_compensation.py"
+        "::test_a_job_whose_step_an_operator_has_ended_is_undone_when_it_is_canceled[False]",
+        "What the job has done would not be undone, and its batch would stay open.",
+    ),
+    Mutant(
+        "a-hold-forgets-what-the-broker-refused",
+        "postgres/schema/0004_batches.sql",
+        "              FROM unpublished WHERE rounds > 0\n",
+        "              FROM unpublished WHERE false\n",
+        "tests/dispatch/test_told_of_commands.py"
+        "::test_what_the_broker_refused_is_still_told_after_a_hold_or_a_reschedule[async]",
+        "Nobody could tell that publishing was tried, and why it failed.",
+    ),
+    Mutant(
         "newcomers-begin-before-what-is-more-urgent",
         "worker/line.py",
         "urgent = max((one.lease.priority for one in self.ready), default=LEAST_URGENT)",
