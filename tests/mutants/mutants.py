@@ -2087,7 +2087,7 @@ MUTANTS = [
     Mutant(
         "settled-elsewhere-never-ends",
         "worker/tracing.py",
-        "        self._spans.end(leased, outcome)\n",
+        "        self._spans.end(leased, transition.outcome)\n",
         "",
         SPANS + "test_what_a_handler_sends_is_below_the_handlers_span_awaited_in_a_thread_and_in_its_transaction",
         "An attempt with a transaction of its own would have no span.",
