@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from busload.doctor.catalog import docs_table as table_of_findings
+from busload.doctor.catalog import KNOWN
 from busload.worker.metrics import docs_table
 from busload.worker.stats import BrokerStats, CoalescerStats, HandlerStats, OutboxStats, WorkerStats
 
@@ -26,7 +26,12 @@ def written_findings(text: str) -> str:
     """The page about the doctor with the table of its findings."""
     mark = "<!-- findings -->\n"
     [old] = re.findall(rf"{mark}(?:\n(?:\|.*\n)+)?", text)
-    return text.replace(old, f"{mark}\n{table_of_findings()}\n")
+    lines = ["| code | check | severity | why it matters | what to do |", "|---|---|---|---|---|"]
+    for code, known in KNOWN.items():
+        severity = " or ".join(known.severities)
+        lines.append(f"| `{code.value}` | {known.check} | {severity} | {known.why} | {known.cure} |")
+    table = "\n".join(lines)
+    return text.replace(old, f"{mark}\n{table}\n")
 
 
 if __name__ == "__main__":
