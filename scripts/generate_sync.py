@@ -17,11 +17,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "src/busload/sync"
 
 SOURCES = {
+    "busload.audit.actions": "audit",
     "busload.batches.api": "batches",
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
     "busload.health.api": "health",
     "busload.doctor.api": "doctor",
+    "busload.health.workers": "workers",
     "busload.jobs.api": "jobs",
     "busload.jobs.steps": "steps",
     "busload.batches.open_batch": "open_batch",

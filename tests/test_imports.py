@@ -13,6 +13,7 @@ import busload
 PACKAGE = Path(busload.__file__).parent
 
 CAPABILITIES = {
+    "audit",
     "tasks",
     "limits",
     "batches",

@@ -19,7 +19,7 @@ def run(program: str) -> str:
 
 
 FOLDERS = (
-    *("batches", "buffers", "commands", "dispatch", "doctor", "explain", "health", "jobs", "limits"),
+    *("audit", "batches", "buffers", "commands", "dispatch", "doctor", "explain", "health", "jobs", "limits"),
     *("metrics", "retention", "statistics", "sync", "tasks", "telemetry", "transports", "troubleshooting", "worker"),
 )
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Self, Unpack
 from uuid import UUID
 
+from busload.audit.actions import Audit
 from busload.batches.api import BatchVerbs
 from busload.batches.batch import (
     BatchCompletionCallback,
@@ -55,6 +56,7 @@ from busload.explain import explanation
 from busload.explain.explanation import Explanation
 from busload.handlers.methods import HandlerRegistration
 from busload.handlers.registry import Handlers
+from busload.health.workers import Workers
 from busload.jobs.api import Jobs
 from busload.jobs.batch import is_of_jobs
 from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
@@ -66,6 +68,8 @@ from busload.postgres.database import Database
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
 from busload.postgres.write import Write
+from busload.retention import kept
+from busload.retention.kept import Retention
 from busload.retention.prune import Pruned, Pruning
 from busload.settings import Settings
 from busload.statistics.api import Statistics
@@ -153,7 +157,8 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         self.database = Database(self._given_dsn, self.settings)
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
-        self.buffers = Buffers(self.database)
+        self.audit = Audit(self.database, self._limits)
+        self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
         self.troubleshooting = Troubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
@@ -401,6 +406,13 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
             if progress is not None:
                 progress(pruning.pruned)
         return pruning.pruned
+
+    async def retention(self) -> Retention:
+        """What is kept: how much, how old, what a prune would find, and when one was done last.
+
+        It is cheap: numbers of rows are estimates of PostgreSQL, and old batches are counted up to 10,000.
+        """
+        return await self.database.read(kept.read())
 
     @property
     def publisher(self) -> Publisher:

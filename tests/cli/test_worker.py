@@ -162,6 +162,39 @@ def test_a_process_that_is_killed_is_replaced_and_its_commands_run(
     database.check_invariants()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_worker_that_an_operator_stops_is_not_replaced(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path, processes: int
+) -> None:
+    process = spawn("worker", "app:bus", "--processes", processes)
+    until(lambda: len(workers(database)) == processes)
+    names = [worker.name for worker in sync_bus.workers.list()]
+    said = ""
+    for name in names:
+        assert process.poll() is None
+        assert sync_bus.workers.stop(name, operator="ada") == 1
+        until(lambda name=name: name not in [worker.name for worker in sync_bus.workers.list()])
+    assert process.wait(timeout=WITHIN) == 0
+    said = (tmp_path / "said.txt").read_text()
+    assert said.count("An operator has asked worker") == processes
+    if processes > 1:
+        assert "is not replaced: 1 process runs on" in said
+        assert "is not replaced: 0 processes run on" in said
+        assert "starting another" not in said
+
+
+def test_a_thread_that_never_returns_does_not_outlive_the_request_to_stop(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database
+) -> None:
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Block")])
+    process = spawn("worker", "app:bus", "--grace", 0.1, "--processes", 2)
+    until(lambda: len(workers(database)) == 2 and database.count("lease"))
+    for worker in sync_bus.workers.list():
+        sync_bus.workers.stop(worker.worker)
+    assert process.wait(timeout=WITHIN) == 3
+    assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
+
+
 def test_processes_stop_when_their_parent_is_killed(
     spawn: Spawn, until: Until, database: Database, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""`busload worker ls` at a shell."""
+"""`busload worker ls` and `stop` at a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def test_workers_are_listed_with_what_they_hold(busload: Busload, given: G
     said = busload("worker", "ls")
     assert said.exit_code == 0, said.stderr
     assert said.stdout.split("\n")[0].split() == [
-        *("NAME", "STATE", "DOMAINS", "CONCURRENCY", "COMMANDS", "LEASES", "SEEN", "STARTED")
+        *("NAME", "STATE", "DOMAINS", "CONCURRENCY", "COMMANDS", "LEASES", "VERSION", "SEEN", "STARTED")
     ]
     first, second = json.loads(busload("worker", "ls", "--json").stdout)
     assert (first["name"], first["state"], first["domains"], first["concurrency"]) == ("given", "ALIVE", [DOMAIN], 10)
@@ -40,6 +40,24 @@ async def test_each_state_is_told(busload: Busload, given: Given) -> None:
     assert states("--all", "--domain", "crm") == []
     nothing = busload("worker", "ls", "--domain", "crm")
     assert "No worker runs." in nothing.stderr
+
+
+async def test_a_worker_is_asked_to_stop(busload: Busload, given: Given) -> None:
+    given.registered_worker()
+    said = busload("worker", "stop", "given", "--reason", "replaced", "--operator", "ada")
+    assert (said.exit_code, said.stdout) == (0, "Asked 1 worker to stop.\n")
+    [seen] = json.loads(busload("worker", "ls", "--json").stdout)
+    assert (seen["state"], seen["stop_requested_by"]) == ("STOPPING", "ada")
+    assert "was asked to stop already" in busload("worker", "stop", "given").stdout
+    unknown = busload("worker", "stop", "nobody")
+    assert unknown.exit_code == 1
+    assert "No worker 'nobody' runs" in unknown.stderr
+    [action] = json.loads(busload("audit", "ls", "--operator", "ada", "--json").stdout)
+    assert (action["type"], action["worker_name"], action["reason"]) == ("WORKER_ASKED_TO_STOP", "given", "replaced")
+    assert "No operator did anything like that." in busload("audit", "ls", "--action", "DOMAIN_PAUSED").stderr
+    listed = busload("audit", "ls", "--since", "1h").stdout
+    assert "WORKER_ASKED_TO_STOP" in listed
+    assert "replaced" in listed
 
 
 def test_the_worker_itself_is_run_as_before(offline: Busload) -> None:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from busload import CommandBus
+from busload import BatchCommand, CommandBus, Stage
 from busload.dashboard import Principal, Role, app
 from busload.dashboard.access import Permission, Users
 from busload.dashboard.app import ROUTES
@@ -262,14 +262,17 @@ async def test_no_other_method_is_answered(site: httpx.AsyncClient, method: str)
 
 
 async def test_reading_every_page_changes_nothing(
-    dashboard: Starlette, site: httpx.AsyncClient, given: Given, database: Database
+    dashboard: Starlette, site: httpx.AsyncClient, given: Given, database: Database, bus: CommandBus
 ) -> None:
     batch_id, [command_id] = await given.in_troubleshooting()
+    job_id = await bus.jobs.create(DOMAIN, [Stage("a", [BatchCommand("Debit")])])
+    await bus.buffer("nobody").add(1)  # the name that addresses of tests have
     before = database.everything()
     for method, path, route in every_address():
         if method == "GET":
-            path = path.replace(str(NOWHERE), str(batch_id if "batch_id" in route.path else command_id))
-            assert (await first_answer(dashboard, method, path, {})).status in (200, 400)
+            named = batch_id if "batch_id" in route.path else job_id if "job_id" in route.path else command_id
+            path = path.replace(str(NOWHERE), str(named))
+            assert (await first_answer(dashboard, method, path, {})).status in (200, 400), path
         else:
             assert (await site.get(path)).status_code == 405
     assert database.everything() == before

@@ -2,6 +2,7 @@
 
 from busload.buffers.buffer import Buffer
 from busload.buffers.declaration import BufferTable
+from busload.buffers.overview import BufferOverview
 from busload.buffers.status import BufferStatus
 
-__all__ = ["Buffer", "BufferStatus", "BufferTable"]
+__all__ = ["Buffer", "BufferOverview", "BufferStatus", "BufferTable"]

@@ -9,19 +9,24 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, Protocol, Unpack
 
-from busload.buffers import add, claim, event_table, status
-from busload.buffers.declaration import EXHAUSTED, GROUP, SIZES, BufferSettings
+from busload.buffers import add, claim, event_table, overview, status
+from busload.buffers.declaration import EXHAUSTED, GROUP, SIZES, BufferSettings, declared
 from busload.buffers.event_table import Relation
+from busload.buffers.overview import BufferOverview
 from busload.buffers.status import BufferStatus
-from busload.commands.checks import refuse
+from busload.commands.checks import refuse, whole, wrong_text
 from busload.commands.command import refuse_unknown
 from busload.limits.handler_options import Function, GroupHandlerOptions, PolicyOptions
 from busload.postgres import waiting
 from busload.postgres.connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan, perform_async
-from busload.postgres.write import patient
+from busload.postgres.write import Write, patient
 from busload.settings import PayloadLimits
+
+PAGE = whole(1, 10_000)
+MOST_OF_OPERATOR = 255
+"""Bytes of the name of an operator."""
 
 
 class Handlers(Protocol):
@@ -133,9 +138,12 @@ class Buffer(AnyBuffer):
             if after is None or round.short_of_room:
                 return groups
 
-    async def flush(self) -> int:
-        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""
-        return await self._database.write(patient(partial(status.flush, self.settings)))
+    async def flush(self, *, operator: str | None = None) -> int:
+        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000.
+
+        `operator` names who does it.
+        """
+        return await self._database.write(_flush(self.settings, operator))
 
     async def status(self) -> BufferStatus:
         """How many wait and since when, where its groups are, and what was done so far."""
@@ -143,7 +151,7 @@ class Buffer(AnyBuffer):
 
 
 class Buffers:
-    """Every buffer of the database, whoever has declared it."""
+    """Every buffer of the database, whoever has declared it, by its `name`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -152,11 +160,32 @@ class Buffers:
         """Every buffer that a worker has served or in which events wait, and how it is doing."""
         return await self._database.in_transaction(status.statuses())
 
+    async def overview(self, *, limit: int = 100) -> builtins.list[BufferOverview]:
+        """Every buffer at a glance, at most `limit`, in one statement: `list` tells more, and takes longer."""
+        refuse(PAGE(limit, "limit"))
+        return await self._database.in_transaction(overview.overview(limit=limit))
+
+    async def get(self, name: str) -> BufferStatus | None:
+        """How one buffer is doing; None if nobody has declared it, and no event waits in it."""
+        return await self._database.in_transaction(status.find(name))
+
+    async def flush(self, name: str, *, operator: str | None = None) -> int:
+        """Let all that waits now in a buffer go, as `Buffer.flush` does, though it is not declared here.
+
+        `operator` names who does it.
+        """
+        return await self._database.write(_flush(declared(name, {}), operator))
+
 
 def _serve(settings: BufferSettings) -> Plan[Relation]:
     at = yield from event_table.find(settings)
     yield from status.declare(settings, at)
     return at
+
+
+def _flush(settings: BufferSettings, operator: str | None) -> Write[int]:
+    refuse([] if operator is None else wrong_text(operator, "operator", MOST_OF_OPERATOR))
+    return patient(partial(status.flush, settings, operator=operator))
 
 
 def _takes_connection(callback: Callable[..., Any]) -> bool:

@@ -122,12 +122,13 @@ def refuse_rivals(settings: BufferSettings, at: Relation) -> Plan[None]:
         )
 
 
-def flush(settings: BufferSettings) -> Plan[int]:
+def flush(settings: BufferSettings, *, operator: str | None = None) -> Plan[int]:
     """Let all events go that wait now; returns how many that are, counted up to a limit."""
     at = yield from _whereabouts(settings)
     if not at.own and not (yield from execute(SQL.declared, buffer=settings.name)):
         yield from declare(settings, at)
-    yield from execute(SQL.flush, buffer=settings.name, size=settings.size, max_age=settings.max_age)
+    about = {"size": settings.size, "max_age": settings.max_age, "operator": operator}
+    yield from execute(SQL.flush, buffer=settings.name, **about)
     return (yield from _count_waiting(settings.name, at, COUNTED))
 
 
@@ -155,13 +156,23 @@ def status(settings: BufferSettings) -> Plan[BufferStatus]:
     return _status(settings.name, _whereabouts(settings), unless_declared, unreadable=())
 
 
+UNREADABLE = (InvalidOperationError, psycopg.errors.SyntaxErrorOrAccessRuleViolation)
+"""What a table that is gone, or not ours to read, fails with."""
+
+
 def statuses() -> Plan[list[BufferStatus]]:
     """How every buffer is doing; one whose table is gone says so."""
-    unreadable = (InvalidOperationError, psycopg.errors.SyntaxErrorOrAccessRuleViolation)
     found: list[BufferStatus] = []
     for name in (yield from names()):
-        found.append((yield from _status(name, _recalled(name), Declared(), unreadable=unreadable)))
+        found.append((yield from _status(name, _recalled(name), Declared(), unreadable=UNREADABLE)))
     return found
+
+
+def find(name: str) -> Plan[BufferStatus | None]:
+    """How one buffer is doing; None if there is none."""
+    if name not in (yield from names()):
+        return None
+    return (yield from _status(name, _recalled(name), Declared(), unreadable=UNREADABLE))
 
 
 def _status(

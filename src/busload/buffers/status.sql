@@ -95,6 +95,12 @@ SELECT CASE WHEN isfinite(since) THEN since END FROM ({oldest_of_partition}) AS 
 
 -- name: flush
 -- Everything that waits now leaves without waiting for more.
+WITH noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'BUFFER_FLUSHED', %(operator)s::text,
+           json_build_object('domain', %(buffer)s::text, 'buffer', %(buffer)s::text)
+     WHERE %(operator)s::text IS NOT NULL
+)
 INSERT INTO busload.buffer AS d (buffer, size, max_age, flushed_at)
 VALUES (%(buffer)s::text, %(size)s::integer, %(max_age)s::interval, clock_timestamp())
     ON CONFLICT (buffer) DO UPDATE SET flushed_at = greatest(d.flushed_at, excluded.flushed_at);

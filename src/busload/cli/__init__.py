@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 NOUNS = {
+    "audit": "See what operators did, when and why.",
     "batch": "Follow batches, learn why they are not finished, hold and cancel them.",
     "buffer": "See what waits in buffers, let it leave, and prepare tables to be buffers.",
     "command": "Find commands, see all that happened to them, wait for and cancel them.",

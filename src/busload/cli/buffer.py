@@ -118,16 +118,17 @@ def show(bus: SyncCommandBus, name: str) -> Answer:
 
 @buffer.command()
 @click.argument("name", shell_complete=completes("buffer"))
+@options.operator
 @options.dry_run
 @answers
-def flush(bus: SyncCommandBus, name: str, dry_run: bool) -> Answer:
+def flush(bus: SyncCommandBus, name: str, operator: str, dry_run: bool) -> Answer:
     """Let all events that wait now leave at once, and say how many there are.
 
     busload buffer flush contact_activity_events
     busload buffer flush contact_activity_events --dry-run
     """
     status, paused = _find(bus, name), _is_paused(bus, name)
-    leaving = status.waiting if dry_run else bus.buffer(name).flush()
+    leaving = status.waiting if dry_run else bus.buffers.flush(name, operator=operator)
     events = counted(leaving, "event") + (" or more" if leaving >= COUNTED else "")
     if dry_run:
         return would(f"let {events} leave {name}", name=name, leaving=leaving)

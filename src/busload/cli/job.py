@@ -72,9 +72,12 @@ job = noun("job", "ls --status FAILED", "show 0198c5d2-7f3a")
 @job.command()
 @options.status(JobStatus)
 @click.option("--batch", type=id_or_beginning, metavar="ID", help="Only jobs of this batch of jobs.")
+@click.option("--name", help="Only jobs in whose name this text occurs; capitals do not matter.")
 @options.page(20)
 @answers
-def ls(bus: SyncCommandBus, status: JobStatusName | None, batch: IdRange | None, **page: Any) -> Answer:
+def ls(
+    bus: SyncCommandBus, status: JobStatusName | None, batch: IdRange | None, name: str | None, **page: Any
+) -> Answer:
     """List jobs, newest first.
 
     busload job ls
@@ -85,7 +88,7 @@ def ls(bus: SyncCommandBus, status: JobStatusName | None, batch: IdRange | None,
     batch_id = None
     if batch is not None:
         page["domain"], batch_id = find_one(bus, "batch", batch, page["domain"])
-    ask = partial(bus.jobs.list, status=status, batch_id=batch_id)
+    ask = partial(bus.jobs.list, status=status, batch_id=batch_id, name=name)
     return JOBS.list(newest(bus, ask, "created_at", "job_id", **page))
 
 

@@ -76,16 +76,17 @@ def show(bus: SyncCommandBus, name: str, limit: int) -> Answer:
 @limit.command()
 @click.argument("name", shell_complete=completes("limit"))
 @click.option("--by", help="Only for this value of its `by`.")
+@options.operator
 @options.dry_run
 @answers
-def reset(bus: SyncCommandBus, name: str, by: str | None, dry_run: bool) -> Answer:
+def reset(bus: SyncCommandBus, name: str, by: str | None, operator: str, dry_run: bool) -> Answer:
     """Allow calls again though the receiver has refused some. Commands that wait for the limit try again at once.
 
     busload limit reset crm
     busload limit reset crm --by 'tenant 1' --dry-run
     """
     limits, commands = bus.database.read(rate.would_reset(name, by)) if dry_run else (0, 0)
-    count = limits if dry_run else bus.limits.reset(name, by)
+    count = limits if dry_run else bus.limits.reset(name, by, operator=operator)
     if not count:
         raise _unknown(bus, name, by)
     if dry_run:

@@ -62,15 +62,17 @@ def ls(bus: SyncCommandBus, domain: str | None, batch: IdRange | None) -> Answer
 @outbox.command()
 @options.domain
 @options.batch
+@options.operator
 @options.dry_run
 @answers
-def retry(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, dry_run: bool) -> Answer:
+def retry(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, operator: str, dry_run: bool) -> Answer:
     """Let the relays of workers publish now what waits for another round.
 
     busload outbox retry
     busload outbox retry --domain payments --dry-run
     """
-    count = bus.outbox.retry(domain=domain, batch_id=_batch_id(bus, batch, domain), dry_run=dry_run)
+    batch_id = _batch_id(bus, batch, domain)
+    count = bus.outbox.retry(domain=domain, batch_id=batch_id, operator=operator, dry_run=dry_run)
     due = counted(count, "command is", "commands are")
     return _moved(count, dry_run, f"try {counted(count, 'command')} again", f"{due} due now.")
 
@@ -102,9 +104,10 @@ def reroute(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, ever
 @options.transport
 @options.queue_prefix
 @click.option("--repair", is_flag=True, help="Send missing messages, and remove messages that no command waits for.")
+@options.operator
 @options.dry_run
 @answers(transport=True)
-def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, dry_run: bool) -> Answer:
+def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, operator: str, dry_run: bool) -> Answer:
     """Compare what the database has published with the messages that the broker holds.
 
     If a broker does not let us look at messages, only the counts of both sides are compared. --repair takes the
@@ -120,7 +123,7 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, dry_run: bo
 
     repair = repair and not dry_run
     known = bus.database.read(search.domains())
-    compared = bus.outbox.reconcile(domain=domain, repair=repair)
+    compared = bus.outbox.reconcile(domain=domain, repair=repair, operator=operator)
     found = [each for each in compared if each.domain in known or each.depth or each.messages]
     closed = [each for each in found if not each.looked_into]
     notes = [f"{each.transport} does not let us look at messages of {each.queue}." for each in closed]

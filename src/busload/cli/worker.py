@@ -7,15 +7,14 @@ import importlib
 import logging
 import os
 import re
-import select
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -26,11 +25,11 @@ from busload.bus import CommandBus
 from busload.cli import WAIT, Seconds, did_you_mean, options
 from busload.cli.metrics_server import Address, address, pages, serve_pages
 from busload.cli.options import Decorator
+from busload.cli.processes import ASKED_TO_STOP, Processes, end_with_parent
 from busload.cli.with_verbs import WithVerbs
-from busload.cli.worker_list import ls
+from busload.cli.worker_list import ls, stop
 from busload.errors import kind_of
 from busload.postgres.connection import connection_errors_explained
-from busload.postgres.waiting import Event
 from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import connect_within
@@ -44,9 +43,6 @@ DEFAULTS = WorkerSettings()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a process that ended by itself is replaced; the pause doubles until one lives for a minute."""
 
 LEFT_BEHIND = 3
 """The exit code of a process some of whose handlers did not end in time."""
@@ -76,7 +72,7 @@ def _time(option: str, setting: str, help: str, least: float = 0) -> Decorator:
 
 
 class _WithList(WithVerbs):
-    verbs: ClassVar = {"ls": ls}
+    verbs: ClassVar = {"ls": ls, "stop": stop}
 
 
 @click.command(cls=_WithList)
@@ -146,7 +142,7 @@ def worker(
         busload worker app:bus --domains payments,crm --processes 2
         busload worker app:bus --metrics 127.0.0.1:9464
 
-    Which workers there are, is told by `busload worker ls`.
+    Which workers there are, is told by `busload worker ls`; `busload worker stop NAME` asks one to stop.
     """
     if parent is not None:
         end_with_parent(parent)
@@ -165,7 +161,7 @@ def worker(
     # Before anything is claimed: a port in use must not be found out by a worker that runs already.
     listening = _listen(metrics_at, processes)
     if processes == 1:
-        _serve(serving, listening)
+        _serve(serving, listening, supervised=parent is not None)
         return
     own = {**given, "domains": ",".join(served), "log_level": log_level, "log_json": log_json}
     words = [application, *_command_line(ctx, own)]
@@ -268,12 +264,18 @@ def _listen(metrics_at: Address | None, processes: int) -> socket.socket | None:
     return None
 
 
-def _serve(worker: Worker, listening: socket.socket | None) -> None:
-    """Serve until told to stop, and end the process even if handlers do not."""
+def _serve(worker: Worker, listening: socket.socket | None, *, supervised: bool) -> None:
+    """Serve until told to stop, and end the process even if handlers do not.
+
+    The exit code of a `supervised` process says whether an operator has asked it to stop.
+    """
 
     async def serve() -> None:
         async with nullcontext() if listening is None else serve_pages(pages(worker), listening):
             await worker.run()
+
+    def code(number: int) -> int:
+        return number + ASKED_TO_STOP if supervised and worker.asked_to_stop else number
 
     told_to_stop = threading.Event()
 
@@ -282,29 +284,32 @@ def _serve(worker: Worker, listening: socket.socket | None) -> None:
         told_to_stop.set()
 
     # Started here: a signal may come while this thread holds the lock that starting another thread needs.
-    threading.Thread(target=_end_stuck, args=(worker, told_to_stop), name="busload-stuck", daemon=True).start()
+    threading.Thread(target=_end_stuck, args=(worker, told_to_stop, code), name="busload-stuck", daemon=True).start()
+    worker.on_asked_to_stop = partial(hear, 1)
     with Signals(hear, for_good=True):
         runner = asyncio.Runner()
         try:
             runner.run(serve())
         except Exception as error:
-            if worker.left_behind:
+            if worker.left_behind or code(0):
                 log.error("%s", error)
-                _end_at_once(1)
+                _end_at_once(code(1))
             raise
         finally:
             if worker.left_behind:  # the loop would wait for them before it closes
-                _end_at_once(LEFT_BEHIND)
+                _end_at_once(code(LEFT_BEHIND))
             runner.close()
+    if code(0):
+        raise click.exceptions.Exit(code(0))
 
 
-def _end_stuck(worker: Worker, told_to_stop: threading.Event) -> None:
+def _end_stuck(worker: Worker, told_to_stop: threading.Event, code: Callable[[int], int]) -> None:
     """End the process if the worker does not stop in time. Most likely a handler blocks the event loop then."""
     told_to_stop.wait()
     time.sleep(_time_to_stop(worker.settings).total_seconds() - LEAVE_WITHIN / 2)
     log.critical("The worker could not stop: its event loop is blocked. The process ends now")
     worker.abandon()
-    _end_at_once(LEFT_BEHIND)
+    _end_at_once(code(LEFT_BEHIND))
 
 
 def _end_at_once(code: int) -> NoReturn:
@@ -312,90 +317,3 @@ def _end_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-class Processes:
-    """Keeps some worker processes running, each a `busload worker` of its own, until it is told to stop."""
-
-    def __init__(self, count: int, arguments: Callable[[int], Sequence[str]], stop_within: timedelta) -> None:
-        self._count, self._arguments, self._stop_within = count, arguments, stop_within
-        self._running: set[asyncio.subprocess.Process] = set()
-
-    async def run(self) -> int:
-        """Return the exit code: 0 if every process that was told to stop has stopped cleanly, else the highest."""
-        self._stopping, self._loop = Event(), asyncio.get_running_loop()
-        with Signals(self._hear, for_good=True):
-            codes = await asyncio.gather(*(self._keep_one(number) for number in range(self._count)))
-        return max(codes)
-
-    async def _keep_one(self, number: int) -> int:
-        """Keep one process running: another replaces it if it ends without having been told to."""
-        pause = FIRST_PAUSE
-        while not self._stopping.is_set():
-            began = time.monotonic()
-            process = await self._spawn(number)
-            code = await self._wait_for(process)
-            if self._stopping.is_set():
-                # A process that our signal killed was not serving yet, or no longer.
-                return 0 if -code in (signal.SIGTERM, signal.SIGINT) else code if code >= 0 else 1
-            pause = FIRST_PAUSE if time.monotonic() - began > 60 else pause
-            log.error("Worker process %d ended with %d, starting another in %.1f s", process.pid, code, pause)
-            await self._stopping.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return 0
-
-    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
-        # In a process group of its own, so that Ctrl-C at a terminal reaches it once: through us.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "busload.cli", "worker", *self._arguments(number), "--parent", str(os.getpid())),
-            process_group=0,
-        )
-        self._running.add(process)
-        log.info("Started worker process %d", process.pid)
-        if self._stopping.is_set():
-            process.terminate()
-        return process
-
-    async def _wait_for(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit code; a process that hangs after it was told to stop is killed."""
-        ended, told = asyncio.create_task(process.wait()), asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
-        await asyncio.wait({ended}, timeout=self._stop_within.total_seconds())
-        if not ended.done():
-            log.error("Worker process %d did not stop in time and is killed", process.pid)
-            process.kill()
-        self._running.discard(process)
-        return await ended
-
-    def _hear(self, count: int) -> None:
-        # Another signal the second time: two of one kind that arrive together are one.
-        self._loop.call_soon_threadsafe(self._stop, signal.SIGTERM if count == 1 else signal.SIGINT)
-
-    def _stop(self, number: signal.Signals) -> None:
-        self._stopping.set()
-        for process in self._running:
-            if process.returncode is None:
-                process.send_signal(number)
-
-
-def end_with_parent(parent: int) -> None:
-    """Tell this process to stop when its parent has ended, however that ended. Only Linux can.
-
-    The kernel's own signal for this (PR_SET_PDEATHSIG) comes once for each thread of the parent, and a third signal
-    ends a worker at once.
-    """
-    gone = click.ClickException(f"Process {parent}, which started this one, has ended.")
-    if sys.platform == "linux":
-        try:
-            watched = os.pidfd_open(parent)
-        except ProcessLookupError:
-            raise gone from None
-
-        def stop_after_parent() -> None:
-            select.select([watched], [], [])
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=stop_after_parent, name="busload-parent", daemon=True).start()
-    if os.getppid() != parent:  # another process has its number by now
-        raise gone

@@ -27,6 +27,8 @@ class Renewal:
     settled: frozenset[UUID]
     stopping: frozenset[int] = frozenset()
     """Commands of these leases that somebody has canceled."""
+    asked_to_stop: bool = False
+    """Whether an operator has asked the worker to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,24 @@ class Returned:
     parked: int = 0
 
 
-def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: timedelta) -> Plan[int]:
+def register(
+    *,
+    name: str,
+    domains: Sequence[str],
+    concurrency: int,
+    lease_for: timedelta,
+    version: str | None = None,
+    dead: Sequence[int] = (),
+) -> Plan[int]:
+    """Give a worker a number. `dead` are those that it had before, if it was declared dead."""
     [(worker,)] = yield from execute(
-        SQL.register, name=name, domains=list(domains), concurrency=concurrency, lease_for=lease_for
+        SQL.register,
+        name=name,
+        domains=list(domains),
+        concurrency=concurrency,
+        lease_for=lease_for,
+        version=version,
+        dead=list(dead),
     )
     return int(worker)
 
@@ -47,7 +64,11 @@ def register(*, name: str, domains: Sequence[str], concurrency: int, lease_for: 
 def renew(*, worker: int, settled: timedelta, condition: str | None = None) -> Plan[Renewal | None]:
     """Say that this worker is alive, and in JSON how it is. None means that it was declared dead."""
     rows = yield from execute(SQL.renew, worker=worker, settled=settled, condition=condition)
-    return Renewal(*map(frozenset, rows[0])) if rows else None
+    if not rows:
+        return None
+    *leases, asked_to_stop = rows[0]
+    held, canceled, settled_ones, stopping = map(frozenset, leases)
+    return Renewal(held, canceled, settled_ones, stopping, asked_to_stop)
 
 
 def come_back(
@@ -58,12 +79,15 @@ def come_back(
     domains: Sequence[str],
     concurrency: int,
     lease_for: timedelta,
+    version: str | None = None,
 ) -> Plan[tuple[int, frozenset[UUID]]]:
     """Give a worker that was declared dead a new number, and the leases that nobody has taken over.
 
     `dead` are the numbers that it had. Returns the new number, and the leases that it holds again. Needs a transaction.
     """
-    worker = yield from register(name=name, domains=domains, concurrency=concurrency, lease_for=lease_for)
+    worker = yield from register(
+        name=name, domains=domains, concurrency=concurrency, lease_for=lease_for, version=version, dead=dead
+    )
     resumed = yield from resume(
         worker=worker,
         dead=dead,

@@ -1,9 +1,19 @@
 -- fragments of: busload.commands.load
 
 -- name: register
--- A worker begins.
-INSERT INTO busload.worker (name, domains, concurrency, lease_for)
-VALUES (%(name)s::text, %(domains)s::text[], %(concurrency)s::integer, %(lease_for)s::interval)
+-- A worker begins. If it goes on under a new number, it was asked to stop if one of its dead numbers was.
+INSERT INTO busload.worker (name, domains, concurrency, lease_for, version, stop_requested_at,
+                            stop_requested_by)
+SELECT %(name)s::text, %(domains)s::text[], %(concurrency)s::integer, %(lease_for)s::interval,
+       %(version)s::text, asked.stop_requested_at, asked.stop_requested_by
+  FROM (SELECT) AS new
+  LEFT JOIN LATERAL (
+    SELECT w.stop_requested_at, w.stop_requested_by
+      FROM busload.worker AS w
+     WHERE w.worker = ANY (%(dead)b::bigint[]) AND w.stop_requested_at IS NOT NULL
+     ORDER BY w.worker DESC
+     LIMIT 1
+  ) AS asked ON true
 RETURNING worker;
 
 -- name: renew
@@ -11,11 +21,12 @@ RETURNING worker;
 -- dead, and its leases are not its own any more. Also tells the worker which leases it holds, which of them
 -- belong to canceled batches, which of them are older than a claim takes to answer, and which commands are
 -- to be asked to stop. So the worker can notice a claim whose answer was lost, and a lease that it has lost.
+-- At the end stands whether the worker itself was asked to stop.
 WITH alive AS (
     UPDATE busload.worker
        SET seen_at = now(), condition = %(condition)s::json
      WHERE worker = %(worker)s::bigint AND stopped_at IS NULL
-    RETURNING worker
+    RETURNING worker, stop_requested_at IS NOT NULL AS asked_to_stop
 )
 SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}'),
        coalesce(array_agg(l.lease_id) FILTER (WHERE b.canceled_at IS NOT NULL), '{}'),
@@ -32,11 +43,12 @@ SELECT coalesce(array_agg(l.lease_id) FILTER (WHERE l.lease_id IS NOT NULL), '{}
                AND mine.worker = %(worker)s::bigint
             OFFSET 0
          )
-       )
+       ),
+       alive.asked_to_stop
   FROM alive
   LEFT JOIN busload.lease AS l USING (worker)
   LEFT JOIN busload.batch AS b USING (batch_id)
- GROUP BY alive.worker;
+ GROUP BY alive.worker, alive.asked_to_stop;
 
 -- name: retire
 -- A worker has stopped by itself.

@@ -108,9 +108,10 @@ def result_of(domain: str, command_id: UUID, ending: Ending) -> Any:
     raise kind(domain, command_id, ending.status, **error)
 
 
-def commands(domain: str, command_ids: Sequence[UUID]) -> Plan[list[CommandMetadata]]:
-    """Those that exist, in any order."""
-    return many(command_of_row, SQL.commands, domain=domain, command_ids=list(command_ids))
+def commands(wanted: Sequence[tuple[str, UUID]]) -> Plan[list[CommandMetadata]]:
+    """Those of these domains and ids that exist, in any order."""
+    domains, ids = [domain for domain, _ in wanted], [command_id for _, command_id in wanted]
+    return many(command_of_row, SQL.commands, domains=domains, command_ids=ids)
 
 
 def batch_commands(
@@ -183,27 +184,6 @@ def known_domains() -> Plan[list[str]]:
 def living_workers(domain: str) -> Plan[list[str]]:
     """The names of the workers that serve a domain now."""
     return many(str, SQL.living_workers, domain=domain)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownWorker:
-    """A worker as the database knows it, and how much it holds."""
-
-    name: str
-    domains: list[str]
-    concurrency: int
-    started_at: datetime
-    seen_at: datetime
-    stopped_at: datetime | None
-    state: str
-    """ALIVE, SILENT for longer than its leases last, STOPPED by itself, or LOST: declared dead."""
-    leases: int
-    commands: int
-
-
-def workers(*, domain: str | None, stopped_too: bool, limit: int) -> Plan[list[KnownWorker]]:
-    """The workers, newest first; without `stopped_too` only those that have not stopped."""
-    return many(KnownWorker, SQL.workers, domain=domain, stopped_too=stopped_too, limit=limit)
 
 
 def _reader(kind: type[T], **conversions: Callable[[Any], Any]) -> Callable[..., T]:

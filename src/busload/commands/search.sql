@@ -104,9 +104,9 @@ SELECT s.batch_id, s.status, s.error ->> 'type', s.error ->> 'code',
 -- name: commands
 -- The commands of these that exist.
 {command}
-  FROM unnest(%(command_ids)b::uuid[]) AS wanted (command_id)
+  FROM unnest(%(domains)b::text[], %(command_ids)b::uuid[]) AS wanted (domain, command_id)
  CROSS JOIN LATERAL (SELECT * FROM busload.command_status AS s
-                      WHERE s.domain = %(domain)s::text AND s.command_id = wanted.command_id OFFSET 0) AS s;
+                      WHERE s.domain = wanted.domain AND s.command_id = wanted.command_id OFFSET 0) AS s;
 
 -- name: batch_commands
 -- The commands of a batch in the order in which they were sent; `after` is the last command of the page
@@ -329,21 +329,6 @@ ORDER BY domain;
 SELECT name FROM busload.worker
  WHERE stopped_at IS NULL AND seen_at > now() - lease_for AND %(domain)s::text = ANY (domains)
  ORDER BY name;
-
--- name: workers
--- The workers that have not stopped, or all of them, the newest first, and what they hold.
-SELECT w.name, w.domains, w.concurrency, w.started_at, w.seen_at, w.stopped_at,
-       CASE WHEN w.lost THEN 'LOST'
-            WHEN w.stopped_at IS NOT NULL THEN 'STOPPED'
-            WHEN w.seen_at > now() - w.lease_for THEN 'ALIVE'
-            ELSE 'SILENT' END,
-       l.leases, l.commands
-  FROM busload.worker AS w
- CROSS JOIN LATERAL (SELECT count(*)::integer AS leases, coalesce(sum(open), 0)::integer AS commands
-                       FROM busload.lease WHERE worker = w.worker) AS l
- WHERE (%(stopped_too)s::boolean OR w.stopped_at IS NULL)
-   AND (%(domain)s::text IS NULL OR %(domain)s::text = ANY (w.domains))
- ORDER BY w.worker DESC LIMIT %(limit)s::integer;
 
 -- name: find_batch
 -- Batches by the beginning of their id, which is a range of ids.

@@ -17,7 +17,24 @@ from busload.bus import CommandBus
 from busload.dashboard import guard
 from busload.dashboard.access import Authenticate, Permission, Users
 from busload.dashboard.live import Feeds
-from busload.dashboard.pages import batch, batches, commands, decision, metrics, overview, troubleshooting
+from busload.dashboard.pages import (
+    audit,
+    batch,
+    batches,
+    buffers,
+    commands,
+    decision,
+    dispatch,
+    domains,
+    job,
+    jobs,
+    limits,
+    metrics,
+    overview,
+    retention,
+    troubleshooting,
+    workers,
+)
 from busload.dashboard.problem import Problem, as_problem, problem_page
 from busload.dashboard.render import Dashboard, assets, principal_of
 from busload.dashboard.route import Handler, Route, page
@@ -46,6 +63,15 @@ ROUTES: tuple[Route, ...] = (
     *commands.ROUTES,
     *troubleshooting.ROUTES,
     *decision.ROUTES,
+    *jobs.ROUTES,
+    *job.ROUTES,
+    *domains.ROUTES,
+    *limits.ROUTES,
+    *buffers.ROUTES,
+    *dispatch.ROUTES,
+    *workers.ROUTES,
+    *retention.ROUTES,
+    *audit.ROUTES,
     *metrics.ROUTES,
     page("static", "/static/{digest}/{file}", _static, Permission.READ),
 )

@@ -72,7 +72,8 @@ def url(request: Request, name: str, /, query: Mapping[str, Any] | None = None, 
     route = dashboard_of(request).routes[name]
     path = route.path
     for key, value in params.items():
-        path = path.replace(f"{{{key}}}", quote(str(value), safe="")).replace(f"{{{key}:uuid}}", str(value))
+        path = path.replace(f"{{{key}}}", quote(str(value), safe=""))
+        path = path.replace(f"{{{key}:uuid}}", str(value)).replace(f"{{{key}:int}}", str(value))
     given = {key: value for key, value in (query or {}).items() if value not in (None, "")}
     return f"{request.scope.get('root_path', '')}{path}" + (f"?{urlencode(given)}" if given else "")
 
@@ -113,6 +114,11 @@ def render(
     }
     html = _templates().get_template(template).render(page | values)
     return HTMLResponse(html, status)
+
+
+def live_key(*parts: str) -> str:
+    """A key of live values for something with names of any kind, which may have blanks that part keys."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def cli(*words: object) -> str:

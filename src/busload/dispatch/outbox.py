@@ -158,9 +158,13 @@ def reroute(
     return int(moved)
 
 
-def retry(*, domain: str | None, batch_id: UUID | None) -> Plan[int]:
-    [[commands, _]] = yield from execute(SQL.retry, domain=domain, batch_id=batch_id)
+def retry(*, domain: str | None, batch_id: UUID | None, operator: str | None = None) -> Plan[int]:
+    [[commands, _]] = yield from execute(SQL.retry, domain=domain, batch_id=batch_id, operator=operator)
     return int(commands)
+
+
+def note_repair(domain: str | None, *, operator: str) -> Plan[None]:
+    yield from execute(SQL.note_repair, domain=domain, operator=operator)
 
 
 def retryable(*, domain: str | None, batch_id: UUID | None) -> Plan[int]:

@@ -216,11 +216,20 @@ WITH due AS (
                               AND {of_domain_and_batch}
                             ORDER BY hi FOR UPDATE SKIP LOCKED))
     RETURNING lo, hi, transport
+), noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'OUTBOX_RETRIED', %(operator)s::text, json_build_object('domain', %(domain)s::text)
+     WHERE %(operator)s::text IS NOT NULL AND EXISTS (SELECT FROM due)
 )
 SELECT coalesce(sum(hi - lo + 1), 0)::integer,
        (SELECT count(pg_notify('busload_outbox', transport))
           FROM (SELECT DISTINCT transport FROM due) AS told)
   FROM due;
+
+-- name: note_repair
+-- An operator has the messages of the broker repaired.
+INSERT INTO busload.event (type, operator, details)
+VALUES ('OUTBOX_REPAIRED', %(operator)s::text, json_build_object('domain', %(domain)s::text));
 
 -- name: retryable
 -- How many commands `retry` would take.

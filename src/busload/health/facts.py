@@ -32,10 +32,10 @@ def read() -> Plan[Facts]:
 
 
 def _worker(name: str, alive: bool, seen_at: datetime, held: int, condition: Any) -> SeenWorker:
-    return SeenWorker(name, alive, seen_at, held, _condition(condition))
+    return SeenWorker(name, alive, seen_at, held, condition_of(condition))
 
 
-def _condition(told: Any) -> Condition:
+def condition_of(told: Any) -> Condition:
     """A worker of another release may tell something else."""
     try:
         return msgspec.convert(told or {}, Condition)

@@ -47,6 +47,8 @@ def begin_to_cancel(
         how = " and was compensated" if undone else ""
         raise InvalidOperationError(f"Job {job_id} is {job.status}{how}: it has ended, and cannot be canceled.")
     yield from refuse_if_counted(job, "canceled")
+    if operator is not None:
+        yield from execute(SQL.note, job_id=job_id, reason=reason, operator=operator)
     planners, batch_ids = yield from _stop(
         domain, [job_id], reason=reason, operator=operator, in_pages=in_pages, via=via
     )

@@ -20,6 +20,14 @@ WITH marked AS (
 )
 SELECT batch_id FROM marked;
 
+-- name: note
+-- An operator has canceled a job.
+INSERT INTO busload.event (type, operator, details)
+SELECT 'JOB_CANCELED', %(operator)s::text,
+       json_build_object('job_id', job_id, 'domain', domain, 'reason', %(reason)s::text)
+  FROM busload.job
+ WHERE job_id = %(job_id)s::uuid;
+
 -- name: stop
 -- Stop jobs whose rows are locked: none of them begins another stage. A job that goes on, and has reached a
 -- stage that can be undone, is to be compensated; any other one has ended. Whoever waits for these is

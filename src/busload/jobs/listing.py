@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from uuid import UUID
 
 from busload.batches.batch import BatchMetadata, existing_batches
@@ -42,20 +43,31 @@ class StageRow:
         return self.plan_id if self.status == StageStatus.PLANNING else self.step_id
 
 
-def job(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
+def job(domain: str | None, job_id: UUID) -> Plan[JobMetadata | None]:
     """Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
     return (yield from read(domain, job_id))
 
 
 def jobs(
-    domain: str, *, status: JobStatus | None, batch_id: UUID | None, limit: int, offset: int
+    domain: str | None,
+    *,
+    status: JobStatus | None,
+    batch_id: UUID | None,
+    name: str | None,
+    limit: int,
+    offset: int,
+    after: UUID | None,
 ) -> Plan[list[JobMetadata]]:
-    """Newest first; needs a transaction of its own."""
+    """Newest first, of a domain or of all; needs a transaction of its own."""
     yield Script(ONE_MOMENT)
-    wanted = {"status": status and status.value, "batch_id": batch_id, "limit": limit, "offset": offset}
-    rows = yield from execute(SQL.jobs, domain=domain, **wanted)
-    return (yield from _with_stages(domain, rows))
+    wanted: dict[str, Any] = {"status": status and status.value, "batch_id": batch_id, "name": name}
+    wanted |= {"limit": limit, "offset": offset, "after": after}
+    if domain is None:
+        rows = yield from execute(SQL.jobs_everywhere, **wanted)
+    else:
+        rows = yield from execute(SQL.jobs, domain=domain, **wanted)
+    return (yield from _with_stages(rows))
 
 
 def awaited_stage(stages: Sequence[StageRow], position: int) -> StageRow:
@@ -67,13 +79,13 @@ def stages_of(*job_ids: UUID) -> Plan[list[StageRow]]:
     return many(StageRow, SQL.stages, job_ids=list(job_ids))
 
 
-def read(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
+def read(domain: str | None, job_id: UUID) -> Plan[JobMetadata | None]:
     rows = yield from execute(SQL.job, domain=domain, job_id=job_id)
-    found = yield from _with_stages(domain, rows)
+    found = yield from _with_stages(rows)
     return found[0] if found else None
 
 
-def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
+def _with_stages(rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
     """Jobs as they are shown: with their stages, the batches of these, and the steps that are under way."""
     if not rows:
         return []
@@ -84,9 +96,10 @@ def _with_stages(domain: str, rows: Sequence[Row]) -> Plan[list[JobMetadata]]:
     ids = [id for those in stages.values() for stage in those for id in (stage.batch_id, stage.undo_batch_id)]
     batches = {batch.batch_id: batch for batch in (yield from existing_batches(ids))}
     jobs = [_job(row, stages[row[0]], batches) for row in rows]
-    going = [job.job_id for job in jobs if not job.status.final]
-    awaited = {job_id: awaited_stage(stages[job_id], positions[job_id]).awaited for job_id in going}
-    found = (yield from search.commands(domain, list(awaited.values()))) if awaited else []
+    going = [job for job in jobs if not job.status.final]
+    awaited = {job.job_id: awaited_stage(stages[job.job_id], positions[job.job_id]).awaited for job in going}
+    wanted = [(job.domain, awaited[job.job_id]) for job in going]
+    found = (yield from search.commands(wanted)) if wanted else []
     steps = {step.command_id: step for step in found}
     return [replace(job, step=steps.get(awaited.get(job.job_id, job.job_id))) for job in jobs]
 

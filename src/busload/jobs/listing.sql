@@ -12,7 +12,6 @@ SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
                b.started_at
           FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
          WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
- WHERE j.domain = %(domain)s::text
 
 -- name: stages
 -- The stages of these jobs, in order.
@@ -21,11 +20,26 @@ SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status, undo
 
 -- name: job
 -- One job.
-{job} AND j.job_id = %(job_id)s::uuid;
+{job}
+ WHERE j.job_id = %(job_id)s::uuid AND (%(domain)s::text IS NULL OR j.domain = %(domain)s::text);
+
+-- fragment: newest_jobs
+-- The newest job comes first; `after` is the last job of the page before.
+(%(status)s::text IS NULL OR s.status = %(status)s::text)
+AND (%(batch_id)s::uuid IS NULL OR j.batch_id = %(batch_id)s::uuid)
+AND (%(name)s::text IS NULL OR strpos(lower(j.name), lower(%(name)s::text)) > 0)
+AND (%(after)s::uuid IS NULL OR (j.created_at, j.job_id) <
+     (SELECT created_at, job_id FROM busload.job WHERE job_id = %(after)s::uuid))
+ORDER BY j.created_at DESC, j.job_id DESC
+{page}
 
 -- name: jobs
--- The jobs of a domain, the newest first.
-{job} AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
-   AND (%(batch_id)s::uuid IS NULL OR j.batch_id = %(batch_id)s::uuid)
- ORDER BY j.created_at DESC, j.job_id DESC
- {page};
+-- The jobs of a domain.
+{job}
+ WHERE j.domain = %(domain)s::text
+   AND {newest_jobs};
+
+-- name: jobs_everywhere
+-- The jobs of all domains.
+{job}
+ WHERE {newest_jobs};

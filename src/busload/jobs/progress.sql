@@ -101,6 +101,12 @@ SELECT pg_notify('busload_batch', job_id::text) FROM ended;
 
 -- name: sign
 -- Who has decided about the job, and why.
+WITH noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'JOB_RESUMED', %(operator)s::text, json_build_object('job_id', job_id, 'domain', domain)
+      FROM busload.job
+     WHERE job_id = %(job_id)s::uuid AND %(operator)s::text IS NOT NULL
+)
 UPDATE busload.job
    SET operator = %(operator)s::text, reason = %(reason)s::text
  WHERE job_id = %(job_id)s::uuid;

@@ -32,15 +32,15 @@ class Limits:
         check(self._limits, writes=False, **given(limit_name=name), limit=limit)
         return await self._database.read(rate.limits(name, limit=limit))
 
-    async def reset(self, name: str, by: str | None = None) -> int:
+    async def reset(self, name: str, by: str | None = None, *, operator: str | None = None) -> int:
         """Let calls under the limit `name` go again at once, and return how many limits were reset.
 
         The limit waits because its receiver has refused calls. Reset it when the receiver takes calls again. If the
         limit has a function `by`, each value of that function has a limit of its own. `by` names one value, as text.
-        Without `by`, the limits of all values are reset.
+        Without `by`, the limits of all values are reset. `operator` names who does it.
         """
-        check(self._limits, limit_name=name, **given(by=by or None))
-        return await self._database.write(Write(rate.reset(name, by)))
+        check(self._limits, limit_name=name, **given(by=by or None), operator=operator)
+        return await self._database.write(Write(rate.reset(name, by, operator=operator)))
 
     async def concurrency(self, name: str | None = None, *, limit: int = 100) -> builtins.list[ConcurrencyStatus]:
         """The concurrency limits that have calls running or commands waiting, at most `limit` of them.

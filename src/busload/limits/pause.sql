@@ -5,6 +5,12 @@ WITH paused AS (
     VALUES (%(domain)s::text, %(operator)s::text, %(reason)s::text)
         ON CONFLICT (domain) WHERE resumed_at IS NULL DO NOTHING
     RETURNING domain
+), noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'DOMAIN_PAUSED', %(operator)s::text,
+           json_build_object('domain', domain, 'reason', %(reason)s::text)
+      FROM paused
+     WHERE %(operator)s::text IS NOT NULL
 )
 SELECT pg_notify('busload_pause', domain) FROM paused;
 
@@ -14,6 +20,11 @@ WITH resumed AS (
     UPDATE busload.pause SET resumed_at = now(), resumed_by = %(operator)s::text
      WHERE domain = %(domain)s::text AND resumed_at IS NULL
     RETURNING domain
+), noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'DOMAIN_RESUMED', %(operator)s::text, json_build_object('domain', domain)
+      FROM resumed
+     WHERE %(operator)s::text IS NOT NULL
 )
 SELECT pg_notify('busload_pause', domain) FROM resumed;
 

@@ -256,9 +256,9 @@ def refuse(key: Key, limit: RateLimit, after: float, entered_ago: float | None) 
     return float(blocked)
 
 
-def reset(name: str, subject: str | None) -> Plan[int]:
+def reset(name: str, subject: str | None, *, operator: str | None = None) -> Plan[int]:
     """Let calls go again at once, of one value of `by` or of all, and return how many limits that concerns."""
-    rows = yield from execute(SQL.reset, name=name, subject=subject)
+    rows = yield from execute(SQL.reset, name=name, subject=subject, operator=operator)
     if rows:
         yield from execute(SQL.bring_forward, name=name)
     return len(rows)

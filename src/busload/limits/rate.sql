@@ -102,6 +102,11 @@ WITH freed AS (
     UPDATE busload.rate_limit SET blocked_until = now(), next_at = now()
      WHERE name = %(name)s::text AND (%(subject)s::text IS NULL OR subject = %(subject)s::text)
     RETURNING name, subject
+), noted AS (
+    INSERT INTO busload.event (type, operator, details)
+    SELECT 'LIMIT_RESET', %(operator)s::text,
+           json_build_object('limit', concat_ws(' by ', %(name)s::text, nullif(%(subject)s::text, '')))
+     WHERE %(operator)s::text IS NOT NULL AND EXISTS (SELECT FROM freed)
 )
 SELECT subject, pg_notify('busload_limit', json_build_array(name, subject)::text) FROM freed;
 

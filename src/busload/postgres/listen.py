@@ -30,6 +30,8 @@ OUTBOX = "busload_outbox"
 """Commands wait to be published; the payload is the transport."""
 LIMIT = "busload_limit"
 """A receiver has refused a call; the payload is the name of the limit."""
+STOP = "busload_stop"
+"""A worker is asked to stop; the payload is its number."""
 MESSAGE = "busload_message"
 """PostgreSQL is the broker, and a queue has messages; the payload is the queue."""
 

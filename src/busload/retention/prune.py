@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime, timedelta
 from operator import add
 from typing import Any
 from uuid import UUID
+
+import msgspec
 
 from busload.commands.load import first_id, number_of
 from busload.commands.wording import counted
@@ -93,9 +95,11 @@ class Pruning:
             pass
         yield from self._in_pages(self._mark, remove=self._dry_run)
         yield from self._in_pages(self._marked, remove=True)  # also those that an earlier run has marked
-        start = 0
+        start: int | None = 0
         while start is not None:
             start = yield self._remove_singles(start)
+        if not self._dry_run:
+            yield self._note_end()
 
     def _in_pages(self, find: Callable[[_Batch], Plan[list[_Batch]]], *, remove: bool) -> Steps:
         page = [_Batch()]
@@ -179,6 +183,10 @@ class Pruning:
         else:
             [counts] = yield from execute(SQL.remove, ids=packed, archive=self._archive)
         return Pruned(*counts)
+
+    def _note_end(self) -> Plan[None]:
+        about = {"older_than": self._older_than.total_seconds(), "archive": self._archive}
+        yield from execute(SQL.ended, details=msgspec.json.encode(about | asdict(self.pruned)).decode())
 
     def _begin(self) -> Plan[None]:
         yield from execute(SQL.begin, alone=not self._dry_run)

@@ -307,6 +307,10 @@ SELECT cardinality(%(batch_ids)b::uuid[]),
           FROM busload.event
          WHERE lo IS NULL AND batch_id = ANY (%(batch_ids)b::uuid[]))::integer;
 
+-- name: ended
+-- A prune has come to its end.
+UPDATE busload.turn SET ended_at = now(), details = %(details)s::json WHERE what = 'prune';
+
 -- name: take_turn
 -- Take the turn to prune, if it is time and nobody else has begun. Returns whether it was taken, and the
 -- seconds until the next turn.

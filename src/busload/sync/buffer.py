@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from busload.buffers import add, claim, status
-from busload.buffers.buffer import AnyBuffer, Handlers, _check_claim, _serve, _takes_connection
-from busload.buffers.declaration import BufferSettings
+from busload.buffers import add, claim, overview, status
+from busload.buffers.buffer import (
+    PAGE,
+    AnyBuffer,
+    Handlers,
+    _check_claim,
+    _flush,
+    _serve,
+    _takes_connection,
+)
+from busload.buffers.declaration import BufferSettings, declared
+from busload.buffers.overview import BufferOverview
 from busload.buffers.status import BufferStatus
+from busload.commands.checks import refuse
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
-from busload.postgres.write import patient
 from busload.settings import PayloadLimits
 from busload.sync.database import Database
 from busload.sync.plan import perform
@@ -81,9 +89,12 @@ class SyncBuffer(AnyBuffer):
             if after is None or round.short_of_room:
                 return groups
 
-    def flush(self) -> int:
-        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000."""
-        return self._database.write(patient(partial(status.flush, self.settings)))
+    def flush(self, *, operator: str | None = None) -> int:
+        """Let all that waits now go without waiting for more; returns how many that is, counted up to 10,000.
+
+        `operator` names who does it.
+        """
+        return self._database.write(_flush(self.settings, operator))
 
     def status(self) -> BufferStatus:
         """How many wait and since when, where its groups are, and what was done so far."""
@@ -91,7 +102,7 @@ class SyncBuffer(AnyBuffer):
 
 
 class Buffers:
-    """Every buffer of the database, whoever has declared it."""
+    """Every buffer of the database, whoever has declared it, by its `name`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -99,3 +110,19 @@ class Buffers:
     def list(self) -> builtins.list[BufferStatus]:
         """Every buffer that a worker has served or in which events wait, and how it is doing."""
         return self._database.in_transaction(status.statuses())
+
+    def overview(self, *, limit: int = 100) -> builtins.list[BufferOverview]:
+        """Every buffer at a glance, at most `limit`, in one statement: `list` tells more, and takes longer."""
+        refuse(PAGE(limit, "limit"))
+        return self._database.in_transaction(overview.overview(limit=limit))
+
+    def get(self, name: str) -> BufferStatus | None:
+        """How one buffer is doing; None if nobody has declared it, and no event waits in it."""
+        return self._database.in_transaction(status.find(name))
+
+    def flush(self, name: str, *, operator: str | None = None) -> int:
+        """Let all that waits now in a buffer go, as `SyncBuffer.flush` does, though it is not declared here.
+
+        `operator` names who does it.
+        """
+        return self._database.write(_flush(declared(name, {}), operator))

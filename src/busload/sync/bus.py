@@ -43,7 +43,10 @@ from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.connection import Connection
 from busload.postgres.schema.migrate import Migration
 from busload.postgres.write import Write
+from busload.retention import kept
+from busload.retention.kept import Retention
 from busload.retention.prune import Pruned, Pruning
+from busload.sync.audit import Audit
 from busload.sync.batches import BatchVerbs
 from busload.sync.buffer import Buffers, SyncBuffer
 from busload.sync.callbacks import Completions
@@ -60,6 +63,7 @@ from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
 from busload.sync.statistics import Statistics
 from busload.sync.troubleshooting import SyncTroubleshooting
+from busload.sync.workers import Workers
 from busload.troubleshooting import decisions
 
 
@@ -81,7 +85,8 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         self.database = Database(self._given_dsn, self.settings)
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
-        self.buffers = Buffers(self.database)
+        self.audit = Audit(self.database, self._limits)
+        self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
         self.troubleshooting = SyncTroubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
@@ -329,6 +334,13 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
             if progress is not None:
                 progress(pruning.pruned)
         return pruning.pruned
+
+    def retention(self) -> Retention:
+        """What is kept: how much, how old, what a prune would find, and when one was done last.
+
+        It is cheap: numbers of rows are estimates of PostgreSQL, and old batches are counted up to 10,000.
+        """
+        return self.database.read(kept.read())
 
     @property
     def publisher(self) -> ThreadPublisher:

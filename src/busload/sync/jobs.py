@@ -109,27 +109,31 @@ class Jobs:
         self._call_on_complete(new.batch_id, on_complete)
         return new.batch_id
 
-    def get(self, domain: str, job_id: UUID) -> JobMetadata | None:
-        """A job with its stages; None if the domain has no such job."""
-        check(self._limits, writes=False, domain=domain, job_id=job_id)
+    def get(self, domain: str | None, job_id: UUID) -> JobMetadata | None:
+        """A job with its stages; None if the domain, or no domain if it is None, has such a job."""
+        check(self._limits, writes=False, **given(domain=domain), job_id=job_id)
         return self._database.in_transaction(listing.job(domain, job_id))
 
     def list(
         self,
-        domain: str,
+        domain: str | None,
         *,
         status: JobStatus | JobStatusName | None = None,
         batch_id: UUID | None = None,
+        name: str | None = None,
         limit: int = 100,
         offset: int = 0,
+        after: UUID | None = None,
     ) -> builtins.list[JobMetadata]:
-        """The jobs of a domain, newest first: all, or those of one `status` or of the batch `batch_id`.
+        """The jobs of a domain, or of all domains if it is None, newest first.
 
-        At most `limit`, after the first `offset`.
+        All of them, or those of one `status` or of the batch `batch_id`, or in whose name the text `name` occurs. At
+        most `limit`, after the first `offset`. `after`, the last job of the page before, pages without drift.
         """
-        check(self._limits, writes=False, domain=domain, **given(batch_id=batch_id), limit=limit, offset=offset)
+        page: dict[str, Any] = {"name": name, "limit": limit, "offset": offset, "after": after}
+        check(self._limits, writes=False, **given(domain=domain, batch_id=batch_id), **page)
         wanted = choice(JobStatus, status)
-        plan = listing.jobs(domain, status=wanted, batch_id=batch_id, limit=limit, offset=offset)
+        plan = listing.jobs(domain, status=wanted, batch_id=batch_id, **page)
         return self._database.in_transaction(plan)
 
     def resume(self, domain: str, job_id: UUID, *, operator: str | None = None, conn: Connection | None = None) -> None:

@@ -17,6 +17,7 @@ from busload.dispatch.outbox import OutboxEntry
 from busload.dispatch.publish_in_threads import ThreadPublisher
 from busload.dispatch.publish_in_threads import ThreadReconciler as Reconciler
 from busload.dispatch.reconcile import Reconciliation
+from busload.dispatch.report import PublishingReport, report
 from busload.errors import BusloadError, InvalidOperationError, PartlyDoneError
 from busload.postgres.write import Write
 from busload.settings import InputLimits
@@ -37,12 +38,30 @@ class SyncOutbox:
         self._check(domain, batch_id, writes=False)
         return self._database.read(store.waiting(domain=domain, batch_id=batch_id))
 
-    def retry(self, *, domain: str | None = None, batch_id: UUID | None = None, dry_run: bool = False) -> int:
-        """Let relays try again now what waits for another round; returns how many commands that are."""
-        self._check(domain, batch_id, writes=not dry_run)
+    def report(self, *, days: int = 14) -> PublishingReport:
+        """How publishing goes: what needs another round by job, the last `days`, and the last hour by job.
+
+        It tells of batches. At most 100 jobs are told of, those first that have most to publish.
+        """
+        check(self._limits, writes=False, limit=days)
+        return self._database.read(report(days=days))
+
+    def retry(
+        self,
+        *,
+        domain: str | None = None,
+        batch_id: UUID | None = None,
+        operator: str | None = None,
+        dry_run: bool = False,
+    ) -> int:
+        """Let relays try again now what waits for another round; returns how many commands that are.
+
+        `operator` names who does it.
+        """
+        self._check(domain, batch_id, writes=not dry_run, operator=operator)
         if dry_run:
             return self._database.read(store.retryable(domain=domain, batch_id=batch_id))
-        plan = store.retry(domain=domain, batch_id=batch_id)
+        plan = store.retry(domain=domain, batch_id=batch_id, operator=operator)
         return self._database.write(Write(plan, batch_id, one_statement=True))
 
     def reroute(
@@ -80,22 +99,26 @@ class SyncOutbox:
             log.info("Rerouted %s to PostgreSQL%s", counted(rerouted, "command"), by)
         return rerouted
 
-    def reconcile(self, *, domain: str | None = None, repair: bool = False) -> builtins.list[Reconciliation]:
+    def reconcile(
+        self, *, domain: str | None = None, repair: bool = False, operator: str | None = None
+    ) -> builtins.list[Reconciliation]:
         """Compare the commands that the database has published with the messages that the broker holds.
 
         With `repair`, missing messages are published again, and messages about loads in which no command waits are
-        removed. Without a `domain`, all domains are compared.
+        removed; `operator` names who does that. Without a `domain`, all domains are compared.
 
         Commands are counted load by load: commands are missing if more of them wait than the messages about their load
         name. A repair takes messages out of the queue for some seconds and puts back those that are still needed. So a
         repair also works with a broker that cannot show its messages. A message that a worker holds at this moment may
         be overlooked. Its commands then count as missing, and publishing them once more does no harm.
         """
-        self._check(domain, writes=False)
+        self._check(domain, writes=repair, operator=operator)
         if self._publisher is None:
             raise InvalidOperationError("The bus has no transport. Give it one: SyncCommandBus(dsn, transport=URL).")
         reconciler = Reconciler(self._publisher, self._database.read, self._database.write)
         domains = [domain] if domain is not None else self._database.read(search.domains())
+        if repair and operator is not None:
+            self._database.write(Write(store.note_repair(domain, operator=operator), one_statement=True))
         return [reconciler.compare(each, repair=repair) for each in domains]
 
     def _check(

@@ -9,6 +9,10 @@ from busload.postgres.connection import connection_errors_explained
 from busload.postgres.own_connection import connect_within_async
 
 
+class StoppedEarlyError(Exception):
+    """The worker was told to stop before it had found its database."""
+
+
 async def find_database(bus: CommandBus, wait_for: timedelta | None) -> None:
     """Wait for a database that is away; one that cannot be used is refused at once."""
     seconds = None if wait_for is None else wait_for.total_seconds()

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Set
+from importlib.metadata import version
 from typing import Any
 from uuid import UUID
 
@@ -37,7 +38,7 @@ class Heartbeat:
 
     `on_renewal` is told of each renewal, and `on_declared_dead` of the leases that are lost and of those that were
     taken up again after the worker was declared dead: both in the event loop. `condition` tells how the worker is, and
-    is asked from the thread.
+    `on_asked_to_stop` hears that an operator has asked the worker to stop: both are called from the thread.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Heartbeat:
         on_renewal: Callable[[Renewal], None],
         on_declared_dead: Callable[[Set[UUID], Set[UUID]], None],
         condition: Callable[[], Condition],
+        on_asked_to_stop: Callable[[], None],
     ) -> None:
         self._shared, self._outage = shared, shared.outage
         lease_for = shared.settings.lease_for
@@ -56,8 +58,10 @@ class Heartbeat:
             "domains": shared.domains,
             "concurrency": shared.settings.concurrency,
             "lease_for": lease_for,
+            "version": version("busload"),
         }
         self._on_renewal, self._on_declared_dead, self._condition = on_renewal, on_declared_dead, condition
+        self._on_asked_to_stop = on_asked_to_stop
         # Renew at a third of the lease, so that two renewals may fail before the commands are lost.
         self._every = lease_for.total_seconds() / 3
         self._loop = asyncio.get_running_loop()
@@ -144,6 +148,8 @@ class Heartbeat:
             self._shared.renewed_at = sent_at
             self._dead_numbers.clear()
             self._tell(lambda: self._on_renewal(renewal))
+            if renewal.asked_to_stop:
+                self._on_asked_to_stop()  # from here, in case a handler blocks the event loop
             return
         if self._next_beat.stopped:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Self
@@ -23,7 +23,7 @@ from busload.errors import InvalidOperationError
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.guarded_connection import GuardedAsyncConnection
-from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, AsyncListener
+from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, STOP, AsyncListener
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
@@ -35,7 +35,7 @@ from busload.worker.claimer import Claimer
 from busload.worker.condition import SelfCheck
 from busload.worker.distribution import Distribution
 from busload.worker.executor import Executor
-from busload.worker.find_database import find_database
+from busload.worker.find_database import StoppedEarlyError, find_database
 from busload.worker.hand_back import HandBack, hand_back_in_thread
 from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
@@ -63,15 +63,19 @@ PATIENCE = 24 * 3600.0
 """Seconds that a handler waits for a connection: a day, as other handlers give theirs back sooner or later."""
 
 
-class StoppedEarlyError(Exception):
-    """The worker was told to stop before it had found its database."""
-
-
 class Run:
     """`async with` starts everything but the claims, and stops it in reverse order."""
 
-    def __init__(self, bus: CommandBus, settings: WorkerSettings, domains: list[str], name: str) -> None:
+    def __init__(
+        self,
+        bus: CommandBus,
+        settings: WorkerSettings,
+        domains: list[str],
+        name: str,
+        on_asked_to_stop: Callable[[], None],
+    ) -> None:
         self._bus, self._settings, self._domains, self._name = bus, settings, domains, name
+        self._on_asked_to_stop = on_asked_to_stop
         self._loop = asyncio.get_running_loop()
         self._stopping, self._hurry, self._moved = asyncio.Event(), asyncio.Event(), Event()
         self._resources = AsyncExitStack()
@@ -221,7 +225,7 @@ class Run:
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once, self._outage))
-        channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, *([OUTBOX] if self._broker is not None else [])]
+        channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, STOP, *([OUTBOX] if self._broker is not None else [])]
         self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
 
     def _assemble_stations(self, shared: Shared) -> None:
@@ -247,10 +251,8 @@ class Run:
         self.self_check = SelfCheck(
             self._name, shared, self._settlement, self._broker, self._stopping, lambda: self._rounds
         )
-        listeners = self._on_renewal, self._on_declared_dead
-        self._heartbeat = self.self_check.heartbeat = Heartbeat(
-            shared, self._name, *listeners, self.self_check.condition
-        )
+        listeners = self._on_renewal, self._on_declared_dead, self.self_check.condition, self._on_asked_to_stop
+        self._heartbeat = self.self_check.heartbeat = Heartbeat(shared, self._name, *listeners)
         if self._broker is not None:
             self._held.on_gone = self._broker.deliveries.gone
         self._claimer = Claimer(shared, self._hand_back, self._line, self._gatherer, self._settlement, self._broker)
@@ -318,6 +320,8 @@ class Run:
             self._watching_pauses.wake()
         elif channel == LIMIT:
             self._limiter.hear(payload)
+        elif channel == STOP and payload == str(self._shared.number):
+            self._heartbeat.renew_soon()  # it tells whether that is so
         elif channel == OUTBOX and self._broker is not None:
             self._broker.hear(payload)
         elif payload in self._domains:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Self
@@ -20,11 +21,14 @@ from busload.health.health import Health
 from busload.settings import WorkerSettings
 from busload.sync.bus import SyncCommandBus
 from busload.worker.condition import not_running
-from busload.worker.lifecycle import Run, StoppedEarlyError
+from busload.worker.find_database import StoppedEarlyError
+from busload.worker.lifecycle import Run
 from busload.worker.metrics import metrics_text
 from busload.worker.os_signals import Signals
 from busload.worker.settlement import capacity
 from busload.worker.stats import CoalescerStats, WorkerStats
+
+log = logging.getLogger("busload")
 
 
 class Worker:
@@ -69,6 +73,10 @@ class Worker:
         self._asked = 0
         """How urgently it was asked to stop: 1 with all its grace time, 2 without."""
         self._has_run = False
+        self.asked_to_stop = False
+        """Whether an operator has asked it to stop during its last run: `bus.workers.stop`."""
+        self.on_asked_to_stop: Callable[[], None] = self.stop
+        """What it does then: it stops. It is called once in a run, from another thread."""
         self._left_behind: list[Leased] = []
         self._last_stats = WorkerStats(self.concurrency, CoalescerStats(capacity(self.settings)))
 
@@ -167,6 +175,12 @@ class Worker:
         if self._run is not None:
             self._run.abandon()
 
+    def _heed_request(self) -> None:
+        if not self.asked_to_stop:
+            self.asked_to_stop = True
+            log.info("An operator has asked worker %s to stop", self.name)
+            self.on_asked_to_stop()
+
     async def _run_until_stopped(self, started: asyncio.Future[None] | None = None) -> None:
         with suppress(StoppedEarlyError):
             async with self._running() as run:
@@ -179,8 +193,8 @@ class Worker:
         self._refuse_domains()
         if self._run is not None:
             raise self._refusal()
-        run = self._run = Run(self._bus, self.settings, self.domains, self.name)
-        self._left_behind = []
+        run = self._run = Run(self._bus, self.settings, self.domains, self.name, self._heed_request)
+        self._left_behind, self.asked_to_stop = [], False
         if self._asked:
             run.stop(hurry=self._asked > 1)
         try:

@@ -128,6 +128,8 @@
     begin();
     (document.getElementById("notice") || document.getElementById("main")).focus();
   });
+  const current = document.querySelector(".side [aria-current]");
+  if (current) current.scrollIntoView({ block: "nearest", inline: "center" });  // on a phone it may be out of sight
   window.addEventListener("pagehide", () => { if (source) source.close(); });
   begin();
 })();

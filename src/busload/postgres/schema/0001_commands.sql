@@ -71,7 +71,10 @@ CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
         'PUBLISHED',         -- a broker has confirmed a message about them
         'PUBLISHED_AGAIN',   -- nobody came for them: another message
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
-        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED'));
+        'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED',
+        -- What operators did to something that is neither a command nor a batch: `details` name it.
+        'WORKER_ASKED_TO_STOP', 'DOMAIN_PAUSED', 'DOMAIN_RESUMED', 'LIMIT_RESET', 'BUFFER_FLUSHED',
+        'OUTBOX_RETRIED', 'OUTBOX_REPAIRED', 'JOB_RESUMED', 'JOB_CANCELED'));
 CREATE TABLE busload.event (
     event    bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     type     busload.event_type NOT NULL,
@@ -87,3 +90,5 @@ CREATE TABLE busload.event (
 );
 CREATE INDEX event_of_load  ON busload.event ((lo >> 10)) WHERE lo IS NOT NULL;
 CREATE INDEX event_of_batch ON busload.event (batch_id) WHERE lo IS NULL;
+-- Who did what: the audit of operators.
+CREATE INDEX event_of_operator ON busload.event (at, event) WHERE operator IS NOT NULL;

@@ -28,6 +28,7 @@ CREATE TABLE busload.job (
     CONSTRAINT compensates_or_not CHECK (status <> 'COMPENSATING' OR outcome IS NOT NULL)
 ) WITH (fillfactor = 50);
 CREATE INDEX job_newest ON busload.job (domain, created_at DESC, job_id DESC);
+CREATE INDEX job_created ON busload.job (created_at, job_id);
 CREATE INDEX job_ended  ON busload.job (completed_at, job_id) WHERE completed_at IS NOT NULL;
 CREATE INDEX job_of_batch ON busload.job (batch_id, job_id) WHERE batch_id IS NOT NULL;
 

@@ -61,6 +61,34 @@ CREATE TABLE busload.buffer_archive (
 );
 CREATE INDEX buffer_archive_newest ON busload.buffer_archive (buffer, ended_at DESC);
 
+-- How many events of a buffer wait, counted up to a limit, and since when the oldest of those waits. A table
+-- that is gone, locked or not ours to read is a problem to be told, and no error. PostgreSQL has spelled the
+-- names. The function names everything it calls by its schema, for it runs with the search_path of a session.
+CREATE FUNCTION busload.buffer_depth(
+    of_buffer text, relation text, group_column text, created_column text, most integer,
+    OUT waiting integer, OUT oldest timestamptz, OUT problem text
+) LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF relation IS NULL THEN
+        SELECT pg_catalog.count(*), pg_catalog.min(b.created_at) INTO waiting, oldest
+          FROM (SELECT e.created_at FROM busload.buffered AS e
+                 WHERE e.buffer OPERATOR(pg_catalog.=) of_buffer AND e.group_id IS NULL LIMIT most) AS b;
+    ELSE
+        EXECUTE pg_catalog.format(
+            'SELECT pg_catalog.count(*), pg_catalog.min(b.since)::timestamptz'
+            ' FROM (SELECT e.%s AS since FROM %s AS e WHERE e.%s IS NULL LIMIT $1) AS b',
+            coalesce(created_column, 'created_at'), relation, coalesce(group_column, 'group_id'))
+           INTO waiting, oldest USING most;
+    END IF;
+EXCEPTION
+    WHEN lock_not_available THEN
+        waiting := NULL;
+        problem := 'The table is locked by another transaction, so nothing can be counted until that ends.';
+    WHEN syntax_error_or_access_rule_violation OR invalid_schema_name THEN
+        waiting := NULL;
+        problem := SQLERRM;
+END $$;
+
 -- A decision of an operator about a group holds for its events: they end in the transaction that ends its
 -- command. They are in the table that the command names. If that table is gone, they are in the table that
 -- the buffer is declared to have now, because the table was renamed. While the events may be left in a

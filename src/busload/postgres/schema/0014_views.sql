@@ -224,6 +224,28 @@ SELECT day,
   FROM busload.created_daily
  GROUP BY day;
 
+-- The batches of commands that were created in the last hour: where their commands are now.
+CREATE VIEW busload.batch_recent AS
+SELECT b.domain, b.job_id, o.commands AS pending,
+       b.total_count - b.completed_count - b.failed_count - b.canceled_count
+       - b.in_troubleshooting_count - o.commands - l.commands AS queued,
+       l.commands AS processing,
+       b.completed_count AS completed,
+       b.failed_count + b.canceled_count + b.in_troubleshooting_count AS failed
+  FROM busload.batch AS b
+ CROSS JOIN LATERAL (SELECT coalesce(sum(hi - lo + 1), 0) AS commands
+                       FROM busload.outbox WHERE batch_id = b.batch_id) AS o
+ CROSS JOIN LATERAL (
+        SELECT coalesce(sum(l.open), 0) AS commands
+          FROM (SELECT id >> 10 AS load FROM busload.command
+                 WHERE batch_id = b.batch_id AND id & 1023 = 0 OFFSET 0) AS c
+         CROSS JOIN LATERAL (SELECT open
+                               FROM busload.lease
+                              WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023)
+                             OFFSET 0) AS l) AS l
+ WHERE b.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
+   AND b.batch_type = 'COMMANDS';
+
 -- What was created in the last hour, per job: where its commands are now. Commands without a job are counted
 -- together, those without a batch among them.
 CREATE VIEW busload.dispatch_recent AS
@@ -234,25 +256,7 @@ SELECT domain,
        sum(processing)::bigint AS processing,
        sum(completed)::bigint AS completed,
        sum(failed)::bigint AS failed
-  FROM (SELECT b.domain, b.job_id, o.commands AS pending,
-               b.total_count - b.completed_count - b.failed_count - b.canceled_count
-               - b.in_troubleshooting_count - o.commands - l.commands AS queued,
-               l.commands AS processing,
-               b.completed_count AS completed,
-               b.failed_count + b.canceled_count + b.in_troubleshooting_count AS failed
-          FROM busload.batch AS b
-         CROSS JOIN LATERAL (SELECT coalesce(sum(hi - lo + 1), 0) AS commands
-                               FROM busload.outbox WHERE batch_id = b.batch_id) AS o
-         CROSS JOIN LATERAL (
-                SELECT coalesce(sum(l.open), 0) AS commands
-                  FROM (SELECT id >> 10 AS load FROM busload.command
-                         WHERE batch_id = b.batch_id AND id & 1023 = 0 OFFSET 0) AS c
-                 CROSS JOIN LATERAL (SELECT open
-                                       FROM busload.lease
-                                      WHERE hi BETWEEN c.load << 10 AND (c.load << 10 | 1023)
-                                     OFFSET 0) AS l) AS l
-         WHERE b.created_at > now() - interval '1 hour' AND b.pruned_at IS NULL
-           AND b.batch_type = 'COMMANDS'
+  FROM (SELECT domain, job_id, pending, queued, processing, completed, failed FROM busload.batch_recent
         UNION ALL
         SELECT domain, NULL,
                count(*) FILTER (WHERE status IN ('PENDING_QUEUE', 'PENDING_RETRY')),

@@ -1,0 +1,143 @@
+"""The audit of operators: who did what, when and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from busload.audit.actions import Action, ActionPage, ActionType
+from busload.commands.wording import counted
+from busload.dashboard import asked
+from busload.dashboard.access import Permission
+from busload.dashboard.problem import no_such_page
+from busload.dashboard.render import bus_of, cli, iso, render, short, url
+from busload.dashboard.route import Live, page
+
+LIMIT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which actions are listed: what the address says."""
+
+    domain: str | None
+    operator: str | None
+    action: ActionType | None
+    since: datetime | None
+    until: datetime | None
+    after: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> Filter:
+        return cls(
+            asked.text(request, "domain"),
+            asked.text(request, "operator"),
+            asked.one_of(request, "action", ActionType),
+            asked.moment(request, "since"),
+            asked.moment(request, "until"),
+            asked.text(request, "after"),
+        )
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The filters by their names in the address, which are those of the command line too."""
+        times = {"since": self.since, "until": self.until}
+        return {
+            "operator": self.operator,
+            "action": self.action,
+            "domain": self.domain,
+            **{name: None if time is None else iso(time) for name, time in times.items()},
+        }
+
+    @property
+    def words(self) -> list[str]:
+        given = {f"--{name}": value for name, value in self.names.items() if value is not None}
+        return [word for option, value in given.items() for word in (option, str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An action, and a link to what it was done to."""
+
+    action: Action
+    what: str
+    link: str | None
+
+
+async def _listed(request: Request) -> tuple[Filter, ActionPage]:
+    wanted = Filter.of(request)
+    found = await bus_of(request).audit.list(
+        wanted.domain,
+        operator=wanted.operator,
+        action=wanted.action,
+        since=wanted.since,
+        until=wanted.until,
+        after=wanted.after,
+        limit=LIMIT,
+    )
+    if wanted.after is not None and not found.actions and found.next is None:
+        raise no_such_page()
+    return wanted, found
+
+
+async def list_page(request: Request) -> Response:
+    wanted, found = await _listed(request)
+    return render(
+        request,
+        "audit.html",
+        title="Audit",
+        actions=[_shown(request, action) for action in found.actions],
+        wanted=wanted,
+        given=any(value is not None for value in wanted.names.values()),
+        types=list(ActionType),
+        live=_values(found),
+        first=url(request, "audit", wanted.names) if wanted.after else None,
+        next=url(request, "audit", {**wanted.names, "after": found.next}) if found.next else None,
+        cli=cli("audit", "ls", *wanted.words),
+    )
+
+
+async def live(request: Request) -> Live:
+    return _values((await _listed(request))[1])
+
+
+def _values(found: ActionPage) -> Live:
+    return {"rows": [str(action.event) for action in found.actions]}
+
+
+def _shown(request: Request, action: Action) -> Shown:
+    """What an action was done to, and where to see it."""
+    if action.commands > 1:
+        link = url(request, "batch", batch_id=action.batch_id) if action.batch_id else None
+        return Shown(action, counted(action.commands, "command"), link)
+    if action.command_id is not None and action.domain is not None:
+        link = url(request, "command", domain=action.domain, command_id=action.command_id)
+        return Shown(action, f"command {short(action.command_id)}", link)
+    if action.worker_name is not None:
+        return Shown(action, action.worker_name, url(request, "worker", worker=action.worker))
+    if action.job_id is not None and _is_id(action.job_id):
+        return Shown(action, f"job {short(action.job_id)}", url(request, "job", job_id=action.job_id))
+    if action.batch_id is not None:
+        link = url(request, "batch", batch_id=action.batch_id)
+        return Shown(action, f"batch {short(action.batch_id)}", link if action.domain is not None else None)
+    if action.buffer is not None:
+        return Shown(action, action.buffer, url(request, "buffer", name=action.buffer))
+    if action.type in (ActionType.DOMAIN_PAUSED, ActionType.DOMAIN_RESUMED):
+        return Shown(action, str(action.domain), url(request, "domains"))
+    name = action.limit or action.domain
+    return Shown(action, name or ("a command that was removed" if action.commands else "everything"), None)
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return bool(UUID(text))
+    except ValueError:
+        return False
+
+
+ROUTES = (page("audit", "/audit", list_page, Permission.READ, label="Audit", live=live),)
