@@ -139,6 +139,16 @@ async def test_a_command_shows_its_data_its_attempts_and_its_error(site: httpx.A
     assert f"/batches/{batch_id}" in page.links
 
 
+async def test_a_command_shows_its_headers_and_its_trace(site: httpx.AsyncClient, given: Given) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "tenant": "<b>acme</b>"}
+    page = (await site.get(f"/commands/{DOMAIN}/{await given.sent(headers=headers)}")).text
+    assert f'<span id="trace-id">{trace}</span>' in page and 'data-copy="trace-id"' in page
+    assert "&lt;b&gt;acme&lt;/b&gt;" in page and "<b>acme" not in page
+    plain = (await site.get(f"/commands/{DOMAIN}/{await given.sent()}")).text
+    assert "Headers</h2>" not in plain and "trace-id" not in plain
+
+
 async def test_a_command_of_another_domain_links_to_its_batch(site: httpx.AsyncClient, bus: CommandBus) -> None:
     batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Push", data=1, domain="crm")])
     [command] = await bus.list_commands("crm")

@@ -46,8 +46,13 @@ def _trace_id(what: Attempt) -> str | None:
     """The trace of this moment or, in a process without OpenTelemetry, the trace that the command was sent in."""
     spans = sys.modules.get("busload.telemetry.opentelemetry")
     here: str | None = None if spans is None else spans.trace_id_here()
-    found = TRACEPARENT.match(what.traceparent() or "") if here is None else None
-    return found[1] if found else here
+    return trace_id_of(what.traceparent()) if here is None else here
+
+
+def trace_id_of(traceparent: str | None) -> str | None:
+    """The id of the trace that a header names, as W3C writes it; None if it names none."""
+    found = TRACEPARENT.match(traceparent or "")
+    return found[1] if found else None
 
 
 def set_up_logging(level: str, *, as_json: bool) -> None:

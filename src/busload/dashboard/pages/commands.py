@@ -33,6 +33,7 @@ from busload.dashboard.render import (
 )
 from busload.dashboard.route import Live, action, page
 from busload.errors import CommandNotFoundError
+from busload.telemetry.logs import trace_id_of
 from busload.troubleshooting.selection import Cause, Selection
 
 LIMIT = 50
@@ -158,6 +159,8 @@ async def show(request: Request, notice: str | None = None) -> Response:
         timeline=[_shown(request, step) for step in steps(trail)],
         data=tree(request, command.data),
         result=tree(request, command.result),
+        headers=tree(request, command.headers),
+        trace_id=trace_id_of((command.headers or {}).get("traceparent")),
         sees=sees_payloads(request),
         ended=command.status in ENDED,
         troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
