@@ -12,7 +12,7 @@ import pytest
 from markupsafe import Markup
 
 import busload.dashboard
-from busload.dashboard.pages.overview import Rates
+from busload.health.overview import Rates
 from busload.dashboard.render import MASKED, masked, prose
 from busload.health.overview import Overview
 

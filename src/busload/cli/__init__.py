@@ -35,6 +35,7 @@ NOUNS = {
     "prune": "Remove what ended long ago, or move it to the archive.",
     "schema": "Bring a database up to this release.",
     "send": "Send a command.",
+    "top": "Watch rates, domains, batches, causes and workers live at a terminal.",
     "trace": "Draw every attempt at a task, by its key.",
     "tracker": "Follow tasks that other queues run.",
     "troubleshooting": "Resolve what waits for a person.",

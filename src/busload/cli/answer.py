@@ -91,13 +91,14 @@ def about(noun: Noun, **how: bool) -> Callable[[Command], Command]:
 
 
 @contextmanager
-def open_bus(*, transport: bool = False, check: bool = True) -> Iterator[SyncCommandBus]:
+def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> Iterator[SyncCommandBus]:
     """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once.
 
     Only a command that publishes needs the `transport`: others work though its URL cannot be used. Without `check`, the
     bus is there though its server may be away, which is then waited for as long as `--wait` says.
+    `changed` are settings that differ from those of other commands.
     """
-    settings = Settings() if transport else replace(Settings(), transport_url=None)
+    settings = replace(Settings(), **changed) if transport else replace(Settings(), transport_url=None, **changed)
     if settings.database_url is not None:
         with SyncCommandBus(settings.database_url, settings=settings).open(wait=None) as bus:
             wait = click.get_current_context().meta.get(WAIT, 0.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from busload.health.facts import ONE_MOMENT
@@ -13,6 +14,9 @@ from busload.postgres.plan import Plan, Script, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
+
+WINDOW = timedelta(seconds=15)
+"""Rates are over so much time, or a little more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,24 @@ def overview() -> Plan[Overview]:
     [found] = yield from execute(SQL.totals)
     totals: list[Any] = [*found, tuple((yield from pause.domains()))]
     return Overview(*totals)
+
+
+class Rates:
+    """Makes rates of counts that only grow, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Overview] = deque()
+
+    def of(self, now: Overview) -> tuple[float, float] | None:
+        """Commands sent and attempts ended per second; None if nobody looked before."""
+        if self._seen and (now.sent < self._seen[-1].sent or now.attempts < self._seen[-1].attempts):
+            self._seen.clear()  # PostgreSQL has begun to count again
+        if not self._seen or now.at > self._seen[-1].at:
+            self._seen.append(now)
+        while len(self._seen) > 2 and now.at - self._seen[1].at >= WINDOW:
+            self._seen.popleft()
+        first = self._seen[0]
+        seconds = (now.at - first.at).total_seconds()
+        if seconds < 1:
+            return None
+        return (now.sent - first.sent) / seconds, (now.attempts - first.attempts) / seconds

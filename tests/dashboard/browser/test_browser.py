@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +15,7 @@ from tests.dashboard.browser.conftest import PATIENCE, OpenWindow
 from tests.dashboard.hostile import HOSTILE
 from tests.given import DOMAIN, Given
 
-AXE = (Path(__file__).parent / "axe.min.js").read_text()
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text()
 RULES = {
     "light": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
     "dark": ["color-contrast"],  # only colours differ

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,10 +11,7 @@ from busload.dashboard.access import Permission
 from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
 from busload.health.health import Health, HealthReason
-from busload.health.overview import Overview
-
-WINDOW = timedelta(seconds=15)
-"""Rates are over so much time, or a little more."""
+from busload.health.overview import Overview, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +50,6 @@ class Seen:
             for name in ("ready", "scheduled", "running", "in_troubleshooting", "unpublished", "workers"):
                 values[f"{domain.domain}.{name}"] = number(getattr(domain, name))
         return values
-
-
-class Rates:
-    """Makes rates of counts that only grow, over the last seconds."""
-
-    def __init__(self) -> None:
-        self._seen: deque[Overview] = deque()
-
-    def of(self, now: Overview) -> tuple[float, float] | None:
-        if self._seen and (now.sent < self._seen[-1].sent or now.attempts < self._seen[-1].attempts):
-            self._seen.clear()  # PostgreSQL has begun to count again
-        if not self._seen or now.at > self._seen[-1].at:
-            self._seen.append(now)
-        while len(self._seen) > 2 and now.at - self._seen[1].at >= WINDOW:
-            self._seen.popleft()
-        first = self._seen[0]
-        seconds = (now.at - first.at).total_seconds()
-        if seconds < 1:
-            return None
-        return (now.sent - first.sent) / seconds, (now.attempts - first.attempts) / seconds
 
 
 async def _see(request: Request) -> Seen:
