@@ -12,9 +12,8 @@ import pytest
 from markupsafe import Markup
 
 import busload.dashboard
-from busload.health.overview import Rates
 from busload.dashboard.render import MASKED, masked, prose
-from busload.health.overview import Overview
+from busload.health.overview import Overview, Rates
 
 FOLDER = Path(busload.dashboard.__file__).parent
 OURS = [path for path in FOLDER.rglob("*") if path.suffix in (".html", ".js", ".py") and ".min." not in path.name]
