@@ -45,6 +45,8 @@ def test_a_batch_has_the_thirteen_fields_that_were_promised_its_place_in_a_job_a
         "fair_by",
         "headers",
         "batch_type",
+        "callback_id",
+        "callback_type",
         "forecast",
     ]
 

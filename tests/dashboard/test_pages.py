@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import datetime, timedelta
 from html.parser import HTMLParser
 from typing import Any
+from urllib.parse import quote
 from uuid import UUID
 
 import httpx
@@ -15,10 +16,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Settings
+from busload.batches.guards import FailureBudget
 from busload.commands.command import Command
 from busload.dashboard import Role, app
 from busload.dashboard.app import ROUTES, TIME_LIMIT
-from busload.errors import InvalidOperationError
+from busload.errors import InvalidCommandError, InvalidOperationError
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, client, known_users, signed_in
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
@@ -114,6 +116,45 @@ async def test_batches_are_filtered_and_paged(site: httpx.AsyncClient, given: Gi
     second = await seen(site, next_page)
     rows = [attrs["data-row"] for page in (first, second) for _, attrs in page.tags if "data-row" in attrs]
     assert len(rows) == len(set(rows)) == 53
+
+
+async def test_batches_are_filtered_by_the_time_of_their_creation(
+    site: httpx.AsyncClient, given: Given, bus: CommandBus
+) -> None:
+    first, second = [await given.batch(name=name) for name in ("January", "February")]
+    between = (await given.batch_now(second)).created_at
+    at = quote(between.isoformat())
+    assert [name in (await seen(site, f"/batches?since={at}")).words for name in ("January", "February")] == [0, 1]
+    assert [name in (await seen(site, f"/batches?until={at}")).words for name in ("January", "February")] == [1, 0]
+    assert f"--until {between.isoformat(timespec='milliseconds')}" in (await seen(site, f"/batches?until={at}")).words
+    assert [batch.batch_id for batch in await bus.list_batches(DOMAIN, created_before=between)] == [first]
+    assert "is no time" in (await seen(site, "/batches?since=yesterday", 400)).words
+    with pytest.raises(InvalidCommandError, match="NAIVE_DATETIME at /created_after"):
+        await bus.list_batches(DOMAIN, created_after=datetime(2030, 1, 1))
+
+
+async def test_a_batch_shows_its_callback_and_where_it_is(site: httpx.AsyncClient, given: Given) -> None:
+    given.handler()
+    given.handler("Report")
+    batch_id = await given.batch(on_complete=BatchCommand("Report"))
+    assert "Callback Report is sent when the batch completes" in (await seen(site, f"/batches/{batch_id}")).words
+    await given.drained()
+    callback = (await given.batch_now(batch_id)).callback_id
+    page = await seen(site, f"/batches/{batch_id}")
+    assert f"/commands/{DOMAIN}/{callback}" in page.links and "Report Completed" in page.words
+
+
+async def test_a_held_batch_is_resumed_with_another_budget(
+    site: httpx.AsyncClient, given: Given, bus: CommandBus
+) -> None:
+    batch_id = await given.batch(10, budget=FailureBudget(0.1))
+    await bus.hold_batch(DOMAIN, batch_id, reason="look", operator="ada")
+    for wrong in ({"budget": "0"}, {"budget": "101"}, {"budget": "x"}, {"budget": "1", "at_least": "x"}):
+        await acted(site, f"/batches/{batch_id}/resume", 400, **wrong)
+    assert (await given.batch_now(batch_id)).held_at is not None
+    page = await acted(site, f"/batches/{batch_id}/resume", budget="50", at_least="")
+    assert "It has the new failure budget." in page.words and "0 of 5 used" in page.words
+    assert (await given.batch_now(batch_id)).failure_budget == 5
 
 
 async def test_a_batch_shows_its_counters_its_story_and_its_commands(

@@ -111,6 +111,9 @@ class BatchMetadata:
     """What all its commands have among their headers."""
     batch_type: BatchType = BatchType.COMMANDS
     """What it counts: commands or, if `bus.jobs.create_batch` created it, jobs."""
+    callback_id: UUID | None = None
+    """The command that is sent, in the same domain, when it completes; None if `on_complete` is no command."""
+    callback_type: str | None = None
     forecast: Forecast | None = field(default=None, compare=False)
     """When it will be done; None if it has ended, is a batch of jobs, or nobody asked.
 
@@ -151,10 +154,13 @@ def list_batches(
     job_id: JobId | None = None,
     batch_type: BatchType | None = None,
     name: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
     forecast: bool = False,
 ) -> Plan[list[BatchMetadata]]:
     kinds = {"status": status and status.value, "batch_type": batch_type and batch_type.value, "name": name}
     page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after, "forecast": forecast, **kinds}
+    page |= {"created_after": created_after, "created_before": created_before}
     if job_id is not None:
         return many(_batch_with_forecast, SQL.batches_of_job, job_id=str(job_id_of(job_id)), domain=domain, **page)
     if domain is None:
@@ -167,8 +173,9 @@ def existing_batches(batch_ids: Sequence[UUID]) -> Plan[list[BatchMetadata]]:
 
 
 def _batch(*row: Any) -> BatchMetadata:
-    batch_id, domain, name, custom_data, status, *others, headers, batch_type = row
-    others += [decode_headers(headers), BatchType(batch_type)]
+    *columns, headers, batch_type, callback_id, callback_type = row
+    batch_id, domain, name, custom_data, status, *others = columns
+    others += [decode_headers(headers), BatchType(batch_type), callback_id, callback_type]
     batch = BatchMetadata(batch_id, domain, name, readable(custom_data), BatchStatus(status), *others)
     if batch.job_id is None and batch.stage is None:
         return batch

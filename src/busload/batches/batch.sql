@@ -12,7 +12,8 @@ batch_id, domain, name, custom_data::text, status, total_count, completed_count,
             THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
                    WHERE c.batch_id = batch.batch_id)
             ELSE failed_count + in_troubleshooting_count - budget_from
-       END, fair_by, headers::text, batch_type
+       END, fair_by, headers::text, batch_type,
+       (on_complete ->> 'command_id')::uuid, on_complete ->> 'command_type'
 
 -- fragment: listed_batch
 -- With what a forecast of it needs to know, if that is asked for.
@@ -23,6 +24,8 @@ SELECT {columns}, CASE WHEN %(forecast)s::boolean THEN busload.outlook(batch)::t
 AND (%(status)s::text IS NULL OR status = %(status)s::text)
 AND (%(batch_type)s::text IS NULL OR batch_type = %(batch_type)s::text)
 AND (%(name)s::text IS NULL OR strpos(lower(name), lower(%(name)s::text)) > 0)
+AND (%(created_after)s::timestamptz IS NULL OR created_at >= %(created_after)s::timestamptz)
+AND (%(created_before)s::timestamptz IS NULL OR created_at < %(created_before)s::timestamptz)
 AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
      (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
 ORDER BY created_at DESC, batch_id DESC

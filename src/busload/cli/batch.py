@@ -40,7 +40,7 @@ BATCH = View[BatchMetadata](
     "batch=batch_id domain name type=batch_type custom_data headers job=job_id stage fair_by status total=total_count"
     " completed=completed_count failed=failed_count canceled=canceled_count in_troubleshooting=in_troubleshooting_count"
     " remaining=remaining_count created=created_at started=started_at completed_at"
-    " expires=expires_at held=held_at held_reason held_by held_note"
+    " expires=expires_at callback=callback_id callback_type held=held_at held_reason held_by held_note"
     " canary=canary_count canary_until canary_ended=canary_ended_at failure_budget failure_budget_used"
     " rate done forecast",
     {
@@ -73,6 +73,8 @@ batch = noun("batch", "ls --status IN_PROGRESS", "watch 0198c5d2-7f3a")
 )
 @click.option("--job", metavar="ID", help="Only batches of this job: a UUID, its beginning, or an id of your own.")
 @click.option("--name", metavar="TEXT", help="Only batches in whose name this text occurs; capitals do not matter.")
+@options.moment("--since", "created_after", "Only batches that were created then or later: a time, or 2h ago.")
+@options.moment("--until", "created_before", "Only batches that were created earlier than that.")
 @options.page(20)
 @answers
 def ls(
@@ -89,7 +91,7 @@ def ls(
     busload batch ls --domain payments --status IN_PROGRESS --limit 5
     busload batch ls --job 0198c5d2-7f3a
     busload batch ls --type JOBS
-    busload batch ls --name invoices
+    busload batch ls --name invoices --since 2d
     busload batch ls --json | jq -r '.[].batch_id'
     """
     job_id = None if job is None else job_of_batches(bus, job, page["domain"])

@@ -70,9 +70,10 @@ class _WithUser(WithVerbs):
 @click.option(
     "--mask", multiple=True, metavar="PATTERN", help="Hide values of keys like this, such as *iban*; repeat it."
 )
+@click.option("--allow-create", "create", is_flag=True, help="Let operators create batches by a form.")
 @click.option("--title", default="busload", help="What the pages are called, to tell several dashboards apart.")
 def dashboard(
-    host: str, port: int, hosts: tuple[str, ...], hide_payloads: bool, mask: tuple[str, ...], title: str
+    host: str, port: int, hosts: tuple[str, ...], hide_payloads: bool, mask: tuple[str, ...], create: bool, title: str
 ) -> None:
     """Serve the dashboard to a browser, and make its users.
 
@@ -102,6 +103,7 @@ def dashboard(
             hide_payloads=hide_payloads,
             mask=(*MASK, *mask),
             title=title,
+            create=create,
         )
     except ValueError as error:
         raise WrongInputError(str(error)) from None

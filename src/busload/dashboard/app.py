@@ -30,6 +30,7 @@ from busload.dashboard.pages import (
     jobs,
     limits,
     metrics,
+    new_batch,
     overview,
     retention,
     troubleshooting,
@@ -86,6 +87,7 @@ def app(
     hide_payloads: bool = False,
     mask: Sequence[str] = MASK,
     title: str = "busload",
+    create: bool = False,
     routes: Sequence[Route] = ROUTES,
 ) -> Starlette:
     """The dashboard of a bus: an ASGI application to be served by itself, or mounted at any path of another one.
@@ -94,12 +96,13 @@ def app(
     coroutine. Without it, the users of BUSLOAD_DASHBOARD_USERS sign in; if there are none, only people on this
     machine are served, as operators. `hosts` are the names under which the dashboard may be called. With
     `hide_payloads` readers see no data, results or error texts. Nobody sees the values of keys that match a pattern
-    of `mask`. `title` tells several dashboards apart.
+    of `mask`. `title` tells several dashboards apart. With `create` operators may create batches by a form.
 
     The bus is opened with the application if it is not open, and closed only if the application has opened it. Where
     the dashboard is mounted, the outer application opens the bus.
     """
     authenticate = authenticate or Users.read(from_environment("BUSLOAD_DASHBOARD_USERS") or "")
+    routes = [*(new_batch.ROUTES if create else ()), *routes]
     named = {route.name: route for route in routes}
     if len(named) < len(routes):
         raise ValueError("Several routes have the same name.")
@@ -125,6 +128,7 @@ def app(
         authenticate=authenticate,
         local=guard.local_principal(_user_here()),
         asks=isinstance(authenticate, Users),
+        bodies={route.path: route.most_body for route in routes if route.most_body is not None},
     )
     served = Starlette(
         routes=[one for route in routes for one in _served(route, feeds)],

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from starlette.requests import Request
 
+from busload.batches.guards import FailureBudget
 from busload.dashboard.problem import Problem, wrong_input
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -72,6 +73,20 @@ def required(fields: Mapping[str, str], name: str) -> str:
     if not fields.get(name):
         raise wrong_input(f"The field {name} is empty. Nothing was done.", f"Fill in {name}: the audit trail keeps it.")
     return fields[name]
+
+
+def budget(fields: Mapping[str, str]) -> FailureBudget | None:
+    """A failure budget: a share in percent, and how many may fail in any case; None if no share is given."""
+    if not fields.get("budget"):
+        return None
+    try:
+        share = float(fields["budget"]) / 100
+    except ValueError:
+        raise wrong_input(
+            f"The failure budget is {fields['budget']!r:.80}. Nothing was done.",
+            "Use a number of percent, such as 2.5.",
+        ) from None
+    return FailureBudget(share, whole_number({"at_least": "0", **{k: v for k, v in fields.items() if v}}, "at_least"))
 
 
 def whole_number(fields: Mapping[str, str], name: str) -> int:

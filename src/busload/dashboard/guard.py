@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,8 +39,16 @@ class Guard:
     """Lets a request through if its Host is known, its sender too, and it is no forgery of another site."""
 
     def __init__(
-        self, app: ASGIApp, *, hosts: Sequence[str], authenticate: Authenticate | None, local: Principal, asks: bool
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Sequence[str],
+        authenticate: Authenticate | None,
+        local: Principal,
+        asks: bool,
+        bodies: Mapping[str, int],
     ) -> None:
+        self._bodies = bodies  # how large forms may be, by path, where that is more than usual
         self._app, self._authenticate, self._local, self._asks = app, authenticate, local, asks
         self._hosts = {host.lower() for host in hosts}
 
@@ -61,7 +69,8 @@ class Guard:
             self._check_host(request)
             scope.setdefault("state", {})["principal"] = await self._principal(request)
             self._check_origin(request)
-            body = _Body(receive)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            body = _Body(receive, self._bodies.get(path, MOST_BODY))
             body.refuse_large(request.headers.get("content-length"))
             await self._app(scope, body.receive, send_with_headers)
         except Problem as problem:
@@ -126,8 +135,8 @@ class Guard:
 class _Body:
     """A body that is refused as soon as it is too large."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._size = receive, 0
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._size, self._most = receive, 0, most
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -137,11 +146,11 @@ class _Body:
         return message
 
     def refuse_large(self, size: str | None) -> None:
-        if size is not None and (not size.isdecimal() or int(size) > MOST_BODY):
+        if size is not None and (not size.isdecimal() or int(size) > self._most):
             raise Problem(
                 413,
                 "Too much",
-                f"The form holds more than {MOST_BODY // 1024} KiB, so it was not read.",
+                f"The form holds more than {self._most // 1024:,} KiB, so it was not read.",
                 "Send less, or use the command line, which takes text from files.",
             )
 

@@ -33,6 +33,8 @@ class Route:
     """What the navigation calls it; None if it is not there."""
     live: ReadLive | None = None
     """Reads the live values of a page: its URL and `/live` streams them."""
+    most_body: int | None = None
+    """Bytes that its form may have, if they are more than usual."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.permission, Permission):
@@ -54,9 +56,9 @@ def page(
     return Route(name, path, handler, permission, "GET", label, live)
 
 
-def action(name: str, path: str, handler: Handler, permission: Permission) -> Route:
+def action(name: str, path: str, handler: Handler, permission: Permission, *, most_body: int | None = None) -> Route:
     """An action: it changes something, and answers with the page that shows what.
 
     Its path is that of its page, a slash and a verb.
     """
-    return Route(name, path, handler, permission, "POST")
+    return Route(name, path, handler, permission, "POST", most_body=most_body)

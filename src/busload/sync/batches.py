@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -20,7 +21,7 @@ from busload.batches.batch import (
 from busload.batches.guards import FailureBudget
 from busload.batches.reprioritize import reprioritize
 from busload.commands import search
-from busload.commands.checks import check, choice, given
+from busload.commands.checks import check, choice, given, refuse, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
 from busload.commands.send import Via
@@ -51,6 +52,8 @@ class BatchVerbs:
         job_id: JobId | None = None,
         batch_type: BatchType | BatchTypeName | None = None,
         name: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
         limit: int = 100,
         offset: int = 0,
         after: UUID | None = None,
@@ -59,18 +62,21 @@ class BatchVerbs:
         """The batches of a domain, or of all domains if it is None, newest first.
 
         All of them, or those of one `status`, one `job_id` or one `batch_type`, or in whose name the text `name`
-        occurs; capitals do not matter. `after`, the last batch of the page before, pages without drift while batches
+        occurs; capitals do not matter; or those created at `created_after` or later, and earlier than
+        `created_before`. `after`, the last batch of the page before, pages without drift while batches
         are created; `offset` does not. With `forecast` each batch that has not ended comes with one, which costs a few
         more reads for each.
         """
         page: dict[str, Any] = {"limit": limit, "offset": offset, "after": after}
         about: dict[str, Any] = {"name": name, "forecast": forecast}
         check(self._limits, writes=False, **given(domain=domain, job_of_batch=job_id), **about, **page)
+        times: dict[str, Any] = {"created_after": created_after, "created_before": created_before}
+        refuse([problem for name, time in given(**times).items() for problem in wrong_time(time, name)], writes=False)
         kinds: dict[str, Any] = {
             "status": choice(BatchStatus, status),
             "batch_type": choice(BatchType, batch_type, "batch_type"),
         }
-        plan = list_batches(domain, job_id=job_id, **about, **kinds, **page)
+        plan = list_batches(domain, job_id=job_id, **about, **kinds, **times, **page)
         return self.database.read(plan)
 
     def list_batch_commands(

@@ -79,7 +79,7 @@ async def serving(served: Starlette) -> AsyncIterator[str]:
 async def window(bus: CommandBus, browser: Browser) -> AsyncIterator[OpenWindow]:
     """Opens a browser's window on the dashboard of the test's bus. Nothing may go wrong in it."""
     async with AsyncExitStack() as stack:
-        base = await stack.enter_async_context(serving(app(bus)))
+        base = await stack.enter_async_context(serving(app(bus, create=True)))
         windows: list[tuple[Window, BrowserContext]] = []
 
         async def open_one(**options: object) -> Window:

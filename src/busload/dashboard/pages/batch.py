@@ -62,12 +62,14 @@ async def show(request: Request, notice: str | None = None) -> Response:
     domain, batch_id = batch.domain, batch.batch_id
     trail = await bus.get_batch_audit_trail(domain, batch_id)
     commands = await bus.list_commands(batch_id=batch_id, status=chosen, limit=COMMANDS, after=after)
+    callback = None if batch.callback_id is None else await bus.get_command(domain, batch.callback_id)
     return render(
         request,
         "batch.html",
         title=batch.name or str(batch_id),
         batch=batch,
         timeline=_timeline(batch, trail),
+        callback=callback,
         custom_data=tree(request, batch.custom_data),
         commands=commands.commands,
         sees=sees_payloads(request),
@@ -134,9 +136,11 @@ async def hold(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    await asked.form(request)
-    resumed = await bus_of(request).resume_batch(*await _named(request), operator=principal_of(request).name)
-    return await show(request, "Resumed." if resumed else "It was not held.")
+    """Let a held batch go on, with another failure budget if one is given."""
+    budget, operator = asked.budget(await asked.form(request)), principal_of(request).name
+    resumed = await bus_of(request).resume_batch(*await _named(request), operator=operator, budget=budget)
+    changed = "" if budget is None else " It has the new failure budget."
+    return await show(request, f"Resumed.{changed}" if resumed else "It was not held.")
 
 
 async def reprioritize(request: Request) -> Response:

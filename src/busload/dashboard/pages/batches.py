@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from busload.batches.batch import BatchMetadata, BatchStatus, BatchType
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import no_such_page
-from busload.dashboard.render import bus_of, cli, number, render, url, words
+from busload.dashboard.render import bus_of, cli, dashboard_of, iso, number, render, url, words
 from busload.dashboard.route import Live, page
 
 LIMIT = 50
@@ -29,6 +30,8 @@ class Filter:
     status: BatchStatus | None
     batch_type: BatchType | None
     name: str | None
+    created_after: datetime | None
+    created_before: datetime | None
     after: UUID | None
 
     @classmethod
@@ -38,18 +41,30 @@ class Filter:
             asked.one_of(request, "status", BatchStatus),
             asked.one_of(request, "type", BatchType),
             asked.text(request, "name"),
+            asked.moment(request, "since"),
+            asked.moment(request, "until"),
             asked.id_of(request, "after"),
         )
 
     def query(self, after: UUID | None = None) -> dict[str, Any]:
-        kinds = {"status": self.status, "type": self.batch_type}
-        return {"domain": self.domain, **kinds, "name": self.name, "after": after}
+        return {**self.names, "after": after}
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The filters by their names in the address, which are those of the command line too."""
+        times = {"since": self.created_after, "until": self.created_before}
+        return {
+            "domain": self.domain,
+            "status": self.status,
+            "type": self.batch_type,
+            "name": self.name,
+            **{name: None if time is None else iso(time) for name, time in times.items()},
+        }
 
     @property
     def words(self) -> list[str]:
         """The options of the command line that mean the same."""
-        options = {"--domain": self.domain, "--status": self.status, "--type": self.batch_type, "--name": self.name}
-        return [word for option, value in options.items() if value for word in (option, str(value))]
+        return [word for name, value in self.names.items() if value for word in (f"--{name}", str(value))]
 
 
 async def _listed(request: Request) -> tuple[Filter, list[BatchMetadata]]:
@@ -60,6 +75,8 @@ async def _listed(request: Request) -> tuple[Filter, list[BatchMetadata]]:
         status=wanted.status,
         batch_type=wanted.batch_type,
         name=wanted.name,
+        created_after=wanted.created_after,
+        created_before=wanted.created_before,
         after=wanted.after,
         limit=LIMIT + 1,
         forecast=True,
@@ -78,6 +95,8 @@ async def list_page(request: Request) -> Response:
         title="Batches",
         batches=shown,
         wanted=wanted,
+        given=any(wanted.names.values()),
+        creates="batch.new" in dashboard_of(request).routes,
         statuses=list(BatchStatus),
         types=list(BatchType),
         live=_values(shown),

@@ -109,6 +109,12 @@
     for (const box of event.target.form.querySelectorAll("input[name=command]")) box.checked = event.target.checked;
   });
 
+  document.addEventListener("change", async (event) => {
+    const input = event.target;
+    if (!input.dataset.into || !input.files.length) return;
+    document.getElementById(input.dataset.into).value = await input.files[0].text();
+  });
+
   // -- begin, and begin again with what an action has brought ------------------------------------------------------------
 
   function begin() {
