@@ -12,9 +12,10 @@ from playwright.async_api import Page, expect
 
 from busload import BatchCommand, BusinessRuleError, CommandBus, HandlerContext, PermanentCommandError
 from busload.commands.command import Command
+from busload.dashboard.pages import overview
 from tests.dashboard.browser.conftest import PATIENCE, OpenWindow
 from tests.dashboard.hostile import HOSTILE
-from tests.given import DOMAIN, Given
+from tests.given import DOMAIN, Database, Given
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text()
 RULES = {
@@ -34,6 +35,36 @@ async def test_numbers_and_bars_follow_the_database(window: OpenWindow, given: G
     await expect(completed).to_have_text("3")
     await expect(bar).to_have_attribute("width", "75.000")
     await expect(page.locator("svg.bar")).to_have_attribute("aria-label", "75 % of 4 ended: 3 completed")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_charts_follow_the_database_and_do_not_move_the_page(
+    window: OpenWindow, database: Database, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(overview, "AGE", 0.0)
+    opened = await window(color_scheme=scheme)
+    page = await opened.open("/")
+    await expect(page.locator("#feed")).to_have_text("live")
+    await expect(page.locator(".chart canvas")).to_have_count(4)
+    drawn = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((n, i) => i % 4 == 3 && n)"
+    assert all([await canvas.evaluate(drawn) for canvas in await page.locator(".chart canvas").all()])
+    places = "() => [...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().toJSON())"
+    before = await page.evaluate(places)
+    database.rows(
+        "INSERT INTO busload.statistics (at, domain, completed, retried)"
+        " VALUES (date_trunc('minute', now()) - interval '5 minutes', 'payments', 7200, 600)"
+    )
+    summary = page.locator('[data-live="chart.rates"]')
+    await expect(summary).to_contain_text("ended 0/s, at most 120/s")
+    await expect(page.locator('[data-live="chart.failures"]')).to_contain_text("tried again 0/s, at most 10/s")
+    await page.locator(".chart").first.hover()
+    await expect(page.locator(".u-legend").first).to_contain_text("ended")
+    assert await page.evaluate(places) == before
+    await page.reload()
+    await page.get_by_text("As a table").click()
+    await page.get_by_role("cell", name="120/s").first.wait_for()
+    assert await page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--running')")
+    assert opened.wrong == []  # no style or script that the policy forbids among it
 
 
 async def test_new_rows_are_offered_and_do_not_move_the_page(window: OpenWindow, given: Given) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.charts import CHARTS, Drawing, Last, draw
 from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
 from busload.health.health import Health, HealthReason
 from busload.health.overview import Overview, Rates
+from busload.statistics.statistics import Point
+
+AGE = 5.0
+"""Seconds for which points are good enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class Seen:
     health: Health
     rates: tuple[float, float] | None
     """Commands sent and attempts ended per second; None if nobody looked before."""
+    drawing: Drawing
 
     @property
     def live(self) -> Live:
@@ -49,14 +58,25 @@ class Seen:
         for domain in now.domains:
             for name in ("ready", "scheduled", "running", "in_troubleshooting", "unpublished", "workers"):
                 values[f"{domain.domain}.{name}"] = number(getattr(domain, name))
-        return values
+        return {**values, **self.drawing.live}
 
 
 async def _see(request: Request) -> Seen:
-    bus = bus_of(request)
+    bus, last = bus_of(request), asked.one_of(request, "last", Last) or Last.HOUR
     overview = await bus.overview()
     rates: Rates = dashboard_of(request).memory.setdefault("rates", Rates())
-    return Seen(overview, await bus.health(timeout=4), rates.of(overview))
+    drawing = draw(await _points(request, last), overview, last.step)
+    return Seen(overview, await bus.health(timeout=4), rates.of(overview), drawing)
+
+
+async def _points(request: Request, last: Last) -> list[Point]:
+    """Points of the charts. Workers tell of them every few seconds, so nobody asks more often."""
+    known: dict[Last, tuple[float, list[Point]]] = dashboard_of(request).memory.setdefault("points", {})
+    until, points = known.get(last, (0.0, []))
+    if (now := time.monotonic()) >= until:
+        points = await bus_of(request).statistics.series(last=last.covers, step=last.step)
+        known[last] = now + AGE, points
+    return points
 
 
 async def show(request: Request) -> Response:
@@ -68,6 +88,11 @@ async def show(request: Request) -> Response:
         seen=seen,
         live=seen.live,
         key=_key,
+        charts=CHARTS,
+        drawing=seen.drawing,
+        lines=lambda chart: msgspec.json.encode(chart.lines).decode(),
+        lasts=list(Last),
+        last=asked.one_of(request, "last", Last) or Last.HOUR,
         cli=cli("health"),
     )
 

@@ -68,6 +68,7 @@
       feedState.dataset.state = "live";
       for (const [key, value] of Object.entries(values)) {
         if (key === "rows") showChanges(value);
+        else if (key === "chart") document.dispatchEvent(new CustomEvent("busload:value", { detail: { key, value } }));
         else for (const show of followers.get(key) || []) show(String(value));
       }
     });
