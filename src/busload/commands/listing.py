@@ -20,6 +20,9 @@ SQL = statements(__name__)
 MOST_EXAMINED = 20_000
 """Commands that a page looks at, at most."""
 
+MOST_TEXTS = 5_000
+"""Commands that a page looks at whose errors it has to read."""
+
 NEWEST = 2**63 - 1
 """Where the first page begins."""
 
@@ -101,17 +104,20 @@ def _statement(status: CommandStatus | None, wanted: CommandFilter) -> bytes:
         return SQL.of_task
     if wanted.get("batch_id") is not None:
         return SQL.of_batch
-    return SQL.any if status is None else PLACES.get(status, SQL.any)
+    if status in PLACES:
+        return PLACES[status]
+    return SQL.any if wanted.get("error") is None else SQL.failing
 
 
 def _page(statement: bytes, filters: dict[str, Any], limit: int, after: int) -> Plan[CommandPage]:
-    rows = yield from execute(statement, **filters, limit=limit, after=after, most=MOST_EXAMINED)
+    most = MOST_EXAMINED if filters["error"] is None else min(MOST_EXAMINED, MOST_TEXTS)
+    rows = yield from execute(statement, **filters, limit=limit, after=after, most=most)
     *_, examined, last, newest = rows[0]
     found = [(id, command_of_row(*row)) for *row, id, _, _, _ in rows if id is not None]
     begin = None
     if len(found) == limit:
         begin = found[-1][0] if found else after
-    elif examined == MOST_EXAMINED and not _is_past(newest, filters["created_after"]):
+    elif examined == most and not _is_past(newest, filters["created_after"]):
         begin = last
     return CommandPage(tuple(command for _, command in found), None if begin is None else str(begin))
 

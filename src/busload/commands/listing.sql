@@ -25,20 +25,20 @@ found AS MATERIALIZED (
                                    AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
                                 OFFSET 0)
            THEN false
-           WHEN %(error)s::text IS NOT NULL
-                AND NOT EXISTS (SELECT FROM busload.execution AS x
-                                 WHERE x.command = c.id AND x.outcome <> 'COMPLETED' OFFSET 0)
-                AND NOT EXISTS (SELECT FROM busload.troubleshooting AS t WHERE t.command = c.id OFFSET 0)
+           WHEN %(error)s::text IS NOT NULL   -- the same error as that of busload.command_status
+                AND NOT EXISTS (
+                    SELECT
+                      FROM (SELECT coalesce((SELECT t.error FROM busload.troubleshooting AS t
+                                              WHERE t.command = c.id),
+                                            (SELECT x.details FROM busload.execution AS x
+                                              WHERE x.command = c.id AND x.outcome <> 'COMPLETED'
+                                              ORDER BY x.attempt DESC LIMIT 1)) AS error OFFSET 0) AS last
+                     WHERE strpos(lower(concat_ws(' ', error ->> 'type', error ->> 'code',
+                                                  error ->> 'message')), lower(%(error)s::text)) > 0)
            THEN false
-           ELSE EXISTS (
-               SELECT
-                 FROM busload.command_status AS s
-                WHERE s.id = c.id
-                  AND (%(status)s::text IS NULL OR s.status = %(status)s::text)
-                  AND (%(error)s::text IS NULL
-                       OR strpos(lower(concat_ws(' ', s.error ->> 'type', s.error ->> 'code',
-                                                 s.error ->> 'message')), lower(%(error)s::text)) > 0)
-               OFFSET 0)
+           WHEN %(status)s::text IS NULL THEN true
+           ELSE EXISTS (SELECT FROM busload.command_status AS s
+                         WHERE s.id = c.id AND s.status = %(status)s::text OFFSET 0)
            END
      ORDER BY candidate.id DESC
      LIMIT %(limit)s::integer
@@ -67,6 +67,20 @@ LIMIT %(most)s::integer
 -- Commands of any kind: read from the newest on.
 WITH candidate AS MATERIALIZED (
     SELECT id, created_at FROM busload.command WHERE id < %(after)s::bigint
+     ORDER BY id DESC LIMIT %(most)s::integer
+), {page_of};
+
+-- name: failing
+-- Commands that have failed or are in troubleshooting: no other command has an error.
+WITH candidate AS MATERIALIZED (
+    SELECT id, NULL::timestamptz AS created_at
+      FROM ((SELECT DISTINCT command AS id FROM busload.execution
+              WHERE outcome <> 'COMPLETED' AND command < %(after)s::bigint
+              ORDER BY command DESC LIMIT %(most)s::integer)
+            UNION
+            (SELECT command FROM busload.troubleshooting
+              WHERE command < %(after)s::bigint
+              ORDER BY command DESC LIMIT %(most)s::integer)) AS failing
      ORDER BY id DESC LIMIT %(most)s::integer
 ), {page_of};
 
