@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bench import beside, buffers, dispatch, fairness, identity, limits, ours, variants
+from bench import beside, buffers, dispatch, fairness, identity, limits, ours, variants, watched
 
 ALL = [
     *limits.CASES,
     *ours.CASES,
     *variants.CASES,
+    *watched.CASES,
     *identity.CASES,
     *fairness.CASES,
     *buffers.CASES,

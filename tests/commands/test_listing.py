@@ -9,8 +9,17 @@ from uuid import UUID
 
 import pytest
 
-from busload import BatchCommand, BusinessRuleError, CommandBus, CommandMetadata, InvalidCommandError
+from busload import (
+    BatchCommand,
+    BusinessRuleError,
+    CommandBus,
+    CommandMetadata,
+    HandlerContext,
+    InvalidCommandError,
+    PermanentCommandError,
+)
 from busload.commands import CommandPage, listing
+from busload.commands.command import Command
 from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, Given, raising
 
@@ -147,6 +156,33 @@ async def test_a_page_looks_at_so_many_commands_and_the_next_one_goes_on(
     assert [len(page) for page in found][-1] == 1
     assert len(found) >= 3
     assert [command.command_id for page in found for command in page] == [wanted]
+
+
+@pytest.mark.parametrize("status", [None, "IN_TROUBLESHOOTING_QUEUE"])
+async def test_a_search_for_an_error_looks_only_at_commands_that_have_failed(
+    bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch, status: str | None
+) -> None:
+    monkeypatch.setattr(listing, "MOST_TEXTS", 3)
+    texts = iter(['a "quoted" text', "plain text", "ünïcode", "other", "other", "other", "other"])
+
+    async def fail(command: Command, ctx: HandlerContext) -> None:
+        raise PermanentCommandError(next(texts))
+
+    given.handler("Pay", fail)
+    given.handler()
+    first = [await given.sent("Pay") for _ in range(3)]
+    await given.drained(concurrency=1)
+    [await given.sent("Pay") for _ in range(4)]
+    await given.drained(concurrency=1)
+    await given.batch(50)
+    await given.drained()
+    failed = {text: id for id, text in [(id, (await given.command_now(id)).last_error_message) for id in first]}
+    for text, wanted in (('a "quoted"', 'a "quoted" text'), ("PLAIN tex", "plain text"), ("ünï", "ünïcode")):
+        found = [page async for page in pages(bus, error=text, status=status)]
+        assert [command.command_id for page in found for command in page] == [failed[wanted]]
+        assert len(found) <= 4  # of 7 that have failed, three at a time; those that have not do not count
+    nothing = [page async for page in pages(bus, error="nothing like it", status=status)]
+    assert sum(map(len, nothing)) == 0 and len(nothing) <= 4
 
 
 async def test_a_search_ends_where_all_is_older(bus: CommandBus, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,19 @@ import psycopg
 import pytest
 from starlette.applications import Starlette
 
-from busload import CommandBus
+from busload import CommandBus, HandlerContext, PermanentCommandError
+from busload.commands.command import Command
 from busload.dashboard import Role, app, live
+from busload.dashboard.render import number
+from busload.health.overview import Overview, overview
+from busload.postgres.plan import Plan, execute
 from tests.dashboard.site import client, known_users, signed_in, stream
-from tests.given import WITHIN, Given, eventually
+from tests.given import WITHIN, Database, Given, eventually
+
+COUNTS = b"""
+SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM busload.queue), (SELECT count(*) FROM busload.troubleshooting)
+"""
+"""What is ready and in troubleshooting, counted row by row."""
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +176,49 @@ async def test_trouble_is_told_and_ends(
             assert await asyncio.wait_for(events.get(), WITHIN) == ("trouble", {"message": "The database is away"})
         name, _ = await asyncio.wait_for(events.get(), WITHIN)
         assert name == "values"
+
+
+async def test_every_event_agrees_with_the_database_while_a_worker_runs_at_full_speed(
+    dashboard: Starlette, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each committed state of the batch is kept, and the places are counted in the snapshot of each look."""
+    database.rows("CREATE TABLE state (completed bigint, troubled bigint)")
+    database.rows(
+        "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO public.state VALUES"
+        " (new.completed_count, new.in_troubleshooting_count); RETURN NULL; END $$"
+    )
+    database.rows("CREATE TRIGGER keep AFTER INSERT OR UPDATE ON busload.batch FOR EACH ROW EXECUTE FUNCTION keep()")
+    looks: list[tuple[str, ...]] = []
+
+    def counted() -> Plan[Overview]:
+        found = yield from overview()
+        [counts] = yield from execute(COUNTS)
+        looks.append(tuple(number(int(count)) for count in counts))
+        return found
+
+    async def read() -> Overview:
+        return await given.bus.database.in_transaction(counted())
+
+    monkeypatch.setattr(given.bus, "overview", read)
+
+    async def fail(command: Command, ctx: HandlerContext) -> None:
+        if command.data["n"] % 50 == 0:
+            raise PermanentCommandError("no")
+
+    given.handler(function=fail)
+    batch_id = await given.batch(3000)
+    seen: list[tuple[int, int]] = []
+    waiting: list[tuple[str, ...]] = []
+    async with stream(dashboard, f"/batches/{batch_id}/live") as of_batch, stream(dashboard, "/live") as of_all:
+        everything: dict[str, Any] = (await of_all.get())[1]
+        async with given.running(concurrency=50):
+            now: dict[str, Any] = {}
+            while now.get("in_troubleshooting") != "60" or now.get("completed") != "2,940":
+                now |= (await of_batch.get())[1]
+                seen.append((int(now["completed"].replace(",", "")), int(now["in_troubleshooting"])))
+        while waiting[-1:] != [("0", "60")]:
+            everything |= (await of_all.get())[1]
+            waiting.append((everything["ready"], everything["troubleshooting"]))
+    states = {(int(a), int(b)) for a, b in database.rows("SELECT completed, troubled FROM state")}
+    assert set(seen) <= states and len(set(seen)) > 2
+    assert set(waiting) <= set(looks)

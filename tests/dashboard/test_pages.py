@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Settings
+from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, RetryPolicy, Settings
 from busload.batches.guards import FailureBudget
 from busload.commands.command import Command
 from busload.dashboard import Role, app
@@ -23,7 +23,7 @@ from busload.dashboard.app import ROUTES, TIME_LIMIT
 from busload.errors import InvalidCommandError, InvalidOperationError
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, client, known_users, signed_in
-from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually
+from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, raising
 
 
 class Page(HTMLParser):
@@ -230,6 +230,12 @@ async def test_pages_need_few_statements(
     site: httpx.AsyncClient, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_id, [command_id] = await given.in_troubleshooting()
+    given.handler("Busy", raising(RuntimeError("again")), retry=RetryPolicy(3, (3600,)))
+    busy = await given.bus.create_batch(
+        DOMAIN, [BatchCommand(kind) for kind in ("Busy", "Unknown", "Debit", "Debit", "Debit")]
+    )
+    await given.drained()  # one waits for its next attempt, one for a handler, and others in troubleshooting
+    await given.bus.send(DOMAIN, "Debit", {}, priority=9)
     sent: list[Any] = []
     execute = psycopg.AsyncCursor.execute
 
@@ -241,7 +247,7 @@ async def test_pages_need_few_statements(
     monkeypatch.setattr(psycopg.AsyncCursor, "execute", counted)
     needed = {}
     batch, command = f"/batches/{batch_id}", f"/commands/{DOMAIN}/{command_id}"
-    for path in ("/", "/batches", batch, f"{batch}/why", "/commands", command):
+    for path in ("/", "/batches", batch, f"/batches/{busy}/why?domain={DOMAIN}", f"{batch}/why", "/commands", command):
         sent.clear()
         await seen(site, path)
         needed[path] = len(sent)

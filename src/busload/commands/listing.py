@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -20,8 +21,11 @@ SQL = statements(__name__)
 MOST_EXAMINED = 20_000
 """Commands that a page looks at, at most."""
 
-MOST_TEXTS = 5_000
+MOST_TEXTS = 4_000
 """Commands that a page looks at whose errors it has to read."""
+
+PLAIN = re.compile(r"[A-Za-z0-9 _.,:;()=+*#@!?%-]+", re.ASCII)
+"""A text that stands in JSON as it is, within one value: errors in which it does not occur need not be parsed."""
 
 NEWEST = 2**63 - 1
 """Where the first page begins."""
@@ -111,7 +115,8 @@ def _statement(status: CommandStatus | None, wanted: CommandFilter) -> bytes:
 
 def _page(statement: bytes, filters: dict[str, Any], limit: int, after: int) -> Plan[CommandPage]:
     most = MOST_EXAMINED if filters["error"] is None else min(MOST_EXAMINED, MOST_TEXTS)
-    rows = yield from execute(statement, **filters, limit=limit, after=after, most=most)
+    plain = filters["error"] is not None and PLAIN.fullmatch(filters["error"]) is not None
+    rows = yield from execute(statement, **filters, plain=plain, limit=limit, after=after, most=most)
     *_, examined, last, newest = rows[0]
     found = [(id, command_of_row(*row)) for *row, id, _, _, _ in rows if id is not None]
     begin = None

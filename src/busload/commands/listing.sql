@@ -17,14 +17,6 @@ found AS MATERIALIZED (
        AND (%(created_before)s::timestamptz IS NULL OR c.created_at < %(created_before)s::timestamptz)
        AND CASE
            WHEN %(status)s::text IS NULL AND %(error)s::text IS NULL THEN true
-           WHEN %(status)s::text IN ('COMPLETED', 'FAILED', 'CANCELED')
-                AND NOT EXISTS (SELECT FROM busload.execution AS x
-                                 WHERE x.command = c.id AND x.outcome = %(status)s::text OFFSET 0)
-                AND NOT EXISTS (SELECT FROM busload.event AS v
-                                 WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
-                                   AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
-                                OFFSET 0)
-           THEN false
            WHEN %(error)s::text IS NOT NULL   -- the same error as that of busload.command_status
                 AND NOT EXISTS (
                     SELECT
@@ -33,10 +25,21 @@ found AS MATERIALIZED (
                                             (SELECT x.details FROM busload.execution AS x
                                               WHERE x.command = c.id AND x.outcome <> 'COMPLETED'
                                               ORDER BY x.attempt DESC LIMIT 1)) AS error OFFSET 0) AS last
-                     WHERE strpos(lower(concat_ws(' ', error ->> 'type', error ->> 'code',
+                     WHERE CASE WHEN %(plain)s::boolean   -- a text that JSON never escapes: this is cheaper
+                                THEN strpos(lower(error::text), lower(%(error)s::text)) > 0
+                                ELSE true END
+                       AND strpos(lower(concat_ws(' ', error ->> 'type', error ->> 'code',
                                                   error ->> 'message')), lower(%(error)s::text)) > 0)
            THEN false
            WHEN %(status)s::text IS NULL THEN true
+           WHEN %(status)s::text IN ('COMPLETED', 'FAILED', 'CANCELED')
+                AND NOT EXISTS (SELECT FROM busload.execution AS x
+                                 WHERE x.command = c.id AND x.outcome = %(status)s::text OFFSET 0)
+                AND NOT EXISTS (SELECT FROM busload.event AS v
+                                 WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
+                                   AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')
+                                OFFSET 0)
+           THEN false
            ELSE EXISTS (SELECT FROM busload.command_status AS s
                          WHERE s.id = c.id AND s.status = %(status)s::text OFFSET 0)
            END

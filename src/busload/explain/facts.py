@@ -381,23 +381,17 @@ def _with_its_cause(waiting: Waiting, here: dict[str, Any], command_type: str | 
 
 def _surroundings(facts: Facts, ready: Sequence[Ready], usual: timedelta | None) -> Plan[Surroundings]:
     domain = facts.domain
-    [(workers, last_seen, anybody, ordered, *paused)] = yield from execute(SQL.surroundings, domain=domain)
-    since, operator, reason = paused
+    lowest = min((one.priority for one in ready), default=None)
+    own_batch = facts.batch_id if facts.command_id is None else None
+    found = yield from execute(SQL.surroundings, domain=domain, priority=lowest, batch_id=own_batch)
+    [(workers, last_seen, anybody, ordered, since, operator, reason, ahead, highest)] = found
     pause = Pause(domain, since, operator, reason) if since else None
-    ahead, highest = 0, None
-    if ready and not ordered:
-        lowest = min(one.priority for one in ready)
-        own_batch = facts.batch_id if facts.command_id is None else None
-        [(ahead, highest)] = yield from execute(SQL.ahead, domain=domain, priority=lowest, batch_id=own_batch)
     return Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual, ordered)
 
 
 def _usual(facts: Facts, first: int | None) -> Plan[timedelta | None]:
     """How long an attempt takes: in its batch; if nothing has ended there, of its type; otherwise in its domain."""
-    usual: timedelta | None = None
-    if facts.batch_id is not None:
-        [(usual,)] = yield from execute(SQL.usual, batch_id=facts.batch_id)
-    for kind in dict.fromkeys((facts.command_type, None)):
-        if usual is None:
-            [(usual,)] = yield from execute(SQL.usual_before, domain=facts.domain, first=first, command_type=kind)
+    here = {"batch_id": facts.batch_id, "domain": facts.domain, "first": first, "command_type": facts.command_type}
+    usual: timedelta | None
+    [(usual,)] = yield from execute(SQL.usual, **here)
     return usual

@@ -134,28 +134,31 @@ SELECT cause.commands, cause.since, t.reason, t.error ->> 'type', t.error ->> 'c
  ORDER BY cause.commands DESC, cause.fingerprint;
 
 -- name: usual
--- How long attempts of this batch take, by the first attempts of its first loads.
-SELECT avg(e.finished_at - e.started_at)
-  FROM (SELECT id FROM busload.command
-         WHERE batch_id = %(batch_id)s::uuid AND id & 1023 = 0 ORDER BY id LIMIT 50) AS load
- CROSS JOIN LATERAL (SELECT started_at, finished_at FROM busload.execution
-                      WHERE command BETWEEN load.id AND load.id | 1023 ORDER BY command LIMIT 20) AS e;
-
--- name: usual_before
--- How long attempts take at commands of the domain that were sent shortly before, of one
--- type if a type is given.
-SELECT avg(e.finished_at - e.started_at)
-  FROM (SELECT command, started_at, finished_at FROM busload.execution
-         WHERE command < %(first)s::bigint ORDER BY command DESC LIMIT 1000) AS e
- CROSS JOIN LATERAL (SELECT domain, command_type FROM busload.command WHERE id = e.command OFFSET 0) AS c
- WHERE c.domain = %(domain)s::text
-   AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s::text);
+-- How long attempts take: in this batch, by the first attempts of its first loads; if nothing has ended
+-- there, at commands of the domain that were sent shortly before, of the same type if there are any.
+WITH before AS (
+    SELECT e.finished_at - e.started_at AS took, c.command_type
+      FROM (SELECT command, started_at, finished_at FROM busload.execution
+             WHERE command < %(first)s::bigint ORDER BY command DESC LIMIT 1000) AS e
+     CROSS JOIN LATERAL (SELECT domain, command_type FROM busload.command WHERE id = e.command OFFSET 0) AS c
+     WHERE c.domain = %(domain)s::text
+)
+SELECT coalesce(
+           (SELECT avg(e.finished_at - e.started_at)
+              FROM (SELECT id FROM busload.command
+                     WHERE batch_id = %(batch_id)s::uuid AND id & 1023 = 0 ORDER BY id LIMIT 50) AS load
+             CROSS JOIN LATERAL (SELECT started_at, finished_at FROM busload.execution
+                                  WHERE command BETWEEN load.id AND load.id | 1023
+                                  ORDER BY command LIMIT 20) AS e),
+           (SELECT avg(took) FROM before WHERE command_type = %(command_type)s::text),
+           (SELECT avg(took) FROM before));
 
 -- name: surroundings
 -- Who serves a domain, whether any worker lives, whether the domain is claimed in order, and whether it is
--- paused. A tracker has no concurrency, and takes only what it is told to.
+-- paused. A tracker has no concurrency, and takes only what it is told to. And the ready commands of others
+-- with a higher priority than the one that is given, as many as the next ten thousand loads hold.
 SELECT w.*, EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s::text),
-       p.since, p.operator, p.reason
+       p.since, p.operator, p.reason, coalesce(a.commands, 0), a.highest
   FROM (SELECT count(*) FILTER (WHERE lives AND serves)::integer AS serving,
                max(last_seen) FILTER (WHERE serves) AS last_seen,
                coalesce(bool_or(lives), false) AS anybody
@@ -163,7 +166,14 @@ SELECT w.*, EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s
                        %(domain)s::text = ANY (domains) AS serves,
                        CASE WHEN lost THEN seen_at ELSE coalesce(stopped_at, seen_at) END AS last_seen
                   FROM busload.worker WHERE concurrency > 0) AS w) AS w
-  LEFT JOIN busload.pause AS p ON p.domain = %(domain)s::text AND p.resumed_at IS NULL;
+  LEFT JOIN busload.pause AS p ON p.domain = %(domain)s::text AND p.resumed_at IS NULL
+  LEFT JOIN LATERAL (
+    SELECT sum(hi - lo + 1)::bigint AS commands, max(priority) AS highest
+      FROM (SELECT lo, hi, priority FROM busload.queue
+             WHERE domain = %(domain)s::text AND crashes = 0 AND priority > %(priority)s::smallint
+               AND (%(batch_id)s::uuid IS NULL OR batch_id IS DISTINCT FROM %(batch_id)s::uuid)
+             ORDER BY priority DESC, hi LIMIT 10000) AS load
+  ) AS a ON NOT EXISTS (SELECT FROM busload.ordered_domain WHERE domain = %(domain)s::text);
 
 -- name: barrier
 -- The oldest load of a domain that is not published, if what is asked about is ready and was sent later.
@@ -173,14 +183,6 @@ SELECT c.command_id, o.transport, o.since, o.rounds, o.error, q.behind
                        FROM (SELECT {part} FROM busload.queue WHERE {here} AND hi > o.hi) AS load) AS q
   JOIN busload.command AS c ON c.id = o.lo
  WHERE q.behind > 0;
-
--- name: ahead
--- Ready commands of others with a higher priority, as many as the next ten thousand loads hold.
-SELECT coalesce(sum(hi - lo + 1), 0)::bigint, max(priority)
-  FROM (SELECT lo, hi, priority FROM busload.queue
-         WHERE domain = %(domain)s::text AND crashes = 0 AND priority > %(priority)s::smallint
-           AND (%(batch_id)s::uuid IS NULL OR batch_id IS DISTINCT FROM %(batch_id)s::uuid)
-         ORDER BY priority DESC, hi LIMIT 10000) AS load;
 
 -- name: command
 -- A command, and the lease that it runs under. One that was asked to stop may be back in a place.

@@ -86,15 +86,15 @@ async def show(request: Request, notice: str | None = None) -> Response:
 
 async def why(request: Request) -> Response:
     """Why a batch is not finished: a part of its page that is read by itself, since it needs the most statements."""
-    batch = await _batch(request)
-    explanation = await bus_of(request).explain_batch(batch.domain, batch.batch_id)
+    domain = asked.text(request, "domain") or (await _batch(request)).domain
+    explanation = await bus_of(request).explain_batch(domain, request.path_params["batch_id"])
     return render(
         request,
         "why.html",
         title="Why it is not finished",
         explanation=explanation,
         reasons=whys(request, explanation.reasons),
-        domain=batch.domain,
+        domain=domain,
     )
 
 
