@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint sync figures servers bench chaos mutants docs clean
+.PHONY: help setup demo test lint sync figures servers bench chaos mutants docs screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -59,6 +59,10 @@ bench: setup  ## Measure busload beside its peers and the machine's limits (abou
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/zensical build
+
+screenshots: servers  ## Take the pictures of docs/dashboard.md anew, light, dark and on a phone, with an animation
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python scripts/screenshots.py
 
 clean:  ## Remove what the other targets made
 	rm -rf .venv site dist .mypy_cache .ruff_cache .pytest_cache

@@ -58,36 +58,38 @@ class Shot:
 # -- the story ---------------------------------------------------------------------------------------------------------
 
 
-async def tell(bus: CommandBus, dsn: str) -> None:
+async def tell(bus: CommandBus, dsn: str, share: float = 1.0) -> None:
     """A shop at the end of a month: salaries, invoices, mail, and what goes wrong with them."""
     _handlers(bus)
+
+    def some(count: int) -> range:
+        return range(max(50, int(share * count)))
+
     await bus.create_batch(
         "payments",
-        [BatchCommand("Debit", data=_invoice(n), task_key=f"invoice:{n}") for n in range(4000)],
+        [BatchCommand("Debit", data=_invoice(n), task_key=f"invoice:{n}") for n in some(4000)],
         name="Salaries of October",
         custom_data={"month": "2026-10", "approved_by": "ada"},
         on_complete=BatchCommand("Report", data={"to": "finance@example.com"}),
     )
     await bus.create_batch(
         "payments",
-        [BatchCommand("Debit", data={**_invoice(n), "currency": "XXX" if n % 40 == 0 else "EUR"}) for n in range(900)],
+        [BatchCommand("Debit", data={**_invoice(n), "currency": "XXX" if n % 40 == 0 else "EUR"}) for n in some(900)],
         name="Invoices of November",
         budget=FailureBudget(share=0.1),
     )
-    await bus.create_batch("mail", [BatchCommand("Send", data={"to": f"{n}@example.com"}) for n in range(1500)])
+    await bus.create_batch("mail", [BatchCommand("Send", data={"to": f"{n}@example.com"}) for n in some(1500)])
     await Worker(bus, domains=["payments", "mail"], settings=WorkerSettings(concurrency=20)).drain()
     _history(dsn)
-    await bus.create_batch("crm", [BatchCommand("Push", data={"contact": n}) for n in range(800)], name="Contacts")
-    held = await bus.create_batch(
-        "mail", [BatchCommand("Send", data={"to": f"{n}"}) for n in range(300)], name="Offers"
-    )
+    await bus.create_batch("crm", [BatchCommand("Push", data={"contact": n}) for n in some(800)], name="Contacts")
+    held = await bus.create_batch("mail", [BatchCommand("Send", data={"to": f"{n}"}) for n in some(300)], name="Offers")
     await bus.hold_batch("mail", held, reason="the text is not approved", operator="grace")
     await bus.domains.pause("crm", reason="the other side is being upgraded", operator="ada")
     for n in range(40):
         await bus.send("mail", "Remind", {"invoice": n}, run_at=_in(hours=2 + n / 10))
     await bus.create_batch(
         "payments",
-        [BatchCommand("Debit", data={**_invoice(n), "slow": True}) for n in range(6000)],
+        [BatchCommand("Debit", data={**_invoice(n), "slow": True}) for n in some(6000)],
         name="Salaries of November",
         canary=Canary(size=20),
         on_complete=BatchCommand("Report"),
@@ -153,13 +155,16 @@ HISTORY = """
 # -- the pictures ------------------------------------------------------------------------------------------------------
 
 
-async def take(out: Path, *, only: str | None = None, animate: bool = True) -> list[Path]:
-    """Take all pictures, or those of one page of the navigation, and return their files."""
+async def take(out: Path, *, only: str | None = None, animate: bool = True, share: float = 1.0) -> list[Path]:
+    """Take all pictures, or those of one page of the navigation, and return their files.
+
+    `share` makes the story smaller.
+    """
     async with AsyncExitStack() as stack:
         dsn = stack.enter_context(_database())
         settings = Settings(database_url=dsn, poll_every=timedelta(milliseconds=200))
         bus = await stack.enter_async_context(CommandBus(dsn, settings=settings))
-        await tell(bus, dsn)
+        await tell(bus, dsn, share)
         base = await stack.enter_async_context(_served(bus))
         browser = await stack.enter_async_context(_chromium())
         taken: list[Path] = []
@@ -223,7 +228,7 @@ async def _animation(browser: Browser, base: str, bus: CommandBus, file: Path) -
     slow = [BatchCommand("Debit", data={**_invoice(n), "slow": True}) for n in range(1100)]
     slow += [BatchCommand("Debit", data={**_invoice(n), "currency": "XXX"}) for n in range(24)]
     random.Random(3).shuffle(slow)  # noqa: S311
-    options = {"viewport": {"width": 900, "height": 430}, "color_scheme": "light"}
+    options: dict[str, Any] = {"viewport": {"width": 900, "height": 430}, "color_scheme": "light"}
     context = await browser.new_context(timezone_id="Europe/Amsterdam", locale="en-GB", **options)
     page = await context.new_page()
     batch_id = await bus.create_batch("payments", slow, name="Refunds", priority=9)

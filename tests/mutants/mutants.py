@@ -68,6 +68,10 @@ PROMETHEUS = "tests/metrics/test_prometheus.py::"
 HEADERS = "tests/commands/test_headers.py::"
 SPANS = "tests/telemetry/test_spans.py::"
 LOGS = "tests/telemetry/test_logs.py::"
+TOP = "tests/cli/test_top.py::"
+NEW_BATCH = "tests/dashboard/test_new_batch.py::"
+CHARTS = "tests/dashboard/test_charts.py::"
+LISTING = "tests/commands/test_listing.py::"
 
 MUTANTS = [
     # -- statistics and metrics
@@ -2262,5 +2266,119 @@ MUTANTS = [
         "    return text",
         LOGS + "test_a_line_of_text_ends_with_the_fields_and_cannot_be_forged",
         "A task key could write a line of its own.",
+    # -- the terminal view
+    Mutant(
+        "top-retries-without-a-yes",
+        "cli/top.py",
+        'if key in ("y", "Y"):',
+        'if key not in ("n", "N"):',
+        f"{TOP}test_a_cause_is_retried_only_after_a_yes",
+        "Any key that is no yes would retry all commands of a cause.",
+    ),
+    Mutant(
+        "top-chooses-by-place",
+        "cli/top_screen.py",
+        "if (key := self.chosen.get(section)) in keys:",
+        "if (key := self.chosen.get(section)) is None and keys:",
+        f"{TOP}test_a_choice_stays_with_its_row_when_others_come_and_go",
+        "A key would act on another row than the one that a person chose.",
+    ),
+    Mutant(
+        "top-trusts-what-it-shows",
+        "cli/top_screen.py",
+        "return [shown(group.count), group.fingerprint, _short(shown(cause.domain), 20), age, shown(error)]",
+        "return [shown(group.count), group.fingerprint, _short(shown(cause.domain), 20), age, error]",
+        f"{TOP}test_every_size_of_a_terminal_is_filled_and_never_exceeded",
+        "The text of an error could steer the terminal of an operator.",
+    ),
+    Mutant(
+        "top-ends-with-the-database",
+        "cli/top_frame.py",
+        "                self.trouble = in_words(error)",
+        "                raise",
+        f"{TOP}test_a_database_that_goes_away_and_comes_back_is_survived",
+        "The screen would stand still for ever after a restart of PostgreSQL.",
+    ),
+    Mutant(
+        "top-keeps-the-terminal",
+        "cli/keyboard.py",
+        "        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)",
+        "        pass",
+        f"{TOP}test_a_person_asks_why_changes_the_size_and_gets_the_terminal_back",
+        "The shell would not show what is typed after q.",
+    ),
+    # -- batches by a form
+    Mutant(
+        "create-what-was-not-previewed",
+        "dashboard/pages/new_batch.py",
+        'if fields.get("previewed") != found.digest:',
+        'if not fields.get("previewed"):',
+        f"{NEW_BATCH}test_only_what_was_previewed_is_created",
+        "Another batch than the previewed one would be created.",
+    ),
+    Mutant(
+        "create-where-it-is-not-allowed",
+        "dashboard/app.py",
+        "routes = [*(new_batch.ROUTES if create else ()), *routes]",
+        "routes = [*new_batch.ROUTES, *routes]",
+        f"{NEW_BATCH}test_creating_is_only_for_operators_and_only_where_it_is_allowed",
+        "Operators could create batches on every dashboard.",
+    ),
+    Mutant(
+        "form-names-the-wrong-line",
+        "dashboard/draft.py",
+        "for number, line in enumerate(text.splitlines(), 1):",
+        "for number, line in enumerate(text.split(), 1):",
+        f"{NEW_BATCH}test_a_preview_says_how_many_commands_of_which_types",
+        "Lines with spaces would be taken apart.",
+    ),
+    Mutant(
+        "large-form-for-all",
+        "dashboard/guard.py",
+        "body = _Body(receive, self._bodies.get(path, MOST_BODY))",
+        "body = _Body(receive, max(self._bodies.values(), default=MOST_BODY))",
+        f"{NEW_BATCH}test_a_form_has_a_limit_of_its_own",
+        "Every action would take forms of four megabytes.",
+    ),
+    Mutant(
+        "budget-is-not-raised",
+        "dashboard/pages/batch.py",
+        "operator=operator, budget=budget)",
+        "operator=operator, budget=None)",
+        f"{PAGES}test_a_held_batch_is_resumed_with_another_budget",
+        "A batch would be held again at the old budget.",
+    ),
+    # -- charts, and numbers that agree
+    Mutant(
+        "rate-of-a-whole-step",
+        "dashboard/charts.py",
+        "length = min(step, now.at - point.at) if last else step",
+        "length = step",
+        f"{CHARTS}test_rates_are_per_second_of_their_step_also_while_it_is_under_way",
+        "The newest rate would always look like a drop.",
+    ),
+    Mutant(
+        "gap-is-zero",
+        "dashboard/charts.py",
+        "return None if seen is None else",
+        "return",
+        f"{CHARTS}test_the_last_depth_is_that_of_now_and_where_nobody_looked_is_a_gap",
+        "Where nobody looked, the chart would claim that nothing waited.",
+    ),
+    Mutant(
+        "live-number-of-another-moment",
+        "dashboard/pages/batches.py",
+        'values |= {name: number(count), f"{name}.x"',
+        'values |= {name: number(count // 7 * 7), f"{name}.x"',
+        f"{LIVE}test_every_event_agrees_with_the_database_while_a_worker_runs_at_full_speed",
+        "A live counter would show a number that the batch never had.",
+    ),
+    Mutant(
+        "error-search-trusts-json",
+        "commands/listing.py",
+        'plain = filters["error"] is not None and PLAIN.fullmatch(filters["error"]) is not None',
+        'plain = filters["error"] is not None',
+        f"{LISTING}test_a_search_for_an_error_looks_only_at_commands_that_have_failed",
+        "An error with a quote in it would not be found.",
     ),
 ]
