@@ -26,11 +26,12 @@ import psycopg
 import uvicorn
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
+from psycopg import sql
 
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Settings, Worker, WorkerSettings
 from busload.batches.guards import Canary, FailureBudget
 from busload.commands.command import Command
-from busload.dashboard import app
+from busload.dashboard import Principal, Role, app
 from busload.testing import TestServer
 
 CHROMIUM = "/usr/bin/chromium"
@@ -40,7 +41,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
 }
-COLOURS = 128
+COLOURS = 160
 """Of a picture: enough for text, lines and badges, and small."""
 PATIENCE = 30_000
 FRAMES, EVERY = 26, 0.35
@@ -79,8 +80,8 @@ async def tell(bus: CommandBus, dsn: str, share: float = 1.0) -> None:
         budget=FailureBudget(share=0.1),
     )
     await bus.create_batch("mail", [BatchCommand("Send", data={"to": f"{n}@example.com"}) for n in some(1500)])
-    await Worker(bus, domains=["payments", "mail"], settings=WorkerSettings(concurrency=20)).drain()
-    _history(dsn)
+    await Worker(bus, name="worker-1", domains=["payments", "mail"], settings=WorkerSettings(concurrency=20)).drain()
+    _tidy(dsn)
     await bus.create_batch("crm", [BatchCommand("Push", data={"contact": n}) for n in some(800)], name="Contacts")
     held = await bus.create_batch("mail", [BatchCommand("Send", data={"to": f"{n}"}) for n in some(300)], name="Offers")
     await bus.hold_batch("mail", held, reason="the text is not approved", operator="grace")
@@ -125,10 +126,18 @@ def _in(**time: float) -> datetime:
     return datetime.now(UTC) + timedelta(**time)
 
 
-def _history(dsn: str) -> None:
-    """A day of statistics, as workers would have left it."""
+def _tidy(dsn: str) -> None:
+    """Leave a day of statistics, as workers would have, and name the file of the shop in tracebacks."""
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute(HISTORY)
+        for table, column in (("execution", "details"), ("troubleshooting", "error")):
+            said = sql.Identifier(column)
+            conn.execute(
+                sql.SQL("UPDATE busload.{} SET {} = replace({}::text, %s, %s)::json WHERE {} IS NOT NULL").format(
+                    sql.Identifier(table), said, said, said
+                ),
+                [__file__, "shop/handlers.py"],
+            )
 
 
 HISTORY = """
@@ -238,8 +247,8 @@ async def _animation(browser: Browser, base: str, bus: CommandBus, file: Path) -
         frames.append(Image.open(io.BytesIO(await page.screenshot())).convert("RGB"))
         await asyncio.sleep(EVERY)
     await context.close()
-    palette = frames[len(frames) // 2].quantize(64)
-    small = [frame.quantize(64, palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    palette = _palette(frames[len(frames) // 2])
+    small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [350] * (len(small) - 1) + [2500]
     small[0].save(file, save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True)
     return file
@@ -248,7 +257,16 @@ async def _animation(browser: Browser, base: str, bus: CommandBus, file: Path) -
 def _save(png: bytes, file: Path) -> None:
     """As a picture of few colours, which is a third of the size."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
+    picture.quantize(palette=_palette(picture), dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+def _palette(picture: Image.Image) -> Image.Image:
+    """The colours that a picture has most, as they are: grounds and badges do not change."""
+    found = sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)[:COLOURS]
+    palette = Image.new("P", (1, 1))
+    colours: list[Any] = [colour for _, colour in found]
+    palette.putpalette([part for colour in colours for part in colour])
+    return palette
 
 
 # -- what serves them --------------------------------------------------------------------------------------------------
@@ -265,9 +283,8 @@ def _database() -> Iterator[str]:
 @asynccontextmanager
 async def _served(bus: CommandBus) -> AsyncIterator[str]:
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(app(bus, create=True), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    )
+    served = app(bus, create=True, authenticate=lambda request: Principal("ada", Role.OPERATOR))
+    server = uvicorn.Server(uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     task = asyncio.create_task(server._serve(sockets=[listening]))
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -289,7 +306,7 @@ async def _chromium() -> AsyncIterator[Browser]:
 @asynccontextmanager
 async def _working(bus: CommandBus) -> AsyncIterator[None]:
     """A worker that is slow, so that pictures show work."""
-    worker = Worker(bus, domains=["payments", "mail"], settings=WorkerSettings(concurrency=8))
+    worker = Worker(bus, name="worker-1", domains=["payments", "mail"], settings=WorkerSettings(concurrency=8))
     task = asyncio.create_task(worker.run())
     try:
         yield
