@@ -2266,6 +2266,7 @@ MUTANTS = [
         "    return text",
         LOGS + "test_a_line_of_text_ends_with_the_fields_and_cannot_be_forged",
         "A task key could write a line of its own.",
+    ),
     # -- the terminal view
     Mutant(
         "top-retries-without-a-yes",

@@ -13,11 +13,10 @@ from typing import Any
 import psycopg
 
 from busload.batches.batch import BatchMetadata, BatchStatus
-from busload.commands import search
-from busload.commands.search import KnownWorker
 from busload.errors import BusloadError, DatabaseUnavailableError
 from busload.health.health import Health
 from busload.health.overview import Overview, Rates
+from busload.health.workers import KnownWorker
 from busload.sync.bus import SyncCommandBus
 from busload.troubleshooting.causes import CauseGroup
 
@@ -92,7 +91,7 @@ class Looks:
             batch for status in under_way for batch in bus.list_batches(None, status=status, limit=MOST, forecast=True)
         ]
         batches.sort(key=lambda batch: batch.created_at, reverse=True)
-        workers = bus.database.read(search.workers(domain=None, stopped_too=False, limit=MOST))
+        workers = bus.workers.list(limit=MOST)
         return Frame(
             overview,
             bus.health(timeout=4),

@@ -13,9 +13,9 @@ from busload.batches.batch import BatchMetadata
 from busload.cli.health import STYLES as HEALTH
 from busload.cli.output import joined, shown, wrapped
 from busload.cli.top_frame import Cause, Frame
-from busload.commands.search import KnownWorker
 from busload.commands.wording import counted, span
 from busload.health.health import HealthState
+from busload.health.workers import KnownWorker
 from busload.limits.pause import DomainOverview
 
 SECTIONS = ("domains", "batches", "causes")
