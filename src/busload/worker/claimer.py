@@ -41,7 +41,7 @@ SMALLEST_TICK = 0.02
 OLDEST_EVERY = 16
 """One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
 
-ASKED_TOGETHER = 2000
+ASKED_TOGETHER = 1000
 """Commands that are claimed, and whose permits are asked for, in one statement at most: the numbers of so many permits
 follow each other."""
 

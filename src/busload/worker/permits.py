@@ -34,7 +34,7 @@ ASKING = "Asking for permits"
 FREED_WITHIN = 0.005
 """Seconds that a permit that is free waits for others, to be given back together with them."""
 
-FREED_TOGETHER = 2000
+FREED_TOGETHER = 1000
 """Permits that are given back without waiting for others."""
 
 
