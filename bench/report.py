@@ -45,6 +45,7 @@ VARIANTS = {
     "drain-unbatched": "drain",
     "drain-1000-batches": "drain-unbatched",
     "drain-limited": "drain",
+    "drain-watched": "drain",
     "create-100b": "create",
     "create-1kb": "create-100b",
     "create-10kb": "create-100b",

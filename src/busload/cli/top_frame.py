@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -130,7 +131,7 @@ class Reader:
 
     def __init__(self, bus: SyncCommandBus, every: float, changed: Callable[[], None]) -> None:
         self._looks, self._every, self._changed = Looks(bus), every, changed
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
         self.frame: Frame | None = None
         self.trouble: str | None = None
         """Why the frame stands still; None if it does not."""
@@ -140,15 +141,18 @@ class Reader:
         self._thread.start()
 
     def ask(self, work: Callable[[], str], done: Callable[[str], None]) -> None:
-        """Let the thread do something and hand what it says, or what went wrong, to `done`."""
+        """Let the thread do something, and look. Then hand what it says, or what went wrong, to `done`.
 
-        def do() -> None:
+        Whoever reads that a domain is paused and presses the key again must mean the paused one.
+        """
+
+        def do() -> Callable[[], None]:
             try:
                 said = work()
             except Exception as error:
                 said = f"Not done. {in_words(error)}"
             self._looks.forget_causes()
-            done(said)
+            return partial(done, said)
 
         self._asked.put(do)
 
@@ -160,11 +164,12 @@ class Reader:
     def _run(self) -> None:
         due = 0.0
         while True:
+            tell: Callable[[], None] | None = None
             try:
                 work = self._asked.get(timeout=max(due - time.monotonic(), 0.001))
                 if work is None:
                     return
-                work()
+                tell = work()
             except queue.Empty:
                 pass
             began = time.monotonic()
@@ -174,6 +179,8 @@ class Reader:
                 self.trouble = in_words(error)
             now = time.monotonic()
             due = now + max(self._every - (now - began), REST * (now - began) if self.trouble is None else 0.0)
+            if tell is not None:
+                tell()
             self._changed()
 
 
