@@ -2184,7 +2184,7 @@ MUTANTS = [
         "telemetry/opentelemetry.py",
         "            if not sender.trace_flags.sampled:\n                attach(context)",
         "            if sender.trace_id == 0:\n                attach(context)",
-        SPANS + "test_what_was_sent_by_a_span_that_is_not_sampled_has_no_spans_and_sends_on_likewise",
+        SPANS + "test_a_sampler_that_heeds_no_parent_makes_no_span_below_a_sender_that_is_not_sampled",
         "Who is not sampled would pay for a span, and send on by another trace.",
     ),
     Mutant(
