@@ -151,11 +151,11 @@ def test_no_statement_of_ours_calls_what_a_stranger_has_planted(parser: Parser) 
 
 
 SEARCH_PATH = "search_path=pg_catalog, pg_temp"
-NAMES_WHAT_IT_CALLS = {"end_groups", "removable"}
+NAMES_WHAT_IT_CALLS = {"buffer_depth", "end_groups", "removable"}
 
 
 def test_every_function_of_ours_looks_nowhere_else(hostile: str) -> None:
-    """But for two that name what they call, and those that PostgreSQL has read when they were created."""
+    """But for three that name what they call, and those that PostgreSQL has read when they were created."""
     with psycopg.connect(hostile) as conn:
         rows = conn.execute(
             "SELECT proname, proconfig FROM pg_proc WHERE pronamespace = 'busload'::regnamespace AND prosqlbody IS NULL"
@@ -168,6 +168,9 @@ def test_every_function_of_ours_looks_nowhere_else(hostile: str) -> None:
 def test_the_functions_that_name_what_they_call_call_nothing_else(parser: Parser) -> None:
     assert parser.strangers("SELECT * FROM busload.removable(ARRAY[1::bigint], 'infinity')", run=True) == []
     assert parser.strangers("SELECT busload.end_groups(ARRAY[1::bigint], 'COMPLETED'::text)", run=True) == []
+    for table in ("NULL", "'busload.buffered'"):
+        depth = f"SELECT * FROM busload.buffer_depth('b'::text, {table}::text, NULL, NULL, 5)"
+        assert parser.strangers(depth, run=True) == []
 
 
 @pytest.mark.parametrize(("users_tables", "path"), [(False, "pg_catalog, pg_temp"), (True, "evil,pg_catalog")])

@@ -21,5 +21,6 @@ SELECT coalesce(sum(commands), 0)::integer,
        coalesce(sum(commands) FILTER (WHERE held), 0)::integer,
        coalesce(sum(commands) FILTER (WHERE priority <> %(priority)s::smallint), 0)::integer,
        (SELECT coalesce(sum(l.open), 0)
-          FROM i JOIN busload.lease AS l ON l.hi BETWEEN i.first AND i.last AND l.batch_id = i.batch_id)::integer
+          FROM i JOIN busload.lease AS l
+            ON l.hi BETWEEN i.first AND i.last AND l.batch_id = i.batch_id)::integer
   FROM load;

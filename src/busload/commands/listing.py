@@ -21,8 +21,8 @@ SQL = statements(__name__)
 MOST_EXAMINED = 20_000
 """Commands that a page looks at, at most."""
 
-MOST_TEXTS = 4_000
-"""Commands that a page looks at whose errors it has to read."""
+MOST_TEXTS = 8_000
+"""Commands that a page looks at, at most, if it has to read their errors."""
 
 PLAIN = re.compile(r"[A-Za-z0-9 _.,:;()=+*#@!?%-]+", re.ASCII)
 """A text that stands in JSON as it is, within one value: errors in which it does not occur need not be parsed."""
@@ -108,9 +108,7 @@ def _statement(status: CommandStatus | None, wanted: CommandFilter) -> bytes:
         return SQL.of_task
     if wanted.get("batch_id") is not None:
         return SQL.of_batch
-    if status in PLACES:
-        return PLACES[status]
-    return SQL.any if wanted.get("error") is None else SQL.failing
+    return SQL.any if status is None else PLACES.get(status, SQL.any)
 
 
 def _page(statement: bytes, filters: dict[str, Any], limit: int, after: int) -> Plan[CommandPage]:

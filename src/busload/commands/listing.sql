@@ -73,20 +73,6 @@ WITH candidate AS MATERIALIZED (
      ORDER BY id DESC LIMIT %(most)s::integer
 ), {page_of};
 
--- name: failing
--- Commands that have failed or are in troubleshooting: no other command has an error.
-WITH candidate AS MATERIALIZED (
-    SELECT id, NULL::timestamptz AS created_at
-      FROM ((SELECT DISTINCT command AS id FROM busload.execution
-              WHERE outcome <> 'COMPLETED' AND command < %(after)s::bigint
-              ORDER BY command DESC LIMIT %(most)s::integer)
-            UNION
-            (SELECT command FROM busload.troubleshooting
-              WHERE command < %(after)s::bigint
-              ORDER BY command DESC LIMIT %(most)s::integer)) AS failing
-     ORDER BY id DESC LIMIT %(most)s::integer
-), {page_of};
-
 -- name: of_task
 -- Commands of a task.
 WITH candidate AS MATERIALIZED (

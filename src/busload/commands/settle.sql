@@ -108,7 +108,7 @@ unfinished AS (
 )
 SELECT (SELECT count(*) FROM settled)::integer,
        CASE WHEN %(delays)b::float8[] IS NOT NULL
-            THEN ARRAY(SELECT id FROM outcome WHERE outcome = 'CANCELED' AND delay >= 0)
+            THEN ARRAY(SELECT id FROM outcome WHERE outcome = 'CANCELED' AND delay >= 0::float8)
        END,
        (SELECT count(pg_notify('busload_ready', domain))
           FROM (SELECT DISTINCT domain FROM replied) AS told

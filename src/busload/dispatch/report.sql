@@ -8,7 +8,7 @@ SELECT domain, transport, job_id, commands, oldest, most_rounds
 -- Batches of the last days (UTC), those that were published as a whole, and how many rounds that took on
 -- average. The figures of a day do not fall when its commands end or are removed.
 SELECT day, sum(batches)::bigint, sum(published)::bigint, sum(dispatched)::bigint,
-       sum(attempts)::float8 / nullif(sum(dispatched), 0)::float8
+       sum(attempts)::float8 / nullif(sum(dispatched), 0::numeric)::float8
   FROM (SELECT day, batches, published, dispatched, attempts
           FROM busload.daily
          WHERE day > (now() AT TIME ZONE 'UTC')::date - %(days)s::integer AND batches > 0

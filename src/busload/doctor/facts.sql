@@ -51,7 +51,7 @@ UNION ALL
    FROM pg_replication_slots
   WHERE NOT active
     AND CASE WHEN NOT pg_is_in_recovery()
-             THEN pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn) >= %(slot_bytes)s::bigint END
+             THEN pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::bigint >= %(slot_bytes)s::bigint END
   ORDER BY restart_lsn
   LIMIT 10)
 UNION ALL
@@ -82,7 +82,8 @@ SELECT w.pid, w.application_name, coalesce(w.waits_since, w.query_start), h.pid,
 SELECT c.relname::text,
        c.relpersistence::text = 'u',
        row_security_active(c.oid),
-       coalesce('autovacuum_enabled=false' = ANY (c.reloptions) OR 'autovacuum_enabled=off' = ANY (c.reloptions),
+       coalesce('autovacuum_enabled=false' = ANY (c.reloptions)
+                OR 'autovacuum_enabled=off' = ANY (c.reloptions),
                 false),
        coalesce(s.n_dead_tup, 0),
        coalesce(s.n_live_tup, 0),
@@ -227,5 +228,6 @@ SELECT least(
     (SELECT completed_at FROM busload.batch
       WHERE completed_at IS NOT NULL AND pruned_at IS NULL ORDER BY completed_at LIMIT 1),
     (SELECT min(e.finished_at)
-       FROM (SELECT outcome, finished_at, batch_id FROM busload.execution ORDER BY command, attempt LIMIT 100) AS e
+       FROM (SELECT outcome, finished_at, batch_id
+             FROM busload.execution ORDER BY command, attempt LIMIT 100) AS e
       WHERE e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') AND e.batch_id IS NULL));

@@ -14,7 +14,7 @@ SELECT a.days, count(b.total_count)::integer, coalesce(sum(b.total_count), 0)::b
   LEFT JOIN LATERAL (
     SELECT total_count FROM busload.batch
      WHERE completed_at IS NOT NULL AND pruned_at IS NULL
-       AND completed_at < now() - a.days * interval '1 day'
+       AND completed_at < now() - a.days::float8 * interval '1 day'
      LIMIT %(most)s::integer
   ) AS b ON true
  GROUP BY a.days ORDER BY a.days;

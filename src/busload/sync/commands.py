@@ -224,7 +224,8 @@ class CommandVerbs(ABC):
         """Search the commands of a domain, or of all domains, newest first; `CommandFilter` says by what.
 
         A page has up to `limit` commands, and `next`, to be passed as `after` for the page behind it. It looks at no
-        more than 20,000 commands, so it may be short, or empty, though `next` says that there are more.
+        more than 20,000 commands, or 8,000 with `error`, so it may be short, or empty, though `next` says that there
+        are more.
         """
         return self.database.read(list_commands(self._limits, domain, options, limit=limit, after=after))
 

@@ -53,7 +53,7 @@ WITH kind AS (
      ORDER BY count DESC, domain, fingerprint LIMIT %(limit)s::integer
 ), hour AS (
     SELECT t.domain, t.fingerprint,
-           width_bucket(date_part('epoch', t.since), (SELECT date_part('epoch', now()) - 86400),
+           width_bucket(date_part('epoch', t.since), (SELECT date_part('epoch', now()) - 86400::float8),
                         (SELECT date_part('epoch', now())), 24) AS hour,
            count(*) AS count
       FROM shown AS s JOIN busload.troubleshooting AS t USING (domain, fingerprint)

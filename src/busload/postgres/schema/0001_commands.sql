@@ -53,9 +53,6 @@ CREATE TABLE busload.execution (
     PRIMARY KEY (command, attempt)
 );
 
--- Commands that have failed: a search for an error looks at these alone.
-CREATE INDEX execution_failed ON busload.execution (command) WHERE outcome <> 'COMPLETED';
-
 COMMENT ON TABLE busload.execution IS
     'One row per finished attempt: the retry chain, and what makes settling safe to repeat.';
 
