@@ -44,8 +44,8 @@ from tests.given import DOMAIN, Given
 LONG = "The bank answered 503 Service Unavailable after 30 s; account DE89 3704 0044 0532 0130 00 was not debited"
 BUFFER, TABLE, QUEUE = "contact_activity_events", "contact_activity_event", "partner_tasks"
 TASK = "invoices:2026:subsidiary-europe-west:000004711"
-WITHOUT_A_TABLE = {"dashboard", "demo", "worker", "db psql", "db stop"}
-"""They start or stop processes, and what they print is printed by others too."""
+WITHOUT_A_TABLE = {"dashboard", "demo", "top", "worker", "db psql", "db stop"}
+"""They fill the screen, start or stop processes, and what they print is printed by others too."""
 TO_COPY = {"completion", "doctor", "metrics", "buffer ddl", "schema print", "db info"}
 """They print SQL and paths, which are of no use in pieces. Nor are tracebacks, which come last."""
 
@@ -153,6 +153,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "db info": "",
             "doctor": "",
             "domain ls": "",
+            "audit ls": "",
             "domain pauses": "",
             "domain pause": "customer-notifications",
             "domain resume": "customer-notifications",

@@ -109,7 +109,8 @@ def test_what_outlives_the_grace_time_is_handed_back(
     until(lambda: database.count("lease"))
     process.terminate()
     assert process.wait(timeout=WITHIN) == 0
-    assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(5, 1)]
+    # Those that had not begun may have been handed back before the others.
+    assert database.rows("SELECT sum(hi - lo + 1)::integer, attempt FROM busload.queue GROUP BY attempt") == [(5, 1)]
     database.check_invariants()
 
 

@@ -17,7 +17,8 @@ from busload.sync.bus import SyncCommandBus
 def _what(action: Action) -> str | None:
     """What it was done to."""
     if action.commands > 1:
-        return counted(action.commands, "command")
+        many = counted(action.commands, "command")
+        return many if action.command_id is None else f"{many}, the last {action.command_id}"
     named = (action.command_id, action.job_id, action.worker_name, action.limit, action.buffer, action.batch_id)
     return next((str(name) for name in named if name is not None), None)
 

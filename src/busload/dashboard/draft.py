@@ -19,6 +19,7 @@ from busload.batches.batch import CreateOptions, members, new_batch
 from busload.batches.guards import Canary
 from busload.commands.command import BatchCommand
 from busload.commands.payload import PayloadRefusedError, decode_strict
+from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.problem import Problem
 from busload.errors import InvalidCommandError
@@ -88,7 +89,9 @@ def read(fields: Mapping[str, str], limits: InputLimits) -> Draft:
     kind = fields.get("type") or None
     items = list(_csv(text) if fields.get("format") == "csv" else _json(text, limits))
     if len(items) > MOST_COMMANDS:
-        raise WrongDraft([f"The data has {len(items):,} commands; at most {MOST_COMMANDS:,} can be created here."])
+        raise WrongDraft(
+            [f"The data has {counted(len(items), 'command')}; at most {MOST_COMMANDS:,} can be created here."]
+        )
     commands = [_command(item, kind) for item in items]
     try:
         options, callback = _options(fields), _callback(fields, limits)

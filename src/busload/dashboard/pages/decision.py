@@ -78,7 +78,8 @@ def _chosen(request: Request) -> Selection:
     """The commands that the address names: those that were ticked, or all that its filter lets through."""
     given = request.query_params.getlist("command")
     if len(given) > MOST_TICKED:
-        raise wrong_input(f"{len(given):,} commands are ticked.", f"Tick up to {MOST_TICKED}, or take the whole cause.")
+        many = f"{counted(len(given), 'command')} are ticked."
+        raise wrong_input(many, f"Tick up to {MOST_TICKED}, or take the whole cause.")
     if not given and "ticked" in request.query_params:
         raise wrong_input("No command is ticked.", "Go back and tick some, or take all of the cause.")
     try:
