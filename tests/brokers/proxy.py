@@ -24,6 +24,7 @@ class Proxy:
         self._connections: set[_Connection] = set()
         self.accepted = 0
         """How many connections there were."""
+        self._cuts = 0
         self._swallows_new = False
 
     @property
@@ -53,6 +54,7 @@ class Proxy:
 
     async def cut(self) -> None:
         """Every connection; what was held back is lost."""
+        self._cuts += 1
         connections, self._connections = self._connections, set()
         await asyncio.gather(*(connection.cut() for connection in connections))
 
@@ -69,7 +71,12 @@ class Proxy:
         await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        cuts = self._cuts
         broker_reader, broker_writer = await self._open()
+        if cuts != self._cuts:  # a cut ends those that are being made, too
+            broker_writer.close()
+            writer.close()
+            return
         connection = _Connection(self._answering)
         connection.swallows = connection.swallows_questions = self._swallows_new
         self._connections.add(connection)
