@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests, demo and measurements start hundreds of processes: without its cache, Python compiles busload anew in each.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint sync figures servers bench chaos mutants docs screenshots clean
+.PHONY: help setup demo test lint package sync figures servers bench chaos mutants docs screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -22,19 +24,24 @@ demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
 # Tests wait for servers and processes a quarter of their time: three processes keep two cores busy.
-test: lint servers  ## Lint, check types, run every test
+test: lint servers package  ## Lint, check types, run every test
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy, and the examples as a user's project by mypy and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_examples.py
+
+package: setup  ## Build sdist and wheel, and try the wheel in an empty environment; of other Pythons too: PYTHONS="..."
+	$(BIN)/python scripts/try_package.py $(PYTHONS)
 
 sync: setup  ## Make src/busload/sync, the API without await, from the async modules
 	$(BIN)/python scripts/generate_sync.py
 
-figures: setup  ## Write the tables of figures and findings in the docs from where they are declared
+figures: setup  ## Write what the docs make from the code: tables, docstrings, the changelog page and llms.txt
 	$(BIN)/python scripts/generate_figures.py
+	$(BIN)/python scripts/generate_docs.py
 
 servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers
 	@sh scripts/install-servers.sh
@@ -58,7 +65,7 @@ bench: setup  ## Measure busload beside its peers and the machine's limits (abou
 
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --group docs
-	$(BIN)/zensical build
+	$(BIN)/zensical build --strict
 
 screenshots: servers  ## Take the pictures of docs/dashboard.md anew, light, dark and on a phone, with an animation
 	$(BIN)/python -m pip install --quiet --group docs

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from bench import beside, buffers, dispatch, fairness, identity, limits, ours, variants, watched
+from bench import beside, buffers, connections, dispatch, fairness, identity, limits, ours, traced, variants, watched
 
 ALL = [
     *limits.CASES,
     *ours.CASES,
     *variants.CASES,
     *watched.CASES,
+    *traced.CASES,
     *identity.CASES,
+    *connections.CASES,
     *fairness.CASES,
     *buffers.CASES,
     *dispatch.CASES,

@@ -22,7 +22,8 @@ async def refund(command: Command, ctx: HandlerContext) -> None:
 
 
 def data(n: int) -> dict[str, object]:
-    return {"account": n, "cents": 100 * n} | ({} if n % 4 == 0 else {"currency": "EUR"})
+    known: dict[str, object] = {"account": n, "cents": 100 * n}
+    return known if n % 4 == 0 else known | {"currency": "EUR"}
 
 
 async def main() -> None:

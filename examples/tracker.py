@@ -30,6 +30,7 @@ async def main() -> None:
         [running] = [execution for execution in handed_out if execution is not None]
 
         # Three attempts fail; the message goes round with the keys it has.
+        failed = running
         for attempt in range(1, 4):
             failed = await tracker.fail(running, TimeoutError(f"no answer to attempt {attempt}"))
             running = await tracker.claim(task_id, queued.execution_id) or running

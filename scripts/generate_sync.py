@@ -21,6 +21,7 @@ SOURCES = {
     "busload.batches.api": "batches",
     "busload.batches.callbacks": "callbacks",
     "busload.batches.cancel": "cancel",
+    "busload.handlers.handle": "handle",
     "busload.health.api": "health",
     "busload.doctor.api": "doctor",
     "busload.health.workers": "workers",
@@ -40,14 +41,18 @@ SOURCES = {
     "busload.postgres.own_connection": "connection",
     "busload.postgres.plan": "plan",
     "busload.postgres.pool": "pool",
+    "busload.schedules.api": "schedules",
+    "busload.schedules.planned": "planned",
     "busload.statistics.api": "statistics",
     "busload.tasks.tracker": "tracker",
+    "busload.testing.joined": "joined",
     "busload.troubleshooting.api": "troubleshooting",
     "busload.worker.context": "context",
 }
 """The modules that are made, each from which one."""
 
 WAITS = ("busload.postgres", "waiting")
+CALLERS = "busload.postgres.callers_connection"
 TWINS = {
     WAITS: ("busload.postgres", "waiting_in_threads"),
     ("busload.commands.send_together", "Sending"): ("busload.commands.send_together", "SendingInThreads"),
@@ -55,24 +60,27 @@ TWINS = {
     ("busload.dispatch.reconcile", "Reconciler"): ("busload.dispatch.publish_in_threads", "ThreadReconciler"),
     ("busload.dispatch.relay", "recover"): ("busload.dispatch.publish_in_threads", "recover"),
     ("busload.doctor.broker", "ask_broker"): ("busload.doctor.broker", "ask_broker_in_threads"),
-    ("busload.postgres.callers_connection", "perform_any"): ("busload.sync.plan", "perform"),
+    (CALLERS, "perform_any"): (CALLERS, "perform_in_threads"),
+    (CALLERS, "underneath"): (CALLERS, "underneath_in_threads"),
 }
 """What is written by hand for threads, in another module."""
 
 NAMES = {
     # written by hand in both forms
-    "AnyConnection": "Connection",
+    "AnyConnection": "AnySyncConnection",
     "AsyncConnection": "Connection",
-    "JOINABLE": "JOINABLE_IN_THREADS",
     "Publisher": "ThreadPublisher",
     "Sending": "SendingInThreads",
+    "underneath": "underneath_in_threads",
     # made here
     "AsyncListener": "Listener",
     "AsyncPool": "Pool",
     "BatchCompletionCallback": "SyncBatchCompletionCallback",
     "Buffer": "SyncBuffer",
+    "CallersTransaction": "SyncCallersTransaction",
     "ChunkContext": "SyncChunkContext",
     "CommandBus": "SyncCommandBus",
+    "CommandHandle": "SyncCommandHandle",
     "FinishedStage": "SyncFinishedStage",
     "GuardedAsyncConnection": "GuardedConnection",
     "HandlerContext": "SyncHandlerContext",
@@ -86,7 +94,7 @@ NAMES = {
     "connect_async": "connect",
     "connect_within_async": "connect_within",
     "check_server_async": "check_server",
-    "perform_any": "perform",
+    "perform_any": "perform_in_threads",
     "perform_async": "perform",
     # of Python and psycopg
     "AsyncCursor": "Cursor",

@@ -32,6 +32,7 @@ from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandEr
 from busload.batches.guards import Canary, FailureBudget
 from busload.commands.command import Command
 from busload.dashboard import Principal, Role, app
+from busload.jobs.job import Stage
 from busload.testing import TestServer
 
 CHROMIUM = "/usr/bin/chromium"
@@ -41,7 +42,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
 }
-COLOURS = 160
+COLOURS = 200
 """Of a picture: enough for text, lines and badges, and small."""
 PATIENCE = 30_000
 FRAMES, EVERY = 26, 0.35
@@ -95,6 +96,59 @@ async def tell(bus: CommandBus, dsn: str, share: float = 1.0) -> None:
         canary=Canary(size=20),
         on_complete=BatchCommand("Report"),
     )
+    await _tell_the_rest(bus, dsn)
+
+
+async def _tell_the_rest(bus: CommandBus, dsn: str) -> None:
+    """Jobs, a buffer with a group that failed, limits, and messages that a broker did not take."""
+
+    async def refuse(command: Command, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("the ledger is closed", code="LEDGER_CLOSED")
+
+    events = bus.buffer("contact_events", size=50, max_age=timedelta(hours=1))
+    events.handler()(refuse)
+    for name in ("Load", "Post", "Publish"):
+        bus.handler("reports", name)(refuse if name == "Post" else _nothing)
+    for month in ("September", "October"):
+        await bus.jobs.create("reports", _stages(), name=f"Report of {month}")
+    for n in range(50):
+        await events.add({"contact": n})
+    await Worker(bus, name="worker-2", domains=["reports", "contact_events"]).drain()
+    [failed, *_] = await bus.troubleshooting.list("reports")
+    await bus.troubleshooting.cancel("reports", failed.command_id, reason="not this year", operator="grace")
+    for n in range(17):
+        await events.add({"contact": n})
+    await bus.create_batch("shipping", [BatchCommand("Label", data={"parcel": n}) for n in range(120)], name="Parcels")
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute(OUTBOX)
+        conn.execute(LIMITS)
+
+
+def _stages() -> list[Stage]:
+    load = [BatchCommand("Load", data={"region": region}) for region in ("north", "east", "south", "west")]
+    return [
+        Stage("load", load, compensate=BatchCommand("Unload")),
+        Stage("post", [BatchCommand("Post")], compensate=BatchCommand("Unpost")),
+        Stage("publish", [BatchCommand("Publish")]),
+    ]
+
+
+async def _nothing(command: Command, ctx: HandlerContext) -> None:
+    pass
+
+
+OUTBOX = """
+    WITH waiting AS (DELETE FROM busload.queue WHERE domain = 'shipping' RETURNING *)
+    INSERT INTO busload.outbox (lo, hi, domain, batch_id, transport, rounds, reason, error, failed_at)
+    SELECT lo, hi, domain, batch_id, 'redis', 3, 'UNREACHABLE', 'connection refused', now() FROM waiting
+"""
+"""What a broker that is away leaves behind."""
+
+LIMITS = """
+    INSERT INTO busload.rate_limit (name, subject, adaptive, rate, ceiling, blocked_until, calls, refused)
+    VALUES ('bank', '', true, 12.5, 20, now() + interval '1 hour', 48210, 31),
+           ('crm', 'tenant 7', false, 5, 5, now() - interval '1 hour', 9120, 0)
+"""
 
 
 def _handlers(bus: CommandBus) -> None:
@@ -261,10 +315,18 @@ def _save(png: bytes, file: Path) -> None:
 
 
 def _palette(picture: Image.Image) -> Image.Image:
-    """The colours that a picture has most, as they are: grounds and badges do not change."""
-    found = sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)[:COLOURS]
+    """The colours that a picture has most, as they are, and others that stand for the rest.
+
+    So grounds and texts do not change, and a small badge keeps its colour too.
+    """
+    found = [colour for _, colour in sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)]
+    colours: list[Any] = found[: COLOURS // 2]
+    if rest := found[COLOURS // 2 :]:
+        others = Image.new("RGB", (len(rest), 1))
+        others.putdata(rest)
+        few = others.quantize(COLOURS - len(colours), method=Image.Quantize.MEDIANCUT).convert("RGB")
+        colours += [colour for _, colour in few.getcolors(len(rest)) or []]
     palette = Image.new("P", (1, 1))
-    colours: list[Any] = [colour for _, colour in found]
     palette.putpalette([part for colour in colours for part in colour])
     return palette
 
@@ -329,7 +391,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = _arguments(words)
     given.out.mkdir(parents=True, exist_ok=True)
     for line in _told(asyncio.run(take(given.out, only=given.only, animate=not given.still))):
-        print(line)  # noqa: T201
+        print(line)
 
 
 def _told(files: Sequence[Path]) -> Iterator[str]:

@@ -198,6 +198,10 @@ class Database:
         sequences = self.rows("SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'busload'")
         return {table: self.rows(rows.format(table)) for (table,) in tables} | {"sequences": sorted(sequences)}
 
+    def count_rows(self, table: str) -> int:
+        """Of a table of the test."""
+        return int(self.value(f"SELECT count(*) FROM {table}"))
+
     def count(self, table: str) -> int:
         return int(self.value(f"SELECT count(*) FROM busload.{table}"))
 

@@ -14,7 +14,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import beside, brokers, buffers, chart, dispatch, identity, limits, ours, reach, report, variants
+from bench import (
+    beside,
+    brokers,
+    buffers,
+    chart,
+    connections,
+    dispatch,
+    identity,
+    limits,
+    ours,
+    reach,
+    report,
+    variants,
+)
 from bench.beside import PEERS, Peer, Voice
 from bench.case import Case, Measured, started
 from bench.cases import ALL
@@ -46,7 +59,9 @@ def test_a_tiny_run_yields_a_sane_figure_for_every_case(server: TestServer, monk
     assert all(one["ratio"] > 0 for one in found["ratios"])
 
 
-@pytest.mark.parametrize("case", [*variants.CASES, *identity.CASES, *buffers.CASES], ids=lambda case: case.metric)
+@pytest.mark.parametrize(
+    "case", [*variants.CASES, *identity.CASES, *connections.CASES, *buffers.CASES], ids=lambda case: case.metric
+)
 async def test_busload_is_measured_under_other_conditions(dsn: str, case: Case) -> None:
     size = 400 if case.extent in ("few", "many") else 40
     if case.prepare is not None:

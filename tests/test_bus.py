@@ -68,7 +68,8 @@ PAIRS: list[tuple[type, type]] = [
 TRANSLATED = {
     "Publisher": "ThreadPublisher",
     "AsyncConnection | Connection | None": "Connection | None",
-    "AnyConnection | None": "Connection | None",
+    "AnyConnection | None": "AnySyncConnection | None",
+    "AnyConnection": "AnySyncConnection",
     "AsyncConnection | Connection": "Connection",
     "AsyncConnection": "Connection",
     "AsyncPool": "Pool",

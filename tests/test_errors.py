@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,6 @@ from uuid import UUID, uuid4
 import msgspec
 import psycopg
 import pytest
-from sqlalchemy import create_engine, orm
 
 from busload import (
     BatchCommand,
@@ -216,7 +214,7 @@ async def test_a_connection_of_another_library_is_called_by_its_whole_name(
     bus: CommandBus, sync_bus: SyncCommandBus
 ) -> None:
     theirs: Any = Session()
-    name = rf"is a {Session.__module__}\.Session; this bus joins a psycopg\."
+    name = rf"is a {Session.__module__}\.Session; this bus joins psycopg\."
     with pytest.raises(InvalidOperationError, match=name):
         await bus.send("payments", "Debit", conn=theirs)
     with pytest.raises(InvalidOperationError, match=name):
@@ -229,35 +227,15 @@ async def test_a_connection_of_another_library_is_called_by_its_whole_name(
         await bus.send("payments", "Debit", conn=theirs)
 
 
-def test_the_error_about_a_session_of_sqlalchemy_says_what_to_pass(sync_bus: SyncCommandBus) -> None:
-    engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(sync_bus.dsn))
-    with engine.connect() as connection, orm.Session(connection) as session:
-        with pytest.raises(InvalidOperationError, match=r"Session; this bus joins a psycopg\.Connection") as told:
-            sync_bus.send("payments", "Debit", conn=session)  # type: ignore[arg-type]
-        expression = str(told.value).partition(" Pass ")[2].removesuffix(".")
-        sent = sync_bus.send("payments", "Debit", conn=eval(expression, {"session": session}))
-        session.rollback()
-    assert sync_bus.get_command("payments", sent.command_id) is None
-    engine.dispose()
-
-
 @pytest.mark.parametrize(
-    ("module", "advice"),
-    [
-        (
-            "sqlalchemy.ext.asyncio.session",
-            "(await (await session.connection()).get_raw_connection()).driver_connection",
-        ),
-        ("django.utils.connection", "django.db.connection.connection, inside atomic()"),
-        ("asyncpg.connection", "one of psycopg: no other driver can take part"),
-        ("shop.database", "the psycopg connection that your session or ORM uses"),
-    ],
+    "module", ["sqlalchemy.orm", "django.utils", "asyncpg", "psycopg2.extensions", "shop.database"]
 )
-def test_the_error_about_another_connection_says_what_to_pass(
-    sync_bus: SyncCommandBus, module: str, advice: str
-) -> None:
+def test_the_error_about_another_connection_says_what_can_be_passed(sync_bus: SyncCommandBus, module: str) -> None:
     foreign = type("Connection", (), {"__module__": module})()
-    with pytest.raises(InvalidOperationError, match=re.escape(f"Pass {advice}")):
+    listed = (
+        r"Connection; this bus joins psycopg\.Connection, the Connection and the Session of SQLAlchemy .* or a conn"
+    )
+    with pytest.raises(InvalidOperationError, match=listed):
         sync_bus.send("payments", "Debit", conn=foreign)
 
 

@@ -19,8 +19,21 @@ def run(program: str) -> str:
 
 
 FOLDERS = (
-    *("audit", "batches", "buffers", "commands", "dispatch", "doctor", "explain", "health", "jobs", "limits"),
-    *("metrics", "retention", "statistics", "sync", "tasks", "telemetry", "transports", "troubleshooting", "worker"),
+    *(
+        "audit",
+        "batches",
+        "buffers",
+        "commands",
+        "dispatch",
+        "doctor",
+        "explain",
+        "handlers",
+        "health",
+        "jobs",
+        "limits",
+    ),
+    *("limits", "metrics", "retention", "schedules", "statistics", "sync", "tasks", "telemetry", "transports"),
+    *("troubleshooting", "worker"),
 )
 
 

@@ -29,7 +29,7 @@ async def install(dsn: str) -> None:
 async def send(dsn: str) -> None:
     driver = await _driver(dsn)
     queries = Queries(driver)
-    payloads: list[bytes] = []
+    payloads: list[bytes | None] = []
 
     async def make(count: int) -> None:
         payloads[:] = [b'{"n":%d}' % n for n in range(count)]

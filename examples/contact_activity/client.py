@@ -6,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from uuid import uuid5
@@ -18,7 +18,7 @@ URL, TIMEOUT = "MARKETING_URL", 10
 
 
 @contextmanager
-def marketing_service() -> Iterator[None]:
+def marketing_service() -> Generator[None]:
     """The service that MARKETING_URL names, else one of our own."""
     if URL in os.environ:
         yield

@@ -73,8 +73,7 @@ def record_activity(lead: int, kind: str, comment: str) -> None:
     ContactActivityEvent.objects.create(activity=activity)
     who.score += 10
     who.save()
-    conn = connection.connection  # psycopg's own, in the same transaction
-    scores.add({"id": who.id, "score": who.score}, key=str(who.id), conn=conn)
+    scores.add({"id": who.id, "score": who.score}, key=str(who.id), conn=connection)
     if kind == "fax":
         raise ValueError("nobody sends a fax any more")
 

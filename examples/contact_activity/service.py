@@ -17,7 +17,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 MOST_RECORDS = 1000
 POISON = "<script>"
@@ -72,7 +72,7 @@ class MarketingService:
     def _judge(self, path: str, key: str, records: Any) -> tuple[int, Any]:
         if not self._within_limit():
             return 429, {"error": "Too many calls."}
-        if not isinstance(records, list) or not all(isinstance(one, dict) and "id" in one for one in records):
+        if not _are_records(records):
             return 400, {"error": "Send a list of records, each with an id."}
         if len(records) > MOST_RECORDS:
             return 413, {"error": f"Send at most {MOST_RECORDS} records."}
@@ -101,6 +101,10 @@ class MarketingService:
             return False
         self._recent.append(now)
         return True
+
+
+def _are_records(records: list[Any] | dict[str, Any] | str | float | None) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(records, list) and all(isinstance(one, dict) and "id" in one for one in records)
 
 
 def _is_poison(record: dict[str, Any]) -> bool:

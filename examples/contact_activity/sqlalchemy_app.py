@@ -69,8 +69,7 @@ def record_activity(session: Session, lead: Lead, kind: str, comment: str) -> No
     session.add(ContactActivity(lead=lead, kind=kind, comment=comment, events=[ContactActivityEvent()]))
     lead.score += 10
     session.flush()
-    conn: Any = session.connection().connection.driver_connection  # psycopg's own, in the same transaction
-    scores.add({"id": lead.id, "score": lead.score}, key=str(lead.id), conn=conn)
+    scores.add({"id": lead.id, "score": lead.score}, key=str(lead.id), conn=session)
     if kind == "fax":
         raise ValueError("nobody sends a fax any more")
 

@@ -6,12 +6,12 @@ Every method checks its input, plans, and has the database perform the plan. `Sy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 from uuid import UUID
 
 from busload.audit.actions import Audit
@@ -39,8 +39,10 @@ from busload.commands.command import (
     AuditEvent,
     BatchCommand,
 )
+from busload.commands.data_type import DataTypes
 from busload.commands.headers import with_context
 from busload.commands.send import NO_BROKER, NewBatch, Via
+from busload.commands.send_middleware import SendMiddleware, around_send
 from busload.commands.send_together import Sending
 from busload.commands.wording import counted
 from busload.dispatch import creation_state, outbox
@@ -54,6 +56,8 @@ from busload.doctor.api import DoctorVerbs
 from busload.errors import BatchNotFoundError, InvalidOperationError, kind_of
 from busload.explain import explanation
 from busload.explain.explanation import Explanation
+from busload.handlers.handle import HandleVerbs
+from busload.handlers.hooks import HookDecorators, Hooks
 from busload.handlers.methods import HandlerRegistration
 from busload.handlers.registry import Handlers
 from busload.health.workers import Workers
@@ -63,7 +67,7 @@ from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
 from busload.limits.api import Domains, Limits
 from busload.metrics.api import MetricsVerbs
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.pool import AsyncPool
 from busload.postgres.schema.migrate import Migration
@@ -71,14 +75,17 @@ from busload.postgres.write import Write
 from busload.retention import kept
 from busload.retention.kept import Retention
 from busload.retention.prune import Pruned, Pruning
-from busload.settings import Settings
+from busload.schedules.api import Schedules
+from busload.schedules.declare import ScheduleDeclarations
+from busload.schedules.schedule import Schedule
+from busload.settings import InputLimits, Settings
 from busload.statistics.api import Statistics
 from busload.transports import Transport, find_transport
 from busload.troubleshooting import decisions
 from busload.troubleshooting.api import Troubleshooting
 
 
-class Bus(HandlerRegistration, ABC):
+class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
     """What both faces share: where the database is, the handlers, and the checks."""
 
     def __init__(
@@ -101,13 +108,9 @@ class Bus(HandlerRegistration, ABC):
         self.settings = settings or Settings()
         if queues is not None:
             self.settings = replace(self.settings, queues=queues)
-        self.handlers = Handlers()
-        given = self.given_transport = self.settings.transport_url if transport is None else transport
-        """A URL, of which everybody who runs an event loop makes a transport of its own, or a transport."""
-        if not isinstance(given, Transport | str | None):
-            raise ValueError(f"transport must be a URL or a Transport, found {kind_of(given)}.")
-        self.transport = find_transport(given) if isinstance(given, str) else given
-        self.dispatch = default_strategy(dispatch or self.settings.dispatch, self.transport)
+        self.handlers, self.hooks = Handlers(), Hooks()
+        given = self.settings.transport_url if transport is None else transport
+        self._set_transport(given, dispatch or self.settings.dispatch)
         message.check_settings(self.settings)
         if queues and self.transport is None:
             raise ValueError(f"queues={dict(queues)!r:.80} needs a transport: CommandBus(dsn, transport=URL).")
@@ -117,16 +120,68 @@ class Bus(HandlerRegistration, ABC):
                 f"The DSN must be text, found {kind_of(self._given_dsn)}. Pass "
                 f"{'it as settings=' if isinstance(self._given_dsn, Settings) else 'the text of it'}."
             )
-        self.via = Via(self.transport.name) if self.transport else NO_BROKER
-        """How commands of this bus reach workers."""
-        self._limits = self.settings.limits
+        self._limits: InputLimits = self.settings.limits
         self.declared_buffers: dict[str, BufferSettings] = {}
         """The buffers that were declared on this bus, by name."""
+        self.declared_schedules: dict[str, Schedule] = {}
+        """The schedules that were declared on this bus, by name."""
+        self.database = self._make_database()
         self._make_parts()
+
+    @property
+    def data_types(self) -> DataTypes:
+        """The types of data that handlers of this bus want, by domain and command type."""
+        return self.handlers.data_types
+
+    @property
+    def around_sends(self) -> Sequence[SendMiddleware]:
+        """The middleware around every call that sends commands."""
+        return self.hooks.sending
+
+    @abstractmethod
+    def _make_database(self) -> Any:
+        """Make the database of this bus, for its face."""
 
     @abstractmethod
     def _make_parts(self) -> None:
         """Make what hangs on the bus, each part for the face of the bus."""
+
+    @contextmanager
+    def redirected(self, dsn: str, *, transport: Transport | str | None = None) -> Iterator[Self]:
+        """Be a bus of the database at `dsn` while the block lasts: for tests of an application whose bus is a global.
+
+        The bus must be closed before the block and at its end. In the block it has the given `transport`, or none.
+        Its buffers go with it. Handlers and hooks that are registered in the block are forgotten at its end.
+        """
+        self._refuse_open()
+        kept, kept_of_database = dict(vars(self)), dict(vars(self.database))
+        try:
+            self.handlers, self.hooks = self.handlers.copy(), self.hooks.copy()
+            self.declared_buffers = dict(self.declared_buffers)
+            self.declared_schedules = dict(self.declared_schedules)
+            self.settings = replace(self.settings, transport_url=None, dispatch=None, queues={})
+            self._set_transport(transport, None)
+            self.database.move(dsn, self.settings)
+            self._make_parts()
+            yield self
+            self._refuse_open()
+        finally:
+            vars(self.database).update(kept_of_database)
+            vars(self).update(kept)
+
+    def _refuse_open(self) -> None:
+        if self.database.is_open:
+            raise InvalidOperationError("The bus is open. Close it before it is redirected, and before that ends.")
+
+    def _set_transport(self, given: Transport | str | None, dispatch: Strategy | DispatchName | None) -> None:
+        self.given_transport = given
+        """A URL, of which everybody who runs an event loop makes a transport of its own, or a transport."""
+        if not isinstance(given, Transport | str | None):
+            raise ValueError(f"transport must be a URL or a Transport, found {kind_of(given)}.")
+        self.transport = find_transport(given) if isinstance(given, str) else given
+        self.dispatch = default_strategy(dispatch, self.transport)
+        self.via = Via(self.transport.name) if self.transport else NO_BROKER
+        """How commands of this bus reach workers."""
 
     def _declare(self, settings: BufferSettings) -> BufferSettings:
         """A buffer may be named in several places, but it is one and the same."""
@@ -139,7 +194,7 @@ class Bus(HandlerRegistration, ABC):
         return known
 
 
-class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
+class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
@@ -153,13 +208,21 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
 
     _give_up = staticmethod(decisions.give_up)
 
+    database: Database
+
+    def _make_database(self) -> Database:
+        return Database(self._given_dsn, self.settings)
+
+    def _sender(self) -> Self:
+        return self
+
     def _make_parts(self) -> None:
-        self.database = Database(self._given_dsn, self.settings)
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.audit = Audit(self.database, self._limits)
         self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
+        self.schedules = Schedules(self.database, self._limits, self.via, self.declared_schedules)
         self.troubleshooting = Troubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
         self.outbox = Outbox(self.database, self._limits, self._publisher)
@@ -241,12 +304,32 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         where repeating the call with the same `batch_id` goes on after `DispatchIncompleteError` or a crash;
         "optimistic"; or "relay", by a worker, which is how it is with `conn`, `dedup` or `canary`.
         """
+        if not self.around_sends:
+            return await self._create_batch(domain, commands, on_complete, dispatch, checkpoint_size, conn, options)
+        headers = options.get("headers")
+        with around_send(self.around_sends, "create_batch", domain, headers) as call:
+            options["headers"] = call.headers or headers
+            call.result = batch_id = await self._create_batch(
+                domain, commands, on_complete, dispatch, checkpoint_size, conn, options
+            )
+        return batch_id
+
+    async def _create_batch(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        on_complete: BatchCompletionCallback | BatchCommand | None,
+        dispatch: Strategy | DispatchName | None,
+        checkpoint_size: int,
+        conn: AnyConnection | None,
+        options: CreateOptions,
+    ) -> UUID:
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
         batch = new_batch(
             "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
         )
-        checked = partial(members, self._limits, batch)
+        checked = partial(members, self._limits, batch, types=self.data_types)
         waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
         strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
 
@@ -288,11 +371,15 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         `create_batch`. If the block raises, the batch stays open: the checkpoints that were written run on, and you may
         add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
+        if self.around_sends:
+            with around_send(self.around_sends, "open_batch", domain, options.get("headers")) as call:
+                options["headers"] = call.headers or options.get("headers")
         batch = new_batch("open_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS)
         return OpenBatch(
             self.database,
             batch,
             limits=self._limits,
+            types=self.data_types,
             via=self.via,
             checkpoint_size=checkpoint_size,
             dedup=options.get("dedup"),

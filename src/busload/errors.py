@@ -10,6 +10,7 @@ BusloadError
 ├── CommandFailedError                        the command that was waited for has failed
 │   └── CommandCanceledError                  or was canceled
 ├── JobNotFoundError                          no such job in this domain
+├── ScheduleNotFoundError                     no such schedule
 ├── InvalidOperationError                     the thing exists, but not in the state this needs
 │   └── HandlerAlreadyRegisteredError
 ├── SchemaOutdatedError                       the database is older than this release
@@ -24,11 +25,13 @@ BusloadError
 │   ├── TransportMisconfiguredError           a person must change the URL, a right or a queue
 │   ├── TransportUnavailableError             it cannot be reached now
 │   └── PublishError                          some messages were not confirmed; `refused` says which and why
+├── UncommittedError                          a handler has completed its command in a transaction that did not commit
 └── SupersededError                           this execution lost its command to another one
 
 For handlers to raise:
 ├── TransientCommandError                     try again later
 ├── RateLimitedError                          the receiver refuses calls for now: no attempt is burnt
+├── SnoozeError                               run it again later: no attempt is burnt; `ctx.snooze` raises it
 ├── PermanentCommandError                     a person must look: troubleshooting
 └── BusinessRuleError                         a final, expected no: FAILED
 """
@@ -195,6 +198,15 @@ class JobNotFoundError(BusloadError):
             "Check the domain, or list what there is with `busload job ls`."
         )
         self.domain, self.job_id = domain, job_id
+
+
+class ScheduleNotFoundError(BusloadError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"There is no schedule {name!r:.200}. List what there is with `busload schedule ls`. A schedule that is "
+            "declared in code is there once a worker of that code has started, or after `busload schedule sync`."
+        )
+        self.name = name
 
 
 class InvalidOperationError(BusloadError):
@@ -388,6 +400,16 @@ class SupersededError(BusloadError):
     """
 
 
+class UncommittedError(BusloadError):
+    """A handler has called `ctx.complete(conn=...)` and returned, but its transaction was not committed by then."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The handler completed its command by ctx.complete(conn=...), and that transaction was rolled back, or was "
+            "not committed before the handler returned. Commit it in the handler, or raise."
+        )
+
+
 class HandlerError(BusloadError):
     """What a handler says about its failure: a message, a code for programs, details for people."""
 
@@ -418,6 +440,17 @@ class RateLimitedError(HandlerError):
                 f"RateLimitedError(after=...) wants seconds from 0 on or a timedelta, found {after!r:.80}."
             )
         self.after = None if seconds is None else float(seconds)
+
+
+class SnoozeError(HandlerError):
+    """The handler wants its command to run again `after` so long (seconds, or a timedelta); no attempt is burnt."""
+
+    def __init__(self, after: timedelta | float) -> None:
+        seconds = after.total_seconds() if isinstance(after, timedelta) else after
+        if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
+            raise ValueError(f"snooze() wants seconds from 0 on or a timedelta, found {after!r:.80}.")
+        super().__init__(f"The handler has put its command off for {seconds:g} s.")
+        self.after = float(seconds)
 
 
 class PermanentCommandError(HandlerError):

@@ -24,6 +24,7 @@ VARIABLES = {
     "BUSLOAD_MESSAGE_KEY": "a secret that messages are signed with; messages without its signature are refused",
     "BUSLOAD_QUEUE_PREFIX": "the first part of queues' names at the broker; default `busload`",
     "BUSLOAD_DASHBOARD_USERS": "who may use the dashboard: `name:role:hash` entries of `busload dashboard user`",
+    "BUSLOAD_TEST_DATABASE_URL": "the server on which the fixtures of pytest make databases; else an embedded one",
     "BUSLOAD_QUEUES": "queues at the broker that exist, by domain: `tiles=sb-tasks,mail=sb-mail`",
 }
 HOME = Path("~/.local/share/busload")

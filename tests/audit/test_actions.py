@@ -79,6 +79,16 @@ async def _job(given: Given, bus: CommandBus) -> Any:
     return await bus.jobs.create(DOMAIN, [Stage("a", [BatchCommand("Debit")])])
 
 
+async def _scheduled(given: Given, bus: CommandBus) -> Any:
+    bus.schedule("nightly", cron="0 2 * * *", command=BatchCommand("Debit"), domain=DOMAIN)
+    await bus.schedules.sync()
+
+
+async def _paused_schedule(given: Given, bus: CommandBus) -> Any:
+    await _scheduled(given, bus)
+    await bus.schedules.pause("nightly")
+
+
 async def _worker(given: Given, bus: CommandBus) -> Any:
     return given.registered_worker()
 
@@ -110,6 +120,14 @@ DONE: dict[ActionType, tuple[Before, Act, str | None]] = {
     ActionType.DOMAIN_PAUSED: (_nothing, lambda b, i, o: b.domains.pause(DOMAIN, reason=WHY, operator=o), WHY),
     ActionType.DOMAIN_RESUMED: (_paused, lambda b, i, o: b.domains.resume(DOMAIN, operator=o), None),
     ActionType.LIMIT_RESET: (_limit, lambda b, i, o: b.limits.reset("crm", operator=o), None),
+    ActionType.SCHEDULE_PAUSED: (
+        _scheduled,
+        lambda b, i, o: b.schedules.pause("nightly", reason=WHY, operator=o),
+        WHY,
+    ),
+    ActionType.SCHEDULE_RESUMED: (_paused_schedule, lambda b, i, o: b.schedules.resume("nightly", operator=o), None),
+    ActionType.SCHEDULE_TRIGGERED: (_scheduled, lambda b, i, o: b.schedules.trigger("nightly", operator=o), None),
+    ActionType.SCHEDULE_REMOVED: (_scheduled, lambda b, i, o: b.schedules.remove("nightly", operator=o), None),
     ActionType.BUFFER_FLUSHED: (_nothing, lambda b, i, o: b.buffers.flush("events", operator=o), None),
     ActionType.WORKER_ASKED_TO_STOP: (_worker, lambda b, i, o: b.workers.stop(i, reason=WHY, operator=o), WHY),
 }

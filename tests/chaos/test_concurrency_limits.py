@@ -48,14 +48,14 @@ def test_a_permit_outlasts_a_crash_of_the_server() -> None:
             worker = database.perform(plan)
             leased = database.perform(claim.claim(worker=worker, domains=[CONCURRENT], limit=20)).leased
             asked, again = Singles(), Singles()
-            for n, one in enumerate(leased):
-                (asked if n < 10 else again).add("crm", str(n % 10), 1, one)
+            asked.add("crm", 1, [str(n) for n in range(10)], leased[:10])
+            again.add("crm", 1, [str(n) for n in range(10)], leased[10:])
             with psycopg.connect(server.dsn, autocommit=True) as conn:  # as those of workers
-                permits = perform(conn, take_single(asked, worker=worker))
+                permits = perform(conn, take_single(asked, worker=worker)).numbers
             server.restart()
         with Database(server.dsn) as database:
             assert database.rows("SELECT permit FROM busload.permit ORDER BY permit") == [(one,) for one in permits]
-            assert database.perform(take_single(again, worker=worker)) == [0] * 10
+            assert database.perform(take_single(again, worker=worker)).numbers == [0] * 10
             database.check_invariants()
 
 

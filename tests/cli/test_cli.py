@@ -114,6 +114,8 @@ def test_a_mistyped_name_is_answered_with_one_that_looks_like_it(offline: Busloa
     assert "No such command 'btch'. Did you mean 'batch'?" in offline("btch", "ls").stderr
     assert "Did you mean 'ls'?" in offline("batch", "lst").stderr
     assert "'--domain'" in offline("batch", "ls", "--dmain", "x").stderr
+    assert "(shop). Did you mean --domain shop?" in offline("command", "ls", "shop").stderr
+    assert "No such command 'explain'. Did you mean 'batch explain' or 'command explain'?" in offline("explain").stderr
     unlike = offline("xyzzy")
     assert "No such command 'xyzzy'.\n" in unlike.stderr
     assert unlike.exit_code == 2

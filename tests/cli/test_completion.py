@@ -92,6 +92,11 @@ async def test_domains_ids_and_names_are_offered_where_they_are_wanted(
     other = (await given.bus.send("postroom", "Letter")).command_id
     database.rows("INSERT INTO busload.buffer (buffer, size, max_age) VALUES ('clicks', 10, '1 hour')")
     database.rows("INSERT INTO busload.rate_limit (name, adaptive, rate, ceiling) VALUES ('crm', false, 1, 1)")
+    database.rows(
+        "INSERT INTO busload.schedule"
+        " (name, domain, rule, command, catch_up, catch_up_limit, missed_after, declaration)"
+        " VALUES ('nightly', 'payments', '{}', '{}', 'one', 1, '1 minute', '')"
+    )
     cause = database.value("SELECT fingerprint FROM busload.troubleshooting")
     for words, wanted in {
         "busload batch ls --domain ": [DOMAIN, "postroom"],
@@ -104,6 +109,7 @@ async def test_domains_ids_and_names_are_offered_where_they_are_wanted(
         "busload troubleshooting retry --group ": [cause],
         "busload buffer flush cl": ["clicks"],
         "busload limit show ": ["crm"],
+        "busload schedule pause night": ["nightly"],
         "busload batch show nonsense": [],
         "busload batch ls --domain x'; DROP": [],
     }.items():

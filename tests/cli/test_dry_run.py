@@ -22,7 +22,7 @@ BUFFER = "clicks"
 CHANGES = {"cancel", "complete", "flush", "hold", "migrate", "prune", "reconcile", "recover", "reprioritize", "reroute"}
 CHANGES |= {"reset", "resume", "retry"}
 """Verbs that can change many rows."""
-ONE = {"command cancel", "domain resume", "job resume"}
+ONE = {"command cancel", "domain resume", "job resume", "schedule resume"}
 """What they mean where they change one row only, or begin something that no count can foretell."""
 
 

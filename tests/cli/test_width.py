@@ -44,8 +44,10 @@ from tests.given import DOMAIN, Given
 LONG = "The bank answered 503 Service Unavailable after 30 s; account DE89 3704 0044 0532 0130 00 was not debited"
 BUFFER, TABLE, QUEUE = "contact_activity_events", "contact_activity_event", "partner_tasks"
 TASK = "invoices:2026:subsidiary-europe-west:000004711"
-WITHOUT_A_TABLE = {"dashboard", "demo", "top", "worker", "db psql", "db stop"}
-"""They fill the screen, start or stop processes, and what they print is printed by others too."""
+NIGHTLY = "nightly-billing-of-the-northern-region"
+IMPORTS = {"import celery", "import pgqueuer", "import procrastinate", "import rq"}
+WITHOUT_A_TABLE = {"dashboard", "demo", "top", "worker", "db psql", "db stop", "schedule sync", *IMPORTS}
+"""They fill the screen, start or stop processes, read an application or another queue; others print what they print."""
 TO_COPY = {"completion", "doctor", "metrics", "buffer ddl", "schema print", "db info"}
 """They print SQL and paths, which are of no use in pieces. Nor are tracebacks, which come last."""
 
@@ -121,6 +123,11 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
     async with CommandBus(dsn, transport=transport, settings=settings) as broken:
         published = await broken.create_batch("customer-notifications", [BatchCommand("SendConfirmationMail")] * 3)
 
+    for name in (NIGHTLY, f"{NIGHTLY}-once"):
+        bus.schedule(name, cron="0 2 * * *", command=BatchCommand("DebitAccount"), domain=DOMAIN)
+    await bus.schedules.sync()
+    await bus.schedules.trigger(NIGHTLY, operator="ada.lovelace@example.com")
+
     await asyncio.to_thread(track, given)
     fingerprint = (await bus.troubleshooting.groups(DOMAIN))[0].fingerprint
     batches_of_job = await bus.list_batches(DOMAIN, job_id=jobs[0])
@@ -173,6 +180,13 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "outbox reconcile": f"--transport {dsn}",
             "prune": "--older-than 30d --dry-run",
             "send": f"{DOMAIN} DebitAccount",
+            "schedule ls": "",
+            "schedule show": NIGHTLY,
+            "schedule history": NIGHTLY,
+            "schedule pause": f"{NIGHTLY} --reason {LONG.split()[0]}",
+            "schedule resume": NIGHTLY,
+            "schedule trigger": NIGHTLY,
+            "schedule rm": f"{NIGHTLY}-once",
             "schema migrate": "",
             "schema status": "",
             "schema print": "",

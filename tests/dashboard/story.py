@@ -11,7 +11,9 @@ from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandEr
 from busload.buffers.buffer import Buffer
 from busload.commands import rescue
 from busload.commands.command import Command
+from busload.commands.send import NO_BROKER
 from busload.jobs.job import Stage
+from busload.schedules.fire import fire
 from tests.given import DOMAIN, Database, Given
 
 RATE_LIMIT = """
@@ -32,7 +34,8 @@ class Story:
     @property
     def paths(self) -> list[str]:
         about = [f"/jobs/{self.job_id}", f"/workers/{self.worker}", f"/buffers/{self.buffer}"]
-        return ["/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/workers", "/retention", "/audit", *about]
+        lists = ["/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/workers", "/retention", "/audit"]
+        return [*lists, *about, "/schedules", "/schedules/nightly"]
 
 
 async def _refuse(command: Command, ctx: HandlerContext) -> None:
@@ -79,11 +82,24 @@ async def parked_group(given: Given, bus: CommandBus, name: str, events: Sequenc
     return buffer
 
 
+async def nightly(bus: CommandBus, database: Database) -> None:
+    """A schedule that was fired late and triggered, and is paused; and one whose due times were missed."""
+    what = BatchCommand("Push", data={"month": "n"})
+    bus.schedule("nightly", cron="0 2 * * *", timezone="Europe/Paris", command=what, domain="reports")
+    bus.schedule("hourly", every=timedelta(hours=1), command=BatchCommand("Push"), domain="reports", catch_up="skip")
+    await bus.schedules.sync()
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '40 seconds'")
+    database.perform(fire(NO_BROKER))
+    await bus.schedules.trigger("nightly", operator="eve")
+    await bus.schedules.pause("nightly", reason="year-end closing", operator="eve")
+
+
 async def everything(given: Given, bus: CommandBus) -> Story:
     database = given.database
     job_id = await failed_job(given, bus)
     await parked_group(given, bus, "contact_events", ["a", "b", "c"])
     await bus.create_batch("crm", [BatchCommand("Push", data={"n": n}) for n in range(3)], name="contacts")
+    await nightly(bus, database)
     unpublished(database, "crm")
     batch_id = await given.batch(5, name="January")
     worker = given.registered_worker()

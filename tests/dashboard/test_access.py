@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -201,6 +202,22 @@ async def test_the_host_application_says_who_is_there(bus: CommandBus, waits: bo
         assert "grace" in answer.text
 
 
+async def test_an_authentication_that_fails_lets_nobody_in_and_shows_nothing(
+    bus: CommandBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "1234"
+
+    def broken(request: Request) -> Principal | None:
+        raise RuntimeError(f"the secret of ada is {secret}")
+
+    async with client(app(bus, authenticate=broken)) as http:
+        answer = await http.get("/")
+    assert answer.status_code == 500
+    assert "The dashboard failed" in answer.text
+    assert answer.headers["content-security-policy"] == CSP
+    assert secret not in answer.text + caplog.text
+
+
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1"])
 async def test_without_users_this_machine_is_served(dashboard: Starlette, peer: str) -> None:
     assert (await first_answer(dashboard, "GET", "/", {}, (peer, 9))).status == 200
@@ -267,6 +284,8 @@ async def test_reading_every_page_changes_nothing(
     batch_id, [command_id] = await given.in_troubleshooting()
     job_id = await bus.jobs.create(DOMAIN, [Stage("a", [BatchCommand("Debit")])])
     await bus.buffer("nobody").add(1)  # the name that addresses of tests have
+    bus.schedule("nobody", every=timedelta(hours=1), command=BatchCommand("Debit"), domain=DOMAIN)
+    await bus.schedules.sync()
     before = database.everything()
     for method, path, route in every_address():
         if method == "GET":

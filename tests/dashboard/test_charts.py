@@ -14,7 +14,8 @@ from busload.dashboard.charts import CHARTS, LINES, Last, draw
 from busload.dashboard.pages import overview as page
 from busload.health.overview import Overview
 from busload.limits.pause import DomainOverview
-from busload.statistics.statistics import Point
+from busload.postgres.plan import Plan
+from busload.statistics.statistics import Point, series_until
 from tests.dashboard.site import stream
 from tests.given import Database, Given
 
@@ -85,14 +86,13 @@ async def test_live_charts_ask_for_points_only_now_and_then(
     dashboard: Starlette, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    series = given.bus.statistics.series
 
-    async def counted(**how: Any) -> list[Point]:
+    def counted(*about: Any, **how: Any) -> Plan[list[Point]]:
         nonlocal asked
         asked += 1
-        return await series(**how)
+        return series_until(*about, **how)
 
-    monkeypatch.setattr(given.bus.statistics, "series", counted)
+    monkeypatch.setattr(page, "series_until", counted)
     async with stream(dashboard, "/live") as events:
         name, values = await events.get()
         assert name == "values" and json.loads(values["chart"])["at"]

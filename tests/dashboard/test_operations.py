@@ -22,7 +22,7 @@ from tests.dashboard.story import RATE_LIMIT, Story, everything, failed_job, par
 from tests.dashboard.test_pages import acted, check_harmless, seen
 from tests.given import DOMAIN, WITHIN, Database, Given
 
-LISTS = ("/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/workers", "/audit")
+LISTS = ("/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/workers", "/audit", "/schedules")
 
 
 @pytest.fixture
@@ -83,6 +83,15 @@ async def test_every_page_tells_what_there_is(
         "/workers": ["given Alive payments 1 10", "9.8.7", sick, "silent Silent"],
         f"/workers/{story.worker}": ["Holds 1 of 10 slots", "Debit payments 1", "busload worker stop given"],
         "/retention": ["0 commands and 0 batches that had ended more than", "busload prune --older-than 30d --dry-run"],
+        "/schedules": [
+            "hourly On reports Push every 1:00:00 UTC",
+            "nightly Paused reports Push",
+            "busload schedule ls",
+        ],
+        "/schedules/nightly": [
+            *("Paused by eve", "year-end closing", "Triggered", "Due 4", "0 2 * * *", "Europe/Paris"),
+            *("02:00:00 in Europe/Paris", "month", "busload schedule show nightly"),
+        ],
         "/audit": ["eve Batch held payments", "the bank complains", "ada Domain paused crm crm", "busload audit ls"],
     }
     assert set(said) == set(story.paths)
@@ -123,7 +132,7 @@ async def test_a_reader_sees_no_actions(bus: CommandBus, story: Story) -> None:
         acting = [path for path in story.paths if any(tag == "dialog" for tag, _ in (await seen(site, path)).tags)]
     assert acting == [
         *("/domains", "/limits", "/dispatch"),
-        *(f"/jobs/{story.job_id}", f"/workers/{story.worker}", "/buffers/contact_events"),
+        *(f"/jobs/{story.job_id}", f"/workers/{story.worker}", "/buffers/contact_events", "/schedules/nightly"),
     ]
 
 
@@ -229,8 +238,12 @@ async def test_a_limit_is_reset(site: httpx.AsyncClient, database: Database, bus
     assert "may go again." in (await acted(site, "/limits/reset", name="crm", by="a")).words
     assert [one.blocked_until is None for one in await bus.limits.list()] == [True, False]
     assert "2 values of its" in (await acted(site, "/limits/reset", name="crm")).words
+    [act] = {attrs["hx-post"] for _, attrs in (await seen(site, "/limits?name=crm")).tags if "hx-post" in attrs}
+    database.rows(RATE_LIMIT, "bank", "")
+    assert "bank" not in (await acted(site, act, name="crm", by="a")).words  # the page keeps its filter
     assert "No limit 'unknown' was used" in (await acted(site, "/limits/reset", 404, name="unknown")).words
     assert [(one.type, one.limit) for one in (await bus.audit.list()).actions] == [
+        ("LIMIT_RESET", "crm by a"),
         ("LIMIT_RESET", "crm"),
         ("LIMIT_RESET", "crm by a"),
     ]
@@ -426,6 +439,33 @@ async def test_the_audit_is_filtered_and_paged(site: httpx.AsyncClient, bus: Com
     assert "busload audit ls --operator eve" in (await seen(site, "/audit?operator=eve")).text
 
 
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_schedule_is_paused_resumed_and_triggered(
+    site: httpx.AsyncClient, bus: CommandBus, database: Database
+) -> None:
+    for n in range(52):
+        bus.schedule(f"s{n:02}", every=timedelta(hours=1), command=BatchCommand("Debit"), domain=DOMAIN)
+    await bus.schedules.sync()
+    assert "Paused s00." in (await acted(site, "/schedules/s00/pause", reason="audit")).words
+    assert "s00 was paused already." in (await acted(site, "/schedules/s00/pause", reason="again")).words
+    assert "Sent command " in (await acted(site, "/schedules/s00/trigger")).words
+    assert "Resumed s00." in (await acted(site, "/schedules/s00/resume")).words
+    assert "s00 was not paused." in (await acted(site, "/schedules/s00/resume")).words
+    done = [(one.type, one.operator) for one in (await bus.audit.list()).actions]
+    [operator] = {operator for _, operator in done}
+    assert operator
+    assert [type for type, _ in done] == ["SCHEDULE_RESUMED", "SCHEDULE_TRIGGERED", "SCHEDULE_PAUSED"]
+    assert [one.operator for one in await bus.schedules.history("s00")] == [operator]
+    [more] = [link for link in (await seen(site, "/schedules")).links if "after=" in link]
+    assert "s51" in (await seen(site, more)).words
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '2 minutes' WHERE name = 's01'")
+    assert "s01 Overdue" in (await seen(site, "/schedules")).words
+    database.rows("UPDATE busload.schedule SET rule = jsonb_build_object('moon', 'full') WHERE name = 's01'")
+    assert "moon" in (await seen(site, "/schedules/s01")).words
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 WRONG = {
@@ -445,6 +485,10 @@ WRONG = {
     "/buffers/other": (404, "There is no buffer 'other'"),
     "/buffers/%00": (404, "There is no buffer"),
     "/limits?name=%00": (400, "PostgreSQL cannot hold"),
+    "/schedules/other": (404, "There is no schedule 'other'"),
+    "/schedules/%00": (400, "without NUL"),
+    "/schedules?domain=1": (400, "INVALID_NAME"),
+    "/schedules?after=zzz": (404, "Go back to the first page"),
 }
 
 
@@ -468,6 +512,9 @@ async def test_a_wrong_form_does_nothing(site: httpx.AsyncClient, story: Story, 
         (f"/jobs/{story.job_id}/cancel", 400, {}, "reason is empty"),
         (f"/jobs/{NOWHERE}/cancel", 404, {"reason": "x"}, "There is no job"),
         (f"/jobs/{NOWHERE}/resume", 404, {}, "There is no job"),
+        ("/schedules/nightly/pause", 400, {}, "reason is empty"),
+        ("/schedules/other/pause", 404, {"reason": "x"}, "There is no schedule 'other'"),
+        ("/schedules/other/trigger", 404, {}, "There is no schedule 'other'"),
     ):
         assert said in (await acted(site, path, status, **fields)).words, path
     assert given.database.everything() == before
@@ -478,8 +525,14 @@ async def test_a_wrong_form_does_nothing(site: httpx.AsyncClient, story: Story, 
 
 async def test_hostile_texts_stay_texts(site: httpx.AsyncClient, given: Given, bus: CommandBus) -> None:
     database, together = given.database, "".join(HOSTILE)
-    paths = ["/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/audit", "/retention"]
-    for text in HOSTILE:
+    paths = ["/jobs", "/domains", "/limits", "/buffers", "/dispatch", "/audit", "/retention", "/schedules"]
+    for n, text in enumerate(HOSTILE):
+        what = BatchCommand("Debit", data={text: text})
+        bus.schedule(f"hostile-{n}", every=timedelta(hours=1), command=what, domain=DOMAIN)
+        await bus.schedules.sync()
+        await bus.schedules.trigger(f"hostile-{n}", operator=text)
+        await bus.schedules.pause(f"hostile-{n}", reason=text, operator=text)
+        paths.append(f"/schedules/hostile-{n}")
         stages = [Stage("a", [BatchCommand("Debit", task_key=text)])]
         job_id = await bus.jobs.create(DOMAIN, stages, name=text, custom_data={text: text})
         await bus.jobs.cancel(DOMAIN, job_id, reason=text, operator=text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import quote
@@ -21,9 +21,12 @@ from busload.commands.command import Command
 from busload.dashboard import Role, app
 from busload.dashboard.app import ROUTES, TIME_LIMIT
 from busload.errors import InvalidCommandError, InvalidOperationError
+from busload.jobs.job import BatchJob, Stage
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, address, client, known_users, signed_in
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, raising
+
+LATER = datetime(2099, 1, 1, tzinfo=UTC)
 
 
 class Page(HTMLParser):
@@ -198,6 +201,36 @@ async def test_a_command_of_another_domain_links_to_its_batch(site: httpx.AsyncC
     await seen(site, f"/batches/{batch_id}")
 
 
+async def test_a_batch_links_to_what_waits_for_a_person_in_another_domain(
+    site: httpx.AsyncClient, bus: CommandBus, given: Given
+) -> None:
+    @bus.handler("crm", "Push")
+    async def push(command: Command, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("no such contact", code="NO_CONTACT")
+
+    batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Push", domain="crm"), BatchCommand("Debit")])
+    await given.drained(domains=["crm"])
+    [cause] = [link for link in (await seen(site, f"/batches/{batch_id}/why")).links if "troubleshooting" in link]
+    assert cause.startswith("/troubleshooting/crm/")
+    assert cause.endswith(f"?batch={batch_id}")
+    assert "no such contact" in (await seen(site, cause)).words
+
+
+async def test_commands_and_batches_of_a_job_link_to_it(site: httpx.AsyncClient, bus: CommandBus) -> None:
+    job_id = await bus.jobs.create(DOMAIN, [Stage("load", [BatchCommand("Load")])], name="monthly report")
+    [own] = await bus.list_batches(DOMAIN)
+    [command] = await bus.list_commands(batch_id=own.batch_id)
+    for path in (f"/batches/{own.batch_id}", f"/commands/{DOMAIN}/{command.command_id}"):
+        page = await seen(site, path)
+        assert f"/jobs/{job_id}" in page.links
+        assert "monthly report" in page.words
+    for theirs in (NOWHERE, "invoice run 7"):  # jobs of another system
+        batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Debit")], job_id=theirs)
+        page = await seen(site, f"/batches/{batch_id}")
+        assert str(theirs) in page.words
+        assert not [link for link in page.links if link.startswith("/jobs/")]
+
+
 async def test_commands_are_searched_by_everything(site: httpx.AsyncClient, given: Given) -> None:
     batch_id, [closed] = await given.in_troubleshooting()
     ready = await given.sent(task_key="invoice 7")
@@ -236,6 +269,11 @@ async def test_pages_need_few_statements(
     )
     await given.drained()  # one waits for its next attempt, one for a handler, and others in troubleshooting
     await given.bus.send(DOMAIN, "Debit", {}, priority=9)
+    wide = await given.bus.create_batch(
+        DOMAIN, [BatchCommand("Debit", domain=name, run_at=at) for name in ("a", "b", "c") for at in (None, LATER)]
+    )
+    stages = [Stage("load", [BatchCommand("Debit", run_at=LATER)]), Stage("send", [BatchCommand("Debit")])]
+    of_jobs = await given.bus.jobs.create_batch(DOMAIN, [BatchJob(stages) for _ in range(5)])
     sent: list[Any] = []
     execute = psycopg.AsyncCursor.execute
 
@@ -247,7 +285,8 @@ async def test_pages_need_few_statements(
     monkeypatch.setattr(psycopg.AsyncCursor, "execute", counted)
     needed = {}
     batch, command = f"/batches/{batch_id}", f"/commands/{DOMAIN}/{command_id}"
-    for path in ("/", "/batches", batch, f"/batches/{busy}/why?domain={DOMAIN}", f"{batch}/why", "/commands", command):
+    explained = [f"/batches/{one}/why" for one in (batch_id, busy, wide, of_jobs)]
+    for path in ("/", "/batches", batch, *explained, "/commands", command):
         sent.clear()
         await seen(site, path)
         needed[path] = len(sent)
@@ -318,6 +357,7 @@ WRONG = {
     "/commands?after=99999999999999999999": (400, "after"),
     "/commands?batch=x": (400, "which is no id"),
     "/commands?since=yesterday": (400, "which is no time"),
+    "/commands?since=0001-01-01T00:00%2B23:59": (400, "which is no time"),
     "/commands?type=%F0%9F%98%80": (400, "INVALID_NAME"),
     "/trace": (400, "names no task"),
     "/trace?task_key=unknown": (404, "No command was ever sent for the task"),

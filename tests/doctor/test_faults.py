@@ -263,6 +263,27 @@ async def domain_paused(patient: Patient) -> AsyncIterator[None]:
     yield
 
 
+@fault("SCHEDULES_OVERDUE", DEGRADED)
+async def schedules_overdue(patient: Patient) -> AsyncIterator[None]:
+    await _scheduled(patient)
+    patient.sql("UPDATE busload.schedule SET next_due_at = now() - interval '10 minutes'")
+    yield
+
+
+@fault("SCHEDULE_PAUSED", NOTICE)
+async def schedule_paused(patient: Patient) -> AsyncIterator[None]:
+    await _scheduled(patient)
+    patient.sql("UPDATE busload.schedule SET paused_at = now() - interval '2 days'")
+    yield
+
+
+async def _scheduled(patient: Patient) -> None:
+    patient.sql(SERVED)
+    async with patient.bus() as bus:
+        bus.schedule("nightly", cron="0 2 * * *", command=BatchCommand("Debit"), domain=DOMAIN)
+        await bus.schedules.sync()
+
+
 @fault("HISTORY_GROWS", NOTICE)
 async def history_grows(patient: Patient) -> AsyncIterator[None]:
     async with _batch(patient) as (given, batch_id):

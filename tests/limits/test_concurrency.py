@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -35,10 +35,12 @@ from busload import (
 from busload.commands.execution import Leased
 from busload.errors import InvalidOperationError
 from busload.limits import concurrency
-from busload.limits.concurrency import Held, Request
+from busload.limits.concurrency import MANY, Granted, Held, Request, Singles
+from busload.postgres.plan import Plan, execute
 from busload.sync.plan import perform
 from busload.worker import claimer, lifecycle
 from busload.worker.lifecycle import Run
+from busload.worker.permits import MADE_TWICE
 from busload.worker.sweep import sweep
 from tests.given import DOMAIN, Database, Given, beside, eventually
 
@@ -81,11 +83,21 @@ async def sent(given: Given, count: int, keys: int = 1, command_type: str = "Deb
     return await given.bus.create_batch(DOMAIN, commands)
 
 
+def take(requests: Sequence[Request], *, worker: int) -> Plan[list[int | None]]:
+    """Ask for permits; returns their numbers."""
+    granted = yield from concurrency.take(requests, worker=worker)
+    return [*granted.numbers]
+
+
+def free(permit: Held) -> Plan[int]:
+    return concurrency.free([(permit.alone(), [0])])
+
+
 def held_by(given: Given, worker: int, subject: str = "0", name: str = f"{DOMAIN}/Debit", calls: int = 1) -> Held:
     """Another worker, without a process behind it, holds a permit: for a command of its own."""
     [other] = given.claimed(by=worker)
     request = Request(name, subject, calls, [(other.lease, other.id)])
-    [permit] = given.database.perform(concurrency.take([request], worker=worker))
+    [permit] = given.database.perform(take([request], worker=worker))
     assert permit
     return Held(name, subject, permit)
 
@@ -129,7 +141,7 @@ async def test_however_many_ask_at_once_no_permit_is_given_twice(given: Given, d
         requests = [Request("crm", key, 3, [(one.lease, one.id)]) for key, one in mine]
         with Database(dsn) as mine_alone:
             start.wait(60)
-            answers: list[int | None] = mine_alone.perform(concurrency.take(requests, worker=worker))
+            answers: list[int | None] = mine_alone.perform(take(requests, worker=worker))
             return answers
 
     with ThreadPoolExecutor(8) as threads:
@@ -149,9 +161,9 @@ async def test_who_asks_while_a_permit_is_being_taken_waits_for_the_answer(given
     [first], [second] = given.claimed(by=worker), given.claimed(by=worker)
     requests = [Request("crm", "", 1, [(one.lease, one.id)]) for one in (first, second)]
     with psycopg.connect(dsn) as conn:
-        [permit] = perform(conn, concurrency.take(requests[:1], worker=worker))
+        [permit] = perform(conn, take(requests[:1], worker=worker))
         assert permit
-        thread, answers = beside(dsn, partial(concurrency.take, requests[1:], worker=worker))
+        thread, answers = beside(dsn, partial(take, requests[1:], worker=worker))
         assert answers == []
     thread.join(60)
     assert answers == [[0]]
@@ -164,9 +176,9 @@ async def test_who_asks_while_a_permit_is_being_freed_gets_it(given: Given, dsn:
     permit = held_by(given, worker, name="crm")
     [one] = given.claimed(by=worker)
     with psycopg.connect(dsn) as conn:
-        assert perform(conn, concurrency.free([permit])) == 0
+        assert perform(conn, free(permit)) == 0
         request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
-        thread, answers = beside(dsn, partial(concurrency.take, [request], worker=worker))
+        thread, answers = beside(dsn, partial(take, [request], worker=worker))
         assert answers == []
     thread.join(60)
     assert len(answers) == 1
@@ -181,8 +193,8 @@ async def test_who_frees_a_permit_while_a_command_begins_to_wait_lets_it_ask_aga
     [one] = given.claimed(by=worker)
     with psycopg.connect(dsn) as conn:
         request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
-        assert perform(conn, concurrency.take([request], worker=worker)) == [0]
-        thread, answers = beside(dsn, partial(concurrency.free, [permit]))
+        assert perform(conn, take([request], worker=worker)) == [0]
+        thread, answers = beside(dsn, partial(free, permit))
         assert answers == []
     thread.join(60)
     assert answers == [1]
@@ -197,12 +209,112 @@ async def test_while_nobody_waits_permits_of_a_key_are_taken_and_freed_side_by_s
     [first], [second] = given.claimed(by=worker), given.claimed(by=worker)
     requests = [Request("crm", permit.subject, 3, [(one.lease, one.id)]) for one in (first, second)]
     with psycopg.connect(dsn) as conn:
-        assert perform(conn, concurrency.take(requests[:1], worker=worker)) != [0]
-        assert given.database.perform(concurrency.free([permit])) == 0  # does not wait for the commit above
+        assert perform(conn, take(requests[:1], worker=worker)) != [0]
+        assert given.database.perform(free(permit)) == 0  # does not wait for the commit above
     with psycopg.connect(dsn) as conn:
-        assert perform(conn, concurrency.free([permit])) == 0
-        assert given.database.perform(concurrency.take(requests[1:], worker=worker)) != [0]
+        assert perform(conn, free(permit)) == 0
+        assert given.database.perform(take(requests[1:], worker=worker)) != [0]
     assert given.database.count("permit") == 2
+
+
+async def granted_together(given: Given, worker: int, count: int = MANY + 10) -> Granted:
+    """Permits of many keys that were granted in one answer."""
+    await given.batch(count)
+    asked = Singles()
+    asked.add("crm", 1, [f"key {n}" for n in range(count)], given.claimed(count, by=worker))
+    granted: Granted = given.database.perform(concurrency.take_single(asked, worker=worker))
+    assert len(granted.numbers) == given.database.count("permit") == count
+    return granted
+
+
+async def test_permits_that_were_granted_together_are_given_back_without_their_index(
+    given: Given, database: Database, dsn: str
+) -> None:
+    """Only those whose calls have ended, in whatever order they ended."""
+    granted = await granted_together(given, given.registered_worker())
+    scans = "SELECT pg_stat_get_xact_numscans('busload.permit_pkey'::regclass)"
+    ended = list(range(5, MANY + 5))
+    random.Random(1).shuffle(ended)
+    with psycopg.connect(dsn) as conn:
+        assert perform(conn, concurrency.free([(granted, ended)])) == 0
+        assert conn.execute(scans).fetchone() == (0,)
+    left = [*range(5), *range(MANY + 5, MANY + 10)]
+    assert database.rows("SELECT permit FROM busload.permit ORDER BY 1") == [(granted.numbers[nth],) for nth in left]
+    database.perform(concurrency.free([(granted, left)]))
+    assert database.count("permit") == 0
+
+
+@pytest.mark.parametrize("running", [0, 7, MANY + 9])
+async def test_a_call_that_runs_keeps_its_permit_when_all_others_that_were_granted_with_it_have_ended(
+    given: Given, database: Database, running: int
+) -> None:
+    granted = await granted_together(given, given.registered_worker())
+    database.perform(concurrency.free([(granted, [n for n in range(MANY + 10) if n != running])]))
+    assert database.rows("SELECT permit FROM busload.permit") == [(granted.numbers[running],)]
+
+
+async def test_permits_are_given_back_wherever_their_rows_are_now(given: Given, database: Database) -> None:
+    """The table was written anew; a permit was adopted; another worker has freed one."""
+    granted = await granted_together(given, given.registered_worker())
+    database.rows("VACUUM FULL busload.permit")
+    database.perform(concurrency.adopt([(granted, 3, 1024)], worker=given.registered_worker()))
+    database.rows("DELETE FROM busload.permit WHERE limit_subject = 'key 9'")
+    database.perform(concurrency.free([(granted, list(range(MANY + 10)))]))
+    assert database.count("permit") == 0
+
+
+async def test_permits_that_are_given_back_together_let_those_ask_that_wait_for_them(
+    given: Given, database: Database
+) -> None:
+    worker = given.registered_worker()
+    granted = await granted_together(given, worker)
+    await given.batch(2)
+    late = [
+        Request("crm", f"key {n}", 1, [(one.lease, one.id)])
+        for n, one in zip((0, MANY + 9), given.claimed(2, by=worker), strict=True)
+    ]
+    assert database.perform(take(late, worker=worker)) == [0, 0]
+    assert database.perform(concurrency.free([(granted, list(range(MANY)))])) == 1
+    assert reasons(database) == {"LIMITED": 1}
+    assert database.count("queue") == 1
+    database.check_invariants()
+
+
+@pytest.mark.parametrize(("held", "asked"), [(300, 300), (300, 2), (2, 300), (2, 2)])
+@pytest.mark.parametrize("space", [27711006, 27711009])
+async def test_limits_are_locked_against_each_other_however_many_are_locked_at_once(
+    dsn: str, space: int, held: int, asked: int
+) -> None:
+    """Many limits have one lock, few have their own: of a limit that both need, the second waits for the first."""
+
+    def lock(count: int) -> Plan[Any]:
+        subjects = [f"key {n}" for n in range(count)]
+        return execute(
+            b"SELECT busload.lock_limits(%(space)s::integer, ARRAY['crm'], %(subjects)s::text[], true)::text",
+            space=space,
+            subjects=subjects,
+        )
+
+    with psycopg.connect(dsn) as conn:
+        perform(conn, lock(held))
+        thread, answers = beside(dsn, partial(lock, asked))
+        assert answers == []
+    thread.join(60)
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("length", [10, 2 * MADE_TWICE])
+async def test_a_call_gets_its_command_whether_it_was_kept_since_its_key_was_asked_for_or_not(
+    given: Given, length: int
+) -> None:
+    seen = given.handler(concurrency_limit=ConcurrencyLimit(1, by="key"))
+    command_id = await given.sent(data={"key": 7, "text": length * "x"}, task_key="order 7")
+    async with given.running():
+        await eventually(lambda: len(seen) == 1)
+    [command] = seen
+    assert command.command_id == command_id
+    assert command.data == {"key": 7, "text": length * "x"}
+    assert command.task_key == "order 7"
 
 
 async def test_the_next_commands_are_claimed_while_permits_of_the_last_are_asked_for(
@@ -398,7 +510,7 @@ async def test_what_waits_is_woken_by_the_lowest_id(given: Given, database: Data
     await sent(given, 3)
     await given.drained()
     assert seen == [] and reasons(database) == {"LIMITED": 3}
-    assert database.perform(concurrency.free([permit])) == 1
+    assert database.perform(free(permit)) == 1
     [(lo,)] = database.rows("SELECT lo FROM busload.queue")
     assert lo < database.value("SELECT min(lo) FROM busload.scheduled")
     assert await given.drained() == 3
@@ -423,7 +535,7 @@ async def test_what_was_to_ask_and_was_canceled_does_not_keep_others_waiting(giv
     first, second = await sent(given, 1), await sent(given, 1)
     await given.drained()
     assert reasons(database) == {"LIMITED": 2}
-    assert database.perform(concurrency.free([permit])) == 1
+    assert database.perform(free(permit)) == 1
     await given.bus.cancel_batch(DOMAIN, first, reason="stop")
     assert database.perform(concurrency.sweep()) == 1
     await given.drained()
@@ -439,7 +551,7 @@ async def test_a_held_batch_does_not_keep_others_waiting_for_its_limit(given: Gi
     assert reasons(database) == {"LIMITED": 23}
     await given.bus.hold_batch(DOMAIN, first, reason="wait")
     assert reasons(database) == {"HELD": 20, "LIMITED": 3}
-    assert database.perform(concurrency.free([permit])) == 1
+    assert database.perform(free(permit)) == 1
     await given.drained()
     assert [command.batch_id for command in seen] == [second] * 3
     await given.bus.resume_batch(DOMAIN, first)
@@ -460,10 +572,10 @@ async def test_what_begins_to_wait_for_a_limit_in_a_held_batch_does_not_keep_oth
     leased = given.claimed(5, by=worker)
     await given.bus.hold_batch(DOMAIN, first, reason="wait")
     late = [Request(permit.name, "0", 1, [(one.lease, one.id)]) for one in leased]
-    assert database.perform(concurrency.take(late, worker=worker)) == [0] * 5
+    assert database.perform(take(late, worker=worker)) == [0] * 5
     second = await sent(given, 1)
     await given.drained()
-    assert database.perform(concurrency.free([permit])) == 1
+    assert database.perform(free(permit)) == 1
     await given.drained()
     assert [command.batch_id for command in seen] == [second]
     assert database.perform(concurrency.sweep()) == 0
@@ -486,7 +598,7 @@ async def test_a_paused_domain_does_not_keep_others_waiting_for_their_limit(give
     await given.drained(domains=domains)
     assert reasons(database) == {"LIMITED": 23}
     await given.bus.domains.pause(DOMAIN)
-    assert database.perform(concurrency.free([permit])) == 1
+    assert database.perform(free(permit)) == 1
     await given.drained(domains=domains)
     assert (len(seen), flights.calls) == (0, 3)
     assert database.perform(concurrency.sweep()) == 0
@@ -517,7 +629,7 @@ async def test_what_waits_for_a_limit_in_a_resumed_domain_asks_again_at_once(
         await swept.wait()
         await given.bus.domains.pause(DOMAIN)
         await eventually(lambda: DOMAIN in run(worker)._pauses.paused)
-        assert database.perform(concurrency.free([permit])) == 0
+        assert database.perform(free(permit)) == 0
         await given.bus.domains.resume(DOMAIN)
         await eventually(lambda: len(seen) == 1)
 
@@ -583,11 +695,11 @@ async def test_limits_of_several_names_are_asked_for_together(given: Given, data
     requests = [
         Request(name, "key", most, [(one.lease, one.id)]) for (name, most), one in zip(limits, leased, strict=True)
     ]
-    answers = [*database.perform(concurrency.take(requests[:3], worker=worker))]
+    answers = [*database.perform(take(requests[:3], worker=worker))]
     assert database.rows("SELECT permit, command FROM busload.permit ORDER BY command") == [
         (answer, one.id) for answer, one in zip(answers, leased[:3], strict=True)
     ]
-    answers += database.perform(concurrency.take(requests[3:], worker=worker))
+    answers += database.perform(take(requests[3:], worker=worker))
     assert answers[3:] == [0] * 6
     count = "SELECT limit_name, limit_subject, array_agg(command ORDER BY command) FROM busload.permit GROUP BY 1, 2"
     assert sorted(database.rows(count)) == [
@@ -723,11 +835,11 @@ async def test_a_permit_that_was_adopted_meanwhile_is_not_freed_as_that_of_a_dea
         conn.execute("SELECT busload.lock_limits(27711008, ARRAY[%s], ARRAY[%s], true)", [permit.name, permit.subject])
         thread, answers = beside(dsn, concurrency.sweep)  # it has read whose permits they are
         assert answers == []
-        database.perform(concurrency.adopt({permit: 1024}, worker=alive))
+        database.perform(concurrency.adopt([(permit.alone(), 0, 1024)], worker=alive))
     thread.join(60)
     assert answers == [0]
     assert database.rows("SELECT worker FROM busload.permit") == [(alive,)]
-    database.perform(concurrency.free([permit]))
+    database.perform(free(permit))
     assert database.count("permit") == 0
 
 
@@ -813,8 +925,8 @@ async def test_a_limit_that_nobody_has_used_for_a_day_is_forgotten(given: Given,
     gone, _new, _held, waited = (held_by(given, worker, name=name) for name in ("gone", "new", "held", "waited"))
     [one] = given.claimed(by=worker)
     late = Request("waited", waited.subject, 1, [(one.lease, one.id)])
-    assert database.perform(concurrency.take([late], worker=worker)) == [0]
-    database.perform(concurrency.free([gone]))
+    assert database.perform(take([late], worker=worker)) == [0]
+    database.perform(free(gone))
     database.rows("DELETE FROM busload.permit WHERE limit_name = 'waited'")  # and nobody was woken
     grow_old(database, "gone", "held", "waited")
     database.perform(concurrency.forget())
@@ -835,13 +947,13 @@ async def test_a_limit_that_is_asked_for_while_it_is_being_forgotten_is_known(gi
     worker = given.registered_worker()
     await given.batch(2)
     permit = held_by(given, worker, name="crm")
-    given.database.perform(concurrency.free([permit]))
+    given.database.perform(free(permit))
     grow_old(given.database, "crm")
     [one] = given.claimed(by=worker)
     request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
     with psycopg.connect(dsn) as conn:
         perform(conn, concurrency.forget())
-        thread, answers = beside(dsn, partial(concurrency.take, [request], worker=worker))
+        thread, answers = beside(dsn, partial(take, [request], worker=worker))
         assert answers == []
     thread.join(60)
     assert answers[0][0]
@@ -852,12 +964,12 @@ async def test_a_limit_that_is_being_asked_for_is_not_forgotten(given: Given, ds
     worker = given.registered_worker()
     await given.batch(2)
     permit = held_by(given, worker, name="crm")
-    given.database.perform(concurrency.free([permit]))
+    given.database.perform(free(permit))
     grow_old(given.database, "crm")
     [one] = given.claimed(by=worker)
     request = Request("crm", permit.subject, 1, [(one.lease, one.id)])
     with psycopg.connect(dsn) as conn:
-        assert perform(conn, concurrency.take([request], worker=worker)) != [0]
+        assert perform(conn, take([request], worker=worker)) != [0]
         thread, answers = beside(dsn, concurrency.forget)
         assert answers == []
     thread.join(60)

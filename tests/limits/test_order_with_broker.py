@@ -188,7 +188,7 @@ async def test_explain_says_what_stops_an_ordered_domain(
     )
     assert "`busload outbox reroute --domain payments --all`" in reason.advice
     assert reason.details == {
-        "command_id": oldest, "transport": "postgresql", "rounds": 2, "error": "the queue is full",
+        "domain": DOMAIN, "command_id": oldest, "transport": "postgresql", "rounds": 2, "error": "the queue is full",
     }  # fmt: skip
 
 

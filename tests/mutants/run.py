@@ -50,7 +50,7 @@ def copy(original: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="busload-mutant-"))
     folder.chmod(0o755)
     try:
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "examples"):
             shutil.copytree(original / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(original / "pyproject.toml", folder)
         yield folder

@@ -36,7 +36,7 @@ PACKAGE = Path(str(files("busload")))
 SUBJECTS = sorted(
     ".".join(["busload", *file.relative_to(PACKAGE).with_suffix("").parts])
     for file in PACKAGE.rglob("*.sql")
-    if file.parent.name != "schema"
+    if file.parent.name not in ("schema", "imports")  # those of imports are about tables of other queues
 )
 PLACES = {"beyond": "true", "names": "key", "values": "%(v0)s::text"}
 OWNED = {

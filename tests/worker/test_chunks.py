@@ -476,7 +476,7 @@ async def test_a_chunk_with_more_results_than_the_settlement_holds_is_settled_al
     settings = WorkerSettings(poll_every=timedelta(milliseconds=50), flush_size=50)
     assert await given.drained(concurrency=2, settings=settings) == 2000
     assert counts(await given.batch_now(batch_id)) == (2000, 2000, 0, 0, 0)
-    assert "full" not in caplog.text
+    assert "is full with" not in caplog.text
     database.check_invariants()
 
 

@@ -48,6 +48,10 @@ class ActionType(StrEnum):
     OUTBOX_RETRIED = "OUTBOX_RETRIED"
     OUTBOX_REPAIRED = "OUTBOX_REPAIRED"
     WORKER_ASKED_TO_STOP = "WORKER_ASKED_TO_STOP"
+    SCHEDULE_PAUSED = "SCHEDULE_PAUSED"
+    SCHEDULE_RESUMED = "SCHEDULE_RESUMED"
+    SCHEDULE_TRIGGERED = "SCHEDULE_TRIGGERED"
+    SCHEDULE_REMOVED = "SCHEDULE_REMOVED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Action:
     buffer: str | None = None
     job_id: str | None = None
     priority: str | None = None
+    schedule: str | None = None
     first: datetime | None = None
     """When the first of its commands was touched, if there are several."""
 

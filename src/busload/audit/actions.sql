@@ -5,7 +5,8 @@ SELECT v.event, v.at, v.type, v.operator, coalesce(v.hi - v.lo + 1, 0)::integer,
        CASE WHEN v.type LIKE 'BATCH\_%%' OR v.lo IS NOT NULL THEN coalesce(c.domain, b.domain)
             ELSE v.details ->> 'domain' END,
        c.command_id, v.details ->> 'reason', v.worker, v.details ->> 'worker', v.details ->> 'limit',
-       v.details ->> 'buffer', v.details ->> 'job_id', v.details ->> 'priority'
+       v.details ->> 'buffer', v.details ->> 'job_id', v.details ->> 'priority',
+       v.details ->> 'schedule'
   FROM (SELECT * FROM busload.event
          WHERE operator IS NOT NULL
            AND (at, event) < (coalesce(%(before)s::timestamptz, 'infinity'),

@@ -26,7 +26,7 @@ from busload.commands.checks import check, choice, given, refuse, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
 from busload.commands.send import Via
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits

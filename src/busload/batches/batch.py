@@ -25,6 +25,7 @@ from busload.commands.checks import (
     wrong,
 )
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
+from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
 from busload.commands.headers import decode_headers, encode_headers
 from busload.commands.ids import JobId, job_id_of, new_id
@@ -306,13 +307,19 @@ def budget_columns(limits: InputLimits, domain: str, budget: FailureBudget | Non
     return budget.columns(None if asked is None else callback_of(limits, domain, asked, path="budget/on_exceeded")[0])
 
 
-def members(limits: InputLimits, batch: NewBatch, commands: Iterable[BatchCommand], first: int = 0) -> list[NewCommand]:
+def members(
+    limits: InputLimits,
+    batch: NewBatch,
+    commands: Iterable[BatchCommand],
+    first: int = 0,
+    types: DataTypes | None = None,
+) -> list[NewCommand]:
     """Check the commands of a batch, or a slice of them that begins at `first`.
 
     An error names offenders by their place among all commands of the batch.
     """
     try:
-        checked = check_all(batch.domain, commands, limits)
+        checked = check_all(batch.domain, commands, limits, types)
     except InvalidCommandError as refused:
         if not first:
             raise
@@ -354,6 +361,16 @@ def _too_late(expires_in: timedelta, commands: Sequence[NewCommand], first: int)
         )
         for index, command in enumerate(commands)
         if command.run_at is not None and command.run_at >= expiry
+    ] + [
+        Problem(
+            "INVALID_TIME",
+            "/delay",
+            f"found {command.delay}, but expires_in cancels the batch after {expires_in}: it would expire before it "
+            "may start; wanted a shorter delay, or a longer expires_in",
+            index + first,
+        )
+        for index, command in enumerate(commands)
+        if command.delay is not None and command.delay >= expires_in
     ]
 
 
@@ -376,7 +393,7 @@ def callback_of(
     if not isinstance(data, dict) or of in data:
         message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
-    for time in ("run_at", "expires_at"):
+    for time in ("run_at", "expires_at", "delay"):
         if getattr(command, time) is not None:
             message = f"a callback is sent when its {of} completes and cannot have a time of its own"
             raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/{time}", message)])
@@ -389,7 +406,7 @@ def callback_of(
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data, "headers": decode_headers(checked.headers)}
-    del row["run_at"], row["domain"], row["fair_by"], row["expires_at"]
+    del row["run_at"], row["domain"], row["fair_by"], row["expires_at"], row["delay"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
 
 

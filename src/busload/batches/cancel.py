@@ -13,7 +13,7 @@ import psycopg
 from busload.commands import send
 from busload.commands.wording import counted
 from busload.errors import BatchNotFoundError, BusloadError, PartlyDoneError
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements

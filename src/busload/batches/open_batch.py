@@ -15,6 +15,7 @@ from busload.batches.batch import facts_of_batch, with_priority
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
 from busload.commands.command import AddOptions, NewCommand, new_command
+from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
 from busload.commands.headers import with_context
 from busload.commands.wording import counted
@@ -22,7 +23,7 @@ from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import Write, patient
 from busload.settings import InputLimits
@@ -39,6 +40,7 @@ class OpenBatch:
         batch: send.NewBatch,
         *,
         limits: InputLimits,
+        types: DataTypes,
         via: send.Via,
         checkpoint_size: int,
         dedup: Dedup | None,
@@ -52,6 +54,7 @@ class OpenBatch:
         self._batch = replace(batch, way="open_batch")
         self._began, self._insert_ms = time.perf_counter(), 0.0
         self._limits, self._via, self._checkpoint_size, self._dedup = limits, via, checkpoint_size, dedup
+        self._types = types
         self._waiting: dict[tuple[str, UUID], NewCommand] = {}
         self._writing = waiting.Lock()
         self._entered, self._sealed = False, False
@@ -73,7 +76,7 @@ class OpenBatch:
             raise BatchSealedError(self.domain, self.batch_id)
         if not self._entered:
             raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
-        [checked] = with_priority(self._batch, [check_one(self._limits, self.domain, command)])
+        [checked] = with_priority(self._batch, [check_one(self._limits, self.domain, command, types=self._types)])
         domain, command_id = checked.domain or self.domain, checked.command_id
         if (domain, command_id) in self._waiting:
             raise DuplicateCommandError(domain, [command_id], in_the_list=True)

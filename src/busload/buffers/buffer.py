@@ -18,7 +18,7 @@ from busload.commands.checks import refuse, whole, wrong_text
 from busload.commands.command import refuse_unknown
 from busload.limits.handler_options import Function, GroupHandlerOptions, PolicyOptions
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.write import Write, patient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
@@ -28,11 +29,13 @@ NOUNS = {
     "doctor": "Look for faults, and say what to do about each.",
     "domain": "See what waits in domains, pause and resume them.",
     "health": "Say whether the database, the workers and the broker are well.",
+    "import": "Take over tasks that wait in another queue.",
     "job": "Follow jobs stage by stage, resume and cancel them.",
     "limit": "See rate limits and concurrency limits, and reset rate limits.",
     "metrics": "Print the metrics of the whole database, as Prometheus reads them.",
     "outbox": "See what waits for a broker, try again, or go without it.",
     "prune": "Remove what ended long ago, or move it to the archive.",
+    "schedule": "See schedules and what they fired, pause, resume and trigger them.",
     "schema": "Bring a database up to this release.",
     "send": "Send a command.",
     "top": "Watch rates, domains, batches, causes and workers live at a terminal.",
@@ -41,6 +44,9 @@ NOUNS = {
     "troubleshooting": "Resolve what waits for a person.",
     "worker": "Run the commands of an application.",
 }
+
+MODULES = {"import": "import_tasks"}
+"""Nouns whose name no module can have."""
 
 WAIT, DEBUG = "busload.wait", "busload.debug"
 """Where the context keeps what was given for the options that every command takes."""
@@ -55,7 +61,8 @@ class _Nouns(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in NOUNS:
             return None
-        command: click.Command = getattr(import_module(f"busload.cli.{name}"), name)
+        module = MODULES.get(name, name)
+        command: click.Command = getattr(import_module(f"busload.cli.{module}"), module)
         for one in (command, *getattr(command, "verbs", {}).values()):
             _prepare(one)
         return command
@@ -64,8 +71,16 @@ class _Nouns(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in NOUNS and not args[0].startswith("-"):
-            ctx.fail(f"No such command {args[0]!r:.80}.{did_you_mean(args[0], NOUNS)}")
+            ctx.fail(
+                f"No such command {args[0]!r:.80}.{did_you_mean(args[0], NOUNS) or self._nouns_with(ctx, args[0])}"
+            )
         return super().resolve_command(ctx, args)
+
+    def _nouns_with(self, ctx: click.Context, verb: str) -> str:
+        """The end of a message about a verb without its noun: `busload explain`."""
+        found = {noun: getattr(command, "commands", {}) for noun in NOUNS if (command := self.get_command(ctx, noun))}
+        nouns = [noun for noun, verbs in found.items() if verb in verbs]
+        return f" Did you mean {' or '.join(repr(f'{noun} {verb}') for noun in nouns[:3])}?" if nouns else ""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -83,6 +98,10 @@ class _Nouns(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
+        except click.UsageError as error:
+            if not (meant := _as_option(error)):
+                raise
+            raise click.UsageError(error.message + meant, error.ctx) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
@@ -119,6 +138,13 @@ def noun(name: str, *examples: str, more: str = "") -> click.Group:
     summary = NOUNS[name].removesuffix(".") + (more or ".")
     lines = "\n".join(f"    busload {name} {example}" for example in examples)
     return click.Group(name, help=f"{summary}\n\n{lines}")
+
+
+def _as_option(error: click.UsageError) -> str:
+    """The end of a message about a domain that was given as an argument, where it is an option: `command ls shop`."""
+    extra = re.match(r"Got unexpected extra arguments? \((\S+)", error.message)
+    options = {name for param in error.ctx.command.params for name in param.opts} if error.ctx else set()
+    return f". Did you mean --domain {extra[1].rstrip(')')}?" if extra and "--domain" in options else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -56,6 +56,9 @@ QUERIES = {
     "limit": """
         SELECT DISTINCT name, '' FROM busload.rate_limit
          WHERE pg_catalog.starts_with(name, %(begin)s::text) ORDER BY name LIMIT %(most)s""",
+    "schedule": """
+        SELECT name, domain FROM busload.schedule
+         WHERE pg_catalog.starts_with(name, %(begin)s::text) ORDER BY name LIMIT %(most)s""",
     "cause": """
         SELECT fingerprint, pg_catalog.concat_ws(' ', domain, count(*), min(error ->> 'message'))
           FROM (SELECT fingerprint, domain, error FROM busload.troubleshooting LIMIT 10000) AS t

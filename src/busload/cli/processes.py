@@ -31,8 +31,8 @@ ASKED_TO_STOP = 64
 class Processes:
     """Keeps some worker processes running, each a `busload worker` of its own, until it is told to stop."""
 
-    def __init__(self, count: int, arguments: Callable[[int], Sequence[str]], stop_within: timedelta) -> None:
-        self._count, self._arguments, self._stop_within = count, arguments, stop_within
+    def __init__(self, count: int, command_line: Callable[[int], Sequence[str]], stop_within: timedelta) -> None:
+        self._count, self._command_line, self._stop_within = count, command_line, stop_within
         self._running: set[asyncio.subprocess.Process] = set()
 
     async def run(self) -> int:
@@ -72,7 +72,7 @@ class Processes:
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
         # In a process group of its own, so that Ctrl-C at a terminal reaches it once: through us.
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "busload.cli", "worker", *self._arguments(number), "--parent", str(os.getpid())),
+            *(*self._command_line(number), "--parent", str(os.getpid())),
             process_group=0,
         )
         self._running.add(process)

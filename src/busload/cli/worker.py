@@ -44,6 +44,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LEAVE_WITHIN = 2.0
 """Seconds that a process has to end once everything was settled or handed back."""
 
+PROGRAM = "busload.program"
+"""Where the context keeps the command line, without options, that starts a process of --processes; default ours."""
+
 LEFT_BEHIND = 3
 """The exit code of a process some of whose handlers did not end in time."""
 
@@ -164,9 +167,10 @@ def worker(
         _serve(serving, listening, supervised=parent is not None)
         return
     own = {**given, "domains": ",".join(served), "log_level": log_level, "log_json": log_json}
-    words = [application, *_command_line(ctx, own)]
+    program = ctx.meta.get(PROGRAM) or [sys.executable, "-m", "busload.cli", "worker", application]
+    words = [*program, *_command_line(ctx, own)]
 
-    def arguments(number: int) -> list[str]:
+    def command_line(number: int) -> list[str]:
         return words if metrics_at is None else [*words, "--metrics", str(metrics_at.after(number))]
 
     with SyncCommandBus(bus.database.given_dsn, settings=bus.settings).open(wait=None) as probe:
@@ -176,7 +180,7 @@ def worker(
             connect_within(probe.dsn, given["wait_for_database"].total_seconds()) as conn,
         ):
             probe.database.check_schema(conn)
-        code = asyncio.run(Processes(processes, arguments, _time_to_stop(settings)).run())
+        code = asyncio.run(Processes(processes, command_line, _time_to_stop(settings)).run())
     raise click.exceptions.Exit(code)
 
 
@@ -200,12 +204,15 @@ def _time_to_stop(settings: WorkerSettings) -> timedelta:
     return settings.grace + 3 * settings.deadline + timedelta(seconds=LEAVE_WITHIN)
 
 
-def load_bus(application: str) -> CommandBus | SyncCommandBus:
-    """The bus that `module:attribute` names, looked for in the current folder too, as `python -m` does."""
+def load_bus(application: str, *, handlers: bool = True) -> CommandBus | SyncCommandBus:
+    """The bus that `module:attribute` names, looked for in the current folder too, as `python -m` does.
+
+    With `handlers` it must have some.
+    """
     found = _imported(application)
     if not isinstance(found, CommandBus | SyncCommandBus):
         raise _wrong(f"{application!r} is {kind_of(found)}, wanted a CommandBus or SyncCommandBus")
-    if not found.handlers.domains:
+    if handlers and not found.handlers.domains:
         raise _wrong(f"{application!r} has no handlers; register some with @bus.handler(domain, command_type)")
     url = None if found.transport is None else found.transport.url
     for variable, used, what, option in (

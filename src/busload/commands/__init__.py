@@ -3,6 +3,7 @@
 from busload.commands.cancel import Cancellation
 from busload.commands.execution import ExecutionStatus, OperatorAction
 from busload.commands.listing import CommandPage
+from busload.commands.send_middleware import SendCall
 from busload.settings import InputLimits, PayloadLimits
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "InputLimits",
     "OperatorAction",
     "PayloadLimits",
+    "SendCall",
 ]

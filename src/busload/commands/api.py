@@ -12,7 +12,17 @@ from uuid import UUID
 
 from busload.commands import search, send
 from busload.commands.cancel import Cancellation, cancel
-from busload.commands.checks import check, check_all, check_fair_by, check_one, given, refuse, seconds_of, wrong_time
+from busload.commands.checks import (
+    check,
+    check_all,
+    check_fair_by,
+    check_one,
+    given,
+    refuse,
+    seconds_of,
+    wrong_list,
+    wrong_time,
+)
 from busload.commands.command import (
     AuditEvent,
     BatchCommand,
@@ -22,6 +32,7 @@ from busload.commands.command import (
     SendResult,
     new_command,
 )
+from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.headers import facts_of, in_context
@@ -29,9 +40,10 @@ from busload.commands.listing import CommandFilter, CommandPage, list_commands
 from busload.commands.reschedule import reschedule
 from busload.commands.search import has_ended, result_of
 from busload.commands.send import Via
+from busload.commands.send_middleware import SendMiddleware, around_send, with_headers
 from busload.commands.send_together import Sending
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan
 from busload.postgres.write import patient
@@ -55,6 +67,16 @@ class CommandVerbs(ABC):
     def _give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
         """Cancel a command that waits for a person."""
 
+    @property
+    @abstractmethod
+    def around_sends(self) -> Sequence[SendMiddleware]:
+        """The middleware around every call that sends commands."""
+
+    @property
+    @abstractmethod
+    def data_types(self) -> DataTypes:
+        """The types of data that handlers of this bus want, by domain and command type."""
+
     @abstractmethod
     def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
@@ -68,16 +90,30 @@ class CommandVerbs(ABC):
         conn: AnyConnection | None = None,
         **options: Unpack[SendOptions],
     ) -> SendResult:
-        """Send one command of this `command_type`, with `data` that JSON can hold.
+        """Send one command of this `command_type`, with `data` that JSON can hold, or a model of it.
+
+        A model is an instance of a dataclass, a class of attrs, a msgspec struct or a pydantic model. If this bus has a
+        handler that wants another type of data, the command is refused.
 
         `SendOptions` says what else may be given. In async code, calls that are under way at once share a transaction,
-        unless they have `batch_id`, `dedup`, `expires_at` or `conn`: a thousand senders cost little more than ten. Each
-        returns when its own command is committed, and fails alone.
+        unless they have `batch_id`, `dedup`, `expires_at`, `delay` or `conn`: a thousand senders cost little more than
+        ten. Each returns when its own command is committed, and fails alone.
         """
+        if not self.around_sends:
+            return await self._check_and_send(domain, command_type, data, options, conn)
+        headers = options.get("headers")
+        with around_send(self.around_sends, "send", domain, headers, command_type) as call:
+            options["headers"] = call.headers or headers
+            call.result = sent = await self._check_and_send(domain, command_type, data, options, conn)
+        return sent
+
+    async def _check_and_send(
+        self, domain: str, command_type: str, data: Any, options: SendOptions, conn: AnyConnection | None
+    ) -> SendResult:
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
-        checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by)
+        checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by, self.data_types)
         chosen, telemetry = command.command_id is not None, self.database.telemetry
         if telemetry is None:
             return await self._send(domain, checked, batch_id, dedup, chosen, conn)
@@ -94,7 +130,7 @@ class CommandVerbs(ABC):
         chosen: bool,
         conn: AnyConnection | None,
     ) -> SendResult:
-        if batch_id is not None or checked.expires_at is not None:
+        if batch_id is not None or checked.expires_at is not None or checked.delay is not None:
             joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
             [result] = await self.database.write(joining, conn)
             return result
@@ -121,7 +157,25 @@ class CommandVerbs(ABC):
         out, and their results name the holder. `fair_by` says whose they are, such as a tenant: of equal priority,
         those with different keys take turns.
         """
-        checked = check_all(domain, commands, self._limits)
+        if not self.around_sends:
+            return await self._send_many(domain, commands, batch_id, dedup, fair_by, conn)
+        with around_send(self.around_sends, "send_many", domain) as call:
+            if call.headers:
+                refuse(wrong_list(commands, "commands", "a list of BatchCommand"))
+                commands = with_headers(commands, call.headers)
+            call.result = sent = await self._send_many(domain, commands, batch_id, dedup, fair_by, conn)
+        return sent
+
+    async def _send_many(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        batch_id: UUID | None,
+        dedup: Dedup | None,
+        fair_by: str | None,
+        conn: AnyConnection | None,
+    ) -> list[SendResult]:
+        checked = check_all(domain, commands, self._limits, self.data_types)
         check(self._limits, **given(batch_id=batch_id), dedup=dedup)
         check_fair_by(self._limits, fair_by, batch_id)
         chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 from uuid import UUID
 
 import msgspec
 
-from busload.commands.command import Command
+from busload.commands.command import Command, Data
 from busload.errors import InvalidOperationError, TransientCommandError
 
 T = TypeVar("T")
@@ -20,14 +20,14 @@ FRUITLESS, MOST_FRUITLESS = 3, 10
 itself seems to fail. The first number holds until a part has passed, the second one from then on."""
 
 
-class Item(msgspec.Struct, frozen=True, eq=False):  # a struct is made in a fifth of a dataclass's time
+class Item(msgspec.Struct, Generic[Data], frozen=True, eq=False):  # a struct is made in a fifth of a dataclass's time
     """One event of a group, or one command of a chunk. `id` stays the same at every attempt."""
 
     id: Any
-    data: Any
+    data: Data
     key: str | None
     created_at: datetime
-    command: Command | None = None
+    command: Command[Data] | None = None
     """Of a chunk: the command itself."""
 
 
@@ -42,10 +42,10 @@ class Judgement:
     """Whether the call said something about its items. If not, it failed as a whole: nobody knows who is to blame."""
 
 
-class Judged(Sequence[Item]):
+class Judged(Sequence[Item[Data]]):
     """Items that are judged together, or one by one."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[Item[Data]]) -> None:
         self.items = tuple(items)
         self._by_id = {item.id: item for item in self.items}
         self._verdicts: dict[Any, BaseException | None] = {}
@@ -54,19 +54,25 @@ class Judged(Sequence[Item]):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Item[Data]]:
         return iter(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Item[Data]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item[Data], ...]: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self.items[index]
 
-    def succeed(self, item: Item, result: Any = None) -> None:
+    def succeed(self, item: Item[Data], result: Any = None) -> None:
         """This one is done, whatever happens to the others. From then on, every item needs a verdict."""
         self._judge(item, None)
         if result is not None:
             self._results[item.id] = result
 
-    def fail(self, item: Item, error: BaseException | str) -> None:
+    def fail(self, item: Item[Data], error: BaseException | str) -> None:
         """This one is not: it is tried again or, after its last attempt or a permanent error, waits for a person."""
         if not isinstance(error, BaseException | str):
             raise InvalidOperationError(f"fail() wants an exception or a text, found {error!r:.80}.")
@@ -76,7 +82,7 @@ class Judged(Sequence[Item]):
         """Start anew: the same call is made again."""
         self._verdicts, self._results = {}, {}
 
-    def _judge(self, item: Item, error: BaseException | None) -> None:
+    def _judge(self, item: Item[Data], error: BaseException | None) -> None:
         found = getattr(item, "id", item)
         if not isinstance(item, Item) or self._by_id.get(found) is not item:
             raise InvalidOperationError(
@@ -103,21 +109,21 @@ class Judged(Sequence[Item]):
         return Judgement(done, failed, self._results, answered=True)
 
 
-class Group(Judged):
+class Group(Judged[Data]):
     """A slice of a buffer, for one bulk call: return, and all items are done; raise, and all are tried again; or judge.
 
     `group_id` and the ids of the items stay the same at every attempt: give them to the receiver as idempotency keys.
     """
 
-    def __init__(self, buffer: str, group_id: UUID, items: Sequence[Item], partition: str | None = None) -> None:
+    def __init__(self, buffer: str, group_id: UUID, items: Sequence[Item[Data]], partition: str | None = None) -> None:
         super().__init__(items)
         self.buffer, self.group_id, self.partition = buffer, group_id, partition
 
 
-class Chunk(Judged):
+class Chunk(Judged[Data]):
     """Commands of one type for one bulk call, judged as a `Group` is. `key` is what `by` has found in common."""
 
-    def __init__(self, domain: str, command_type: str, items: Sequence[Item], key: Any = None) -> None:
+    def __init__(self, domain: str, command_type: str, items: Sequence[Item[Data]], key: Any = None) -> None:
         super().__init__(items)
         self.domain, self.command_type, self.key = domain, command_type, key
 

@@ -20,6 +20,7 @@ from uuid import UUID
 import msgspec
 
 from busload.commands.command import BatchCommand, NewCommand
+from busload.commands.data_type import DataTypes, fit_all, is_model, plain_model
 from busload.commands.dedup import Dedup
 from busload.commands.headers import encode_headers
 from busload.commands.ids import ascending_ids
@@ -105,11 +106,19 @@ def encoded(value: Any, path: str, limits: PayloadLimits) -> str:
         raise InvalidCommandError([refused.problem]) from None
 
 
-def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits) -> list[NewCommand]:
-    """Check a whole list and name every offender; nothing has been written when this raises."""
+def check_all(
+    domain: str, commands: Iterable[BatchCommand], limits: InputLimits, types: DataTypes | None = None
+) -> list[NewCommand]:
+    """Check a whole list and name every offender; nothing has been written when this raises.
+
+    `types` are those of data that are known, because handlers want them.
+    """
     problems = wrong_name(domain, "domain", limits)
     if type(commands) is not list:
         refuse(problems + wrong_list(commands, "commands", "a list of BatchCommand"))
+    if types:
+        commands, misfits = fit_all(domain, list(commands), types)
+        problems += misfits
     known_names: set[str] = set()
     checked: list[NewCommand] = []
     chosen: list[UUID] = []
@@ -131,13 +140,14 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
             and command.domain is None
             and command.expires_at is None
             and command.headers is None
+            and command.delay is None
         )
         found = [] if plain else _problems_of_command(command, known_names, limits)
         if not found:
             try:
                 data = encode(command.data, limits.payload)
             except PayloadRefusedError as refused:
-                found = [refused.problem]
+                data, found = _encode_model(command.data, limits.payload, refused.problem)
         if found:
             problems += [Problem(p.code, p.path, p.message, index, p.limit) for p in found]
             continue
@@ -166,6 +176,7 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
                 own,
                 expires_at=command.expires_at,
                 headers=encode_headers(command.headers),
+                delay=_duration(command.delay),
             )
         )
     refuse(problems)
@@ -173,6 +184,16 @@ def check_all(domain: str, commands: Iterable[BatchCommand], limits: InputLimits
     for own, ids in elsewhere.items():
         refuse_repeated_ids(own, ids)
     return checked
+
+
+def _encode_model(value: object, limits: PayloadLimits, problem: Problem) -> tuple[str, list[Problem]]:
+    """The JSON text of data that is a model; if it is none, or cannot be stored, what is wrong with it."""
+    if not is_model(value):
+        return "", [problem]
+    try:
+        return encode(plain_model(value), limits), []
+    except PayloadRefusedError as refused:
+        return "", [refused.problem]
 
 
 def _problems_of_command(command: object, known_names: set[str], limits: InputLimits) -> list[Problem]:
@@ -203,11 +224,32 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
         problems += problems_of(limits, run_at=command.run_at)
     if command.domain is not None:
         problems += wrong_name(command.domain, "domain", limits)
+    if command.delay is not None:
+        problems += _wrong_delay(command)
     if command.expires_at is not None:
         problems += _wrong_expiry(command.expires_at, command.run_at)
     if command.headers is not None:
         problems += wrong_headers(command.headers, "headers", limits)
     return problems
+
+
+def _duration(delay: timedelta | float | None) -> timedelta | None:
+    return timedelta(seconds=delay) if isinstance(delay, int | float) else delay
+
+
+def _wrong_delay(command: BatchCommand) -> list[Problem]:
+    """A command has a delay or a time; and it must be able to start before it expires."""
+    if problems := DELAY(command.delay, "delay"):
+        return problems
+    if command.run_at is not None:
+        message = f"found {shown(command.delay)}, but there is a run_at too; wanted one of them"
+        return [Problem("INVALID_OPTION", "/delay", message)]
+    expires_at, delay = command.expires_at, _duration(command.delay)
+    known = expires_at is not None and not wrong_time(expires_at, "expires_at")
+    if known and delay is not None and expires_at is not None and expires_at <= datetime.now(UTC) + delay:
+        message = f"found {expires_at.isoformat()}, wanted a time after the delay of {delay}"
+        return [Problem("INVALID_TIME", "/expires_at", message)]
+    return []
 
 
 def _wrong_expiry(expires_at: object, run_at: object) -> list[Problem]:
@@ -240,10 +282,11 @@ def check_one(
     batch_id: UUID | None = None,
     dedup: Dedup | None = None,
     fair_by: str | None = None,
+    types: DataTypes | None = None,
 ) -> NewCommand:
     """Check a command that is sent by itself, or into an open batch."""
     try:
-        [checked] = check_all(domain, [command], limits)
+        [checked] = check_all(domain, [command], limits, types)
     except InvalidCommandError as refused:
         raise InvalidCommandError(refused.problems, refused.total, listed=False) from None
     if batch_id is not None or dedup is not None:
@@ -421,6 +464,15 @@ EXPIRES_IN = Kind(
         TICK <= value <= LONGEST
         if isinstance(value, timedelta)
         else type(value) in (int, float) and 1e-6 <= value <= LONGEST.total_seconds()
+    ),
+)
+
+DELAY = Kind(
+    f"a timedelta or seconds, from zero to {LONGEST.days} days",
+    lambda value: (
+        ZERO <= value <= LONGEST
+        if isinstance(value, timedelta)
+        else type(value) in (int, float) and 0 <= value <= LONGEST.total_seconds()
     ),
 )
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 from uuid import UUID
 
 import msgspec
 
 from busload.commands.dedup import Dedup
+
+if TYPE_CHECKING:  # a default, so that `Command` alone is `Command[Any]`; at run time nobody needs it
+    from typing_extensions import TypeVar
+
+    Data = TypeVar("Data", default=Any)
+else:
+    from typing import TypeVar
+
+    Data = TypeVar("Data")
 
 CommandStatusName = Literal[
     "PENDING_QUEUE",
@@ -47,7 +56,8 @@ class BatchCommand:
     `command_id` is yours or a new one; it is unique in its domain for ever. A higher `priority` runs earlier. `run_at`
     must know its time zone. `max_attempts` overrides the handler's retry policy. `reply_to` names the domain that gets
     the reply. `domain` is the domain that runs the command, if it is not that of the call: a command of a batch may
-    run elsewhere, and its batch counts it all the same. `headers` are texts by name beside the data.
+    run elsewhere, and its batch counts it all the same. `headers` are texts by name beside the data. `delay` says how
+    long after it was written the command may run, instead of `run_at`.
     """
 
     command_type: str
@@ -62,6 +72,7 @@ class BatchCommand:
     domain: str | None = field(default=None, kw_only=True)
     expires_at: datetime | None = field(default=None, kw_only=True)
     headers: Mapping[str, str] | None = field(default=None, kw_only=True)
+    delay: timedelta | float | None = field(default=None, kw_only=True)
 
 
 class CommandOptions(TypedDict, total=False):
@@ -75,6 +86,9 @@ class CommandOptions(TypedDict, total=False):
     """A command of higher priority runs earlier; 0 if it is left out."""
     run_at: datetime | None
     """Do not run the command before this time, which must know its time zone."""
+    delay: timedelta | float | None
+    """Do not run the command until so long, in seconds if it is a number, after it was written: by the clock of the
+    database. For a command that has no `run_at`."""
     expires_at: datetime | None
     """Cancel the command, with the reason EXPIRED, if it has not started by this time."""
     max_attempts: int | None
@@ -130,13 +144,13 @@ class SendResult(msgspec.Struct, frozen=True, gc=False):
     created: bool
 
 
-class Command(msgspec.Struct):
-    """What a handler gets."""
+class Command(msgspec.Struct, Generic[Data]):
+    """What a handler gets. With `Command[T]` as annotation, its handler gets data of the type T."""
 
     command_id: UUID
     domain: str
     command_type: str
-    data: Any
+    data: Data
     batch_id: UUID | None
     task_key: str | None
     correlation_id: UUID
@@ -257,3 +271,4 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     fair_by: str | None = None
     expires_at: datetime | None = None
     headers: str | None = None
+    delay: timedelta | None = None

@@ -17,9 +17,15 @@ from busload.commands.headers import joined_headers
 from busload.commands.load import Load
 from busload.commands.payload import PayloadRefusedError, decode, encode, safe_str, storable
 from busload.commands.result import ResultNotKeptError, encode_result
-from busload.commands.retry import RetryPolicy
+from busload.commands.retry import VERDICTS, RetryPolicy, Verdict
 from busload.commands.traceback_text import traceback_text
-from busload.errors import BusinessRuleError, PermanentCommandError, RateLimitedError, TransientCommandError
+from busload.errors import (
+    BusinessRuleError,
+    PermanentCommandError,
+    RateLimitedError,
+    SnoozeError,
+    TransientCommandError,
+)
 from busload.settings import PayloadLimits
 
 COMPLETED = "COMPLETED"
@@ -280,9 +286,33 @@ def decide(
             return Transition(leased, FAILED, described)
         case PermanentCommandError():
             return Transition(leased, TROUBLESHOOTING, described, reason="PERMANENT")
+    match rule_of(outcome.error, retry):
+        case "failed":
+            return Transition(leased, FAILED, described)
+        case "permanent":
+            return Transition(leased, TROUBLESHOOTING, described, reason="PERMANENT")
+        case RetryPolicy() as other:
+            retry = other
     if retry.exhausted(leased.lease.round_attempt, leased.max_attempts):
         return Transition(leased, TROUBLESHOOTING, described, reason="EXHAUSTED")
     return Transition(leased, FAILED_ATTEMPT, described, delay=retry.delay(leased.lease.round_attempt))
+
+
+def rule_of(error: BaseException, retry: RetryPolicy) -> RetryPolicy | Verdict | None:
+    """What the rules of a policy say of an error; of a group, what they say of a member, and the gravest rule wins."""
+    if not retry.rules:
+        return None
+    members = _members(error) if isinstance(error, BaseExceptionGroup) else [error]
+    found = [rule for rule in map(retry.rule_for, members) if rule is not None]
+    for verdict in VERDICTS:
+        if verdict in found:
+            return verdict
+    return found[0] if found else None
+
+
+def is_final(error: BaseException, retry: RetryPolicy) -> bool:
+    """Whether to try again would be in vain, by the class of the error or by a rule."""
+    return isinstance(deciding(error), FINAL_ERRORS) or rule_of(error, retry) in VERDICTS
 
 
 def failure(leased: Leased, error: BaseException) -> Failed | Stopped:
@@ -296,8 +326,9 @@ def deciding(error: BaseException) -> BaseException:
     """The exception that decides where a command goes: in a group, as a `TaskGroup` raises it, one of its members.
 
     A permanent error goes before a business rule: if one part says that a person must look, a person looks. Both go
-    before all other errors: those may pass, but to try again would be in vain. A refusal by rate burns no attempt, so
-    it decides only if there is no other error. A group without any of these decides itself, as a passing failure.
+    before all other errors: those may pass, but to try again would be in vain. A refusal by rate, or a snooze, burns no
+    attempt, so it decides only if there is no other error. A group without any of these decides itself, as a passing
+    failure.
     """
     if not isinstance(error, BaseExceptionGroup):
         return error
@@ -306,7 +337,7 @@ def deciding(error: BaseException) -> BaseException:
         for member in members:
             if isinstance(member, kind):
                 return member
-    refusals = [member for member in members if isinstance(member, RateLimitedError)]
+    refusals = [member for member in members if isinstance(member, RateLimitedError | SnoozeError)]
     if refusals and len(refusals) == len(members):
         return max(refusals, key=lambda refusal: refusal.after or 0.0)
     return error

@@ -18,8 +18,8 @@ LOADS = 500
 
 
 def expiring(commands: Iterable[NewCommand]) -> bool:
-    """Whether one of these commands has a time of its own by which it must have started."""
-    return any(command.expires_at is not None for command in commands)
+    """Whether one of these has a time by which it must have started, or a delay: either needs one more statement."""
+    return any(command.expires_at is not None or command.delay is not None for command in commands)
 
 
 def note_expiry(loads: Sequence[NewLoad]) -> Plan[None]:

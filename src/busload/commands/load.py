@@ -7,7 +7,7 @@ which load it belongs to, and any part of a load is written as its first and its
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from operator import attrgetter
@@ -115,6 +115,8 @@ class NewLoad:
     commands: Sequence[NewCommand]
     fair_by: str | None = None
     """The key of those who take turns, unless it is their batch, or they were sent by themselves."""
+    due: datetime | None = None
+    """When commands with a delay may run."""
 
     @property
     def priority(self) -> int:
@@ -122,7 +124,7 @@ class NewLoad:
 
     @property
     def run_at(self) -> datetime | None:
-        return self.commands[0].run_at
+        return self.commands[0].run_at if self.due is None else self.due
 
     @property
     def expires_at(self) -> datetime | None:
@@ -133,7 +135,7 @@ class NewLoad:
         return self.commands[0].reply_to is not None
 
 
-_kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by", "expires_at")
+_kind = attrgetter("priority", "run_at", "reply_to", "domain", "fair_by", "expires_at", "delay")
 
 
 def cut(domain: str, commands: Sequence[NewCommand], fair_by: str | None = None) -> Plan[list[NewLoad]]:
@@ -153,10 +155,23 @@ def cut_all(
     """Cut each of these lists into loads, as `cut` does."""
     mixed = [commands for commands in lists if not _are_alike(commands)]
     if not mixed:
-        return [list(_slices(domain, commands, fair_by)) for commands in lists]
+        return (yield from _timed([list(_slices(domain, commands, fair_by)) for commands in lists]))
     domains = sorted({command.domain or domain for commands in mixed for command in commands})
     [(ordered,)] = yield from execute(SQL.ordered_domains, domains=domains)
-    return [list(_groups(domain, commands, fair_by, ordered)) for commands in lists]
+    return (yield from _timed([list(_groups(domain, commands, fair_by, ordered)) for commands in lists]))
+
+
+def _timed(lists: list[list[NewLoad]]) -> Plan[list[list[NewLoad]]]:
+    """Say when loads with a delay may run, by the clock of the database. Others are left as they are."""
+    if all(load.commands[0].delay is None for loads in lists for load in loads):
+        return lists
+    [(now,)] = yield from execute(SQL.now)
+    return [[_due(load, now) for load in loads] for loads in lists]
+
+
+def _due(load: NewLoad, now: datetime) -> NewLoad:
+    delay = load.commands[0].delay
+    return load if delay is None else replace(load, due=now + delay)
 
 
 def cut_together(domain: str, commands: Sequence[NewCommand]) -> Iterator[NewLoad]:
@@ -176,7 +191,8 @@ def _groups(
     last: dict[str, tuple[object, ...]] = {}
     for nth, command in enumerate(commands):
         own, replies = command.domain or domain, command.reply_to is not None
-        kind: tuple[object, ...] = own, command.priority, command.run_at, replies, command.fair_by, command.expires_at
+        times = command.run_at, command.expires_at, command.delay
+        kind: tuple[object, ...] = own, command.priority, times, replies, command.fair_by
         if own in ordered:
             before = last.get(own, ())
             kind = last[own] = before if before[:-1] == kind else (*kind, nth)

@@ -19,3 +19,7 @@ OFFSET %(offset)s::integer
 -- name: ordered_domains
 -- Which of these domains are claimed in the order of sending.
 SELECT ARRAY(SELECT domain FROM busload.ordered_domain WHERE domain = ANY (%(domains)b::text[]));
+
+-- name: now
+-- The time of the transaction by the clock of the database.
+SELECT now();

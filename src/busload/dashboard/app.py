@@ -33,6 +33,7 @@ from busload.dashboard.pages import (
     new_batch,
     overview,
     retention,
+    schedules,
     troubleshooting,
     workers,
 )
@@ -66,6 +67,7 @@ ROUTES: tuple[Route, ...] = (
     *decision.ROUTES,
     *jobs.ROUTES,
     *job.ROUTES,
+    *schedules.ROUTES,
     *domains.ROUTES,
     *limits.ROUTES,
     *buffers.ROUTES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TypeVar
@@ -39,6 +39,16 @@ def one_of(request: Request, name: str, kind: type[Choice]) -> Choice | None:
         raise wrong_input(f"There is no {name} {found!r:.80}.", f"Use one of {', '.join(kind)}.") from None
 
 
+def choice(kind: type[Choice]) -> Callable[[Request, str], Choice | None]:
+    """Reads one of these."""
+    return lambda request, name: one_of(request, name, kind)
+
+
+def flag(request: Request, name: str) -> bool | None:
+    """True if a box is ticked, else None."""
+    return True if text(request, name) is not None else None
+
+
 def id_of(request: Request, name: str) -> UUID | None:
     found = text(request, name)
     try:
@@ -48,13 +58,15 @@ def id_of(request: Request, name: str) -> UUID | None:
 
 
 def moment(request: Request, name: str) -> datetime | None:
-    """A time in ISO format. One without a zone, as a browser's field gives it, is UTC."""
+    """A time in ISO format. One without a zone, as a field gives it in a browser without scripts, is UTC."""
     found = text(request, name)
+    if found is None:
+        return None
     try:
-        time = None if found is None else datetime.fromisoformat(found)
-    except ValueError:
+        time = datetime.fromisoformat(found)
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (ValueError, OverflowError):
         raise wrong_input(f"{name} is {found!r:.80}, which is no time.", "Use a time like 2030-01-31T08:00.") from None
-    return time.replace(tzinfo=UTC) if time is not None and time.tzinfo is None else time
 
 
 async def form(request: Request) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from busload.dashboard.access import Authenticate, Principal, Role
-from busload.dashboard.problem import Problem, problem_page
+from busload.dashboard.problem import Problem, as_problem, problem_page
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BODY = 64 * 1024
@@ -57,8 +57,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        began = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal began
             if message["type"] == "http.response.start":
+                began = True
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
@@ -75,6 +79,10 @@ class Guard:
             await self._app(scope, body.receive, send_with_headers)
         except Problem as problem:
             await problem_page(request, problem)(scope, receive, send_with_headers)
+        except Exception as error:
+            if began:  # a page has begun already: only the server can end it
+                raise
+            await problem_page(request, as_problem(error, "guard"))(scope, receive, send_with_headers)
 
     def _check_host(self, request: Request) -> None:
         given = request.headers.getlist("host")

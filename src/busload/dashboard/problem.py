@@ -24,13 +24,14 @@ from busload.errors import (
     LockWaitTimeoutError,
     OutcomeUnknownError,
     PartlyDoneError,
+    ScheduleNotFoundError,
     SchemaOutdatedError,
 )
 
 log = logging.getLogger("busload")
 
 READ_ONLY = (psycopg.errors.ReadOnlySqlTransaction,)
-NOT_FOUND = (BatchNotFoundError, CommandNotFoundError, JobNotFoundError)
+NOT_FOUND = (BatchNotFoundError, CommandNotFoundError, JobNotFoundError, ScheduleNotFoundError)
 HALF_KNOWN = (OutcomeUnknownError, PartlyDoneError)
 
 
@@ -54,6 +55,10 @@ def problem_page(request: Request, problem: Problem) -> Response:
 def wrong_input(what: str, wanted: str) -> Problem:
     """A filter, a form or a cursor that cannot be."""
     return Problem(400, "Wrong input", what, wanted)
+
+
+def not_found(happened: str, todo: str) -> Problem:
+    return Problem(404, "Not found", happened, todo)
 
 
 def no_such_page() -> Problem:

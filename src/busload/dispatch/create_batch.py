@@ -42,7 +42,7 @@ from busload.errors import (
     Problem,
     RefusalReason,
 )
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write, patient

@@ -415,6 +415,18 @@ KNOWN: dict[Code, Known] = {
         "Nothing starts there. Perhaps somebody forgot to resume it.",
         "Resume the domain.",
     ),
+    FindingCode.SCHEDULES_OVERDUE: Known(
+        "work",
+        (DEGRADED,),
+        "Any worker fires any schedule that is due: none of them does.",
+        "Start a worker. If workers run, their log says which schedule they cannot read.",
+    ),
+    FindingCode.SCHEDULE_PAUSED: Known(
+        "work",
+        (NOTICE,),
+        "It fires nothing. Perhaps somebody forgot to resume it.",
+        "Resume the schedule.",
+    ),
     FindingCode.TROUBLESHOOTING_PILES_UP: Known(
         "work",
         (DEGRADED,),

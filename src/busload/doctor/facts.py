@@ -225,9 +225,9 @@ def _read_ours(facts: Facts, thresholds: DoctorSettings) -> Plan[None]:
     limits = {"overdue": thresholds.overdue, "waits_after": thresholds.waits_after, "most": MOST}
     work = many(Still, SQL.work, **limits, troubles=thresholds.troubleshooting)
     found = yield from _unless_refused(facts, "work", work)
-    unfinished = many(Still, SQL.unfinished, waits_after=thresholds.waits_after, most=MOST)
-    left = yield from _unless_refused(facts, "work", unfinished)
-    facts.still = None if found is None and left is None else [*(found or ()), *(left or ())]
+    left = yield from _unless_refused(facts, "work", many(Still, SQL.unfinished, **limits))
+    known = [part for part in (found, left) if part is not None]
+    facts.still = [one for part in known for one in part] if known else None
     history = yield from _unless_refused(facts, "retention", execute(SQL.history))
     facts.oldest_end = history[0][0] if history else None
 

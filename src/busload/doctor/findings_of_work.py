@@ -100,6 +100,13 @@ def _stands_still(still: Still, server: Server) -> Finding:
         case FindingCode.DOMAIN_PAUSED:
             found = f"The domain {still.subject} has been paused for {waited}."
             run = (f"busload domain resume {subject}",)
+        case FindingCode.SCHEDULES_OVERDUE:
+            are = counted(still.count, "schedule is", "schedules are")
+            found = f"{are} due and not fired, the first one, {still.subject}, for {waited}."
+            run = ("busload worker MODULE:BUS", "busload schedule ls")
+        case FindingCode.SCHEDULE_PAUSED:
+            found = f"The schedule {still.subject} has been paused for {waited}."
+            run = (f"busload schedule resume {subject}",)
         case _:
             are = counted(still.count, "command waits", "commands wait")
             found = f"{are} for a person in {still.subject}, the oldest for {waited}."

@@ -11,8 +11,9 @@ from uuid import UUID
 from busload.batches.forecast import Forecast
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
-from busload.explain.facts import Facts, read_batch, read_command
+from busload.explain.facts import Facts
 from busload.explain.jobs import reasons_of_jobs
+from busload.explain.reading import read_batch, read_command
 from busload.explain.reasons import reasons_of
 from busload.postgres.plan import Plan
 

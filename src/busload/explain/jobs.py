@@ -7,7 +7,8 @@ from uuid import UUID
 
 from busload.commands.wording import counted
 from busload.explain.blockers import Blocker, Reason
-from busload.explain.facts import Facts, batch_facts, command_facts
+from busload.explain.facts import Facts
+from busload.explain.reading import read_facts
 from busload.explain.reasons import reasons_of
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
@@ -15,7 +16,7 @@ from busload.postgres.statements import statements
 SQL = statements(__name__)
 
 LOOKED_AT = 50
-"""Jobs that are looked at, the oldest first: each takes a handful of statements."""
+"""Jobs that are looked at, the oldest first."""
 
 
 def reasons_of_jobs(batch: Facts) -> Plan[tuple[Reason, ...]]:
@@ -24,12 +25,17 @@ def reasons_of_jobs(batch: Facts) -> Plan[tuple[Reason, ...]]:
         return reasons_of(batch)
     found: dict[Blocker, Reason] = {}
     rows = yield from execute(SQL.stages, batch_id=batch.batch_id, limit=LOOKED_AT)
+    facts = yield from read_facts(
+        batch.domain,
+        batches=[batch_id for _, _, batch_id, _, _ in rows if batch_id is not None],
+        commands=[step_id for _, _, batch_id, step_id, _ in rows if batch_id is None and step_id is not None],
+        forecast=False,
+    )
     for job_id, stage, batch_id, step_id, plans in rows:
-        own: tuple[Reason, ...] = ()
-        if batch_id is not None:
-            own = reasons_of((yield from batch_facts(batch.domain, batch_id)))
-        elif (step := (yield from command_facts(batch.domain, step_id))) is not None:
-            own = (_step_ended(job_id, step, plans=plans),) if step.finished else reasons_of(step)
+        at = facts.get(step_id if batch_id is None else batch_id)
+        if at is None:
+            continue
+        own = (_step_ended(job_id, at, plans=plans),) if batch_id is None and at.finished else reasons_of(at)
         for code, reason in {one.code: one for one in reversed(own)}.items():
             about = {"job_id": job_id, "stage": stage, **reason.details}
             found.setdefault(code, replace(reason, count=0, details=about))

@@ -86,7 +86,12 @@ def _callback(facts: Facts, callback: Facts) -> Reason:
         f"All commands have ended, but the callback, command {callback.command_id} ({callback.command_type}), has "
         f"not. {message}",
         " ".join(reason.advice for reason in own) or "Nothing to do: it is about to end.",
-        {"command_id": callback.command_id, "command_type": callback.command_type, "reasons": list(own)},
+        {
+            "domain": callback.domain,
+            "command_id": callback.command_id,
+            "command_type": callback.command_type,
+            "reasons": list(own),
+        },
     )
 
 
@@ -259,7 +264,10 @@ def _behind_unpublished(facts: Facts, barrier: Barrier) -> Iterator[Reason]:
         f"command, {barrier.command_id}, is in the outbox since {span(facts.now - barrier.since)}{said}.",
         "Nothing to do if a worker serves the domain: it goes on without the broker when the broker has refused that "
         f"command, or after ten seconds. Or do it now: `busload outbox reroute --domain {facts.domain} --all`.",
-        {name: getattr(barrier, name) for name in ("command_id", "transport", "rounds", "error")},
+        {
+            "domain": facts.domain,
+            **{name: getattr(barrier, name) for name in ("command_id", "transport", "rounds", "error")},
+        },
     )
 
 
@@ -337,6 +345,10 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
             message = f"{are(count)} held back until the batch lets {'it' if count == 1 else 'them'} go."
             advice = f"Let them go now: `busload batch resume {facts.batch_id}`."
             details = {}
+        case "SNOOZED":
+            code = Blocker.RUN_AT
+            message = f"{are(count)} put off by {'its' if count == 1 else 'their'} handler: {when}."
+            advice = "Nothing to do: what is due becomes ready by itself."
         case _:
             code = Blocker.RUN_AT
             message = f"{have(count)} a run_at that has not come: {when}."
@@ -410,6 +422,7 @@ def _in_troubleshooting(facts: Facts) -> Iterator[Reason]:
                 "error_type": parked.error_type,
                 "error_code": parked.error_code,
                 "error_message": parked.message,
+                "domain": facts.domain,
                 "command_id": parked.command_id,
             },
         )

@@ -11,12 +11,14 @@ from functools import wraps
 from typing import Any, Literal, Unpack
 
 from busload.buffers.declaration import EXHAUSTED, GROUP, BufferSettings
-from busload.commands.checks import FLAG, given, instance, refuse, require, whole, wrong_name
+from busload.commands.checks import FLAG, Kind, given, instance, refuse, require, whole, wrong_name
 from busload.commands.command import Command, refuse_unknown
+from busload.commands.data_type import DataType
 from busload.commands.result import refuse_result_type
 from busload.commands.retry import RetryPolicy
 from busload.commands.wording import counted
 from busload.errors import HandlerAlreadyRegisteredError, InvalidOperationError, Problem
+from busload.handlers.calling import form_of
 from busload.jobs.job import PLAN, STAGE, wrong_stage
 from busload.jobs.steps import advance, plan_stage
 from busload.limits.concurrency import ConcurrencyLimit
@@ -66,6 +68,9 @@ class Handler:
     gathering: Gathering | None = None
     buffer: BufferSettings | None = None
     concurrency_limit: ConcurrencyLimit | None = None
+    data_type: DataType | None = None
+    """What its data is converted to: by `function` itself, and of a bulk handler when its chunk is made."""
+    on_failure: Callable[[Any], Any] | None = None
     plain: bool = field(init=False)
     """Whether it gets one command and may begin at once, in the event loop, without a limit to its time."""
     plain_with_permit: bool = field(init=False)
@@ -97,6 +102,9 @@ BUILT_IN = {
 MOST_GATHERED = 30_000
 """The largest chunk: a worker claims two at a time."""
 
+DUE = "busload.Schedule."
+"""The type of the command that plans the batch of a due time begins so, and ends with the name of the schedule."""
+
 RESERVED = {*BUILT_IN, GROUP, EXHAUSTED}
 
 
@@ -115,6 +123,10 @@ class Handlers:
         """Domains with a handler whose commands run in order."""
         self.threaded = False
         """Whether there is a handler written with `def`."""
+        self.calls_after_failures = False
+        """Whether there is a handler with `on_failure`."""
+        self.data_types: dict[tuple[str, str], DataType] = {}
+        """The types of data that handlers want, by domain and command type."""
 
     def register(
         self,
@@ -127,7 +139,7 @@ class Handlers:
         """A decorator that returns the function unchanged."""
         limits = InputLimits()
         refuse(wrong_name(domain, "domain", limits) + wrong_name(command_type, "command_type", limits), writes=False)
-        if command_type in RESERVED or command_type.startswith(PLAN):
+        if command_type in RESERVED or command_type.startswith((PLAN, DUE)):
             message = f"found {command_type!r}, which busload uses itself; choose another name"
             refuse([Problem("INVALID_NAME", "/command_type", message)], writes=False)
         return self.add(domain, command_type, gathering=gathering, **options)
@@ -148,10 +160,12 @@ class Handlers:
         concurrency_limit = options.get("concurrency_limit")
         require(instance(ConcurrencyLimit, "a ConcurrencyLimit"), **given(concurrency_limit=concurrency_limit))
         require(FLAG, isolate_poison=isolate_poison)
+        on_failure = options.get("on_failure")
+        require(Kind("a function of a CommandFailure", callable), **given(on_failure=on_failure))
         require(instance(RetryPolicy, "a RetryPolicy"), **given(retry=retry))
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < 10**9):
-            kind = "planner" if command_type.startswith(PLAN) else "handler"
+            kind = "planner" if command_type.startswith((PLAN, DUE)) else "handler"
             raise ValueError(
                 f"A {kind}'s timeout must be a timedelta or seconds, more than 0 and less than 1,000,000,000 seconds, "
                 f"found {timeout!r:.80}."
@@ -160,7 +174,9 @@ class Handlers:
         first = "chunk" if gathering else "group" if buffer or command_type == EXHAUSTED else "command"
 
         def add(function: Function) -> Function:
-            _refuse_function(function, f"handle({first}, ctx)")
+            form = form_of(function, "planned" if command_type.startswith((PLAN, DUE)) else first)
+            if form.fields is None:
+                refuse_function(function, f"handle({first}, ctx)")
             if buffer is None:  # whose handlers answer by their verdicts
                 refuse_result_type(function)
             existing = self._handlers.get((domain, command_type))
@@ -172,7 +188,7 @@ class Handlers:
             if rate_limit is not None and rate_limit.name is not None:
                 self._refuse_other_rate(rate_limit, domain, command_type)
             self._handlers[domain, command_type] = Handler(
-                function,
+                form.call,
                 retry or RetryPolicy(),
                 seconds,
                 is_async(function),
@@ -181,7 +197,12 @@ class Handlers:
                 gathering,
                 buffer,
                 concurrency_limit,
+                form.data_type,
+                on_failure,
             )
+            self.calls_after_failures = self.calls_after_failures or on_failure is not None
+            if form.data_type is not None:
+                self.data_types[domain, command_type] = form.data_type
             self.gathers = self.gathers or gathering is not None
             self.limits = self.limits or rate_limit is not None
             self.concurrency_limits = self.concurrency_limits or concurrency_limit is not None
@@ -252,6 +273,17 @@ class Handlers:
     def find(self, domain: str, command_type: str) -> Handler | None:
         return self._handlers.get((domain, command_type)) or BUILT_IN.get(command_type)
 
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Domain and type of the commands that have a handler of the application."""
+        return [name for name in self._handlers if name[1] not in BUILT_IN]
+
+    def exchange(self, domain: str, command_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let another function of the same kind run these commands, and return the one that ran them until now."""
+        handler = self._handlers[domain, command_type]
+        self._handlers[domain, command_type] = replace(handler, function=function)
+        return handler.function
+
     def threads(self, domain: str) -> Literal["none", "some", "all"]:
         """Which of a domain's handlers run in threads."""
         kinds = {handler.is_async for handler in self.of_domain(domain)}
@@ -281,8 +313,10 @@ class HandlerDecorators:
     ) -> Callable[[Function], Function]:
         """Register the function below to run commands of this `command_type`; the function is returned unchanged.
 
-        It is called with the `Command` and a `HandlerContext`. It may be `async def`, or `def`: then it runs in a
-        thread. What it returns is kept as the command's result. `HandlerOptions` says what the options mean.
+        It is called with the `Command` and a `HandlerContext`. If its first parameter is annotated with another type,
+        such as a dataclass or a pydantic model, it gets the data of the command as that type. It may be `async def`, or
+        `def`: then it runs in a thread. What it returns is kept as the command's result. `HandlerOptions` says what the
+        options mean.
         """
         refuse_unknown("handler", options, HandlerOptions)
         return self.handlers.register(domain, command_type, **options)
@@ -315,7 +349,7 @@ class HandlerDecorators:
         add = self.handlers.add(domain, PLAN + stage, **options)
 
         def register(function: Function) -> Function:
-            _refuse_function(function, "plan(stage, ctx)", kind="planner")
+            refuse_function(function, "plan(stage, ctx)", kind="planner")
             add(_planner(function))
             return function
 
@@ -350,7 +384,7 @@ def _planner(function: Callable[..., Any]) -> Callable[..., Any]:
     return plan if is_async(function) else plan_in_thread
 
 
-def _refuse_function(function: object, example: str, *, kind: str = "handler") -> None:
+def refuse_function(function: object, example: str, *, kind: str = "handler") -> None:
     """A function that cannot be called would only be found out with its first command, which would pay for it."""
     if not callable(function):
         raise ValueError(f"A {kind} must be a function, found {function!r:.80}.")

@@ -23,7 +23,7 @@ from busload.jobs.batch import JobBatchOptions
 from busload.jobs.cancel import begin_to_cancel
 from busload.jobs.job import BatchJob, JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import Write, patient, then
 from busload.settings import Settings

@@ -10,9 +10,9 @@ from uuid import UUID
 from busload.batches.batch import BatchMetadata, existing_batches
 from busload.commands import search
 from busload.commands.payload import decode
-from busload.explain.facts import ONE_MOMENT
+from busload.explain.reading import ONE_MOMENT
 from busload.jobs.job import JobMetadata, JobStatus, StageMetadata, StageStatus
-from busload.postgres.plan import Plan, Row, Script, execute, many
+from busload.postgres.plan import Plan, Row, Script, execute, many, one
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -47,6 +47,17 @@ def job(domain: str | None, job_id: UUID) -> Plan[JobMetadata | None]:
     """Needs a transaction of its own."""
     yield Script(ONE_MOMENT)
     return (yield from read(domain, job_id))
+
+
+@dataclass(frozen=True, slots=True)
+class JobOfBatch:
+    job_id: UUID
+    name: str | None
+
+
+def job_of_batch(batch_id: UUID) -> Plan[JobOfBatch | None]:
+    """The job whose stage this batch is; None if it is of no job that busload runs."""
+    return one(JobOfBatch, SQL.job_of_batch, batch_id=batch_id)
 
 
 def jobs(

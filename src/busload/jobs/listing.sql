@@ -13,6 +13,15 @@ SELECT j.job_id, j.domain, j.name, j.custom_data::text, s.status,
           FROM busload.job_stage AS s LEFT JOIN busload.batch AS b ON b.batch_id = s.batch_id
          WHERE s.job_id = j.job_id AND s.position = 0 OFFSET 0) AS s
 
+-- name: job_of_batch
+-- The job that a batch is a stage of, or undoes a stage of. The id of a job of another system may be any
+-- text.
+SELECT j.job_id, j.name
+  FROM busload.batch AS b
+  JOIN busload.job AS j
+    ON j.job_id = CASE WHEN b.job_id ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' THEN b.job_id::uuid END
+ WHERE b.batch_id = %(batch_id)s::uuid;
+
 -- name: stages
 -- The stages of these jobs, in order.
 SELECT job_id, position, name, planned, batch_id, step_id, plan_id, status, undo, undo_batch_id, undo_step_id

@@ -24,7 +24,8 @@ from busload.commands.send_batches import BatchToWrite, create_batches, in_parts
 from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
-from busload.explain.facts import ENDED, ONE_MOMENT
+from busload.explain.facts import ENDED
+from busload.explain.reading import ONE_MOMENT
 from busload.jobs.job import (
     PART,
     PART_BYTES,

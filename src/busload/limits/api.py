@@ -10,7 +10,7 @@ from busload.limits import concurrency, pause, rate
 from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.pause import DomainOverview, Pause
 from busload.limits.rate import LimitStatus
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import Write
 from busload.settings import InputLimits

@@ -6,10 +6,10 @@ its call has ended. What gets no permit waits in the database and holds no slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import msgspec
@@ -28,6 +28,9 @@ from busload.settings import InputLimits
 SQL = statements(__name__)
 
 MOST_CALLS = 1_000_000
+
+MANY = 100
+"""Permits that are not given back one by one, if they were granted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class ConcurrencyLimit:
             found = called_with.data[self.by] if isinstance(self.by, str) else self.by(called_with)
         except BaseException as error:  # a SystemExit ends a call, not the worker
             raise _refused(f"raised {type(error).__name__}: {safe_str(error, 200)}") from error
+        if type(found) is int and -(2**63) <= found < 2**63:  # the most frequent one
+            return str(found)
         text = key_text(found)
         if text is None:
             raise _refused(f"returned {found!r:.80}")
@@ -125,6 +130,32 @@ class Request(msgspec.Struct, frozen=True, eq=False, gc=False):  # made in a fif
     size: int = 1
 
 
+class Granted(msgspec.Struct, eq=False):
+    """Permits that were granted together, in columns, because there are many. A permit is known by its position."""
+
+    names: Sequence[str]
+    """The limits: one for all, or one for each."""
+    packed: Sequence[bytes]
+    """The values of `by`, as they are sent."""
+    numbers: Sequence[int | None]
+    worker: int = 0
+    place: tuple[str, str] | None = None
+    """Where in the table the first and the last of them are, if they are many and their numbers follow each other."""
+    ended: list[int] = []
+    """Positions of permits that are free, and wait for others to be given back."""
+
+    def name(self, nth: int) -> str:
+        return self.names[nth] if len(self.names) > 1 else self.names[0]
+
+    def alone(self, nth: int) -> Granted:
+        """One of them, by itself: wherever its row is now."""
+        return Granted([self.name(nth)], [self.packed[nth]], [self.numbers[nth]], self.worker)
+
+
+Ended: TypeAlias = tuple[Granted, list[int]]
+"""Calls that have ended: the positions of their permits among those that were granted together."""
+
+
 class Singles(msgspec.Struct):
     """As many requests, each for one command: in columns, because there are many."""
 
@@ -132,14 +163,13 @@ class Singles(msgspec.Struct):
     subjects: list[str] = []
     most: list[int] = []
     leased: list[Leased] = []
-    packed: list[bytes] = []
-    """The subjects as they are sent, once they were."""
 
-    def add(self, name: str, subject: str, most: int, leased: Leased) -> None:
-        self.names.append(name)
-        self.subjects.append(subject)
-        self.most.append(most)
-        self.leased.append(leased)
+    def add(self, name: str, most: int, subjects: Sequence[str], leased: Sequence[Leased]) -> None:
+        """Ask for permits of one limit, one for each of these commands."""
+        self.names += [name] * len(leased)
+        self.most += [most] * len(leased)
+        self.subjects += subjects
+        self.leased += leased
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
@@ -149,25 +179,11 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     subject: str
     permit: int
 
-    @property
-    def packed(self) -> bytes:
-        return Texts.field(self.subject)
+    def alone(self) -> Granted:
+        return Granted([self.name], [Texts.field(self.subject)], [self.permit])
 
 
-class AnyPermit(Protocol):
-    """What is known of a permit wherever it is held."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def packed(self) -> bytes:
-        """The value of its `by`, as it is sent."""
-
-    @property
-    def permit(self) -> int: ...
-
-
-def take(requests: Sequence[Request], *, worker: int) -> Plan[Sequence[int | None]]:
+def take(requests: Sequence[Request], *, worker: int) -> Plan[Granted]:
     """Return the permit of each request. 0 means that there is none: what it is for waits and is not ours any more.
 
     None means that the worker holds none of its commands: it was declared dead, or lost their leases. For a connection
@@ -180,11 +196,11 @@ def take(requests: Sequence[Request], *, worker: int) -> Plan[Sequence[int | Non
     return (yield from _take(worker, names, subjects, most, sizes, commands, nths, leases))
 
 
-def take_single(asked: Singles, *, worker: int) -> Plan[Sequence[int | None]]:
+def take_single(asked: Singles, *, worker: int) -> Plan[Granted]:
     """The same for single commands."""
     commands, leases = [one.id for one in asked.leased], [one.lease for one in asked.leased]
-    asked.packed = Texts.fields(asked.subjects)
-    return (yield from _take(worker, asked.names, asked.packed, asked.most, [1], commands, (), leases))
+    subjects = Texts.fields(asked.subjects)
+    return (yield from _take(worker, asked.names, subjects, asked.most, [1], commands, (), leases))
 
 
 def _take(
@@ -196,14 +212,14 @@ def _take(
     commands: Sequence[int],
     nths: Sequence[int],
     leases: Sequence[Lease],
-) -> Plan[Sequence[int | None]]:
+) -> Plan[Granted]:
     """Ask in columns, as `busload.take_permits` has them."""
     if _alike(names) and _alike(most) and _alike(sizes):
         names, most, sizes = names[:1], most[:1], sizes[:1]
     elif len(sizes) < len(names):
         sizes = [*sizes] * len(names)
     ordinals = {lease: ordinal for ordinal, lease in enumerate(dict.fromkeys(leases), 1)}
-    [(granted,)] = yield from execute(
+    [(numbers, first, last)] = yield from execute(
         SQL.take,
         worker=worker,
         names=Texts.of_few(names),
@@ -217,7 +233,9 @@ def _take(
         different=len(set(subjects)) == len(subjects),
     )
     yield from execute(SQL.on_disk)
-    return granted if len(granted) == len(subjects) else range(granted[0], granted[0] + len(subjects))
+    if len(numbers) < len(subjects):
+        numbers = range(numbers[0], numbers[0] + len(subjects))
+    return Granted(names, subjects, numbers, worker, None if first is None else (first, last))
 
 
 def _alike(values: Sequence[object]) -> bool:
@@ -225,16 +243,43 @@ def _alike(values: Sequence[object]) -> bool:
     return values.count(values[0]) == len(values)
 
 
-def free(permits: Sequence[AnyPermit]) -> Plan[int]:
-    """Give permits back; return how many commands may ask again. Safe to repeat."""
-    names = [one.name for one in permits]
-    [(woken,)] = yield from execute(
-        SQL.free,
-        names=Texts.of_few(names[:1] if _alike(names) else names),
-        subjects=Texts.of_fields([one.packed for one in permits]),
-        permits=Bigints.of([one.permit for one in permits]),
-    )
-    return int(woken)
+def free(ended: Sequence[Ended]) -> Plan[int]:
+    """Give permits back; return how many commands may ask again. Safe to repeat.
+
+    Many of them that follow each other are found where they were written; others one by one, by the values of `by`.
+    """
+    parts: list[tuple[str, str, int | None, int | None]] = []
+    others: list[Ended] = []
+    together = woken = 0
+    for granted, nths in ended:
+        first, last = min(nths), max(nths)
+        if granted.place is not None and len(nths) >= MANY and last - first < len(nths):
+            parts.append((*granted.place, granted.numbers[first], granted.numbers[last]))
+            together += len(nths)
+        else:
+            others.append((granted, nths))
+    if parts:
+        first_rows, last_rows, first_permits, last_permits = zip(*parts, strict=True)
+        [(freed, woken)] = yield from execute(
+            SQL.free_rows,
+            names=list({name for granted, _ in ended for name in granted.names}),
+            first_rows=list(first_rows),
+            last_rows=list(last_rows),
+            first_permits=Bigints.of(first_permits),
+            last_permits=Bigints.of(last_permits),
+        )
+        if freed < together:  # the table was written anew, or others have freed some
+            others = [*ended]
+    if others:
+        names = [granted.name(nth) for granted, nths in others for nth in nths]
+        [(also_woken,)] = yield from execute(
+            SQL.free,
+            names=Texts.of_few(names[:1] if _alike(names) else names),
+            subjects=Texts.of_fields([granted.packed[nth] for granted, nths in others for nth in nths]),
+            permits=Bigints.of([granted.numbers[nth] for granted, nths in others for nth in nths]),
+        )
+        woken += also_woken
+    return woken
 
 
 def sweep() -> Plan[int]:
@@ -267,15 +312,18 @@ def permits_of(worker: int, *, settled: timedelta) -> Plan[list[Held]]:
     return many(Held, SQL.permits_of, worker=worker, settled=settled)
 
 
-def adopt(permits: Mapping[AnyPermit, int], *, worker: int) -> Plan[None]:
-    """Count calls that still run, by their first command, though their worker was declared dead meanwhile."""
+def adopt(calls: Sequence[tuple[Granted, int, int]], *, worker: int) -> Plan[None]:
+    """Count calls that still run though their worker was declared dead meanwhile.
+
+    Of each, the position of its permit and its first command.
+    """
     yield from execute(
         SQL.adopt,
         worker=worker,
-        names=Texts.of([one.name for one in permits]),
-        subjects=Texts.of_fields([one.packed for one in permits]),
-        permits=Bigints.of([one.permit for one in permits]),
-        commands=Bigints.of(list(permits.values())),
+        names=Texts.of([granted.name(nth) for granted, nth, _ in calls]),
+        subjects=Texts.of_fields([granted.packed[nth] for granted, nth, _ in calls]),
+        permits=Bigints.of([granted.numbers[nth] for granted, nth, _ in calls]),
+        commands=Bigints.of([command for _, _, command in calls]),
     )
 
 

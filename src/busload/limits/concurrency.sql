@@ -1,6 +1,7 @@
 -- name: take
 -- Ask for the permits of some calls; see busload.take_permits. No call may begin before they are `on_disk`.
-SELECT busload.take_permits(
+SELECT permits, first_row, last_row
+  FROM busload.take_permits(
            %(worker)s::bigint, %(names)b::text[], %(subjects)b::text[],
            %(most)b::integer[], %(sizes)b::integer[], %(leases)b::uuid[], %(commands)b::bigint[],
            %(requests)b::integer[], %(lease_ordinals)b::integer[], %(different)b::boolean
@@ -15,6 +16,12 @@ SELECT pg_logical_emit_message(true, 'busload', '')::text;
 -- name: free
 -- Give permits back.
 SELECT busload.free_permits(%(names)b::text[], %(subjects)b::text[], %(permits)b::bigint[]);
+
+-- name: free_rows
+-- Give permits back that were granted together; see busload.free_rows.
+SELECT freed, woken
+  FROM busload.free_rows(%(names)s::text[], %(first_rows)s::text[], %(last_rows)s::text[],
+                         %(first_permits)b::bigint[], %(last_permits)b::bigint[]);
 
 -- name: free_of_dead
 -- Give the permits of workers back that stopped or were declared dead.

@@ -29,6 +29,8 @@ class HandlerOptions(PolicyOptions, total=False):
     """How often the function may be called, by all workers together."""
     concurrency_limit: ConcurrencyLimit | None
     """How many calls of the function may run at a time, by all workers together."""
+    on_failure: Callable[[Any], Any] | None
+    """A function that is called with a `CommandFailure` when a command of this handler will not be tried again."""
 
 
 class GroupHandlerOptions(HandlerOptions, total=False):

@@ -55,9 +55,16 @@ POSTPONED_PER_SECOND, SHORTEST_REST = 100, 0.25
 class PostponedError(Exception):
     """The call would hold its slot for too long: try again in `seconds`, without burning an attempt."""
 
-    def __init__(self, limit: str, seconds: float) -> None:
+    def __init__(self, limit: str | None, seconds: float) -> None:
         super().__init__(f"Limit {limit} lets it go in {seconds:.1f} s.")
         self.limit, self.seconds = limit, seconds
+
+
+class SnoozedError(PostponedError):
+    """The handler itself has put its command off."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(None, seconds)
 
 
 class TurnPassedError(PostponedError):

@@ -215,12 +215,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A command of a lease that a limit holds up for so many seconds."""
+    """A command of a lease that a limit holds up for so many seconds; without a limit, its handler has put it off."""
 
     lease: Lease
     id: int
     seconds: float
-    limit: str
+    limit: str | None
 
 
 def ask(asks: Mapping[Key, Ask], *, skip_locked: bool = False) -> Plan[dict[Key, Grant]]:

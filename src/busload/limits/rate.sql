@@ -154,9 +154,10 @@ DELETE FROM busload.rate_limit WHERE (name, subject) IN (
      ORDER BY name, subject LIMIT 10000 FOR UPDATE SKIP LOCKED);
 
 -- name: postpone
--- Commands of some leases wait until a limit lets them go. They burn no attempt. One event for each says that
--- it was held up. A lease remembers these commands, or is closed with its last command, so to repeat this is
--- harmless.
+-- Commands of some leases wait until a limit lets them go or, without the name of a limit, because their
+-- handler has put them off. They burn no attempt. One event for each says that a limit has held it up, and
+-- one each time that its handler has put it off. A lease remembers these commands, or is closed with its
+-- last command, so to repeat this is harmless.
 WITH held AS MATERIALIZED (
     SELECT * {leases_in_order}
 ), late AS MATERIALIZED (
@@ -178,11 +179,13 @@ WITH held AS MATERIALIZED (
 ), scheduled AS (
     INSERT INTO busload.scheduled ({load}, run_at, reason)
     SELECT p.lo, p.hi, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.crashes, h.replies, h.fair,
-           now() + p.delay * interval '1 second', 'RATE_LIMITED'
-      FROM (SELECT lease_id, delay, min(id) AS lo, max(id) AS hi
-              FROM (SELECT *, id - row_number() OVER (PARTITION BY lease_id, delay ORDER BY id) AS island
+           now() + p.delay * interval '1 second', CASE WHEN p.snoozed THEN 'SNOOZED' ELSE 'RATE_LIMITED' END
+      FROM (SELECT lease_id, delay, snoozed, min(id) AS lo, max(id) AS hi
+              FROM (SELECT *, name IS NULL AS snoozed,
+                           id - row_number() OVER (PARTITION BY lease_id, delay, name IS NULL ORDER BY id)
+                               AS island
                       FROM late) AS part
-             GROUP BY lease_id, delay, island) AS p JOIN held AS h USING (lease_id)
+             GROUP BY lease_id, delay, snoozed, island) AS p JOIN held AS h USING (lease_id)
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, lease_id, worker, details)
     SELECT 'RATE_LIMITED', p.lo, p.hi, h.batch_id, h.attempt, h.lease_id, h.worker,
@@ -190,12 +193,17 @@ WITH held AS MATERIALIZED (
       FROM (SELECT lease_id, name, min(id) AS lo, max(id) AS hi
               FROM (SELECT *, id - row_number() OVER (PARTITION BY lease_id, name ORDER BY id) AS island
                       FROM late
-                     WHERE NOT EXISTS (SELECT
+                     WHERE name IS NOT NULL
+                       AND NOT EXISTS (SELECT
                                          FROM busload.event AS e
                                         WHERE e.lo >> 10 = late.id >> 10
                                           AND late.id BETWEEN e.lo AND e.hi
                                           AND e.type = 'RATE_LIMITED'
                                        OFFSET 0)) AS part
              GROUP BY lease_id, name, island) AS p JOIN held AS h USING (lease_id)
+    UNION ALL
+    SELECT 'SNOOZED', c.id, c.id, h.batch_id, h.attempt, h.lease_id, h.worker,
+           json_build_object('run_at', now() + c.delay * interval '1 second')
+      FROM late AS c JOIN held AS h USING (lease_id) WHERE c.name IS NULL
 )
 SELECT count(*)::integer FROM late;

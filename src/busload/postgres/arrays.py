@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from psycopg import adapters
 from psycopg.adapt import Buffer, Dumper
@@ -33,6 +33,21 @@ class Packed(bytes):
         fields: list[float | None] = [cls.width] * (2 * count)
         fields[1::2] = values
         return cls(_HEADER.pack(1, 0, cls.element, count, 1) + struct.pack("!" + f"i{cls.code}" * count, *fields))
+
+    def values(self) -> list[Any]:
+        """The elements again, for a driver that packs them itself."""
+        found: list[Any] = []
+        at = _HEADER.size
+        while at < len(self):
+            width = int.from_bytes(self[at : at + 4], signed=True)
+            at += 4
+            found.append(None if width < 0 else self._unpacked(self[at : at + width]))
+            at += max(0, width)
+        return found
+
+    @classmethod
+    def _unpacked(cls, field: bytes) -> Any:
+        return struct.unpack(f"!{cls.code}", field)[0]
 
     @classmethod
     def _of(cls, fields: Sequence[bytes]) -> Self:
@@ -77,6 +92,10 @@ class Texts(Packed):
     def of_fields(cls, fields: Sequence[bytes]) -> Packed:
         """The same of values that are packed."""
         return cls._of(fields)
+
+    @classmethod
+    def _unpacked(cls, field: bytes) -> Any:
+        return field.decode()
 
     @staticmethod
     def field(value: str) -> bytes:

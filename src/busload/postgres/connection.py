@@ -19,8 +19,6 @@ log = logging.getLogger("busload")
 
 Connection: TypeAlias = psycopg.Connection[Any]
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
-AnyConnection: TypeAlias = AsyncConnection | Connection
-"""What the async face joins: a transaction of either kind of connection. The sync face joins a `Connection`."""
 
 OLDEST_SERVER = 150000
 
@@ -102,7 +100,11 @@ _FULL = re.compile("too many (clients|connections)|connection slots|no more conn
 
 def refuse_server(conn: Connection | AsyncConnection) -> None:
     """Refuse a server or a database that busload cannot work on."""
-    version, encoding = conn.info.server_version, conn.info.parameter_status("server_encoding")
+    refuse_version(conn.info.server_version, conn.info.parameter_status("server_encoding"))
+
+
+def refuse_version(version: int, encoding: str | None) -> None:
+    """Refuse a server by what it says of itself when a connection is made."""
     if version < OLDEST_SERVER:
         raise DatabaseUnusableError(f"The server is PostgreSQL {version // 10000}, busload needs 15 or later.")
     if encoding != "UTF8":

@@ -17,10 +17,10 @@ from busload.errors import (
     OutcomeUnknownError,
     nothing_written,
 )
-from busload.postgres import waiting
+from busload.postgres import callers_connection, waiting
 from busload.postgres.backoff import Backoff
-from busload.postgres.callers_connection import JOINABLE, about_to_begin, perform_any, refuse_unusable
-from busload.postgres.connection import AnyConnection, AsyncConnection, refuse_server
+from busload.postgres.callers_connection import AnyConnection, about_to_begin, perform_any, underneath
+from busload.postgres.connection import AsyncConnection, refuse_server
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.own_connection import OwnAsyncConnection, check_server_async, connect_async
 from busload.postgres.plan import Plan, Savepoint, Statement, perform_async
@@ -54,6 +54,10 @@ class Database:
         self.schema_checked = False
         self.telemetry: Telemetry | None = None
         """The spans and metrics of this bus; None if nobody has asked OpenTelemetry for any, or it is not open."""
+
+    def move(self, dsn: str, settings: Settings) -> None:
+        """Be another database from now on. It must be closed."""
+        self._dsn, self._settings, self.schema_checked = dsn, settings, False
 
     @property
     def dsn(self) -> str:
@@ -199,10 +203,10 @@ class Database:
 
     async def _join(self, conn: AnyConnection, plan: Plan[T]) -> T:
         """In the caller's transaction, which a failure does not spoil."""
-        refuse_unusable(conn, *JOINABLE)
+        joined = await underneath(conn)
         if not self.schema_checked:
-            refuse_server(conn)
-        return await perform_any(conn, _joined(plan, begin=about_to_begin(conn)))
+            callers_connection.refuse_server(joined)
+        return await perform_any(joined, _joined(plan, begin=about_to_begin(joined)))
 
     def _check(self) -> Plan[None]:
         if not self.schema_checked:

@@ -32,6 +32,8 @@ LIMIT = "busload_limit"
 """A receiver has refused a call; the payload is the name of the limit."""
 STOP = "busload_stop"
 """A worker is asked to stop; the payload is its number."""
+SCHEDULE = "busload_schedule"
+"""A schedule was declared or resumed, so one may be due earlier; no payload."""
 MESSAGE = "busload_message"
 """PostgreSQL is the broker, and a queue has messages; the payload is the queue."""
 

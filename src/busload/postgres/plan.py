@@ -81,6 +81,11 @@ def one(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[T | None]:
     return make(*rows[0]) if rows else None
 
 
+def kind_of(plan: Plan[Any]) -> object:
+    """What all plans have in common that one function makes."""
+    return plan.gi_code  # type: ignore[attr-defined]
+
+
 async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
     try:
         step = next(plan)

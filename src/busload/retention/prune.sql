@@ -80,6 +80,16 @@ WITH old AS MATERIALIZED (
 )
 SELECT count(*)::integer FROM gone;
 
+-- name: remove_fires
+-- Remove what schedules have fired before the cutoff from their history.
+WITH gone AS (
+    DELETE FROM busload.fire
+     WHERE fire = ANY (ARRAY(SELECT fire FROM busload.fire WHERE fired_at < %(cutoff)s::timestamptz
+                              ORDER BY fired_at LIMIT %(limit)s::integer))
+    RETURNING fire
+)
+SELECT count(*)::integer FROM gone;
+
 -- name: ended_batches
 -- Batches that completed before the cutoff, and whose callback and job, if they have one, have ended before
 -- it as well. A batch of jobs goes after its jobs.

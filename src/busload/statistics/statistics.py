@@ -148,9 +148,16 @@ def series(domain: str | None, *, last: timedelta, step: timedelta) -> Plan[list
     """Read the points of a series; needs a transaction of its own."""
     yield Script(ONE_MOMENT)
     [(now,)] = yield from execute(SQL.now)
+    return (yield from series_until(now, (yield from pause.domains()), domain, last=last, step=step))
+
+
+def series_until(
+    now: datetime, domains: Sequence[DomainOverview], domain: str | None, *, last: timedelta, step: timedelta
+) -> Plan[list[Point]]:
+    """Read the points of a series for somebody who has looked at the places in the same transaction."""
     starts = steps(now, last=last, step=step)
     minutes = yield from many(_minute, SQL.minutes, since=starts[0], domain=domain)
-    return points(minutes, _places_now((yield from pause.domains()), domain, now), starts, step)
+    return points(minutes, _places_now(domains, domain, now), starts, step)
 
 
 def totals() -> Plan[dict[str, Counts]]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from busload.batches.batch import SyncBatchCompletionCallback
     from busload.sync.buffer import SyncBuffer
+    from busload.sync.handle import SyncCommandHandle
     from busload.sync.open_batch import SyncOpenBatch
     from busload.sync.outbox import SyncOutbox
     from busload.sync.steps import SyncFinishedStage
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SyncBatchCompletionCallback",
     "SyncBuffer",
+    "SyncCommandHandle",
     "SyncFinishedStage",
     "SyncOpenBatch",
     "SyncOutbox",
@@ -21,6 +23,7 @@ __all__ = [
 _MODULES = {
     "SyncBatchCompletionCallback": "busload.batches.batch",
     "SyncBuffer": "busload.sync.buffer",
+    "SyncCommandHandle": "busload.sync.handle",
     "SyncFinishedStage": "busload.sync.steps",
     "SyncOpenBatch": "busload.sync.open_batch",
     "SyncOutbox": "busload.sync.outbox",

@@ -25,7 +25,7 @@ from busload.commands.checks import check, choice, given, refuse, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
 from busload.commands.send import Via
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
@@ -100,7 +100,7 @@ class BatchVerbs:
         plan = search.batch_commands(domain, batch_id, status=choice(CommandStatus, status), **page, after=last)
         return self.database.read(plan)
 
-    def seal_batch(self, domain: str, batch_id: UUID, *, conn: Connection | None = None) -> bool:
+    def seal_batch(self, domain: str, batch_id: UUID, *, conn: AnySyncConnection | None = None) -> bool:
         """Let an open batch complete; returns False if it was sealed already."""
         check(self._limits, domain=domain, batch_id=batch_id)
         return seal(self.database, domain, batch_id, self.via, conn)
@@ -112,7 +112,7 @@ class BatchVerbs:
         *,
         reason: str,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> bool:
         """Start nothing more of a batch until it is resumed; returns False if it was held already.
 
@@ -131,7 +131,7 @@ class BatchVerbs:
         *,
         operator: str | None = None,
         budget: FailureBudget | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> bool:
         """Let a held batch go on, whatever holds it; returns False if it was not held.
 
@@ -151,7 +151,7 @@ class BatchVerbs:
         priority: int,
         *,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> int:
         """Give everything that waits of a batch another `priority`, and return how many commands that changes.
 

@@ -21,7 +21,7 @@ from busload.buffers.overview import BufferOverview
 from busload.buffers.status import BufferStatus
 from busload.commands.checks import refuse
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.settings import PayloadLimits
 from busload.sync.database import Database
 from busload.sync.plan import perform
@@ -35,7 +35,7 @@ class SyncBuffer(AnyBuffer):
     ) -> None:
         self._database, self._handlers, self.settings, self._payload = database, handlers, settings, payload
 
-    def add(self, data: Any, *, key: str | None = None, conn: Connection | None = None) -> Any | None:
+    def add(self, data: Any, *, key: str | None = None, conn: AnySyncConnection | None = None) -> Any | None:
         """Add one event and return its id. With `conn` it exists exactly if that transaction commits.
 
         `key` names its subject; a buffer that merges needs it. None: it was merged into the event that waits for the
@@ -49,7 +49,7 @@ class SyncBuffer(AnyBuffer):
         items: Iterable[Any],
         *,
         key: Callable[[Any], str] | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> list[Any]:
         """Add many events, the payloads in `items`, all or none; returns their ids.
 

@@ -28,6 +28,7 @@ from busload.commands.checks import check, seconds_of
 from busload.commands.command import AuditEvent, BatchCommand
 from busload.commands.headers import with_context
 from busload.commands.send import NewBatch
+from busload.commands.send_middleware import around_send
 from busload.commands.send_together import SendingInThreads
 from busload.dispatch import creation_state, outbox
 from busload.dispatch.create_batch import published_by
@@ -40,7 +41,7 @@ from busload.explain.explanation import Explanation
 from busload.jobs.batch import is_of_jobs
 from busload.jobs.cancel import begin_to_cancel_batch as begin_to_cancel_jobs
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.schema.migrate import Migration
 from busload.postgres.write import Write
 from busload.retention import kept
@@ -55,19 +56,21 @@ from busload.sync.commands import CommandVerbs
 from busload.sync.create_batch import create_and_publish, create_in_one_write
 from busload.sync.database import Database
 from busload.sync.doctor import DoctorVerbs
+from busload.sync.handle import HandleVerbs
 from busload.sync.jobs import Jobs
 from busload.sync.limits import Domains, Limits
 from busload.sync.metrics import MetricsVerbs
 from busload.sync.open_batch import SyncOpenBatch
 from busload.sync.outbox import SyncOutbox
 from busload.sync.pool import Pool
+from busload.sync.schedules import Schedules
 from busload.sync.statistics import Statistics
 from busload.sync.troubleshooting import SyncTroubleshooting
 from busload.sync.workers import Workers
 from busload.troubleshooting import decisions
 
 
-class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
+class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
     Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
@@ -81,13 +84,21 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
 
     _give_up = staticmethod(decisions.give_up)
 
+    database: Database
+
+    def _make_database(self) -> Database:
+        return Database(self._given_dsn, self.settings)
+
+    def _sender(self) -> Self:
+        return self
+
     def _make_parts(self) -> None:
-        self.database = Database(self._given_dsn, self.settings)
         self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.audit = Audit(self.database, self._limits)
         self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
+        self.schedules = Schedules(self.database, self._limits, self.via, self.declared_schedules)
         self.troubleshooting = SyncTroubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
         self.outbox = SyncOutbox(self.database, self._limits, self._publisher)
@@ -135,7 +146,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def migrate(self, *, conn: Connection | None = None) -> list[Migration]:
+    def migrate(self, *, conn: AnySyncConnection | None = None) -> list[Migration]:
         """Bring the database's schema up to this release; safe to run from many processes at once.
 
         Where nothing is missing it needs no more than the right to read `busload.migration`. With `conn` the schema
@@ -151,7 +162,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
         dispatch: Strategy | DispatchName | None = None,
         checkpoint_size: int = 1000,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[CreateOptions],
     ) -> UUID:
         """Create a batch with all its `commands` in one transaction, and return its id.
@@ -169,12 +180,32 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         where repeating the call with the same `batch_id` goes on after `DispatchIncompleteError` or a crash;
         "optimistic"; or "relay", by a worker, which is how it is with `conn`, `dedup` or `canary`.
         """
+        if not self.around_sends:
+            return self._create_batch(domain, commands, on_complete, dispatch, checkpoint_size, conn, options)
+        headers = options.get("headers")
+        with around_send(self.around_sends, "create_batch", domain, headers) as call:
+            options["headers"] = call.headers or headers
+            call.result = batch_id = self._create_batch(
+                domain, commands, on_complete, dispatch, checkpoint_size, conn, options
+            )
+        return batch_id
+
+    def _create_batch(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None,
+        dispatch: Strategy | DispatchName | None,
+        checkpoint_size: int,
+        conn: AnySyncConnection | None,
+        options: CreateOptions,
+    ) -> UUID:
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
         batch = new_batch(
             "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
         )
-        checked = partial(members, self._limits, batch)
+        checked = partial(members, self._limits, batch, types=self.data_types)
         waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
         strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
 
@@ -206,7 +237,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         *,
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
         checkpoint_size: int = 1000,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[BatchOptions],
     ) -> SyncOpenBatch:
         """A batch to fill over time: `with bus.open_batch(...) as batch: batch.add(...)`.
@@ -216,11 +247,15 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         `create_batch`. If the block raises, the batch stays open: the checkpoints that were written run on, and you may
         add to it by `send(batch_id=...)`, seal it by `seal_batch` or cancel it.
         """
+        if self.around_sends:
+            with around_send(self.around_sends, "open_batch", domain, options.get("headers")) as call:
+                options["headers"] = call.headers or options.get("headers")
         batch = new_batch("open_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS)
         return SyncOpenBatch(
             self.database,
             batch,
             limits=self._limits,
+            types=self.data_types,
             via=self.via,
             checkpoint_size=checkpoint_size,
             dedup=options.get("dedup"),
@@ -285,7 +320,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, MetricsVerbs):
         *,
         reason: str,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> int:
         """Cancel what has not started yet, and return how many commands that was. The batch takes no more commands.
 

@@ -19,7 +19,7 @@ from busload.batches.cancel import (
     page,
 )
 from busload.errors import BusloadError
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write, patient
 from busload.sync.database import Database
@@ -28,7 +28,7 @@ from busload.sync.database import Database
 def cancel(
     database: Database,
     begin: Callable[..., Plan[Begun]],
-    conn: Connection | None,
+    conn: AnySyncConnection | None,
     *,
     reason: str,
     operator: str | None,

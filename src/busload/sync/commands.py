@@ -13,7 +13,17 @@ from uuid import UUID
 from busload.commands import search, send
 from busload.commands.api import FIRST_PAUSE
 from busload.commands.cancel import Cancellation, cancel
-from busload.commands.checks import check, check_all, check_fair_by, check_one, given, refuse, seconds_of, wrong_time
+from busload.commands.checks import (
+    check,
+    check_all,
+    check_fair_by,
+    check_one,
+    given,
+    refuse,
+    seconds_of,
+    wrong_list,
+    wrong_time,
+)
 from busload.commands.command import (
     AuditEvent,
     BatchCommand,
@@ -23,6 +33,7 @@ from busload.commands.command import (
     SendResult,
     new_command,
 )
+from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution
 from busload.commands.headers import facts_of, in_context
@@ -30,9 +41,10 @@ from busload.commands.listing import CommandFilter, CommandPage, list_commands
 from busload.commands.reschedule import reschedule
 from busload.commands.search import has_ended, result_of
 from busload.commands.send import Via
+from busload.commands.send_middleware import SendMiddleware, around_send, with_headers
 from busload.commands.send_together import SendingInThreads
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.plan import Plan
 from busload.postgres.write import patient
 from busload.settings import InputLimits, Settings
@@ -53,6 +65,16 @@ class CommandVerbs(ABC):
     def _give_up(domain: str, command_id: UUID, reason: str, operator: str | None) -> Plan[None]:
         """Cancel a command that waits for a person."""
 
+    @property
+    @abstractmethod
+    def around_sends(self) -> Sequence[SendMiddleware]:
+        """The middleware around every call that sends commands."""
+
+    @property
+    @abstractmethod
+    def data_types(self) -> DataTypes:
+        """The types of data that handlers of this bus want, by domain and command type."""
+
     @abstractmethod
     def _changes(self, id: UUID) -> AbstractContextManager[waiting.Event]:
         """An event that is set whenever this batch or job may have changed."""
@@ -63,19 +85,33 @@ class CommandVerbs(ABC):
         command_type: str,
         data: Any = None,
         *,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[SendOptions],
     ) -> SendResult:
-        """Send one command of this `command_type`, with `data` that JSON can hold.
+        """Send one command of this `command_type`, with `data` that JSON can hold, or a model of it.
+
+        A model is an instance of a dataclass, a class of attrs, a msgspec struct or a pydantic model. If this bus has a
+        handler that wants another type of data, the command is refused.
 
         `SendOptions` says what else may be given. In async code, calls that are under way at once share a transaction,
-        unless they have `batch_id`, `dedup`, `expires_at` or `conn`: a thousand senders cost little more than ten. Each
-        returns when its own command is committed, and fails alone.
+        unless they have `batch_id`, `dedup`, `expires_at`, `delay` or `conn`: a thousand senders cost little more than
+        ten. Each returns when its own command is committed, and fails alone.
         """
+        if not self.around_sends:
+            return self._check_and_send(domain, command_type, data, options, conn)
+        headers = options.get("headers")
+        with around_send(self.around_sends, "send", domain, headers, command_type) as call:
+            options["headers"] = call.headers or headers
+            call.result = sent = self._check_and_send(domain, command_type, data, options, conn)
+        return sent
+
+    def _check_and_send(
+        self, domain: str, command_type: str, data: Any, options: SendOptions, conn: AnySyncConnection | None
+    ) -> SendResult:
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
-        checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by)
+        checked = check_one(self._limits, domain, command, batch_id, dedup, fair_by, self.data_types)
         chosen, telemetry = command.command_id is not None, self.database.telemetry
         if telemetry is None:
             return self._send(domain, checked, batch_id, dedup, chosen, conn)
@@ -90,9 +126,9 @@ class CommandVerbs(ABC):
         batch_id: UUID | None,
         dedup: Dedup | None,
         chosen: bool,
-        conn: Connection | None,
+        conn: AnySyncConnection | None,
     ) -> SendResult:
-        if batch_id is not None or checked.expires_at is not None:
+        if batch_id is not None or checked.expires_at is not None or checked.delay is not None:
             joining = send.write_many(domain, [checked], batch_id=batch_id, dedup=dedup, via=self.via)
             [result] = self.database.write(joining, conn)
             return result
@@ -111,7 +147,7 @@ class CommandVerbs(ABC):
         batch_id: UUID | None = None,
         dedup: Dedup | None = None,
         fair_by: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> list[SendResult]:
         """Send many `commands`, all or none; results come in the order of the input.
 
@@ -119,7 +155,25 @@ class CommandVerbs(ABC):
         out, and their results name the holder. `fair_by` says whose they are, such as a tenant: of equal priority,
         those with different keys take turns.
         """
-        checked = check_all(domain, commands, self._limits)
+        if not self.around_sends:
+            return self._send_many(domain, commands, batch_id, dedup, fair_by, conn)
+        with around_send(self.around_sends, "send_many", domain) as call:
+            if call.headers:
+                refuse(wrong_list(commands, "commands", "a list of BatchCommand"))
+                commands = with_headers(commands, call.headers)
+            call.result = sent = self._send_many(domain, commands, batch_id, dedup, fair_by, conn)
+        return sent
+
+    def _send_many(
+        self,
+        domain: str,
+        commands: Iterable[BatchCommand],
+        batch_id: UUID | None,
+        dedup: Dedup | None,
+        fair_by: str | None,
+        conn: AnySyncConnection | None,
+    ) -> list[SendResult]:
+        checked = check_all(domain, commands, self._limits, self.data_types)
         check(self._limits, **given(batch_id=batch_id), dedup=dedup)
         check_fair_by(self._limits, fair_by, batch_id)
         chosen = not isinstance(commands, Sequence) or any(one.command_id is not None for one in commands)
@@ -139,7 +193,7 @@ class CommandVerbs(ABC):
         *,
         reason: str,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> Cancellation:
         """Cancel a command that has not ended, and say what that came to.
 
@@ -161,7 +215,7 @@ class CommandVerbs(ABC):
         run_at: datetime,
         *,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> None:
         """Let a command that waits run at `run_at`, which must know its time zone; a time that is past means now.
 

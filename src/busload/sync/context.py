@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -11,17 +12,19 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from busload.commands import send
-from busload.commands.checks import check_one
+from busload.commands.checks import check_one, encoded
 from busload.commands.command import SendOptions, SendResult, new_command
-from busload.commands.execution import Lease, Leased
+from busload.commands.execution import COMPLETED, Lease, Leased, Transition
 from busload.commands.headers import facts_of, in_context
 from busload.commands.ids import new_id
-from busload.commands.settle import lock
-from busload.errors import SupersededError
+from busload.commands.send_middleware import around_send
+from busload.commands.settle import credited, lock
+from busload.errors import InvalidOperationError, SupersededError
 from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.callers_connection import AnySyncConnection, refuse_without_transaction
 from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
-from busload.postgres.write import only
+from busload.postgres.write import Write, only
 from busload.settings import InputLimits
 from busload.sync.guarded_connection import GuardedConnection, refuse_unfinished
 from busload.sync.plan import perform
@@ -31,7 +34,18 @@ if TYPE_CHECKING:
     from busload.sync.bus import SyncCommandBus
 
 
-from busload.worker.context import COLLISIONS, T, _chain, _ChunkFacts, _Context, _refuse_second
+from busload.worker.context import (
+    COLLISIONS,
+    NO_STATE,
+    T,
+    _chain,
+    _ChunkFacts,
+    _codes,
+    _Context,
+    _fenced,
+    _refuse_second,
+    given_state,
+)
 
 
 class Actions:
@@ -40,11 +54,17 @@ class Actions:
     bus: SyncCommandBus
     """The bus of this worker, for what the context does not offer."""
     _transactions: Pool
-    own_transaction: SyncHandlerTransaction | None = None
-    """What `transaction()` has begun; None if the handler has not asked for one."""
+    own_transaction: SyncHandlerTransaction | SyncCallersTransaction | None = None
+    """What `transaction()` has begun, or where `complete()` was called; None if the handler has done neither."""
     timed_out = False
     """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
     _leases: Callable[[], set[Lease]]
+    _state: Any = NO_STATE
+
+    @property
+    def state(self) -> Any:
+        """What the lifespan of this worker has yielded: `@bus.lifespan`, or `Worker(bus, lifespan=...)`."""
+        return given_state(self._state)
 
     @property
     def limits(self) -> InputLimits:
@@ -58,8 +78,11 @@ class Actions:
         or has lost its command meanwhile, everything is rolled back.
         """
         _refuse_second(self.own_transaction)
-        self.own_transaction = SyncHandlerTransaction(self._transactions, self._leases())
+        self.own_transaction = self._new_transaction()
         return self.own_transaction
+
+    def _new_transaction(self) -> SyncHandlerTransaction:
+        return SyncHandlerTransaction(self._transactions, self._leases())
 
     def send(
         self,
@@ -72,38 +95,71 @@ class Actions:
 
         Within `transaction()` the command is sent with the commit: it exists if this execution completes.
         """
-        if self.own_transaction is None or self.own_transaction.conn is None:
+        if not isinstance(self.own_transaction, SyncHandlerTransaction) or self.own_transaction.conn is None:
             return self.bus.send(domain, command_type, data, **options)
+        if not self.bus.around_sends:
+            return self._send_with_commit(self.own_transaction, domain, command_type, data, options)
+        headers = options.get("headers")
+        with around_send(self.bus.around_sends, "send", domain, headers, command_type) as call:
+            options["headers"] = call.headers or headers
+            call.result = self._send_with_commit(self.own_transaction, domain, command_type, data, options)
+        result: SendResult = call.result
+        return result
+
+    def _send_with_commit(
+        self, transaction: SyncHandlerTransaction, domain: str, command_type: str, data: Any, options: SendOptions
+    ) -> SendResult:
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
         command.command_id = command.command_id or new_id()
-        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by)
+        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by, self.bus.data_types)
         if (telemetry := self.bus.database.telemetry) is not None:
             with telemetry.sending("send", domain, **facts_of(checked, batch_id)) as context:
                 checked = in_context(checked, context, self.bus.settings.limits)
         if dedup is not None:
-            with self.own_transaction.holding:
-                promised = self.own_transaction.promised.setdefault(domain, {})
+            assert transaction.conn is not None
+            with transaction.holding:
+                promised = transaction.promised.setdefault(domain, {})
                 hold = only(send.hold(domain, [checked], dedup, promised))
-                held = perform(self.own_transaction.conn, hold)
+                held = perform(transaction.conn, hold)
                 if not held.created:
                     return held
                 promised[checked.task_key or ""] = held.command_id
         plan: Plan[Any]
-        if batch_id is None and checked.expires_at is None:
+        if batch_id is None and checked.expires_at is None and checked.delay is None:
             plan = send.send(domain, checked, via=self.bus.via)
         else:
             plan = send.send_many(domain, [checked], batch_id, self.bus.via)
-        self.own_transaction.send(plan, batch_id)
+        transaction.send(plan, batch_id)
         return SendResult(checked.command_id, created=True)
 
 
 class SyncHandlerContext(_Context, Actions):
     """What an async handler is given besides its command."""
 
-    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: Pool) -> None:
-        self._leased, self.bus, self._transactions = leased, bus, transactions
+    of_group = False
+    """Whether this is the call for a group of a buffer, which ends item by item."""
+
+    def __init__(self, leased: Leased, bus: SyncCommandBus, transactions: Pool, state: Any = NO_STATE) -> None:
+        self._leased, self.bus, self._transactions, self._state = leased, bus, transactions, state
+
+    def complete(self, *, conn: AnySyncConnection, result: Any = None) -> None:
+        """Complete this command, with `result`, in your own transaction: that of an ORM session or another driver.
+
+        `conn` is the connection or session that has the transaction open. Your writes and the completion commit
+        together. If your transaction is rolled back, the command is not completed and is tried again. If another worker
+        has the command meanwhile, `SupersededError` is raised: let it pass, so that your transaction is rolled back.
+
+        Call it as the last thing before your commit, since the command and its batch are locked until then, and commit
+        before the handler returns. What the handler returns does not count after that.
+        """
+        _refuse_uncompletable(self)
+        refuse_without_transaction(conn)
+        details = None if result is None else encoded(result, "/result", self.limits.payload)
+        transition = Transition(self._leased, COMPLETED, details, finished=time.monotonic())
+        self.own_transaction = SyncCallersTransaction(self.bus, transition)
+        self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
 
 
 class SyncChunkContext(_ChunkFacts, Actions):
@@ -112,8 +168,10 @@ class SyncChunkContext(_ChunkFacts, Actions):
     What is written in its `transaction()` commits together with the results of all commands of the chunk.
     """
 
-    def __init__(self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: Pool) -> None:
-        self._commands, self.bus, self._transactions = leased, bus, transactions
+    def __init__(
+        self, leased: Sequence[Leased], bus: SyncCommandBus, transactions: Pool, state: Any = NO_STATE
+    ) -> None:
+        self._commands, self.bus, self._transactions, self._state = leased, bus, transactions, state
 
 
 class _Transaction:
@@ -221,3 +279,35 @@ class SyncHandlerTransaction(_Transaction):
         if self.conn is not None:
             conn, self.conn = self.conn, None
             self._pool.putconn(conn)
+
+
+class SyncCallersTransaction:
+    """A transaction of the handler's own, in which the command was completed. Only the database knows how it ended."""
+
+    conn = None
+
+    def __init__(self, bus: SyncCommandBus, transition: Transition) -> None:
+        self._bus, self.transition = bus, transition
+
+    def is_committed(self) -> bool:
+        """Whether the completion is in the database, for this attempt."""
+        return bool(self._bus.database.read(credited([self.transition])))
+
+    def collided(self, error: BaseException) -> bool:
+        """Whether PostgreSQL has undone it only because others wanted the same rows at the same moment."""
+        return any(code in COLLISIONS for one in _chain(error) for code in _codes(one))
+
+    def rollback(self) -> None:
+        """It ends by its owner alone."""
+
+
+def _refuse_uncompletable(context: SyncHandlerContext) -> None:
+    if context.of_group:
+        raise InvalidOperationError(
+            "ctx.complete() is for one command, and this is a group of a buffer. Use ctx.transaction(), or return."
+        )
+    if isinstance(context.own_transaction, SyncHandlerTransaction):
+        raise InvalidOperationError(
+            "This execution has its transaction already, by ctx.transaction(): it completes the command when the "
+            "handler returns. Use that one, or your own with ctx.complete(conn=...), and not both."
+        )

@@ -38,7 +38,7 @@ from busload.errors import (
     InvalidOperationError,
     RefusalReason,
 )
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write
 from busload.sync.database import Database
@@ -50,7 +50,7 @@ def create_in_one_write(
     commands: Sequence[NewCommand],
     dedup: Dedup | None,
     via: Via,
-    conn: Connection | None,
+    conn: AnySyncConnection | None,
 ) -> None:
     """Create a batch that nobody waits to publish: PostgreSQL delivers it or, with a broker, a relay publishes it."""
     began, relayed = time.perf_counter(), via.transport is not None

@@ -15,9 +15,15 @@ from busload.errors import (
     InvalidOperationError,
     LockWaitTimeoutError,
 )
+from busload.postgres import callers_connection
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
-from busload.postgres.callers_connection import JOINABLE_IN_THREADS, about_to_begin, refuse_unusable
+from busload.postgres.callers_connection import (
+    AnySyncConnection,
+    about_to_begin,
+    perform_in_threads,
+    underneath_in_threads,
+)
 from busload.postgres.connection import Connection, refuse_server
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.plan import Plan
@@ -51,6 +57,10 @@ class Database:
         self.schema_checked = False
         self.telemetry: Telemetry | None = None
         """The spans and metrics of this bus; None if nobody has asked OpenTelemetry for any, or it is not open."""
+
+    def move(self, dsn: str, settings: Settings) -> None:
+        """Be another database from now on. It must be closed."""
+        self._dsn, self._settings, self.schema_checked = dsn, settings, False
 
     @property
     def dsn(self) -> str:
@@ -126,7 +136,7 @@ class Database:
         self._pool, self.schema_checked = None, False
         self._close_embedded()
 
-    def migrate(self, conn: Connection | None = None) -> list[Migration]:
+    def migrate(self, conn: AnySyncConnection | None = None) -> list[Migration]:
         """Bring the schema up to this release, in the caller's transaction if there is one."""
         if conn is not None:
             return self._join(conn, migrate.migrate())
@@ -157,7 +167,7 @@ class Database:
             with conn.transaction():
                 return perform(conn, plan)
 
-    def write(self, write: Write[T], conn: Connection | None = None) -> T:
+    def write(self, write: Write[T], conn: AnySyncConnection | None = None) -> T:
         """Write in the caller's transaction, or in one of our own whose outcome is known when this returns."""
         if conn is not None:
             return self._join(conn, self._checked(write.plan))
@@ -194,12 +204,12 @@ class Database:
             room = self._waiting_room
             waiting.sleep(max(0.0, min(backoff.pause(), end - time.monotonic())))  # the last try is at the end
 
-    def _join(self, conn: Connection, plan: Plan[T]) -> T:
+    def _join(self, conn: AnySyncConnection, plan: Plan[T]) -> T:
         """In the caller's transaction, which a failure does not spoil."""
-        refuse_unusable(conn, *JOINABLE_IN_THREADS)
+        joined = underneath_in_threads(conn)
         if not self.schema_checked:
-            refuse_server(conn)
-        return perform(conn, _joined(plan, begin=about_to_begin(conn)))
+            callers_connection.refuse_server(joined)
+        return perform_in_threads(joined, _joined(plan, begin=about_to_begin(joined)))
 
     def _check(self) -> Plan[None]:
         if not self.schema_checked:

@@ -23,7 +23,7 @@ from busload.jobs.batch import JobBatchOptions
 from busload.jobs.cancel import begin_to_cancel
 from busload.jobs.job import BatchJob, JobMetadata, JobStatus, JobStatusName, Stage, new_job
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import Write, patient, then
 from busload.settings import Settings
 from busload.sync.cancel import cancel
@@ -57,7 +57,7 @@ class Jobs:
         custom_data: dict[str, Any] | None = None,
         on_complete: BatchCommand | None = None,
         continue_after_failures: bool = False,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> UUID:
         """Create a job with its first batch in one transaction, and return its id: `job_id`, or a new one.
 
@@ -86,7 +86,7 @@ class Jobs:
         jobs: Iterable[BatchJob],
         *,
         on_complete: SyncBatchCompletionCallback | BatchCommand | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[JobBatchOptions],
     ) -> UUID:
         """Create up to 10,000 `jobs` as one batch, all or none, in one transaction, and return the id of the batch.
@@ -136,7 +136,9 @@ class Jobs:
         plan = listing.jobs(domain, status=wanted, batch_id=batch_id, **page)
         return self._database.in_transaction(plan)
 
-    def resume(self, domain: str, job_id: UUID, *, operator: str | None = None, conn: Connection | None = None) -> None:
+    def resume(
+        self, domain: str, job_id: UUID, *, operator: str | None = None, conn: AnySyncConnection | None = None
+    ) -> None:
         """Let a FAILED job go on with its next stage; after the last stage it is COMPLETED.
 
         A job that was compensated is refused, and so is a job that has failed in a batch of jobs which is complete or
@@ -155,7 +157,7 @@ class Jobs:
         *,
         reason: str,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> int:
         """Stop a job and cancel the batch of its stage, as `cancel_batch` does; no further stage begins.
 

@@ -10,7 +10,7 @@ from busload.limits.api import _log
 from busload.limits.concurrency import ConcurrencyStatus
 from busload.limits.pause import DomainOverview, Pause
 from busload.limits.rate import LimitStatus
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import Write
 from busload.settings import InputLimits
 from busload.sync.database import Database
@@ -62,7 +62,7 @@ class Domains:
         *,
         reason: str | None = None,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> bool:
         """Let nothing new start in a domain; returns False if it was paused already.
 
@@ -77,7 +77,7 @@ class Domains:
         _log("Paused", paused, domain, operator)
         return paused
 
-    def resume(self, domain: str, *, operator: str | None = None, conn: Connection | None = None) -> bool:
+    def resume(self, domain: str, *, operator: str | None = None, conn: AnySyncConnection | None = None) -> bool:
         """Let a paused domain go on; returns False if it was not paused.
 
         `operator` names who resumes it. With `conn` the domain goes on when that transaction commits.

@@ -11,7 +11,10 @@ from psycopg import sql
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.backoff import Backoff
 from busload.postgres.connection import Connection
-from busload.postgres.listen import LISTENING, Hear
+from busload.postgres.listen import (
+    LISTENING,
+    Hear,
+)
 from busload.postgres.outage import Outage
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.sync.connection import connect

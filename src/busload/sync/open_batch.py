@@ -15,6 +15,7 @@ from busload.batches.open_batch import _ms_since, log
 from busload.commands import send
 from busload.commands.checks import check_one, require, whole
 from busload.commands.command import AddOptions, NewCommand, new_command
+from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
 from busload.commands.headers import with_context
 from busload.commands.wording import counted
@@ -22,7 +23,7 @@ from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
 from busload.errors import BatchSealedError, DuplicateCommandError, DuplicateTaskError, InvalidOperationError
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import Write, patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
@@ -37,10 +38,11 @@ class SyncOpenBatch:
         batch: send.NewBatch,
         *,
         limits: InputLimits,
+        types: DataTypes,
         via: send.Via,
         checkpoint_size: int,
         dedup: Dedup | None,
-        conn: Connection | None,
+        conn: AnySyncConnection | None,
         opened: Callable[[UUID], None],
     ) -> None:
         """`opened` is called with the batch's id once the batch exists."""
@@ -50,6 +52,7 @@ class SyncOpenBatch:
         self._batch = replace(batch, way="open_batch")
         self._began, self._insert_ms = time.perf_counter(), 0.0
         self._limits, self._via, self._checkpoint_size, self._dedup = limits, via, checkpoint_size, dedup
+        self._types = types
         self._waiting: dict[tuple[str, UUID], NewCommand] = {}
         self._writing = waiting.Lock()
         self._entered, self._sealed = False, False
@@ -71,7 +74,7 @@ class SyncOpenBatch:
             raise BatchSealedError(self.domain, self.batch_id)
         if not self._entered:
             raise InvalidOperationError("Add to an open batch within its `with` block; outside nothing would write it.")
-        [checked] = with_priority(self._batch, [check_one(self._limits, self.domain, command)])
+        [checked] = with_priority(self._batch, [check_one(self._limits, self.domain, command, types=self._types)])
         domain, command_id = checked.domain or self.domain, checked.command_id
         if (domain, command_id) in self._waiting:
             raise DuplicateCommandError(domain, [command_id], in_the_list=True)
@@ -138,7 +141,7 @@ class SyncOpenBatch:
             log.warning("Batch %s stays open with %s: %r", self.batch_id, commands, error)
 
 
-def seal(database: Database, domain: str, batch_id: UUID, via: send.Via, conn: Connection | None) -> bool:
+def seal(database: Database, domain: str, batch_id: UUID, via: send.Via, conn: AnySyncConnection | None) -> bool:
     """Let an open batch complete. With a broker, its report ends here if all of it was published already."""
     plan = partial(creation_state.seal, domain, batch_id, via)
     sealed = database.write(patient(plan, batch_id), conn)

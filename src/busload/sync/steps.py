@@ -58,7 +58,7 @@ def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict
             return None
         planned = function(SyncFinishedStage(bus, job, job.stages[step.position - 1]), ctx)
         commands = _commands(job.stages[step.position].name, planned)
-        checked = check_all(command.domain, commands, bus.settings.limits)
+        checked = check_all(command.domain, commands, bus.settings.limits, bus.data_types)
         begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(command.headers))
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the stage are one

@@ -16,7 +16,7 @@ from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution, Failed, Succeeded
 from busload.errors import SupersededError, kind_of
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import patient
 from busload.settings import Settings
 from busload.sync.database import Database
@@ -101,7 +101,7 @@ class SyncTaskTracker(Tracker):
         metadata: dict[str, Any] | None = None,
         dedup: Dedup | None = ONE_AT_A_TIME,
         max_attempts: int = 3,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> Execution | None:
         """Record a task that is about to be published; publish its two keys after the commit.
 

@@ -11,7 +11,7 @@ from busload.commands import search
 from busload.commands.checks import check, encoded, given
 from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode
-from busload.postgres.connection import Connection
+from busload.postgres.callers_connection import AnySyncConnection
 from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.sync.database import Database
@@ -84,7 +84,7 @@ class SyncTroubleshooting:
         command_id: UUID,
         *,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> None:
         """Put a command back into the queue, with all its attempts to use again."""
         check(self._limits, domain=domain, command_id=command_id, operator=operator)
@@ -97,7 +97,7 @@ class SyncTroubleshooting:
         *,
         result: Any = None,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> None:
         """Declare a command done, with a `result` if there is one."""
         check(self._limits, domain=domain, command_id=command_id, operator=operator)
@@ -112,7 +112,7 @@ class SyncTroubleshooting:
         *,
         reason: str,
         operator: str | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> None:
         """Give a command up; its audit trail keeps the `reason`."""
         check(self._limits, domain=domain, command_id=command_id, operator=operator, reason=reason)
@@ -124,7 +124,7 @@ class SyncTroubleshooting:
         fingerprint: str,
         *,
         patch: Sequence[dict[str, Any]] | None = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[GroupOptions],
     ) -> GroupAction:
         """Retry all that waits for a cause now, by a batch of its own that workers of the domain carry out.
@@ -142,7 +142,7 @@ class SyncTroubleshooting:
         fingerprint: str,
         *,
         result: Any = None,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[GroupOptions],
     ) -> GroupAction:
         """Declare all done that waits for a cause now, each with this `result`; see `retry_group`."""
@@ -155,13 +155,13 @@ class SyncTroubleshooting:
         fingerprint: str,
         *,
         reason: str,
-        conn: Connection | None = None,
+        conn: AnySyncConnection | None = None,
         **options: Unpack[GroupOptions],
     ) -> GroupAction:
         """Give all up that waits for a cause now, with a `reason`; see `retry_group`."""
         write = causes.decide_group(self._limits, domain, "cancel", fingerprint, options, reason=reason)
         return self._database.write(write, conn)
 
-    def _decide(self, domain: str, command_id: UUID, decision: Decision, conn: Connection | None) -> None:
+    def _decide(self, domain: str, command_id: UUID, decision: Decision, conn: AnySyncConnection | None) -> None:
         plan = partial(decisions.decide_one, domain, command_id, decision)
         self._database.write(patient(plan, command_ids=[command_id]), conn)

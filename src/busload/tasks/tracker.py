@@ -23,7 +23,7 @@ from busload.commands.dedup import Dedup, task_key
 from busload.commands.execution import Execution, Failed, Succeeded
 from busload.errors import SupersededError, kind_of
 from busload.postgres import waiting
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits, Settings

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from opentelemetry import propagate
@@ -152,10 +152,10 @@ class Telemetry:
     @staticmethod
     def goes_on_unsampled(headers: str) -> bool:
         """Whether these headers of a batch say that nobody gets its spans; if so, this context goes on likewise."""
-        context = _context_of(headers)
-        if context is None or _span_context(context).trace_flags.sampled:
+        sender = _sender_of(headers)
+        if sender is None or sender.sampled:
             return False
-        attach(context)
+        attach(sender.context)
         return True
 
     def begin(
@@ -174,23 +174,22 @@ class Telemetry:
         headers of the command itself, `of_batches` those of batches, as JSON text.
         """
         context = propagate.extract(own, NOTHING) if own else NOTHING
-        sender = get_current_span(context).get_span_context()
-        texts = dict.fromkeys(text for text in of_batches if text is not None)
-        batches = [found for found in map(_context_of, texts) if found is not None]
-        sampled = [one for one in map(_span_context, batches) if one.trace_flags.sampled]
-        if sender.is_valid:
+        sender = _span_context(context) if own else None
+        batches = [found for text in dict.fromkeys(of_batches) if text and (found := _sender_of(text)) is not None]
+        links = [found.link for found in batches if found.sampled]
+        around = batches[0].context if len(batches) == 1 else context  # whose baggage goes on
+        if sender is not None and sender.is_valid:
+            around = context
             if not sender.trace_flags.sampled:
                 attach(context)
                 return None
-        elif batches and not sampled:
-            attach(batches[0])
+        elif batches and not links:
+            attach(batches[0].context)
             return None
         attributes = _attributes("process", "process", domain, about)
         if count is not None:
             attributes["messaging.batch.message_count"] = count
-        links = [Link(one) for one in sampled[:MOST_LINKS]]
-        span = self._start(f"process {domain}", context, SpanKind.CONSUMER, attributes, links)
-        around = context if sender.is_valid or len(batches) != 1 else batches[0]  # whose baggage goes on
+        span = self._start(f"process {domain}", context, SpanKind.CONSUMER, attributes, links[:MOST_LINKS])
         attach(set_span_in_context(span, around))
         return span
 
@@ -261,14 +260,23 @@ def _shared(operation: str, kind: str, domain: str | None) -> Mapping[str, str]:
     return shared if domain is None else shared | {"messaging.destination.name": domain}
 
 
+class Sender(NamedTuple):
+    """The span that created a batch."""
+
+    context: Context
+    sampled: bool
+    link: Link
+
+
 @lru_cache(maxsize=1024)
-def _context_of(headers: str) -> Context | None:
-    """The context in the headers of a batch. Its commands come one after the other, so it is read once."""
+def _sender_of(headers: str) -> Sender | None:
+    """Who is in the headers of a batch. Its commands come one after the other, so they are read once."""
     try:
         context = propagate.extract(_decode(headers), NOTHING)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # other hands wrote it
         return None
-    return context if _span_context(context).is_valid else None
+    found = _span_context(context)
+    return Sender(context, found.trace_flags.sampled, Link(found)) if found.is_valid else None
 
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode

@@ -11,7 +11,7 @@ from busload.commands import search
 from busload.commands.checks import check, encoded, given
 from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode
-from busload.postgres.connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits

@@ -1,13 +1,5 @@
 -- fragments of: busload.troubleshooting.decisions
 
--- fragment: filtered
--- What waits for a person, as far as a filter lets it through.
-(%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
-AND (%(fingerprint)s::text IS NULL OR t.fingerprint = %(fingerprint)s::text)
-AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
-AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
-AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
-
 -- fragment: selected
 -- What a decision is about: commands of one cause, or those of them that are named.
 t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text
@@ -24,13 +16,19 @@ t.since <= %(until)s::timestamptz AND t.command <= %(last)s::bigint
 -- name: causes
 -- The causes for which commands wait, in one domain or in all, the largest first. `text` is looked for in the
 -- error of the oldest command. The two arrays are the hours of the last day in which some failed, from 1 to
--- 24, and how many. All rows have the totals of all pages.
+-- 24, and how many. All rows have the totals of all pages. The table is read once, whatever is asked.
 WITH kind AS (
     SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
-           max(t.since) AS newest, min(t.command) AS first
+           max(t.since) AS newest, min(t.command) AS first,
+           CASE WHEN t.since >= now() - interval '24 hours' AND t.since < now()
+                THEN date_bin('1 hour', t.since, now()) END AS hour
       FROM busload.troubleshooting AS t
-     WHERE {filtered}
-     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type
+     WHERE (%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
+       AND (%(fingerprint)s::text IS NULL OR t.fingerprint = %(fingerprint)s::text)
+       AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
+       AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
+       AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
+     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type, hour
 ), cause AS (
     SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons,
            array_agg(DISTINCT command_type) AS types, sum(count)::bigint AS count, min(oldest) AS oldest,
@@ -52,13 +50,11 @@ WITH kind AS (
            AND (domain, fingerprint) > (%(after_domain)s::text, %(after_fingerprint)s::text)
      ORDER BY count DESC, domain, fingerprint LIMIT %(limit)s::integer
 ), hour AS (
-    SELECT t.domain, t.fingerprint,
-           width_bucket(date_part('epoch', t.since), (SELECT date_part('epoch', now()) - 86400::float8),
-                        (SELECT date_part('epoch', now())), 24) AS hour,
-           count(*) AS count
-      FROM shown AS s JOIN busload.troubleshooting AS t USING (domain, fingerprint)
-     WHERE t.since >= now() - interval '24 hours' AND t.since < now() AND {filtered}
-     GROUP BY t.domain, t.fingerprint, 3
+    SELECT k.domain, k.fingerprint, 25 - (date_part('epoch', now() - k.hour) / 3600::float8)::integer AS hour,
+           sum(k.count)::bigint AS count
+      FROM shown AS s JOIN kind AS k USING (domain, fingerprint)
+     WHERE k.hour IS NOT NULL
+     GROUP BY k.domain, k.fingerprint, k.hour
 )
 SELECT s.domain, s.fingerprint, s.reasons, s.error_type, s.error_code, s.message, s.types, s.count, s.oldest,
        s.newest,

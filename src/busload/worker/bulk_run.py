@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from busload.commands.bulk_items import Chunk, Group, Item, Judgement, isolate
-from busload.commands.execution import FINAL_ERRORS, Leased, deciding
+from busload.commands.execution import Leased, deciding, is_final
 from busload.errors import RateLimitedError
 from busload.handlers.registry import Handler
 from busload.limits.limiter import Entered, PostponedError, TurnPassedError
@@ -155,7 +155,7 @@ class BulkRun(ABC):
         if not self._handler.isolate_poison or call.judgement.answered or call.overdue is not None or len(failed) < 2:
             return False
         error = deciding(failed[0][1])
-        return not isinstance(error, RateLimitedError) and (attempt > 1 or isinstance(error, FINAL_ERRORS))
+        return not isinstance(error, RateLimitedError) and (attempt > 1 or is_final(failed[0][1], self._handler.retry))
 
     async def _try(self, items: list[Item]) -> BulkCall | None:
         """Repeat a call until the receiver accepts it; None if nothing of it is ours, or nothing may start any more."""

@@ -14,18 +14,18 @@ from busload.buffers.declaration import EXHAUSTED
 from busload.buffers.groups import exhausted_group
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
-from busload.commands.execution import Leased, Several
+from busload.commands.execution import Leased, Several, Transition
 from busload.commands.headers import joined_headers
 from busload.commands.payload import decode
-from busload.errors import SupersededError
+from busload.errors import SupersededError, UncommittedError
 from busload.handlers.registry import Handler
 from busload.limits.limiter import PostponedError
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
-from busload.sync.context import SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
+from busload.sync.context import SyncCallersTransaction, SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
 from busload.telemetry.running import running
 from busload.worker.containment import Ended, in_own_task, timed_out
-from busload.worker.context import ChunkContext, HandlerContext, HandlerTransaction
+from busload.worker.context import CallersTransaction, ChunkContext, HandlerContext, HandlerTransaction
 from busload.worker.handler_threads import Threads
 
 log = logging.getLogger("busload")
@@ -141,7 +141,15 @@ class Calls:
     async def _conclude(self, work: Work, called: Ended) -> Call:
         """Judge the answer of an awaited handler, and end its transaction."""
         transaction, error = work.context.own_transaction, called.error
-        assert not isinstance(transaction, SyncHandlerTransaction)
+        assert not isinstance(transaction, SyncHandlerTransaction | SyncCallersTransaction)
+        if isinstance(transaction, CallersTransaction):
+            if self.stopping and isinstance(error, asyncio.CancelledError):
+                raise error
+            try:
+                committed = await transaction.is_committed()
+            except Exception as unknown:
+                return work.failed(error or unknown)  # if it is committed, this failure does not count
+            return _completed(work, transaction.transition, committed, error)
         try:
             if error is None:
                 judged = work.judge(called.result)
@@ -176,9 +184,13 @@ def _call(work: Work) -> Call:
         try:
             value = work.call()
         except BaseException as error:
+            if isinstance(work.context.own_transaction, SyncCallersTransaction):
+                return _look_up(work, work.context.own_transaction, error)
             return work.failed(error)
         transaction = work.context.own_transaction
-        assert not isinstance(transaction, HandlerTransaction)
+        assert not isinstance(transaction, HandlerTransaction | CallersTransaction)
+        if isinstance(transaction, SyncCallersTransaction):
+            return _look_up(work, transaction, None)
         judged = work.judge(value)
         if transaction is None or (plan := work.ending(judged)) is None:
             return Call(judged)
@@ -192,6 +204,27 @@ def _call(work: Work) -> Call:
     finally:
         if isinstance(work.context.own_transaction, SyncHandlerTransaction):
             work.context.own_transaction.rollback()
+
+
+def _look_up(work: Work, transaction: SyncCallersTransaction, error: BaseException | None) -> Call:
+    try:
+        committed = transaction.is_committed()
+    except Exception as unknown:
+        return work.failed(error or unknown)  # if it is committed, this failure does not count
+    return _completed(work, transaction.transition, committed, error)
+
+
+def _completed(work: Work, transition: Transition, committed: bool, error: BaseException | None) -> Call:
+    """What came of a call in which the handler has completed its command in a transaction of its own."""
+    if committed:
+        if error is not None:
+            log.warning(
+                "Execution %s is completed, though its handler raised %r", transition.leased.execution_id, error
+            )
+        return Call(transition, ended=True)
+    if isinstance(error, SupersededError):
+        return Call(void=error)
+    return work.failed(error or UncommittedError())
 
 
 async def outlast(overdue: asyncio.Future[Any], handler: Handler, what: str) -> None:

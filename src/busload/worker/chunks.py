@@ -11,6 +11,7 @@ from uuid import UUID
 
 from busload.commands import settle
 from busload.commands.bulk_items import Chunk, Item, Judgement
+from busload.commands.data_type import DataInvalidError
 from busload.commands.execution import (
     Leased,
     Transition,
@@ -234,13 +235,18 @@ class _ChunkRun(BulkRun):
         await self._put([self._ended(one, failure(one, error)) for one in self._leased.values()])
 
     async def _items(self) -> list[Item]:
-        """The commands that can be decoded. Each of the others waits for a person."""
+        """The commands that can be decoded and whose data fits. Each of the others waits for a person."""
         items: list[Item] = []
+        data_type = self._handler.data_type
         for one in list(self._leased.values()):
             try:
                 command = command_of(one)
+                if data_type is not None:
+                    command.data = data_type.convert(command.data)
             except UndecodableError as error:
                 await self._put([self._ended(one, Unreadable(error))])
+            except DataInvalidError as invalid:
+                await self._put([self._ended(one, failure(one, invalid.permanent()))])
             else:
                 items.append(Item(one.command_id, command.data, command.task_key, command.created_at, command))
         return items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
@@ -11,30 +12,35 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from busload.commands import send
-from busload.commands.checks import check_one
+from busload.commands.checks import check_one, encoded
 from busload.commands.command import SendOptions, SendResult, new_command
-from busload.commands.execution import Lease, Leased
-from busload.commands.headers import facts_of, in_context
+from busload.commands.execution import COMPLETED, Lease, Leased, Transition
+from busload.commands.headers import facts_of, in_context, joined_headers
 from busload.commands.ids import new_id
-from busload.commands.settle import lock
+from busload.commands.send_middleware import around_send
+from busload.commands.settle import credited, lock, settle
 from busload.errors import InvalidOperationError, SupersededError
+from busload.handlers.calling import Context
 from busload.postgres import waiting
+from busload.postgres.callers_connection import AnyConnection, refuse_without_transaction
 from busload.postgres.connection import AsyncConnection, Connection
 from busload.postgres.guarded_connection import GuardedAsyncConnection, refuse_unfinished
 from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool
-from busload.postgres.write import only
+from busload.postgres.write import Write, only
 from busload.settings import InputLimits
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus
 
 T = TypeVar("T")
+NO_STATE = object()
+"""The state of a worker without a lifespan."""
 COLLISIONS = "40P01", "40001"
 """Deadlocks, and transactions that cannot be serialized."""
 
 
-class _Context:
+class _Context(Context):
     """Facts about this execution."""
 
     _leased: Leased
@@ -59,6 +65,11 @@ class _Context:
     def cancelled(self) -> bool:
         """Whether it would be better to stop: the command or its batch was canceled, its time is up, or it was lost."""
         return self._leased.canceled or self._leased.lease.lost or self.timed_out
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Texts by name that were sent beside the data: those of its batch and its own, which win."""
+        return joined_headers(self._leased.lease.headers, self._leased.headers) or {}
 
     def _leases(self) -> set[Lease]:
         return {self._leased.lease}
@@ -85,11 +96,17 @@ class Actions:
     bus: CommandBus
     """The bus of this worker, for what the context does not offer."""
     _transactions: AsyncPool
-    own_transaction: HandlerTransaction | None = None
-    """What `transaction()` has begun; None if the handler has not asked for one."""
+    own_transaction: HandlerTransaction | CallersTransaction | None = None
+    """What `transaction()` has begun, or where `complete()` was called; None if the handler has done neither."""
     timed_out = False
     """Whether the time of this call is up: it has failed, and nothing that it still does counts."""
     _leases: Callable[[], set[Lease]]
+    _state: Any = NO_STATE
+
+    @property
+    def state(self) -> Any:
+        """What the lifespan of this worker has yielded: `@bus.lifespan`, or `Worker(bus, lifespan=...)`."""
+        return given_state(self._state)
 
     @property
     def limits(self) -> InputLimits:
@@ -103,8 +120,11 @@ class Actions:
         or has lost its command meanwhile, everything is rolled back.
         """
         _refuse_second(self.own_transaction)
-        self.own_transaction = HandlerTransaction(self._transactions, self._leases())
+        self.own_transaction = self._new_transaction()
         return self.own_transaction
+
+    def _new_transaction(self) -> HandlerTransaction:
+        return HandlerTransaction(self._transactions, self._leases())
 
     async def send(
         self,
@@ -117,38 +137,71 @@ class Actions:
 
         Within `transaction()` the command is sent with the commit: it exists if this execution completes.
         """
-        if self.own_transaction is None or self.own_transaction.conn is None:
+        if not isinstance(self.own_transaction, HandlerTransaction) or self.own_transaction.conn is None:
             return await self.bus.send(domain, command_type, data, **options)
+        if not self.bus.around_sends:
+            return await self._send_with_commit(self.own_transaction, domain, command_type, data, options)
+        headers = options.get("headers")
+        with around_send(self.bus.around_sends, "send", domain, headers, command_type) as call:
+            options["headers"] = call.headers or headers
+            call.result = await self._send_with_commit(self.own_transaction, domain, command_type, data, options)
+        result: SendResult = call.result
+        return result
+
+    async def _send_with_commit(
+        self, transaction: HandlerTransaction, domain: str, command_type: str, data: Any, options: SendOptions
+    ) -> SendResult:
         dedup, batch_id = options.pop("dedup", None), options.pop("batch_id", None)
         fair_by = options.pop("fair_by", None)
         command = new_command("send", command_type, data, options, SendOptions)
         command.command_id = command.command_id or new_id()
-        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by)
+        checked = check_one(self.bus.settings.limits, domain, command, batch_id, dedup, fair_by, self.bus.data_types)
         if (telemetry := self.bus.database.telemetry) is not None:
             with telemetry.sending("send", domain, **facts_of(checked, batch_id)) as context:
                 checked = in_context(checked, context, self.bus.settings.limits)
         if dedup is not None:
-            async with self.own_transaction.holding:
-                promised = self.own_transaction.promised.setdefault(domain, {})
+            assert transaction.conn is not None
+            async with transaction.holding:
+                promised = transaction.promised.setdefault(domain, {})
                 hold = only(send.hold(domain, [checked], dedup, promised))
-                held = await perform_async(self.own_transaction.conn, hold)
+                held = await perform_async(transaction.conn, hold)
                 if not held.created:
                     return held
                 promised[checked.task_key or ""] = held.command_id
         plan: Plan[Any]
-        if batch_id is None and checked.expires_at is None:
+        if batch_id is None and checked.expires_at is None and checked.delay is None:
             plan = send.send(domain, checked, via=self.bus.via)
         else:
             plan = send.send_many(domain, [checked], batch_id, self.bus.via)
-        self.own_transaction.send(plan, batch_id)
+        transaction.send(plan, batch_id)
         return SendResult(checked.command_id, created=True)
 
 
 class HandlerContext(_Context, Actions):
     """What an async handler is given besides its command."""
 
-    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncPool) -> None:
-        self._leased, self.bus, self._transactions = leased, bus, transactions
+    of_group = False
+    """Whether this is the call for a group of a buffer, which ends item by item."""
+
+    def __init__(self, leased: Leased, bus: CommandBus, transactions: AsyncPool, state: Any = NO_STATE) -> None:
+        self._leased, self.bus, self._transactions, self._state = leased, bus, transactions, state
+
+    async def complete(self, *, conn: AnyConnection, result: Any = None) -> None:
+        """Complete this command, with `result`, in your own transaction: that of an ORM session or another driver.
+
+        `conn` is the connection or session that has the transaction open. Your writes and the completion commit
+        together. If your transaction is rolled back, the command is not completed and is tried again. If another worker
+        has the command meanwhile, `SupersededError` is raised: let it pass, so that your transaction is rolled back.
+
+        Call it as the last thing before your commit, since the command and its batch are locked until then, and commit
+        before the handler returns. What the handler returns does not count after that.
+        """
+        _refuse_uncompletable(self)
+        refuse_without_transaction(conn)
+        details = None if result is None else encoded(result, "/result", self.limits.payload)
+        transition = Transition(self._leased, COMPLETED, details, finished=time.monotonic())
+        self.own_transaction = CallersTransaction(self.bus, transition)
+        await self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
 
 
 class ChunkContext(_ChunkFacts, Actions):
@@ -157,8 +210,10 @@ class ChunkContext(_ChunkFacts, Actions):
     What is written in its `transaction()` commits together with the results of all commands of the chunk.
     """
 
-    def __init__(self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncPool) -> None:
-        self._commands, self.bus, self._transactions = leased, bus, transactions
+    def __init__(
+        self, leased: Sequence[Leased], bus: CommandBus, transactions: AsyncPool, state: Any = NO_STATE
+    ) -> None:
+        self._commands, self.bus, self._transactions, self._state = leased, bus, transactions, state
 
 
 class _Transaction:
@@ -275,6 +330,61 @@ class HandlerTransaction(_Transaction):
         if self.conn is not None:
             conn, self.conn = self.conn, None
             await self._pool.putconn(conn)
+
+
+class CallersTransaction:
+    """A transaction of the handler's own, in which the command was completed. Only the database knows how it ended."""
+
+    conn = None
+
+    def __init__(self, bus: CommandBus, transition: Transition) -> None:
+        self._bus, self.transition = bus, transition
+
+    async def is_committed(self) -> bool:
+        """Whether the completion is in the database, for this attempt."""
+        return bool(await self._bus.database.read(credited([self.transition])))
+
+    def collided(self, error: BaseException) -> bool:
+        """Whether PostgreSQL has undone it only because others wanted the same rows at the same moment."""
+        return any(code in COLLISIONS for one in _chain(error) for code in _codes(one))
+
+    async def rollback(self) -> None:
+        """It ends by its owner alone."""
+
+
+def _codes(error: BaseException) -> tuple[object, object]:
+    return getattr(error, "sqlstate", None), getattr(error, "pgcode", None)
+
+
+def _fenced(transition: Transition, timed_out: bool) -> Plan[None]:
+    """Complete the command, if this attempt still holds it."""
+    if timed_out or not (yield from settle([transition], now=transition.finished)):
+        raise SupersededError(
+            "Another worker has this command now, or the time of the handler is up. Roll your transaction back: let "
+            "this error pass through it."
+        )
+
+
+def _refuse_uncompletable(context: HandlerContext) -> None:
+    if context.of_group:
+        raise InvalidOperationError(
+            "ctx.complete() is for one command, and this is a group of a buffer. Use ctx.transaction(), or return."
+        )
+    if isinstance(context.own_transaction, HandlerTransaction):
+        raise InvalidOperationError(
+            "This execution has its transaction already, by ctx.transaction(): it completes the command when the "
+            "handler returns. Use that one, or your own with ctx.complete(conn=...), and not both."
+        )
+
+
+def given_state(state: Any) -> Any:
+    """The state of a worker; refuses if it has none."""
+    if state is NO_STATE:
+        raise InvalidOperationError(
+            "This worker has no state: its bus has no lifespan. Declare one by `@bus.lifespan`, or pass "
+            "Worker(bus, lifespan=...)."
+        )
+    return state
 
 
 def _refuse_second(transaction: object) -> None:

@@ -82,7 +82,7 @@ class Executor:
     ) -> None:
         self._shared, self._line, self._gatherer, self._settlement = shared, line, gatherer, settlement
         self._bus, self._handlers, self._transactions = shared.bus, shared.handlers, shared.transactions
-        self._limits = shared.bus.settings.limits.payload
+        self._limits, self._state = shared.bus.settings.limits.payload, shared.state
         self._slots = [Slot(f"busload-slot-{n}") for n in range(shared.settings.concurrency)]
         self._yielded_at = 0.0
         self.calls = Calls(shared.threads)
@@ -200,13 +200,13 @@ class Executor:
             except PermitLostError as lost:
                 return partial(self._outcomes.drop, item, lost)
         try:
-            if permit is not None:
+            if permit is not None and permit.argument is not None:
                 command = permit.argument
             else:
                 command = command_of(item) if item.command_type != EXHAUSTED else argument_of(item)
         except UndecodableError as error:
             return partial(self._outcomes.fail_unreadable, item, error)
-        context, own = HandlerContext(item, self._bus, self._transactions), copy_context()
+        context, own = HandlerContext(item, self._bus, self._transactions, self._state), copy_context()
         try:  # a function that is only marked as a coroutine function may raise, or return something else
             coroutine = own.run(handler.function, command, context)
             if type(coroutine) is not CoroutineType:
@@ -277,7 +277,7 @@ class Executor:
     async def _run_in_turn(self, leased: Leased, handler: Handler, permit: Permit | None) -> None:
         entered: Entered | None = None
         try:
-            command = argument_of(leased) if permit is None else permit.argument
+            command = argument_of(leased) if permit is None or permit.argument is None else permit.argument
         except UndecodableError as error:
             await self._outcomes.fail_unreadable(leased, error)
             return

@@ -242,6 +242,7 @@ class _GroupRun(BulkRun):
         made = self._made
         try:
             context = self._shared.context(self._handler, self._leased)
+            context.of_group = True
             return await self._make_call(
                 group, context, [self._leased], lambda call: end(call.judgement, fenced=True), entered
             )

@@ -36,6 +36,7 @@ class Threads:
         if self._connections is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
             bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(wait=None)
+            bus.handlers, bus.hooks = self._async_bus.handlers, self._async_bus.hooks
             transactions = pool(
                 dsn,
                 settings.pool_size,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Set
 from contextlib import AsyncExitStack
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
 import psycopg
@@ -20,25 +20,30 @@ from busload.commands.execution import Leased
 from busload.commands.rescue import Renewal
 from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
+from busload.handlers.middleware import HandlersInMiddleware
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.guarded_connection import GuardedAsyncConnection
-from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, STOP, AsyncListener
+from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, SCHEDULE, STOP, AsyncListener
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
+from busload.schedules.station import ScheduleStation
 from busload.settings import WorkerSettings
 from busload.statistics.recorder import Recorder
 from busload.worker.broker_stations import Broker
 from busload.worker.chunks import Gatherer
 from busload.worker.claimer import Claimer
 from busload.worker.condition import SelfCheck
+from busload.worker.context import NO_STATE
 from busload.worker.distribution import Distribution
 from busload.worker.executor import Executor
+from busload.worker.failure_calls import FailureCalls
 from busload.worker.find_database import StoppedEarlyError, find_database
 from busload.worker.hand_back import HandBack, hand_back_in_thread
 from busload.worker.handler_threads import Threads
 from busload.worker.heartbeat import Heartbeat
+from busload.worker.lifespan import WorkerLifespan
 from busload.worker.line import Line
 from busload.worker.loop import Loop, ends_first
 from busload.worker.metrics import gathered
@@ -73,9 +78,12 @@ class Run:
         domains: list[str],
         name: str,
         on_asked_to_stop: Callable[[], None],
+        lifespan: Callable[[], Any] | None = None,
     ) -> None:
         self._bus, self._settings, self._domains, self._name = bus, settings, domains, name
         self._on_asked_to_stop = on_asked_to_stop
+        self._lifespan = WorkerLifespan(bus.hooks, bus.hooks.lifespan if lifespan is None else lifespan)
+        self._failure_calls: FailureCalls | None = None
         self._loop = asyncio.get_running_loop()
         self._stopping, self._hurry, self._moved = asyncio.Event(), asyncio.Event(), Event()
         self._resources = AsyncExitStack()
@@ -95,11 +103,16 @@ class Run:
             await bus.open(wait=None)
             if not await ends_first(find_database(bus, self._settings.wait_for_database), self._stopping):
                 raise StoppedEarlyError
-            self._assemble()
+            state = NO_STATE
+            if self._lifespan.needed:
+                self._resources.push_async_callback(self._lifespan.close)
+                state = await self._lifespan.open()
+            self._assemble(state)
             undo.push_async_callback(self._unregister)
             await asyncio.to_thread(self._heartbeat.start)
             await self._pauses.look()
             await self._distribution.start()
+            await self._schedules.start()
             undo.pop_all()  # the start has succeeded
         self._executor.start()
         self.started = True
@@ -126,7 +139,7 @@ class Run:
 
     async def until_stopped(self) -> None:
         self._rounds = self._start(*self._taking)
-        self._start(self._sweeping, self._recording, *self._pruning, *self._distribution.loops)
+        self._start(self._sweeping, self._recording, self._firing, *self._pruning, *self._distribution.loops)
         self._tasks.append(asyncio.create_task(self._listener.run(), name="busload-listen"))
         if self._broker is not None:
             self._broker.start()
@@ -150,9 +163,14 @@ class Run:
                 continue  # a settlement that the look may not have seen: it can have sent a callback or a reply
             elif not look.found_nothing:
                 await asyncio.sleep(look.pause or 0)  # others had locked what is ready
-            elif (await self._shared.perform(claim.promote())).loads == 0 and not await self._distribution.distribute():
+            elif not await self._make_ready():
                 break
         return self._settlement.settled
+
+    async def _make_ready(self) -> bool:
+        """Make ready what is due: scheduled loads, schedules, events of buffers. Return whether anything was."""
+        promoted = (await self._shared.perform(claim.promote())).loads
+        return bool(promoted or await self._schedules.fire() or await self._distribution.distribute())
 
     def stop(self, *, hurry: bool) -> None:
         """Stop; with `hurry`, without waiting for what runs. From any thread, and from a signal's handler."""
@@ -188,7 +206,7 @@ class Run:
 
     # -- starting
 
-    def _assemble(self) -> None:
+    def _assemble(self, state: Any) -> None:
         bus, settings = self._bus, self._settings
         silence = bus.settings.response_timeout.total_seconds()
         more = bool(bus.handlers.limits) + bool(bus.transport)
@@ -198,7 +216,7 @@ class Run:
         self._threads = Threads(bus, settings.most_threads, PATIENCE)
         self._pauses, self._limiter = Pauses(pool, self._domains), Limiter(pool, settings.wait_for_turn.total_seconds())
         self._shared = shared = Shared(
-            bus, settings, self._domains, pool, transactions, self._threads, self._pauses, self._limiter
+            bus, settings, self._domains, pool, transactions, self._threads, self._pauses, self._limiter, state
         )
         self._held, self._outage = shared.held, shared.outage
         self._resources.push_async_callback(pool.close)
@@ -216,6 +234,9 @@ class Run:
         self._taking = self._claiming, self._promoting, self._claiming_newcomers
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
         self._recording = Loop("Recording statistics", self._recorder.once, self._outage)
+        declared = list(bus.declared_schedules.values())
+        self._schedules = ScheduleStation(shared.perform, shared.in_transaction, declared, bus.via)
+        self._firing = Loop("Firing schedules", self._schedules.once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
         self._limiting = Loop("Limiting", self._limiter.once, self._outage, self._limiter.due)
@@ -225,7 +246,7 @@ class Run:
         if settings.keep_for is not None:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once, self._outage))
-        channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, STOP, *([OUTBOX] if self._broker is not None else [])]
+        channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, STOP, SCHEDULE, *([OUTBOX] if self._broker is not None else [])]
         self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
 
     def _assemble_stations(self, shared: Shared) -> None:
@@ -233,8 +254,16 @@ class Run:
         spans = None if telemetry is None else Spans(telemetry)
         station = self._pool, self._held, settings, self._on_settled, self._outage
         self._settlement = Settlement(*station) if spans is None else TracedSettlement(spans, *station)
+        hooks = shared.bus.hooks
+        if hooks.middleware:
+            within = HandlersInMiddleware(shared.bus.handlers, hooks.middleware)
+            within.refuse_mixture(self._domains)
+            shared.handlers = within
+        if hooks.failure or shared.bus.handlers.calls_after_failures:
+            self._failure_calls = FailureCalls(shared.bus.handlers, hooks.failure)
+            self._settlement.on_failed = self._failure_calls.heed
         if spans is not None:
-            shared.handlers = TracedHandlers(spans, shared.bus.handlers)
+            shared.handlers = TracedHandlers(spans, shared.handlers)
             self._resources.callback(spans.close)
         self._recorder = Recorder(shared.in_transaction, self._settlement.attempts)
         self._hand_back = HandBack(shared)
@@ -318,6 +347,8 @@ class Run:
             self._claimer.hear_of_hold(payload)
         elif channel == PAUSE:
             self._watching_pauses.wake()
+        elif channel == SCHEDULE:
+            self._firing.wake()
         elif channel == LIMIT:
             self._limiter.hear(payload)
         elif channel == STOP and payload == str(self._shared.number):
@@ -354,6 +385,7 @@ class Run:
         self._claiming.wake()
         self._watching_pauses.wake()
         self._promoting.wake()  # it tells of holds
+        self._firing.wake()
         if self._broker is not None:
             self._broker.hear(None)
         self._heartbeat.renew_soon()  # it tells of cancels
@@ -406,7 +438,8 @@ class Run:
         if self._rounds:
             log_stopping(self._line.in_hand, self._settlement.waiting, self._settings.grace)
         self._claimer.empty_line()  # at once: a handler that ends meanwhile must not let the next command start
-        for loop in (*self._taking, self._recording, *self._pruning, *self._distribution.loops, *self._freeing):
+        beside = self._recording, self._firing, *self._pruning, *self._distribution.loops, *self._freeing
+        for loop in (*self._taking, *beside):
             loop.stop()
         deadline, grace = self._settings.deadline.total_seconds(), self._settings.grace.total_seconds()
         graceful = TimeLimit(grace)
@@ -443,6 +476,8 @@ class Run:
         except (psycopg.Error, TimeoutError) as error:
             log.warning("Could not hand back the remaining commands; others take them when the lease ends: %r", error)
         await self._recorder.close(BRIEFLY if self._outage.is_away else deadline)
+        if self._failure_calls is not None:
+            await self._failure_calls.close(max(last.left, BRIEFLY))
         if abandoned:
             again = "Its command runs again." if abandoned == 1 else "Their commands run again."
             raise InvalidOperationError(

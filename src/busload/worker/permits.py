@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import msgspec
@@ -17,10 +18,9 @@ from busload.commands.execution import Leased, Transition, Unreadable, failure
 from busload.commands.payload import UndecodableError
 from busload.handlers.registry import Handler
 from busload.limits import concurrency
-from busload.limits.concurrency import AnyPermit, ConcurrencyLimit, Held, Request, Singles
+from busload.limits.concurrency import ConcurrencyLimit, Ended, Granted, Held, Request, Singles
 from busload.limits.limiter import Entered, LimitedError, PermitLostError
 from busload.limits.order import Key
-from busload.postgres.arrays import Texts
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.worker.call_handler import argument_of, command_of
@@ -37,28 +37,39 @@ FREED_WITHIN = 0.005
 FREED_TOGETHER = 1000
 """Permits that are given back without waiting for others."""
 
+MADE_TWICE = 500
+"""Characters of data up to which a command is made once for `by` and once more for its call.
+
+To keep it would cost more: the garbage collector looks again and again at what lives for so long."""
 
 _Kind: TypeAlias = tuple[Handler, ConcurrencyLimit, str]
 """A handler, its limit, and the name of the limit."""
 
 
 class Permit(msgspec.Struct, eq=False, gc=False):  # it holds nothing that knows of it, and there are many
-    """A call that may begin while its worker lives, as the database sees it. `argument` is what a single one gets."""
+    """A call that may begin while its worker lives, as the database sees it."""
 
-    name: str
-    packed: bytes
-    """The value of `by`, as it is sent."""
-    permit: int
+    granted: Granted
+    nth: int
+    """Its position among those that were granted together."""
     first: Leased
     """The first command of the call."""
-    argument: Any
-    worker: int
+    argument: Any = None
+    """What a call with a single command gets, if it was kept since its `by` was asked for."""
     others: Sequence[Leased] = ()
     """The other commands of the call."""
     adopted_by: int = 0
     """The number for which the call counts, if its worker has a new one."""
     begun: bool = False
     freed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.granted.name(self.nth)
+
+    @property
+    def number(self) -> int | None:
+        return self.granted.numbers[self.nth]
 
 
 class FirstInOrder(Permit):
@@ -77,17 +88,19 @@ class Permits:
         self._shared, self._hand_back, self._on_freed = shared, hand_back, on_freed
         self._of: dict[Leased, Permit] = {}
         """The permits of single commands."""
-        self._of_calls: dict[int, Permit] = {}
+        self._of_calls: dict[int | None, Permit] = {}
         """The permits of calls with many items, by their numbers."""
         self._asked: list[float] = []
         """When the requests were sent that have no answer yet."""
         self._asking: list[list[Leased]] = []
         self._strange: set[Held] = set()
+        self._first = Granted([""], [b""], [0])
+        """What the permits of the last commands share that are the first of their keys."""
         self._closed = False
-        self._free: list[AnyPermit] = []
-        """Permits that are free, and wait for others."""
+        self._free: list[Granted] = []
+        """Where permits are free, and wait for others."""
         self._timer: asyncio.TimerHandle | None = None
-        self._freeing: Coalescer[list[AnyPermit]] = Coalescer(
+        self._freeing: Coalescer[list[Ended]] = Coalescer(
             self._flush,
             max_size=10,
             max_interval=timedelta(0),
@@ -117,49 +130,47 @@ class Permits:
         arguments: list[Any] = []
         refused: list[Transition] = []
         may_run: list[Leased] = []
-        kinds: dict[tuple[str, str], _Kind | None] = {}
-        kind, domain, command_type = None, None, None
-        for one in leased:
-            if one.command_type != command_type or one.lease.domain != domain:
-                kind_of = domain, command_type = one.lease.domain, one.command_type
-                if kind_of not in kinds:
-                    kinds[kind_of] = self._kind(*kind_of)
-                kind = kinds[kind_of]
-            if kind is None:
-                may_run.append(one)
+        for (domain, command_type), some in _by_kind(leased):
+            if (kind := self._kind(domain, command_type)) is None:
+                may_run += some
                 continue
             handler, limit, name = kind
-            try:
-                argument = command_of(one) if command_type != EXHAUSTED else argument_of(one)
-                subject = limit.subject_of(argument)
-            except BaseException as error:
-                refused.append(self._refused(one, error, handler))
-            else:
-                asked.add(name, subject, limit.calls, one)
-                arguments.append(argument)
+            make = command_of if command_type != EXHAUSTED else argument_of
+            subjects: list[str] = []
+            taking: list[Leased] = []
+            for one in some:
+                try:
+                    argument = make(one)
+                    subject = limit.subject_of(argument)
+                except BaseException as error:
+                    refused.append(self._refused(one, error, handler))
+                else:
+                    taking.append(one)
+                    subjects.append(subject)
+                    arguments.append(argument if one.data is not None and len(one.data) > MADE_TWICE else None)
+            asked.add(name, limit.calls, subjects, taking)
         if not arguments:
             return may_run, refused
         self._asking.append(asked.leased)
         try:
-            answers, number = await self._ask(partial(concurrency.take_single, asked))
+            granted = await self._ask(partial(concurrency.take_single, asked))
         finally:
             self._asking.remove(asked.leased)
-        held, granted = self._of, asked.leased
-        columns = zip(asked.names, asked.packed, asked.leased, arguments, answers, strict=True)
-        if all(answers):
-            for name, packed, one, argument, answer in columns:
-                held[one] = Permit(name, packed, answer, one, argument, number)  # type: ignore[arg-type]
+        held, begin = self._of, asked.leased
+        if all(granted.numbers):
+            for nth, one, argument in zip(range(len(arguments)), asked.leased, arguments, strict=True):
+                held[one] = Permit(granted, nth, one, argument)
         else:
-            granted = []
-            for name, packed, one, argument, answer in columns:
-                if answer:
-                    held[one] = Permit(name, packed, answer, one, argument, number)
-                    granted.append(one)
+            begin = []
+            for nth, (one, argument) in enumerate(zip(asked.leased, arguments, strict=True)):
+                if number := granted.numbers[nth]:
+                    held[one] = Permit(granted, nth, one, argument)
+                    begin.append(one)
                 else:
-                    self._not_granted([one], answer)
+                    self._not_granted([one], number)
         if not may_run:
-            return granted, refused
-        allowed = {*may_run, *granted}
+            return begin, refused
+        allowed = {*may_run, *begin}
         return [one for one in leased if one in allowed], refused
 
     async def enter(
@@ -174,7 +185,7 @@ class Permits:
         request = Request(name, subject, limit.calls, commands, size)
         while True:
             try:
-                [answer], number = await self._ask(partial(concurrency.take, [request]))
+                granted = await self._ask(partial(concurrency.take, [request]))
             except psycopg.Error as error:  # it may have been granted all the same: `once` frees that permit
                 if all(one.lease.lost for one in leased):
                     raise PermitLostError(name) from error
@@ -183,11 +194,10 @@ class Permits:
                 await asyncio.sleep(pause)
                 continue
             self._shared.outage.worked(ASKING, reached=True)
-            if not answer:
-                self._not_granted(leased, answer)
+            if not (number := granted.numbers[0]):
+                self._not_granted(leased, number)
                 raise LimitedError(name)
-            packed = Texts.field(subject)
-            permit = self._of_calls[answer] = Permit(name, packed, answer, leased[0], None, number, leased[1:])
+            permit = self._of_calls[number] = Permit(granted, 0, leased[0], others=leased[1:])
             return permit
 
     def of(self, leased: Leased) -> Permit | None:
@@ -197,8 +207,10 @@ class Permits:
     def begin(self, permit: Permit) -> None:
         """A call begins now. `PermitLostError` if somebody else may have its permit: this process was frozen."""
         shared = self._shared
-        # Whether it lives is asked first: a new number comes before its first sign of life.
-        if not shared.surely_alive() or permit.worker != shared.number or permit.freed:
+        # Nobody can have declared it dead if its last heartbeat is younger than a lease. That is asked first: a new
+        # number comes before its first sign of life.
+        alive = clock() - shared.renewed_at < shared.lease_seconds
+        if not alive or permit.granted.worker != shared.number or permit.freed:
             raise PermitLostError(permit.name)
         permit.begun = True
 
@@ -215,11 +227,11 @@ class Permits:
             return
         permit.freed = True
         if self._of.pop(permit.first, None) is None:
-            self._of_calls.pop(permit.permit, None)
+            self._of_calls.pop(permit.number, None)
         if type(permit) is FirstInOrder:
             self.order.left()
         else:
-            self._give_back(permit)
+            self._give_back(permit.granted, permit.nth)
 
     def give_up(self, leased: Iterable[Leased]) -> None:
         """These commands are handed back: their calls will not be made."""
@@ -245,12 +257,12 @@ class Permits:
         known = await self._shared.perform(
             concurrency.permits_of(self._shared.number, settled=settings.lease_for * 2 / 3)
         )
-        mine = {permit.permit for permit in self._permits()}
+        mine = {permit.number for permit in self._permits()}
         strange = {held for held in known if held.permit not in mine}
         # An answer that is merely late is not lost; a request that was sent later cannot be the one.
         if all(clock() - sent_at < self._shared.lease_seconds / 3 for sent_at in self._asked):
             for held in strange & self._strange:
-                self._give_back(held)
+                self._give_back(held.alone(), 0)
         self._strange = strange
         return settings.sweep_every.total_seconds()
 
@@ -267,35 +279,42 @@ class Permits:
         """The permits that this worker holds and has to give back."""
         return [*self._of_calls.values(), *(one for one in self._of.values() if type(one) is Permit)]
 
-    def _give_back(self, permit: AnyPermit) -> None:
+    def _give_back(self, granted: Granted, nth: int) -> None:
         """Tell the database that a permit is free, together with others."""
         if self._closed:  # others free it, as this worker has stopped
             return
-        self._free.append(permit)
-        waiting = len(self._free)
-        if waiting == 1:
-            self._timer = asyncio.get_running_loop().call_later(FREED_WITHIN, self._hand_over)
-        elif waiting >= FREED_TOGETHER:
+        ended = granted.ended
+        ended.append(nth)
+        count = len(ended)
+        if count == 1:
+            self._free.append(granted)
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(FREED_WITHIN, self._hand_over)
+        elif count == FREED_TOGETHER:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        if self._free:
-            assert self._timer is not None
+        if self._timer is not None:
             self._timer.cancel()
-            self._freeing.offer(self._free)
+            self._timer = None
+        if self._free:
+            self._freeing.offer([(granted, granted.ended) for granted in self._free])
+            for granted in self._free:
+                granted.ended = []
             self._free = []
 
     async def _adopt(self) -> None:
         """If this worker has a new number, because it was declared dead, the calls that it still runs count again."""
         number = self._shared.number
-        running = [one for one in self._permits() if one.begun and (one.adopted_by or one.worker) != number]
+        running = [one for one in self._permits() if one.begun and (one.adopted_by or one.granted.worker) != number]
         if running:
-            calls: dict[AnyPermit, int] = {permit: permit.first.id for permit in running}
+            calls = [(permit.granted, permit.nth, permit.first.id) for permit in running]
             await self._shared.perform(concurrency.adopt(calls, worker=number))
             for permit in running:
                 permit.adopted_by = number
+                permit.granted, permit.nth = permit.granted.alone(permit.nth), 0
                 if permit.freed:  # it ended meanwhile
-                    self._give_back(permit)
+                    self._give_back(permit.granted, 0)
 
     def _kind(self, domain: str, command_type: str) -> _Kind | None:
         """What limits the commands of a type, one by one; None if nothing does."""
@@ -304,12 +323,11 @@ class Permits:
             return None
         return handler, limit, limit.name_for(domain, command_type)
 
-    async def _ask(self, take: Callable[..., Plan[Sequence[int | None]]]) -> tuple[Sequence[int | None], int]:
-        """Ask for permits; returns the answers, and the number of this worker for which they are."""
-        number, sent_at = self._shared.number, clock()
+    async def _ask(self, take: Callable[..., Plan[Granted]]) -> Granted:
+        sent_at = clock()
         self._asked.append(sent_at)
         try:
-            return await self._shared.perform(take(worker=number)), number
+            return await self._shared.perform(take(worker=self._shared.number))
         finally:
             self._asked.remove(sent_at)
 
@@ -324,12 +342,20 @@ class Permits:
 
     def _grant_first(self, one: Leased, key: Key, argument: Any, worker: int) -> None:
         """A command is the first of its key, and may run while this worker lives."""
-        self._of[one] = FirstInOrder(key[0], b"", 0, one, argument, worker)
+        first = self._first
+        if first.names[0] != key[0] or first.worker != worker:
+            first = self._first = Granted([key[0]], [b""], [0], worker)
+        self._of[one] = FirstInOrder(first, 0, one, argument)
 
-    async def _flush(self, freed: Sequence[list[AnyPermit]]) -> None:
-        permits = freed[0] if len(freed) == 1 else [permit for some in freed for permit in some]
+    async def _flush(self, freed: Sequence[list[Ended]]) -> None:
+        ended = freed[0]
+        if len(freed) > 1:  # those of one answer may have come in several parts
+            together: dict[Granted, list[int]] = {}
+            for granted, nths in chain(*freed):
+                together.setdefault(granted, []).extend(nths)
+            ended = [*together.items()]
         async with asyncio.timeout(self._shared.settings.deadline.total_seconds()):
-            await self._shared.perform(concurrency.free(permits))
+            await self._shared.perform(concurrency.free(ended))
         self._on_freed()
 
     def _refused(self, one: Leased, error: BaseException, handler: Handler) -> Transition:
@@ -337,3 +363,18 @@ class Permits:
         transition = end_failed(one, outcome, handler)
         self._shared.failures.report(transition, outcome.error)
         return transition
+
+
+def _by_kind(leased: Sequence[Leased]) -> Iterator[tuple[tuple[str, str], Sequence[Leased]]]:
+    """Commands that follow each other and are alike in domain and type: most often all are."""
+    start = 0
+    while start < len(leased):
+        domain, command_type = leased[start].lease.domain, leased[start].command_type
+        for end in range(start + 1, len(leased)):
+            one = leased[end]
+            if one.command_type != command_type or one.lease.domain != domain:
+                break
+        else:
+            end = len(leased)
+        yield (domain, command_type), leased[start:end]
+        start = end

@@ -38,13 +38,13 @@ from busload.commands.execution import (
 from busload.commands.payload import UndecodableError, encode
 from busload.commands.retry import RetryPolicy
 from busload.commands.wording import counted
-from busload.errors import RateLimitedError, SupersededError, TransientCommandError
+from busload.errors import RateLimitedError, SnoozeError, SupersededError, TransientCommandError
 from busload.handlers.registry import Handler
 from busload.limits import rate
-from busload.limits.limiter import Entered, LimitedError, PermitLostError, PostponedError
+from busload.limits.limiter import Entered, LimitedError, PermitLostError, PostponedError, SnoozedError
 from busload.limits.rate import Late
 from busload.postgres.outage import Outage
-from busload.postgres.plan import perform_async
+from busload.postgres.plan import kind_of, perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.waiting import TimeLimit
 from busload.settings import PayloadLimits, WorkerSettings
@@ -111,6 +111,7 @@ class Settlement:
         self.failures_in_row, self.failed_at = 0, 0.0
         """How many of the last attempts have failed, one after the other, and when the last of them was settled."""
         self.on_ended: Callable[[Iterable[Leased]], None] | None = None
+        self.on_failed: Callable[[Sequence[Transition]], None] | None = None
         """Called with the commands of each settlement, if somebody wants to know."""
 
     @property
@@ -191,6 +192,8 @@ class Settlement:
         self._ran(leased.lease)
         if self.on_ended is not None:
             self.on_ended([leased])
+        if self.on_failed is not None:
+            self.on_failed([transition])
         self.tell_settled()
 
     def superseded(self, leased: Leased) -> None:
@@ -313,7 +316,7 @@ class Settlement:
         """
         deadline = self._deadline if len(transitions) > 1 else 4 * self._deadline
         plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
-        async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
+        async with asyncio.timeout(deadline.total_seconds()), self._pool.connection(work=kind_of(plan)) as conn:
             credited = await perform_async(conn, plan)
         await self.look_for_holds(transitions)
         self._held.settled(transition.leased for transition in transitions)
@@ -331,6 +334,8 @@ class Settlement:
             count(self.outcomes, outcomes)
             self.attempts.add(transitions, outcomes)
             self._count_failures(outcomes)
+            if self.on_failed is not None:
+                self.on_failed(transitions)
         self.tell_settled()
         return len(transitions)
 
@@ -383,7 +388,9 @@ class Outcomes:
         """A handler has raised. If the receiver of its calls wants fewer, the command waits and burns no attempt."""
         refusal, limit = deciding(error), handler.rate_limit
         was_called = limit is None or entered is not None  # else the error is that of the limit's own `by`
-        if isinstance(refusal, RateLimitedError) and was_called and not leased.canceled:
+        if isinstance(refusal, SnoozeError) and was_called and not leased.canceled:
+            await self.postpone([leased], SnoozedError(refusal.after))
+        elif isinstance(refusal, RateLimitedError) and was_called and not leased.canceled:
             about = (leased.lease.domain, leased.command_type, None)
             await self.postpone([leased], await self._limiter.refused(limit, *about, refusal, entered))
         else:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from busload.buffers.distribute import Tallies
 from busload.bus import CommandBus
@@ -16,11 +16,11 @@ from busload.handlers.registry import Handler, Handlers
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.outage import Outage
-from busload.postgres.plan import Plan, perform_async
+from busload.postgres.plan import Plan, kind_of, perform_async
 from busload.postgres.pool import AsyncPool
 from busload.settings import WorkerSettings
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
-from busload.worker.context import ChunkContext, HandlerContext
+from busload.worker.context import NO_STATE, ChunkContext, HandlerContext
 from busload.worker.failure_log import FailureLog
 from busload.worker.handler_threads import Threads
 from busload.worker.held_leases import HeldLeases
@@ -50,6 +50,8 @@ class Shared:
     threads: Threads
     pauses: Pauses
     limiter: Limiter
+    state: Any = NO_STATE
+    """What the lifespan of this worker has yielded."""
     held: HeldLeases = field(default_factory=HeldLeases)
     outage: Outage = field(default_factory=Outage)
     failures: FailureLog = field(default_factory=FailureLog)
@@ -69,12 +71,8 @@ class Shared:
         self.lease_seconds = self.settings.lease_for.total_seconds()
         self.handlers = self.bus.handlers
 
-    def surely_alive(self) -> bool:
-        """Whether nobody can have declared this worker dead: its last heartbeat is younger than a lease."""
-        return clock() - self.renewed_at < self.lease_seconds
-
     async def perform(self, plan: Plan[T]) -> T:
-        async with self.pool.connection() as conn:
+        async with self.pool.connection(work=kind_of(plan)) as conn:
             return await perform_async(conn, plan)
 
     async def in_transaction(self, plan: Plan[T]) -> T:
@@ -84,11 +82,11 @@ class Shared:
     def context(self, handler: Handler, leased: Leased) -> HandlerContext | SyncHandlerContext:
         """What a handler is given besides its command or group."""
         if handler.is_async:
-            return HandlerContext(leased, self.bus, self.transactions)
-        return SyncHandlerContext(leased, *self.threads.connections)
+            return HandlerContext(leased, self.bus, self.transactions, self.state)
+        return SyncHandlerContext(leased, *self.threads.connections, self.state)
 
     def chunk_context(self, handler: Handler, leased: Sequence[Leased]) -> ChunkContext | SyncChunkContext:
         """What a bulk handler is given besides its chunk."""
         if handler.is_async:
-            return ChunkContext(leased, self.bus, self.transactions)
-        return SyncChunkContext(leased, *self.threads.connections)
+            return ChunkContext(leased, self.bus, self.transactions, self.state)
+        return SyncChunkContext(leased, *self.threads.connections, self.state)

@@ -125,15 +125,16 @@ class Spans:
 class TracedHandlers(Handlers):
     """The handlers of a bus, also those that are registered later; each begins the span of its call."""
 
-    __slots__ = ("_spans", "_traced")
+    __slots__ = ("_inner", "_spans", "_traced")
 
     def __init__(self, spans: Spans, handlers: Handlers) -> None:
         self.__dict__ = handlers.__dict__
+        self._inner = handlers
         self._spans = spans
         self._traced: dict[int, tuple[Handler, Handler]] = {}
 
     def find(self, domain: str, command_type: str) -> Handler | None:
-        handler = super().find(domain, command_type)
+        handler = self._inner.find(domain, command_type)
         if handler is None:
             return None
         known = self._traced.get(id(handler))

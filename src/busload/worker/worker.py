@@ -10,13 +10,14 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
 from busload.bus import CommandBus
 from busload.commands.checks import refuse, wrong_name
 from busload.commands.execution import Leased
 from busload.errors import InvalidOperationError, kind_of
+from busload.handlers.hooks import generator_of
 from busload.health.health import Health
 from busload.settings import WorkerSettings
 from busload.sync.bus import SyncCommandBus
@@ -34,7 +35,8 @@ log = logging.getLogger("busload")
 class Worker:
     """Runs the commands of some domains: all that have handlers on the bus, unless `domains` says which.
 
-    `concurrency` commands run at a time; at most `threads` of them have a handler written with `def`.
+    `concurrency` commands run at a time; at most `threads` of them have a handler written with `def`. `lifespan` is
+    used in the place of that of the bus: see `bus.lifespan`.
 
     `async with Worker(bus):` works beside your own code, `await run()` works until `stop()`, and `await drain()` works
     until nothing is ready or due: for tests and scripts. To stop means: claim no more, let what runs finish within the
@@ -51,6 +53,7 @@ class Worker:
         threads: int | None = None,
         settings: WorkerSettings | None = None,
         name: str | None = None,
+        lifespan: Callable[[], Any] | None = None,
     ) -> None:
         if not isinstance(bus, CommandBus | SyncCommandBus):
             raise ValueError(f"A Worker needs a CommandBus or SyncCommandBus, found {kind_of(bus)}.")
@@ -64,10 +67,13 @@ class Worker:
         )
         self.concurrency, self.threads = self.settings.concurrency, self.settings.most_threads
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
-        self._bus = bus if isinstance(bus, CommandBus) else _async_face(bus)
+        self._bus = bus if isinstance(bus, CommandBus) else async_face(bus)
         if isinstance(domains, str):
             raise ValueError(f"domains must be a list of names, found the text {domains!r}.")
         self._domains = list(domains) if domains is not None else None
+        if lifespan is not None:
+            generator_of(lifespan, "lifespan", 0)
+        self._lifespan = lifespan
         self._run: Run | None = None
         self._beside: asyncio.Task[None] | None = None
         self._asked = 0
@@ -193,7 +199,7 @@ class Worker:
         self._refuse_domains()
         if self._run is not None:
             raise self._refusal()
-        run = self._run = Run(self._bus, self.settings, self.domains, self.name, self._heed_request)
+        run = self._run = Run(self._bus, self.settings, self.domains, self.name, self._heed_request, self._lifespan)
         self._left_behind, self.asked_to_stop = [], False
         if self._asked:
             run.stop(hurry=self._asked > 1)
@@ -218,8 +224,9 @@ class Worker:
         )
 
 
-def _async_face(bus: SyncCommandBus) -> CommandBus:
+def async_face(bus: SyncCommandBus) -> CommandBus:
     dsn, transport = bus.database.given_dsn, bus.given_transport
     face = CommandBus(dsn, transport=transport, dispatch=bus.dispatch, settings=bus.settings)
-    face.handlers, face.declared_buffers = bus.handlers, bus.declared_buffers
+    face.handlers, face.declared_buffers, face.hooks = bus.handlers, bus.declared_buffers, bus.hooks
+    face.declared_schedules = bus.declared_schedules
     return face

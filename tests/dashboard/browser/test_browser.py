@@ -85,10 +85,34 @@ async def test_times_are_those_of_the_reader(window: OpenWindow, given: Given) -
     shown = set()
     for zone in ("Asia/Tokyo", "America/New_York"):
         page = await (await window(timezone_id=zone, locale="en-GB")).open("/batches")
-        time = page.locator("td time").first
+        time = page.locator("tbody time").first
         shown.add(await time.text_content())
         assert await time.get_attribute("datetime") == created.isoformat(timespec="milliseconds")
     assert len(shown) == 2
+
+
+async def test_times_of_a_filter_are_those_of_the_reader(window: OpenWindow, given: Given) -> None:
+    page = await (await window(timezone_id="Asia/Tokyo")).open("/batches")
+    await page.get_by_label("Created since", exact=True).fill("2030-01-31T08:00")
+    await page.get_by_role("button", name="Filter").click()
+    await page.wait_for_url("**/batches?**since=2030-01-30T23%3A00%3A00**")
+    await expect(page.get_by_label("Created since", exact=True)).to_have_value("2030-01-31T08:00")
+
+
+async def test_a_page_that_nobody_sees_holds_no_connection(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(4)
+    page = await (await window()).open(f"/batches/{batch_id}")
+    completed, feed = page.locator('[data-live="completed"]'), page.locator("#feed")
+    await expect(feed).to_have_text("live")
+    turn = "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});" + (
+        " document.dispatchEvent(new Event('visibilitychange')); }"
+    )
+    await page.evaluate(turn, True)
+    await expect(feed).to_have_text("")
+    given.settled(given.claimed(3))
+    await page.evaluate(turn, False)
+    await expect(feed).to_have_text("live")
+    await expect(completed).to_have_text("3")
 
 
 async def test_a_batch_is_written_previewed_and_created(window: OpenWindow, given: Given, tmp_path: Path) -> None:

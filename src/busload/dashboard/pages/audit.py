@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from starlette.requests import Request
@@ -14,50 +12,12 @@ from busload.audit.actions import Action, ActionPage, ActionType
 from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
-from busload.dashboard.render import bus_of, cli, iso, render, short, url
+from busload.dashboard.render import bus_of, cli, render, short, url
 from busload.dashboard.route import Live, page
 
 LIMIT = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which actions are listed: what the address says."""
-
-    domain: str | None
-    operator: str | None
-    action: ActionType | None
-    since: datetime | None
-    until: datetime | None
-    after: str | None
-
-    @classmethod
-    def of(cls, request: Request) -> Filter:
-        return cls(
-            asked.text(request, "domain"),
-            asked.text(request, "operator"),
-            asked.one_of(request, "action", ActionType),
-            asked.moment(request, "since"),
-            asked.moment(request, "until"),
-            asked.text(request, "after"),
-        )
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The filters by their names in the address, which are those of the command line too."""
-        times = {"since": self.since, "until": self.until}
-        return {
-            "operator": self.operator,
-            "action": self.action,
-            "domain": self.domain,
-            **{name: None if time is None else iso(time) for name, time in times.items()},
-        }
-
-    @property
-    def words(self) -> list[str]:
-        given = {f"--{name}": value for name, value in self.names.items() if value is not None}
-        return [word for option, value in given.items() for word in (option, str(value))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,41 +29,38 @@ class Shown:
     link: str | None
 
 
-async def _listed(request: Request) -> tuple[Filter, ActionPage]:
-    wanted = Filter.of(request)
-    found = await bus_of(request).audit.list(
-        wanted.domain,
-        operator=wanted.operator,
-        action=wanted.action,
-        since=wanted.since,
-        until=wanted.until,
-        after=wanted.after,
-        limit=LIMIT,
+async def _listed(request: Request) -> tuple[Filter, str | None, ActionPage]:
+    wanted = Filter.of(
+        request,
+        operator=asked.text,
+        action=asked.choice(ActionType),
+        domain=asked.text,
+        since=asked.moment,
+        until=asked.moment,
     )
-    if wanted.after is not None and not found.actions and found.next is None:
+    after = asked.text(request, "after")
+    found = await bus_of(request).audit.list(**wanted, after=after, limit=LIMIT)
+    if after is not None and not found.actions and found.next is None:
         raise no_such_page()
-    return wanted, found
+    return wanted, after, found
 
 
 async def list_page(request: Request) -> Response:
-    wanted, found = await _listed(request)
+    wanted, after, found = await _listed(request)
     return render(
         request,
         "audit.html",
         title="Audit",
         actions=[_shown(request, action) for action in found.actions],
-        wanted=wanted,
-        given=any(value is not None for value in wanted.names.values()),
         types=list(ActionType),
         live=_values(found),
-        first=url(request, "audit", wanted.names) if wanted.after else None,
-        next=url(request, "audit", {**wanted.names, "after": found.next}) if found.next else None,
         cli=cli("audit", "ls", *wanted.words),
+        **wanted.shown(request, "audit", after=after, next=found.next),
     )
 
 
 async def live(request: Request) -> Live:
-    return _values((await _listed(request))[1])
+    return _values((await _listed(request))[-1])
 
 
 def _values(found: ActionPage) -> Live:
@@ -127,6 +84,9 @@ def _shown(request: Request, action: Action) -> Shown:
         return Shown(action, f"batch {short(action.batch_id)}", link if action.domain is not None else None)
     if action.buffer is not None:
         return Shown(action, action.buffer, url(request, "buffer", name=action.buffer))
+    if action.schedule is not None:
+        link = url(request, "schedule", name=action.schedule) if action.type != ActionType.SCHEDULE_REMOVED else None
+        return Shown(action, action.schedule, link)
     if action.type in (ActionType.DOMAIN_PAUSED, ActionType.DOMAIN_RESUMED):
         return Shown(action, str(action.domain), url(request, "domains"))
     name = action.limit or action.domain

@@ -17,10 +17,11 @@ from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.pages.batches import progress
 from busload.dashboard.pages.timeline import Step, steps
-from busload.dashboard.problem import Problem
+from busload.dashboard.problem import not_found
 from busload.dashboard.render import bus_of, cli, principal_of, render, sees_payloads, tree, url
 from busload.dashboard.route import Live, action, page
 from busload.explain.blockers import Reason
+from busload.jobs.listing import job_of_batch
 
 COMMANDS = 25
 
@@ -34,16 +35,17 @@ class Why:
     since: datetime | None
     message: str
     advice: str
+    domain: str | None
+    """The domain of the command or the cause that it links to."""
     command_id: UUID | None
+    fingerprint: str | None
 
 
 async def _batch(request: Request) -> BatchMetadata:
     batch_id: UUID = request.path_params["batch_id"]
     found = await bus_of(request).get_batch(None, batch_id)
     if found is None:
-        raise Problem(
-            404,
-            "Not found",
+        raise not_found(
             f"There is no batch {batch_id} in any domain.",
             "Check the id, and which database the dashboard uses. It may have been removed as old.",
         )
@@ -70,6 +72,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         batch=batch,
         timeline=_timeline(batch, trail),
         callback=callback,
+        job=await bus.database.read(job_of_batch(batch_id)) if batch.job_id is not None else None,
         custom_data=tree(request, batch.custom_data),
         commands=commands.commands,
         sees=sees_payloads(request),
@@ -94,7 +97,7 @@ async def why(request: Request) -> Response:
         title="Why it is not finished",
         explanation=explanation,
         reasons=whys(request, explanation.reasons),
-        domain=domain,
+        batch=request.path_params["batch_id"],
     )
 
 
@@ -122,7 +125,9 @@ def whys(request: Request, reasons: Sequence[Reason]) -> list[Why]:
             reason.since,
             reason.message if seen else f"{counted(reason.count, 'command')}: {reason.code.label}.",
             reason.advice,
+            reason.details.get("domain"),
             reason.details.get("command_id"),
+            reason.details.get("fingerprint"),
         )
         for reason in reasons
     ]

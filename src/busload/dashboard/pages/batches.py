@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from starlette.requests import Request
@@ -14,101 +11,62 @@ from starlette.responses import Response
 from busload.batches.batch import BatchMetadata, BatchStatus, BatchType
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
-from busload.dashboard.render import bus_of, cli, dashboard_of, iso, number, render, url, words
+from busload.dashboard.render import bus_of, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
 
 LIMIT = 50
 COUNTERS = ("completed", "failed", "canceled", "in_troubleshooting")
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which batches are listed: what the address says."""
-
-    domain: str | None
-    status: BatchStatus | None
-    batch_type: BatchType | None
-    name: str | None
-    created_after: datetime | None
-    created_before: datetime | None
-    after: UUID | None
-
-    @classmethod
-    def of(cls, request: Request) -> Filter:
-        return cls(
-            asked.text(request, "domain"),
-            asked.one_of(request, "status", BatchStatus),
-            asked.one_of(request, "type", BatchType),
-            asked.text(request, "name"),
-            asked.moment(request, "since"),
-            asked.moment(request, "until"),
-            asked.id_of(request, "after"),
-        )
-
-    def query(self, after: UUID | None = None) -> dict[str, Any]:
-        return {**self.names, "after": after}
-
-    @property
-    def names(self) -> dict[str, str | None]:
-        """The filters by their names in the address, which are those of the command line too."""
-        times = {"since": self.created_after, "until": self.created_before}
-        return {
-            "domain": self.domain,
-            "status": self.status,
-            "type": self.batch_type,
-            "name": self.name,
-            **{name: None if time is None else iso(time) for name, time in times.items()},
-        }
-
-    @property
-    def words(self) -> list[str]:
-        """The options of the command line that mean the same."""
-        return [word for name, value in self.names.items() if value for word in (f"--{name}", str(value))]
-
-
-async def _listed(request: Request) -> tuple[Filter, list[BatchMetadata]]:
+async def _listed(request: Request) -> tuple[Filter, UUID | None, list[BatchMetadata]]:
     """The batches of a page, and one more if there is a next page."""
-    wanted = Filter.of(request)
+    wanted = Filter.of(
+        request,
+        domain=asked.text,
+        status=asked.choice(BatchStatus),
+        type=asked.choice(BatchType),
+        name=asked.text,
+        since=asked.moment,
+        until=asked.moment,
+    )
+    after = asked.id_of(request, "after")
     found = await bus_of(request).list_batches(
-        wanted.domain,
-        status=wanted.status,
-        batch_type=wanted.batch_type,
-        name=wanted.name,
-        created_after=wanted.created_after,
-        created_before=wanted.created_before,
-        after=wanted.after,
+        wanted["domain"],
+        status=wanted["status"],
+        batch_type=wanted["type"],
+        name=wanted["name"],
+        created_after=wanted["since"],
+        created_before=wanted["until"],
+        after=after,
         limit=LIMIT + 1,
         forecast=True,
     )
-    if not found and wanted.after is not None:
+    if not found and after is not None:
         raise no_such_page()
-    return wanted, found
+    return wanted, after, found
 
 
 async def list_page(request: Request) -> Response:
-    wanted, found = await _listed(request)
+    wanted, after, found = await _listed(request)
     shown, more = found[:LIMIT], len(found) > LIMIT
     return render(
         request,
         "batches.html",
         title="Batches",
         batches=shown,
-        wanted=wanted,
-        given=any(wanted.names.values()),
         creates="batch.new" in dashboard_of(request).routes,
         statuses=list(BatchStatus),
         types=list(BatchType),
         live=_values(shown),
-        first=url(request, "batches", wanted.query()) if wanted.after else None,
-        next=url(request, "batches", wanted.query(shown[-1].batch_id)) if more else None,
         cli=cli("batch", "ls", *wanted.words),
+        **wanted.shown(request, "batches", after=after, next=shown[-1].batch_id if more else None),
     )
 
 
 async def live_list(request: Request) -> Live:
-    _, found = await _listed(request)
-    return _values(found[:LIMIT])
+    return _values((await _listed(request))[-1][:LIMIT])
 
 
 def _values(batches: Sequence[BatchMetadata]) -> Live:

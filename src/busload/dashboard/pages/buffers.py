@@ -14,7 +14,7 @@ from busload.buffers.status import COUNTED, PLACES, BufferStatus
 from busload.commands.wording import counted, span
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
-from busload.dashboard.problem import Problem
+from busload.dashboard.problem import not_found
 from busload.dashboard.render import ago, bus_of, cli, live_key, number, principal_of, render, sees_payloads
 from busload.dashboard.route import Live, action, page
 
@@ -78,9 +78,7 @@ async def _buffer(request: Request) -> tuple[BufferStatus, datetime]:
     name = request.path_params["name"]
     found = await bus_of(request).buffers.get(name)
     if found is None:
-        raise Problem(
-            404,
-            "Not found",
+        raise not_found(
             f"There is no buffer {name!r:.200}: no worker has declared it, and no event waits in it.",
             "See the list of buffers, and which database the dashboard uses.",
         )

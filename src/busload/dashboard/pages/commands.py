@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -14,25 +13,25 @@ from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
 from busload.commands.execution import ExecutionStatus
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.filter import Filter
 from busload.dashboard.pages.batch import whys
 from busload.dashboard.pages.timeline import Step, steps
 from busload.dashboard.pages.troubleshooting import cause_of
-from busload.dashboard.problem import Problem, no_such_page, wrong_input
+from busload.dashboard.problem import Problem, no_such_page, not_found, wrong_input
 from busload.dashboard.render import (
     Tree,
     bus_of,
     cli,
-    iso,
     number,
     principal_of,
     render,
     sees_payloads,
     tree,
-    url,
     words,
 )
 from busload.dashboard.route import Live, action, page
 from busload.errors import CommandNotFoundError
+from busload.jobs.listing import job_of_batch
 from busload.telemetry.logs import trace_id_of
 from busload.troubleshooting.selection import Cause, Selection
 
@@ -50,70 +49,30 @@ PLACE_OF = {
 ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which commands are searched: what the address says."""
-
-    domain: str | None
-    status: CommandStatus | None
-    command_type: str | None
-    task_key: str | None
-    batch_id: UUID | None
-    created_after: datetime | None
-    created_before: datetime | None
-    error: str | None
-
-    @classmethod
-    def of(cls, request: Request) -> Filter:
-        error = asked.text(request, "error")
-        if error is not None and not sees_payloads(request):
-            raise Problem(
-                403, "Only for operators", "Error texts are hidden from readers.", "Search without the error."
-            )
-        return cls(
-            asked.text(request, "domain"),
-            asked.one_of(request, "status", CommandStatus),
-            asked.text(request, "type"),
-            asked.text(request, "task_key"),
-            asked.id_of(request, "batch"),
-            asked.moment(request, "since"),
-            asked.moment(request, "until"),
-            error,
-        )
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The filters by their names in the address, which are those of the command line too."""
-        times = {"since": self.created_after, "until": self.created_before}
-        return {
-            "domain": self.domain,
-            "status": self.status,
-            "type": self.command_type,
-            "task_key": self.task_key,
-            "batch": self.batch_id,
-            **{name: None if time is None else iso(time) for name, time in times.items()},
-            "error": self.error,
-        }
-
-    @property
-    def words(self) -> list[str]:
-        given = {f"--{name.replace('_', '-')}": value for name, value in self.names.items() if value is not None}
-        return [word for option, value in given.items() for word in (option, str(value))]
-
-
 async def search(request: Request) -> Response:
-    wanted, after = Filter.of(request), asked.text(request, "after")
+    wanted = Filter.of(
+        request,
+        domain=asked.text,
+        status=asked.choice(CommandStatus),
+        type=asked.text,
+        task_key=asked.text,
+        batch=asked.id_of,
+        since=asked.moment,
+        until=asked.moment,
+        error=_error_text,
+    )
+    after = asked.text(request, "after")
     if after is not None and not after.isdecimal():
         raise wrong_input(f"The page begins at {after!r:.80}, which is no cursor.", "Begin with the first page.")
     found = await bus_of(request).list_commands(
-        wanted.domain,
-        status=wanted.status,
-        command_type=wanted.command_type,
-        task_key=wanted.task_key,
-        batch_id=wanted.batch_id,
-        created_after=wanted.created_after,
-        created_before=wanted.created_before,
-        error=wanted.error,
+        wanted["domain"],
+        status=wanted["status"],
+        command_type=wanted["type"],
+        task_key=wanted["task_key"],
+        batch_id=wanted["batch"],
+        created_after=wanted["since"],
+        created_before=wanted["until"],
+        error=wanted["error"],
         limit=LIMIT,
         after=after,
     )
@@ -124,14 +83,19 @@ async def search(request: Request) -> Response:
         "commands.html",
         title="Commands",
         commands=found.commands,
-        wanted=wanted,
-        given=any(value is not None for value in wanted.names.values()),
         statuses=list(CommandStatus),
         sees=sees_payloads(request),
-        first=url(request, "commands", wanted.names) if after else None,
-        next=url(request, "commands", {**wanted.names, "after": found.next}) if found.next else None,
         cli=cli("command", "ls", *wanted.words),
+        **wanted.shown(request, "commands", after=after, next=found.next),
     )
+
+
+def _error_text(request: Request, name: str) -> str | None:
+    """What to search in errors, for those who may see them."""
+    found = asked.text(request, name)
+    if found is not None and not sees_payloads(request):
+        raise Problem(403, "Only for operators", "Error texts are hidden from readers.", "Search without the error.")
+    return found
 
 
 def _named(request: Request) -> tuple[str, UUID]:
@@ -165,6 +129,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         ended=command.status in ENDED,
         troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
         cause=await _cause(request, command),
+        job=None if command.batch_id is None else await bus.database.read(job_of_batch(command.batch_id)),
         live=_values(command, trail),
         cli=cli("command", "show", command.command_id, "--domain", command.domain),
         notice=notice,
@@ -234,7 +199,7 @@ async def trace(request: Request) -> Response:
         raise wrong_input("The address names no task.", "Add ?task_key=KEY, or come from the page of a command.")
     attempts = await bus_of(request).trace(key, domain=domain)
     if not attempts:
-        raise Problem(404, "Not found", f"No command was ever sent for the task {key!r:.200}.", "Check the task key.")
+        raise not_found(f"No command was ever sent for the task {key!r:.200}.", "Check the task key.")
     return render(
         request,
         "trace.html",

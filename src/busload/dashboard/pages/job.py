@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 from uuid import UUID
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.pages.jobs import parked
-from busload.dashboard.problem import Problem
+from busload.dashboard.problem import not_found
 from busload.dashboard.render import bus_of, cli, number, principal_of, render, sees_payloads, tree, words
 from busload.dashboard.route import Live, action, page
 from busload.jobs.job import JobMetadata, JobStatus
@@ -54,6 +55,8 @@ class Graph:
 
     width: int
     height: int
+    box_width: ClassVar = WIDTH
+    box_height: ClassVar = HEIGHT
     boxes: tuple[Box, ...]
     lines: tuple[Line, ...]
 
@@ -88,9 +91,7 @@ async def _job(request: Request) -> JobMetadata:
     job_id: UUID = request.path_params["job_id"]
     found = await bus_of(request).jobs.get(None, job_id)
     if found is None:
-        raise Problem(
-            404,
-            "Not found",
+        raise not_found(
             f"There is no job {job_id} in any domain.",
             "Check the id, and which database the dashboard uses. It may have been removed as old.",
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 from uuid import UUID
 
 from starlette.requests import Request
@@ -12,82 +10,49 @@ from starlette.responses import Response
 
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
-from busload.dashboard.render import bus_of, cli, number, render, url, words
+from busload.dashboard.render import bus_of, cli, number, render, words
 from busload.dashboard.route import Live, page
 from busload.jobs.job import JobMetadata, JobStatus
 
 LIMIT = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which jobs are listed: what the address says."""
-
-    domain: str | None
-    status: JobStatus | None
-    name: str | None
-    batch_id: UUID | None
-    after: UUID | None
-
-    @classmethod
-    def of(cls, request: Request) -> Filter:
-        return cls(
-            asked.text(request, "domain"),
-            asked.one_of(request, "status", JobStatus),
-            asked.text(request, "name"),
-            asked.id_of(request, "batch"),
-            asked.id_of(request, "after"),
-        )
-
-    def query(self, after: UUID | None = None) -> dict[str, Any]:
-        about = {"domain": self.domain, "status": self.status, "name": self.name}
-        return {**about, "batch": self.batch_id, "after": after}
-
-    @property
-    def words(self) -> list[str]:
-        """The options of the command line that mean the same."""
-        options = {"--domain": self.domain, "--status": self.status, "--name": self.name, "--batch": self.batch_id}
-        return [word for option, value in options.items() if value for word in (option, str(value))]
-
-
-async def _listed(request: Request) -> tuple[Filter, list[JobMetadata]]:
+async def _listed(request: Request) -> tuple[Filter, UUID | None, list[JobMetadata]]:
     """The jobs of a page, and one more if there is a next page."""
-    wanted = Filter.of(request)
+    wanted = Filter.of(request, domain=asked.text, status=asked.choice(JobStatus), name=asked.text, batch=asked.id_of)
+    after = asked.id_of(request, "after")
     found = await bus_of(request).jobs.list(
-        wanted.domain,
-        status=wanted.status,
-        name=wanted.name,
-        batch_id=wanted.batch_id,
-        after=wanted.after,
+        wanted["domain"],
+        status=wanted["status"],
+        name=wanted["name"],
+        batch_id=wanted["batch"],
+        after=after,
         limit=LIMIT + 1,
     )
-    if not found and wanted.after is not None:
+    if not found and after is not None:
         raise no_such_page()
-    return wanted, found
+    return wanted, after, found
 
 
 async def list_page(request: Request) -> Response:
-    wanted, found = await _listed(request)
-    shown = found[:LIMIT]
+    wanted, after, found = await _listed(request)
+    shown, more = found[:LIMIT], len(found) > LIMIT
     return render(
         request,
         "jobs.html",
         title="Jobs",
         jobs=shown,
-        wanted=wanted,
-        given=any(wanted.query().values()),
         statuses=list(JobStatus),
         live=_values(shown),
-        first=url(request, "jobs", wanted.query()) if wanted.after else None,
-        next=url(request, "jobs", wanted.query(shown[-1].job_id)) if len(found) > LIMIT else None,
         cli=cli("job", "ls", *wanted.words),
+        **wanted.shown(request, "jobs", after=after, next=shown[-1].job_id if more else None),
     )
 
 
 async def live_list(request: Request) -> Live:
-    _, found = await _listed(request)
-    return _values(found[:LIMIT])
+    return _values((await _listed(request))[-1][:LIMIT])
 
 
 def _values(jobs: Sequence[JobMetadata]) -> Live:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
-from busload.dashboard.problem import Problem
+from busload.dashboard.problem import not_found
 from busload.dashboard.render import ago, bus_of, cli, live_key, number, principal_of, render
 from busload.dashboard.route import Live, action, page
 from busload.limits.concurrency import ConcurrencyStatus
@@ -96,9 +96,7 @@ async def reset(request: Request) -> Response:
     name, by = asked.required(fields, "name"), fields.get("by") or None
     count = await bus_of(request).limits.reset(name, by, operator=principal_of(request).name)
     if not count:
-        raise Problem(
-            404,
-            "Not found",
+        raise not_found(
             f"No limit {name!r:.200} was used within a day. Nothing was done.",
             "Look at the list of limits again: it may have changed.",
         )

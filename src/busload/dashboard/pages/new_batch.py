@@ -13,7 +13,7 @@ from busload.commands.wording import counted
 from busload.dashboard import asked, draft
 from busload.dashboard.access import Permission
 from busload.dashboard.draft import Draft, WrongDraft
-from busload.dashboard.problem import Problem
+from busload.dashboard.problem import Problem, wrong_input
 from busload.dashboard.render import bus_of, principal_of, render, tree, url
 from busload.dashboard.route import action, page
 from busload.errors import BusloadError
@@ -61,7 +61,7 @@ async def _fields(request: Request) -> Mapping[str, str]:
     try:
         UUID(fields.get("batch_id", ""))
     except ValueError:
-        raise Problem(400, "Wrong input", "The form is not whole.", "Open the page again, and fill it in.") from None
+        raise wrong_input("The form is not whole.", "Open the page again, and fill it in.") from None
     return fields
 
 

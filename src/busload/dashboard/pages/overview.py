@@ -15,8 +15,9 @@ from busload.dashboard.charts import CHARTS, Drawing, Last, draw
 from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
 from busload.health.health import Health, HealthReason
-from busload.health.overview import Overview, Rates
-from busload.statistics.statistics import Point
+from busload.health.overview import Overview, Rates, overview
+from busload.postgres.plan import Plan
+from busload.statistics.statistics import Point, series_until
 
 AGE = 5.0
 """Seconds for which points are good enough."""
@@ -63,20 +64,24 @@ class Seen:
 
 async def _see(request: Request) -> Seen:
     bus, last = bus_of(request), asked.one_of(request, "last", Last) or Last.HOUR
-    overview = await bus.overview()
-    rates: Rates = dashboard_of(request).memory.setdefault("rates", Rates())
-    drawing = draw(await _points(request, last), overview, last.step)
-    return Seen(overview, await bus.health(timeout=4), rates.of(overview), drawing)
-
-
-async def _points(request: Request, last: Last) -> list[Point]:
-    """Points of the charts. Workers tell of them every few seconds, so nobody asks more often."""
-    known: dict[Last, tuple[float, list[Point]]] = dashboard_of(request).memory.setdefault("points", {})
+    memory = dashboard_of(request).memory
+    known: dict[Last, tuple[float, list[Point]]] = memory.setdefault("points", {})
     until, points = known.get(last, (0.0, []))
-    if (now := time.monotonic()) >= until:
-        points = await bus_of(request).statistics.series(last=last.covers, step=last.step)
-        known[last] = now + AGE, points
-    return points
+    due = time.monotonic() >= until
+    now, newer = await bus.database.in_transaction(_looked(last if due else None))
+    if newer is not None:
+        points = newer
+        known[last] = time.monotonic() + AGE, points
+    rates: Rates = memory.setdefault("rates", Rates())
+    return Seen(now, await bus.health(timeout=4), rates.of(now), draw(points, now, last.step))
+
+
+def _looked(last: Last | None) -> Plan[tuple[Overview, list[Point] | None]]:
+    """The bus now, and the points of the charts if they are due. Workers tell of them every few seconds."""
+    now = yield from overview()
+    if last is None:
+        return now, None
+    return now, (yield from series_until(now.at, now.domains, None, last=last.covers, step=last.step))
 
 
 async def show(request: Request) -> Response:

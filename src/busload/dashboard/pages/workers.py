@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,8 +11,9 @@ from starlette.responses import Response
 from busload.commands.wording import span
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
-from busload.dashboard.problem import Problem, no_such_page, wrong_input
-from busload.dashboard.render import bus_of, cli, number, principal_of, render, url, words
+from busload.dashboard.filter import Filter
+from busload.dashboard.problem import no_such_page, not_found, wrong_input
+from busload.dashboard.render import bus_of, cli, number, principal_of, render, words
 from busload.dashboard.route import Live, action, page
 from busload.health.workers import NUMBERS, HeldCommand, KnownWorker
 
@@ -22,39 +22,38 @@ RUNNING = ("ALIVE", "STOPPING", "SILENT")
 """States of a worker that has not stopped."""
 
 
-async def _listed(request: Request) -> tuple[dict[str, Any], list[KnownWorker]]:
-    """What the address asks for, and the workers of a page: one more if there is a next page."""
-    domain, after = asked.text(request, "domain"), asked.text(request, "after")
-    everyone = asked.text(request, "all") is not None
+async def _listed(request: Request) -> tuple[Filter, str | None, list[KnownWorker]]:
+    """The workers of a page, and one more if there is a next page."""
+    wanted, after = Filter.of(request, domain=asked.text, all=asked.flag), asked.text(request, "after")
     if after is not None and not (after.isascii() and after.isdecimal() and int(after) in NUMBERS):
         raise wrong_input(f"The page begins at {after!r:.80}, which is no worker.", "Begin with the first page.")
     found = await bus_of(request).workers.list(
-        domain, stopped_too=everyone, after=None if after is None else int(after), limit=LIMIT + 1
+        wanted["domain"],
+        stopped_too=wanted["all"] is not None,
+        after=None if after is None else int(after),
+        limit=LIMIT + 1,
     )
     if not found and after is not None:
         raise no_such_page()
-    return {"domain": domain, "all": "yes" if everyone else None, "after": after}, found
+    return wanted, after, found
 
 
 async def list_page(request: Request) -> Response:
-    wanted, found = await _listed(request)
-    shown = found[:LIMIT]
-    after, named = wanted.pop("after"), ["--domain", wanted["domain"]] if wanted["domain"] else []
+    wanted, after, found = await _listed(request)
+    shown, more = found[:LIMIT], len(found) > LIMIT
     return render(
         request,
         "workers.html",
         title="Workers",
         workers=shown,
-        wanted=wanted,
         live=_values(shown),
-        first=url(request, "workers", wanted) if after else None,
-        next=url(request, "workers", {**wanted, "after": shown[-1].worker}) if len(found) > LIMIT else None,
-        cli=cli("worker", "ls", *named, *(["--all"] if wanted["all"] else [])),
+        cli=cli("worker", "ls", *wanted.words),
+        **wanted.shown(request, "workers", after=after, next=shown[-1].worker if more else None),
     )
 
 
 async def live_list(request: Request) -> Live:
-    return _values((await _listed(request))[1][:LIMIT])
+    return _values((await _listed(request))[-1][:LIMIT])
 
 
 def _values(workers: Sequence[KnownWorker]) -> Live:
@@ -80,9 +79,7 @@ async def _worker(request: Request) -> KnownWorker:
     wanted: int = request.path_params["worker"]
     found = await bus_of(request).workers.get(wanted)
     if found is None:
-        raise Problem(
-            404,
-            "Not found",
+        raise not_found(
             f"There is no worker with the number {wanted}.",
             "See the list of workers, and which database the dashboard uses.",
         )

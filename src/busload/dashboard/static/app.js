@@ -21,6 +21,25 @@
     }
   }
 
+  // Times of filters: people see and choose those of their zone, and addresses hold those of UTC.
+  function localTime(at) {
+    return new Date(at.getTime() - at.getTimezoneOffset() * 60000).toISOString().slice(0, 16);
+  }
+
+  function showMoments(root) {
+    for (const mark of root.querySelectorAll("[data-utc]")) mark.remove();
+    for (const input of root.querySelectorAll("input[data-at]")) input.value = localTime(new Date(input.dataset.at));
+  }
+
+  document.addEventListener("formdata", (event) => {
+    for (const input of event.target.querySelectorAll("input[type=datetime-local]")) {
+      const at = new Date(input.value);
+      if (Number.isNaN(at.getTime())) continue;
+      const kept = input.dataset.at && input.value === localTime(new Date(input.dataset.at));
+      event.formData.set(input.name, kept ? input.dataset.at : at.toISOString());
+    }
+  });
+
   // -- live values -----------------------------------------------------------------------------------------------------
 
   function follow(key, show) {
@@ -55,11 +74,12 @@
     offer.querySelector("button").textContent = count === 1 ? "Show 1 change" : `Show ${count} changes`;
   }
 
+  // A page that nobody sees listens to nothing: browsers open six connections to a host, for all tabs together.
   function listen(main) {
     if (source) source.close();
     source = null;
     feedState.textContent = "";
-    if (!main || !main.dataset.liveUrl) return;
+    if (!main || !main.dataset.liveUrl || document.hidden) return;
     findFollowers(main);
     source = new EventSource(main.dataset.liveUrl);
     source.addEventListener("values", (event) => {
@@ -121,6 +141,7 @@
   function begin() {
     const main = document.getElementById("main");
     showTimes(document);
+    showMoments(document);
     listen(main);
   }
 
@@ -137,6 +158,7 @@
   });
   const current = document.querySelector(".side [aria-current]");
   if (current) current.scrollIntoView({ block: "nearest", inline: "center" });  // on a phone it may be out of sight
+  document.addEventListener("visibilitychange", () => listen(document.getElementById("main")));
   window.addEventListener("pagehide", () => { if (source) source.close(); });
   begin();
 })();

@@ -68,13 +68,15 @@ CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
         'LEASE_LOST',     -- the worker was declared dead
         'NOT_CRASHED',    -- that worker came back, still running its commands, so they are no longer suspect
         'RELEASED', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'REROUTED', 'RESCHEDULED', 'ASKED_TO_STOP',
+        'SNOOZED',           -- its handler has put it off
         'PUBLISHED',         -- a broker has confirmed a message about them
         'PUBLISHED_AGAIN',   -- nobody came for them: another message
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
         'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED',
         -- What operators did to something that is neither a command nor a batch: `details` name it.
         'WORKER_ASKED_TO_STOP', 'DOMAIN_PAUSED', 'DOMAIN_RESUMED', 'LIMIT_RESET', 'BUFFER_FLUSHED',
-        'OUTBOX_RETRIED', 'OUTBOX_REPAIRED', 'JOB_RESUMED', 'JOB_CANCELED'));
+        'OUTBOX_RETRIED', 'OUTBOX_REPAIRED', 'JOB_RESUMED', 'JOB_CANCELED',
+        'SCHEDULE_PAUSED', 'SCHEDULE_RESUMED', 'SCHEDULE_TRIGGERED', 'SCHEDULE_REMOVED'));
 CREATE TABLE busload.event (
     event    bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     type     busload.event_type NOT NULL,

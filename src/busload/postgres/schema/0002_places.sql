@@ -53,7 +53,8 @@ CREATE TABLE busload.scheduled (
     LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,
     run_at timestamptz NOT NULL,
     reason text        NOT NULL
-           CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD', 'CANARY')),
+           CHECK (reason IN ('RUN_AT', 'RETRY', 'NO_HANDLER', 'RATE_LIMITED', 'LIMITED', 'HELD', 'CANARY',
+                            'SNOOZED')),
     -- Of LIMITED: the concurrency limit and the value of its `by` that the command waits for, and how many
     -- commands one call takes. If per_call is null, the commands run in order, and it waits for its
     -- predecessors.

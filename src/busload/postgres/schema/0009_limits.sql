@@ -60,11 +60,14 @@ CREATE TABLE busload.permit (
     PRIMARY KEY (limit_subject, limit_name, permit)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- Lock limits until the transaction ends: all of one name, or each with its own. Limits share 128 locks in
--- each `space`, so that a transaction takes no more of them than the server has room for, and always in the
--- same order. To find out which locks many limits need costs more than to take them all. The statement that
--- calls one of the functions below is the whole transaction: a client that freezes holds nobody up. Plans are
--- kept, and may be made while the tables are empty: by their settings they are right at any size.
+-- Lock limits until the transaction ends: all of one name, or each with its own; all there are if `subjects`
+-- is null. Limits share the locks of a `space`, so that a transaction takes no more of them than the server
+-- has room for, and always in the same order. To find out which locks many limits need costs more than to
+-- take them all. Where everybody is alone, there are 128 and one more, which stands for all: whoever needs
+-- many limits takes only that one, and whoever needs few holds it beside others. Where most are beside
+-- others, there are 16. The statement that calls one of the functions below is the whole transaction: a
+-- client that freezes holds nobody up. Plans are kept, and may be made while the tables are empty: by their
+-- settings they are right at any size.
 --
 -- Space 27711006: whoever takes permits is alone with their limits.
 -- Space 27711008: whoever frees permits, or wakes commands that wait for them, does it beside others. But
@@ -74,14 +77,27 @@ CREATE TABLE busload.permit (
 -- Space 27711009: whoever enters commands into an order, or lets the next one run, is alone with their keys.
 CREATE FUNCTION busload.lock_limits(space integer, names text[], subjects text[], alone boolean) RETURNS void
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-DECLARE parts integer[] := ARRAY(SELECT generate_series(0, 127));
+DECLARE
+    few CONSTANT boolean := coalesce(cardinality($3) < 250, false);
+    most CONSTANT integer := CASE WHEN space = 27711008 THEN 16 ELSE 128 END;
+    parts integer[];
 BEGIN
-    IF coalesce(cardinality($3), 0) < 250 THEN
+    IF space <> 27711008 THEN
+        IF NOT few THEN
+            PERFORM pg_advisory_xact_lock(space, most);
+            RETURN;
+        END IF;
+        PERFORM pg_advisory_xact_lock_shared(space, most);
+    END IF;
+    IF few THEN
         parts := ARRAY(
-            SELECT DISTINCT (hashtextextended(coalesce(k.name, $2[1]) || ' ' || k.subject, 0) & 127)::integer
+            SELECT DISTINCT
+                   (hashtextextended(coalesce(k.name, $2[1]) || ' ' || k.subject, 0) & (most - 1))::integer
               FROM unnest($2, $3) AS k (name, subject)
              ORDER BY 1
         );
+    ELSE
+        parts := ARRAY(SELECT generate_series(0, most - 1));
     END IF;
     IF alone THEN
         PERFORM pg_advisory_xact_lock(space, part) FROM unnest(parts) AS part;
@@ -92,11 +108,12 @@ END $$;
 
 -- Ask for permits, each for one call with some commands of some leases. Returns for each request its permit,
 -- 0 if there is none, or null if the worker holds none of its commands any more. If all are granted, it may
--- return only the first permit: the numbers of the others follow. Of one limit, the request with the lowest
--- command comes first. What gets none leaves its lease and waits, as the same attempt, until a permit is
--- free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what the others
--- did before. The commit does not wait for the disk, so that others wait less for the locks: whoever asks
--- waits for the disk before it uses a permit.
+-- return only the first permit: the numbers of the others follow. If they are many, it also returns where in
+-- the table the first and the last of them are: most often the others are between. Of one limit, the request
+-- with the lowest command comes first. What gets none leaves its lease and waits, as the same attempt, until
+-- a permit is free; an hour at most, in case that nobody wakes it. Every statement after the locks sees what
+-- the others did before. The commit does not wait for the disk, so that others wait less for the locks:
+-- whoever asks waits for the disk before it uses a permit.
 --
 -- `names`, `most` and `sizes` have one element for all requests, or one for each. A command has the position
 -- of its request in `requests`, and of its lease in `lease_ordinals`. If `requests` is empty, each request
@@ -104,8 +121,9 @@ END $$;
 -- have the same subject.
 CREATE FUNCTION busload.take_permits(
     taker bigint, names text[], subjects text[], most integer[], sizes integer[],
-    leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[], different boolean
-) RETURNS bigint[]
+    leases uuid[], commands bigint[], requests integer[], lease_ordinals integer[], different boolean,
+    OUT permits bigint[], OUT first_row text, OUT last_row text
+)
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_nestloop = off AS $$
 DECLARE
@@ -113,7 +131,6 @@ DECLARE
     intact boolean;
     fits boolean;
     number bigint;
-    answer bigint[];
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
     SELECT count(*) = cardinality($6) AND bool_and(l.returned = '{}')
@@ -168,7 +185,19 @@ BEGIN
         OVERRIDING SYSTEM VALUE
         SELECT number + r.ordinal - 1, coalesce(r.name, $2[1]), r.subject, $1, r.command
           FROM unnest($2, $3, $7) WITH ORDINALITY AS r (name, subject, command, ordinal);
-        RETURN ARRAY[number];
+        permits := ARRAY[number];
+        IF cardinality($3) >= 100 THEN
+            SELECT p.ctid
+              INTO first_row
+              FROM busload.permit AS p
+             WHERE p.limit_subject = $3[1] AND p.limit_name = $2[1] AND p.permit = number;
+            SELECT p.ctid
+              INTO last_row
+              FROM busload.permit AS p
+             WHERE p.limit_subject = $3[cardinality($3)] AND p.limit_name = $2[cardinality($2)]
+               AND p.permit = number + cardinality($3) - 1;
+        END IF;
+        RETURN;
     END IF;
     PERFORM busload.lock_limits(27711008, $2, $3, true);
     WITH request AS (
@@ -236,11 +265,10 @@ BEGIN
          GROUP BY lease_id, batch_id, attempt, name, subject, island
     )
     SELECT array_agg(CASE WHEN j.first IS NOT NULL THEN coalesce(g.permit, 0) END ORDER BY r.ordinal)
-      INTO answer
+      INTO permits
       FROM request AS r
       LEFT JOIN judged AS j ON j.ordinal = r.ordinal
       LEFT JOIN granted AS g ON g.command = j.first;
-    RETURN answer;
 END $$;
 
 -- Let the commands with the lowest ids that wait for these limits ask again: as many as so many calls take,
@@ -333,7 +361,60 @@ BEGIN
     SELECT array_agg(g.limit_name), array_agg(g.limit_subject), array_agg(g.calls)
       INTO gone_names, gone_subjects, calls
       FROM (SELECT limit_name, limit_subject, count(*) AS calls FROM gone GROUP BY 1, 2) AS g;
-    RETURN busload.wake_limited(gone_names, gone_subjects, calls);
+    RETURN CASE WHEN calls IS NULL THEN 0 ELSE busload.wake_limited(gone_names, gone_subjects, calls) END;
+END $$;
+
+-- The same for permits that were granted together: for each part of them, between which rows of the table
+-- they are, and between which numbers. So they are found without their index. Returns also how many were
+-- given back: if they are fewer, the table was written anew, or others have freed some, and the caller gives
+-- them back one by one.
+CREATE FUNCTION busload.free_rows(
+    names text[], first_rows text[], last_rows text[], first_permits bigint[], last_permits bigint[],
+    OUT freed bigint, OUT woken bigint
+)
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    waited_for boolean;
+    part record;
+    found bigint;
+    gone_names text[];
+    gone_subjects text[];
+BEGIN
+    freed := 0;
+    woken := 0;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM busload.lock_limits(27711008, $1, NULL, false);
+    waited_for := EXISTS (SELECT FROM busload.scheduled
+                           WHERE reason = 'LIMITED' AND per_call IS NOT NULL AND limit_name = ANY ($1));
+    FOR part IN
+        SELECT p.first_row::tid, p.last_row::tid, p.first_permit, p.last_permit
+          FROM unnest($2, $3, $4, $5) AS p (first_row, last_row, first_permit, last_permit)
+    LOOP
+        IF waited_for THEN
+            WITH gone AS (
+                DELETE FROM busload.permit
+                 WHERE ctid BETWEEN part.first_row AND part.last_row
+                   AND permit BETWEEN part.first_permit AND part.last_permit
+                RETURNING limit_name, limit_subject
+            )
+            SELECT gone_names || array_agg(limit_name), gone_subjects || array_agg(limit_subject), count(*)
+              INTO gone_names, gone_subjects, found
+              FROM gone;
+        ELSE
+            DELETE FROM busload.permit
+             WHERE ctid BETWEEN part.first_row AND part.last_row
+               AND permit BETWEEN part.first_permit AND part.last_permit;
+            GET DIAGNOSTICS found = ROW_COUNT;
+        END IF;
+        freed := freed + found;
+    END LOOP;
+    IF gone_names IS NOT NULL THEN
+        SELECT busload.wake_limited(array_agg(g.name), array_agg(g.subject), array_agg(g.calls))
+          INTO woken
+          FROM (SELECT g.name, g.subject, count(*) AS calls
+                  FROM unnest(gone_names, gone_subjects) AS g (name, subject)
+                 GROUP BY 1, 2) AS g;
+    END IF;
 END $$;
 
 -- Order: commands of one value of `by` run one at a time, in the order of their ids. The key of a command is
@@ -388,7 +469,7 @@ CREATE FUNCTION busload.not_first_any_more(commands bigint[]) RETURNS SETOF bigi
             )
             OR (SELECT q.lo FROM busload.ready AS q
                  WHERE q.hi BETWEEN c.id AND (c.id | 1023) ORDER BY q.hi LIMIT 1) <= c.id
-            OR (SELECT s.lo <= c.id AND s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER')
+            OR (SELECT s.lo <= c.id AND s.reason IN ('RETRY', 'RATE_LIMITED', 'NO_HANDLER', 'SNOOZED')
                   FROM busload.scheduled AS s
                  WHERE s.hi BETWEEN c.id AND (c.id | 1023) ORDER BY s.hi LIMIT 1)) IS NOT TRUE
 $$;

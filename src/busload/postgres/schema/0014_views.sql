@@ -315,8 +315,9 @@ BEGIN
 
     SELECT sum(size) FILTER (WHERE reason = 'RETRY') AS retries,
            date_part('epoch', max(run_at) FILTER (WHERE reason = 'RETRY') - now()) AS last_retry,
-           sum(size) FILTER (WHERE reason = 'RUN_AT') AS planned,
-           date_part('epoch', max(run_at) FILTER (WHERE reason = 'RUN_AT') - now()) AS last_planned,
+           sum(size) FILTER (WHERE reason IN ('RUN_AT', 'SNOOZED')) AS planned,
+           date_part('epoch', max(run_at) FILTER (WHERE reason IN ('RUN_AT', 'SNOOZED')) - now())
+               AS last_planned,
            sum(size) FILTER (WHERE reason = 'NO_HANDLER') AS no_handler,
            coalesce(bool_or(reason IN ('RATE_LIMITED', 'LIMITED')), false) AS limited,
            array_agg(DISTINCT domain) AS domains

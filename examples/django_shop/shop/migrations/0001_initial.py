@@ -1,0 +1,19 @@
+"""The table of orders."""
+
+from django.db import migrations, models
+
+
+class Migration(migrations.Migration):
+    initial = True
+    dependencies = ()
+    operations = (
+        migrations.CreateModel(
+            name="Order",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("item", models.TextField()),
+                ("amount", models.PositiveIntegerField()),
+                ("shipped", models.BooleanField(default=False)),
+            ],
+        ),
+    )

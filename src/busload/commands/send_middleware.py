@@ -1,0 +1,57 @@
+"""Middleware around sends: functions that see each call that sends commands, and give headers to what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from busload.commands.command import BatchCommand
+
+
+@dataclass(slots=True)
+class SendCall:
+    """A call that sends commands, as middleware sees it. What it puts into `headers`, every command of the call gets.
+
+    `headers` begin with those that the call was given. Of `send_many` each command has its own, which win.
+    """
+
+    call: Literal["send", "send_many", "create_batch", "open_batch"]
+    domain: str
+    command_type: str | None = None
+    """The type of the command, if it is one."""
+    headers: dict[str, str] = field(default_factory=dict)
+    result: Any = None
+    """What the call returns, once it has sent."""
+
+
+SendMiddleware = Callable[[SendCall], Iterator[None]]
+"""A generator function: what it does before its `yield` is done before the call sends, and the rest after it."""
+
+
+@contextmanager
+def around_send(
+    middlewares: Sequence[SendMiddleware],
+    call: Literal["send", "send_many", "create_batch", "open_batch"],
+    domain: str,
+    headers: object = None,
+    command_type: str | None = None,
+) -> Iterator[SendCall]:
+    """Send within the block. The first middleware is the outermost one."""
+    given = {**headers} if isinstance(headers, Mapping) else {}  # what is no mapping is refused by the check
+    sending = SendCall(call, domain, command_type, given)
+    with ExitStack() as stack:
+        for middleware in middlewares:
+            stack.enter_context(contextmanager(middleware)(sending))
+        yield sending
+
+
+def with_headers(commands: Iterable[BatchCommand], headers: Mapping[str, str]) -> list[BatchCommand]:
+    """Commands with these headers besides their own, which win."""
+    return [
+        replace(one, headers={**headers, **(one.headers or {})})
+        if isinstance(one, BatchCommand) and isinstance(one.headers, Mapping | None)
+        else one
+        for one in commands
+    ]

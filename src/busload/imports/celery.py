@@ -1,0 +1,115 @@
+"""Tasks of Celery that wait in the lists of a Redis broker."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from busload.commands.command import BatchCommand
+from busload.errors import InvalidOperationError
+from busload.imports.take_over import WaitingTask, command_id_of
+from busload.postgres.connection import Connection
+
+PRIORITY_STEPS = ("", "\x06\x163", "\x06\x166", "\x06\x169")
+"""Celery keeps a list for each step of priority; on Redis, 0 is the highest."""
+
+JSON = "application/json"
+
+
+class Celery:
+    """The queues of Celery at a Redis. A task becomes a command of the same id, with `args` and `kwargs` as its data.
+
+    Stop the workers of Celery before: a message cannot be locked. What they hold already, also tasks with an `eta` that
+    they have fetched, is not in the lists: it comes back there when they have stopped.
+    """
+
+    name = "celery"
+
+    def __init__(self, url: str, queues: Sequence[str] = ("celery",), *, with_links: bool = False) -> None:
+        try:
+            import redis
+        except ModuleNotFoundError as error:
+            raise InvalidOperationError("To read from Redis, run `pip install 'busload[redis]'`.") from error
+        self._redis: Any = redis.Redis.from_url(url)
+        self._queues, self._with_links = list(queues), with_links
+
+    def unacknowledged(self) -> int:
+        """How many messages workers of Celery hold: these are not imported."""
+        return int(self._redis.hlen("unacked"))
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def pages(self, size: int, *, locked: bool) -> Iterator[AbstractContextManager[_Page]]:
+        for queue in self._queues:
+            for step in PRIORITY_STEPS:
+                yield from self._pages_of(queue, f"{queue}{step}", size)
+
+    def _pages_of(self, queue: str, key: str, size: int) -> Iterator[AbstractContextManager[_Page]]:
+        """A list is read from its end, where the oldest message is. What stays there is passed by."""
+        kept = 0
+        while messages := self._redis.lrange(key, -(kept + size), -(kept + 1))[::-1]:
+            page = _Page([self._task(queue, message) for message in messages], self._redis, key)
+            yield nullcontext(page)
+            kept += len(messages) - page.removed
+
+    def _task(self, queue: str, message: bytes) -> WaitingTask:
+        try:
+            envelope = json.loads(message)
+            headers, properties = envelope["headers"], envelope["properties"]
+            source_id, name = str(headers["id"]), str(headers["task"])
+        except (ValueError, KeyError, TypeError) as error:
+            return WaitingTask("?", queue, "?", None, f"It is no message of Celery 4 or later: {error!r}.", message)
+        problem, args, kwargs = self._body(envelope, properties, headers)
+        if problem is not None:
+            return WaitingTask(source_id, queue, name, None, problem, message)
+        command = BatchCommand(
+            name,
+            command_id_of(self.name, source_id),
+            {"args": args, "kwargs": kwargs},
+            priority=-int(properties.get("priority") or 0),
+            run_at=_time(headers.get("eta")),
+            expires_at=_time(headers.get("expires")),
+        )
+        return WaitingTask(source_id, queue, name, command, handle=message)
+
+    def _body(self, envelope: Any, properties: Any, headers: Any) -> tuple[str | None, Any, Any]:
+        if envelope.get("content-type") != JSON or headers.get("compression"):
+            kind = headers.get("compression") or envelope.get("content-type")
+            return f"Its body is {kind}, wanted {JSON}: only JSON is read.", None, None
+        body = envelope["body"]
+        if properties.get("body_encoding") == "base64":
+            body = base64.b64decode(body)
+        args, kwargs, embed = json.loads(body)
+        links = [name for name in ("callbacks", "errbacks", "chain", "chord") if (embed or {}).get(name)]
+        if links and not self._with_links:
+            return f"It has {', '.join(links)}, which would be lost. --with-links imports the task alone.", None, None
+        return None, args, kwargs
+
+
+@dataclass(slots=True)
+class _Page:
+    tasks: Sequence[WaitingTask]
+    redis: Any
+    key: str
+    conn: Connection | None = None
+    removed: int = 0
+
+    def remove(self, tasks: Sequence[WaitingTask]) -> int:
+        with self.redis.pipeline(transaction=False) as pipeline:
+            for task in tasks:
+                pipeline.lrem(self.key, -1, task.handle)
+            self.removed = sum(pipeline.execute())
+        return self.removed
+
+
+def _time(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -1,0 +1,36 @@
+-- name: has_jobs
+-- Whether PgQueuer is installed where its search_path finds it.
+SELECT to_regclass('pgqueuer') IS NOT NULL;
+
+-- name: waiting
+-- Jobs that wait, oldest first.
+SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, payload, headers,
+       CASE WHEN execute_after > now() THEN execute_after END
+  FROM pgqueuer
+ WHERE status = 'queued' AND id > %(after)s::bigint
+   AND (%(entrypoints)s::text[] = '{}' OR entrypoint = ANY (%(entrypoints)s::text[]))
+ ORDER BY id
+ LIMIT %(limit)s::integer;
+
+-- name: lock_waiting
+-- The same, and no worker of PgQueuer takes them before this transaction has ended.
+SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, payload, headers,
+       CASE WHEN execute_after > now() THEN execute_after END
+  FROM pgqueuer
+ WHERE status = 'queued' AND id > %(after)s::bigint
+   AND (%(entrypoints)s::text[] = '{}' OR entrypoint = ANY (%(entrypoints)s::text[]))
+ ORDER BY id
+ LIMIT %(limit)s::integer
+   FOR UPDATE SKIP LOCKED;
+
+-- name: cancel
+-- Jobs that are commands now: PgQueuer removes canceled jobs, and keeps a line about each in its log.
+WITH removed AS (
+    DELETE FROM pgqueuer
+     WHERE id = ANY (%(ids)s::bigint[]) AND status = 'queued'
+    RETURNING id, priority, entrypoint
+)
+INSERT INTO pgqueuer_log (job_id, status, priority, entrypoint)
+SELECT id, 'canceled', priority, entrypoint
+  FROM removed
+RETURNING job_id;

@@ -1,0 +1,119 @@
+"""A bus for the database that Django has, in whatever process of a Django project it is used."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import close_old_connections, connections
+from psycopg.conninfo import make_conninfo
+from psycopg.pq import Conninfo
+
+from busload.handlers.registry import Handlers
+from busload.integrations.self_opening_bus import SelfOpeningBus
+from busload.limits.rate import is_async
+
+_LIBPQ = frozenset(option.keyword.decode() for option in Conninfo.get_defaults())
+"""What of DATABASES is for the server. Other options are for Django or its driver, such as a pool."""
+
+
+class DjangoCommandBus(SelfOpeningBus):
+    """A `SyncCommandBus` on a database of DATABASES. It opens itself when it is first used, in each process anew.
+
+    Which alias of DATABASES it is, says BUSLOAD["DATABASE"], "default" if it does not. In tests it is the test
+    database, as for models. Handlers written with `def` may use models: a worker closes Django's old connections
+    around each call, as requests do. The other `options` are those of `SyncCommandBus`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if "dsn" in options:
+            raise ValueError("A DjangoCommandBus takes no dsn: DATABASES has it, and BUSLOAD['DATABASE'] says which.")
+        super().__init__("", **options)
+        self.handlers = _DjangoHandlers()
+
+    def _find_dsn(self) -> str:
+        return dsn_of(_alias())
+
+    def _opened_for(self) -> object:
+        """Django's test runner gives a database another name while it runs."""
+        alias = _alias()
+        return alias, settings.DATABASES[alias]["NAME"]
+
+
+def dsn_of(alias: str) -> str:
+    """Where the database is that DATABASES has under this alias."""
+    if alias not in settings.DATABASES:
+        known = ", ".join(map(repr, settings.DATABASES))
+        raise ImproperlyConfigured(f"BUSLOAD['DATABASE'] is {alias!r:.80}, and DATABASES has only {known}.")
+    connection = connections[alias]
+    if connection.vendor != "postgresql":
+        raise ImproperlyConfigured(
+            f"DATABASES[{alias!r}] is {connection.vendor}, and busload needs PostgreSQL. Set its ENGINE to "
+            "'django.db.backends.postgresql', or name another database in BUSLOAD['DATABASE']."
+        )
+    given = connection.get_connection_params()
+    given.setdefault("dbname", given.pop("database", None))  # as psycopg2 has it
+    return make_conninfo(**{name: value for name, value in given.items() if name in _LIBPQ and value is not None})
+
+
+def _alias() -> str:
+    from busload.integrations.django_app.conf import configuration
+
+    return configuration().database
+
+
+class _DjangoHandlers(Handlers):
+    """Handlers whose threads keep no connection of Django that is too old or dead."""
+
+    def add(self, *args: Any, **options: Any) -> Callable[[Any], Any]:
+        register = super().add(*args, **options)
+
+        def add(function: Any) -> Any:
+            in_thread = callable(function) and not is_async(function)
+            register(_as_in_a_request(function) if in_thread else function)
+            return function
+
+        return add
+
+
+def _as_in_a_request(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Django closes old connections before and after each request; a worker has no requests.
+
+    Without this, each thread would fail with its dead connection again and again after an outage.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **fields: Any) -> Any:
+        close_old_connections()
+        try:
+            return function(*args, **fields)
+        finally:
+            close_old_connections()
+            _of_thread().found = connections.all(initialized_only=True)
+
+    return call
+
+
+class _ClosedWithTheirThread:
+    """The connections that Django keeps for a thread of a worker. Nobody could close them after the thread."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def __del__(self) -> None:
+        for connection in self.found:
+            connection.close()
+
+
+def _of_thread() -> _ClosedWithTheirThread:
+    known = getattr(_local, "connections", None)
+    if known is None:
+        known = _local.connections = _ClosedWithTheirThread()
+    return known
+
+
+_local = threading.local()

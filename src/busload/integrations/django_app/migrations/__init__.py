@@ -1,0 +1,1 @@
+"""Django's migrations of this app. Releases of busload need no new one: see `schema.upgrade`."""

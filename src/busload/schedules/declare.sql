@@ -1,0 +1,46 @@
+-- name: known
+-- What the database knows of these schedules, and its clock.
+SELECT now(), ARRAY(SELECT name || ' ' || declaration
+                      FROM busload.schedule
+                     WHERE name = ANY (%(names)s::text[]));
+
+-- name: declare
+-- Keep schedules as they are declared now, in order, so that two releases cannot wait for each other. A pause
+-- stays. If the rule is the same, so is the next due time. A due time that has come and was not fired yet is
+-- fired, though the rule has changed since. Returns the names of those that are new or have changed.
+WITH declared AS (
+    INSERT INTO busload.schedule AS s (name, domain, rule, command, expires_in, catch_up, catch_up_limit,
+                                       missed_after, declaration, next_due_at)
+    SELECT name, domain, rule::jsonb, command::json, expires_in, catch_up, catch_up_limit, missed_after,
+           declaration, next_due_at
+      FROM unnest(%(names)s::text[], %(domains)s::text[], %(rules)s::text[], %(commands)s::text[],
+                  %(expires_ins)s::interval[], %(catch_ups)s::text[], %(catch_up_limits)s::integer[],
+                  %(missed_afters)s::interval[], %(declarations)s::text[], %(next_due_ats)s::timestamptz[])
+        AS d (name, domain, rule, command, expires_in, catch_up, catch_up_limit, missed_after, declaration,
+              next_due_at)
+     ORDER BY name COLLATE "C"
+        ON CONFLICT (name) DO UPDATE
+       SET domain = excluded.domain,
+           rule = excluded.rule,
+           command = excluded.command,
+           expires_in = excluded.expires_in,
+           catch_up = excluded.catch_up,
+           catch_up_limit = excluded.catch_up_limit,
+           missed_after = excluded.missed_after,
+           declaration = excluded.declaration,
+           declared_at = now(),
+           next_due_at = CASE WHEN s.rule = excluded.rule OR s.next_due_at <= now()
+                              THEN s.next_due_at
+                              ELSE excluded.next_due_at
+                         END
+     WHERE s.declaration <> excluded.declaration
+    RETURNING name
+)
+SELECT name, pg_notify('busload_schedule', '') FROM declared;
+
+-- name: undeclared
+-- Schedules of these domains that are not among the declared ones.
+SELECT name
+  FROM busload.schedule
+ WHERE domain = ANY (%(domains)s::text[]) AND name <> ALL (%(names)s::text[])
+ ORDER BY name;

@@ -1,0 +1,63 @@
+"""The station of a worker that fires schedules. It looks when the next one is due, and when it is told of a change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from busload.commands.send import Via
+from busload.commands.wording import counted
+from busload.postgres.backoff import Backoff
+from busload.postgres.plan import Plan
+from busload.schedules.declare import declare
+from busload.schedules.fire import Fired, fire, seconds_to_next
+from busload.schedules.schedule import Schedule
+
+log = logging.getLogger("busload")
+
+LONGEST_PAUSE, SHORTEST_PAUSE = 60.0, 0.001
+"""Seconds between two looks. A notification may be lost, so nobody waits longer, also if nothing is due for a year."""
+LONGEST_WAIT = 1.0
+"""Seconds between two looks while another worker holds what is due."""
+
+
+Perform = Callable[[Plan[Any]], Awaitable[Any]]
+
+
+class ScheduleStation:
+    """Keeps the schedules of its bus in the database, and fires those that are due, whoever has declared them."""
+
+    def __init__(self, perform: Perform, in_transaction: Perform, schedules: Sequence[Schedule], via: Via) -> None:
+        self._perform, self._in_transaction, self._schedules, self._via = perform, in_transaction, schedules, via
+        self._others = Backoff(first=0.02, longest=LONGEST_WAIT)
+        self._unreadable: set[str] = set()
+        """Declarations that this worker cannot read, and leaves to others."""
+
+    async def start(self) -> None:
+        """Keep what the bus declares. A release that starts later changes it: the last one to start wins."""
+        if self._schedules and (changed := await self._in_transaction(declare(self._schedules))):
+            log.info("Declared %s: %s", counted(len(changed), "schedule"), ", ".join(sorted(changed)[:10]))
+
+    async def once(self) -> float:
+        """Fire what is due, and return the seconds until the next look."""
+        pause: float | None = await self._perform(seconds_to_next(self._unreadable))
+        if pause is not None and pause <= 0:
+            fired = await self.fire()
+            pause = await self._perform(seconds_to_next(self._unreadable))
+            if not fired and pause is not None and pause <= 0:
+                return self._others.pause()  # another worker is about to fire it
+        self._others.reset()
+        return LONGEST_PAUSE if pause is None else min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+
+    async def fire(self) -> int:
+        """Fire what is due, and return how many commands were sent and due times skipped."""
+        fired: Fired = await self._in_transaction(fire(self._via, self._unreadable))
+        for declaration, problem in fired.unreadable.items():
+            self._unreadable.add(declaration)
+            log.error("This worker cannot read a schedule, and leaves it to others: %s", problem)
+        if fired.skipped:
+            log.warning("Skipped %s that nobody was there to fire", counted(fired.skipped, "due time"))
+        if fired.commands:
+            log.debug("Fired %s", counted(fired.commands, "due time"))
+        return fired.commands + fired.skipped

@@ -1,0 +1,296 @@
+"""Made from busload.testing.joined by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from busload.commands import claim, expire, rescue
+from busload.commands.bulk_items import Chunk, Item
+from busload.commands.execution import Leased, Transition, Unreadable, complete, decide, failure
+from busload.commands.payload import UndecodableError, encode
+from busload.errors import InvalidOperationError, SupersededError
+from busload.handlers.middleware import within_middleware
+from busload.handlers.registry import Handler
+from busload.postgres import waiting_in_threads as waiting
+from busload.postgres.callers_connection import AnySyncConnection, refuse_without_transaction
+from busload.postgres.connection import Connection
+from busload.postgres.plan import Plan, execute
+from busload.postgres.write import Write
+from busload.settings import Settings
+from busload.sync.bus import SyncCommandBus
+from busload.sync.context import SyncCallersTransaction, SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
+from busload.sync.database import Database
+from busload.sync.plan import perform
+from busload.sync.pool import Pool
+from busload.testing.joined import (
+    AT_A_TIME,
+    BACK_TO_SAVEPOINT,
+    NO_HANDLER_PAUSE,
+    SAVEPOINT,
+    SQL,
+    T,
+    _other_face,
+    _settled,
+    result_of,
+)
+from busload.worker.call_handler import argument_of, command_of
+
+
+class JoinedDatabase(Database):
+    """Everything is read and written on one connection, in the transaction that is open there."""
+
+    def __init__(self, conn: Connection, dsn: str | None, settings: Settings) -> None:
+        super().__init__(dsn, settings)
+        refuse_without_transaction(conn)
+        self.conn = conn
+        self._one_at_a_time = waiting.Lock()
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def refuse_closed(self) -> None:
+        refuse_without_transaction(self.conn)
+
+    @property
+    def pool(self) -> Pool:
+        raise InvalidOperationError("A bus inside of a transaction has one connection, the one it was given: use that.")
+
+    def open(self, *, wait: float | None = 0.0) -> None:
+        """There is nothing to connect to."""
+        self._open = True
+
+    def close(self) -> None:
+        """The connection is the caller's, and stays as it is."""
+        self._open = False
+
+    def read(self, plan: Plan[T], *, within: float | None = None) -> T:
+        with self._one_at_a_time:
+            return self._join(self.conn, plan)
+
+    def in_transaction(self, plan: Plan[T], *, within: float | None = None) -> T:
+        return self.read(plan)
+
+    def write(self, write: Write[T], conn: AnySyncConnection | None = None) -> T:
+        return self.read(write.plan)
+
+
+class JoinedBus(SyncCommandBus):
+    """A bus like another one, with its handlers, inside of the transaction that is open on `conn`."""
+
+    database: JoinedDatabase
+
+    def __init__(self, like: SyncCommandBus, conn: Connection) -> None:
+        self._conn = conn
+        settings = replace(like.settings, transport_url=None, dispatch=None, queues={})
+        super().__init__(like.database.given_dsn, settings=settings)
+        self.handlers, self.hooks = within_middleware(like.handlers, like.hooks), like.hooks
+        self.declared_buffers, self.declared_schedules = like.declared_buffers, like.declared_schedules
+
+    def _make_database(self) -> JoinedDatabase:
+        return JoinedDatabase(self._conn, self._given_dsn, self.settings)
+
+
+class JoinedTransaction(SyncHandlerTransaction):
+    """The transaction of a handler as a savepoint of the test's transaction."""
+
+    def __init__(self, conn: Connection, leases: set[Any]) -> None:
+        super().__init__(None, leases)  # type: ignore[arg-type]  # it has no pool
+        self._joined, self._block = conn, conn.transaction()
+
+    def __enter__(self) -> Connection:
+        self._block.__enter__()
+        self.conn = self._joined  # type: ignore[assignment]  # it guards itself: psycopg refuses a commit in a savepoint
+        return self._joined
+
+    def commit(self, settle: Plan[T]) -> T | None:
+        if self.conn is None:
+            return None
+        try:
+            settled = perform(self.conn, self._end(settle))
+        except BaseException:
+            self.rollback()
+            raise
+        self.conn = None
+        self._block.__exit__(None, None, None)
+        return settled
+
+    def rollback(self) -> None:
+        if self.conn is not None:
+            self.conn = None
+            undo = psycopg.Rollback()
+            self._block.__exit__(type(undo), undo, None)
+
+
+class JoinedContext(SyncHandlerContext):
+    """What a handler gets: its transaction is a savepoint, and what it sends is sent in the test's transaction."""
+
+    def __init__(self, leased: Leased, bus: JoinedBus, state: Any) -> None:
+        super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
+        self._conn = bus.database.conn
+
+    def _new_transaction(self) -> JoinedTransaction:
+        return JoinedTransaction(self._conn, self._leases())
+
+
+class JoinedChunkContext(SyncChunkContext):
+    """The same for a bulk handler."""
+
+    def __init__(self, leased: Sequence[Leased], bus: JoinedBus, state: Any) -> None:
+        super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
+        self._conn = bus.database.conn
+
+    def _new_transaction(self) -> JoinedTransaction:
+        return JoinedTransaction(self._conn, self._leases())
+
+
+class JoinedWorker:
+    """Runs commands one after the other, on the connection of its bus and in the task or thread of the caller."""
+
+    def __init__(self, bus: JoinedBus, state: Any) -> None:
+        self._bus, self._conn, self._state = bus, bus.database.conn, state
+        self._payload = bus.settings.limits.payload
+        self.number = 0
+        self.errors: list[BaseException] = []
+        """What handlers have raised."""
+        self.settled = 0
+
+    def register(self, domains: Sequence[str]) -> None:
+        self.number = self._perform(
+            rescue.register(name="testing", domains=domains, concurrency=1, lease_for=timedelta(hours=1))
+        )
+
+    def retire(self) -> None:
+        self._perform(rescue.retire(worker=self.number))
+
+    def drain(self, domains: Sequence[str]) -> int:
+        """Run until nothing is ready or due; returns how many attempts were settled."""
+        self.register(domains)
+        self._perform(rescue.rescue(worker=self.number))
+        while self._perform(expire.expire_commands()) is not None:
+            continue
+        while True:
+            self._perform(execute(SQL.catch_up))
+            promoted = (self._perform(claim.promote())).loads
+            claimed = claim.claim(worker=self.number, domains=list(domains), limit=AT_A_TIME)
+            taken = (self._perform(claimed)).leased
+            if not (taken or promoted):
+                break
+            self._run_all(taken)
+        self.retire()
+        return self.settled
+
+    def _run_all(self, taken: Sequence[Leased]) -> None:
+        chunks: dict[tuple[Any, ...], list[Leased]] = defaultdict(list)
+        for one in taken:
+            handler = self._bus.handlers.find(one.lease.domain, one.command_type)
+            if handler is None:
+                self._set_aside(one)
+            elif handler.gathering is None:
+                self.run(one, handler)
+            else:
+                by = handler.gathering.by
+                chunks[one.lease.domain, one.command_type, by(command_of(one)) if by else None].append(one)
+        for (domain, command_type, key), together in chunks.items():
+            handler = self._bus.handlers.find(domain, command_type)
+            assert handler is not None
+            size = handler.gathering.size if handler.gathering is not None else 1
+            for start in range(0, len(together), size):
+                self._run_chunk(handler, together[start : start + size], key)
+
+    def run(self, leased: Leased, handler: Handler) -> Any:
+        """Run one command and settle it; returns what its handler has returned, or None if it has raised."""
+        self._refuse(handler, leased)
+        context = JoinedContext(leased, self._bus, self._state)
+        leased.started = time.monotonic()
+        try:
+            command = argument_of(leased)
+            self._conn.execute(SAVEPOINT)
+            result = waiting.result_of(handler.function(command, context))
+            if isinstance(context.own_transaction, SyncCallersTransaction):
+                self.settled += 1
+                return result_of(context.own_transaction.transition)
+            transition = complete(leased, result, self._payload)
+            if context.own_transaction is None or context.own_transaction.conn is None:
+                self._settle([transition])
+            else:
+                self.settled += len(context.own_transaction.commit(_settled([transition])) or ())
+            return result
+        except SupersededError:
+            return None
+        except waiting.FAILURES as error:
+            self._fail([(leased, error)], handler, context)
+        return None
+
+    def _run_chunk(self, handler: Handler, together: Sequence[Leased], key: Any) -> None:
+        self._refuse(handler, together[0])
+        by_id = {one.command_id: one for one in together}
+        commands = [command_of(one) for one in together]
+        items = [Item(one.command_id, one.data, one.task_key, one.created_at, one) for one in commands]
+        chunk = Chunk(together[0].lease.domain, together[0].command_type, items, key)
+        context, result, error = JoinedChunkContext(together, self._bus, self._state), None, None
+        for one in together:
+            one.started = time.monotonic()
+        try:
+            self._conn.execute(SAVEPOINT)
+            result = waiting.result_of(handler.function(chunk, context))
+        except waiting.FAILURES as raised:
+            error = raised
+        judgement = chunk.judgement(error)
+        undone = error is not None and context.own_transaction is not None
+        done = [] if undone else judgement.done
+        failed = [*judgement.failed, *((item, error) for item in judgement.done if undone and error is not None)]
+        transitions = [complete(by_id[item.id], judgement.results.get(item.id, result), self._payload) for item in done]
+        if transitions and context.own_transaction is not None and context.own_transaction.conn is not None:
+            self.settled += len(context.own_transaction.commit(_settled(transitions)) or ())
+        elif transitions:
+            self._settle(transitions)
+        if failed:
+            self._fail([(by_id[item.id], why) for item, why in failed], handler, context)
+
+    def _fail(
+        self,
+        failed: Sequence[tuple[Leased, BaseException]],
+        handler: Handler,
+        context: JoinedContext | JoinedChunkContext,
+    ) -> None:
+        if context.own_transaction is not None:
+            context.own_transaction.rollback()
+        # What a handler has written stays, as it would outside of a test. A failed statement must not end the test.
+        if self._conn.info.transaction_status == TransactionStatus.INERROR:
+            self._conn.execute(BACK_TO_SAVEPOINT)
+        self.errors += [error for _, error in failed]
+        outcomes = [
+            (one, Unreadable(error) if isinstance(error, UndecodableError) else failure(one, error))
+            for one, error in failed
+        ]
+        self._settle([decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes])
+
+    def _settle(self, transitions: Sequence[Transition]) -> None:
+        self.settled += len(self._perform(_settled(transitions)))
+
+    def _set_aside(self, leased: Leased) -> None:
+        details = encode({"command_types": [leased.command_type]})
+        self._perform(claim.give_back({leased.lease: [leased.id]}, pause=NO_HANDLER_PAUSE, details=[details]))
+
+    def _perform(self, plan: Plan[T]) -> T:
+        return self._bus.database.in_transaction(plan)
+
+    def _refuse(self, handler: Handler, leased: Leased) -> None:
+        where = f"{leased.lease.domain}/{leased.command_type}"
+        if handler.buffer is not None:
+            raise InvalidOperationError(
+                f"The handler of the buffer {leased.lease.domain!r} cannot run inside of a test's transaction. "
+                "Commit, and drain without conn."
+            )
+        if handler.is_async != waiting.AWAITS:
+            raise _other_face(where, handler)

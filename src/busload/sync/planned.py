@@ -1,0 +1,31 @@
+"""Made from busload.schedules.planned by scripts/generate_sync.py. Change the source instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from busload.commands import send
+from busload.commands.command import Command
+from busload.schedules.planned import FINAL, _batch, _commands, _due_time, _for_a_person
+from busload.sync.plan import perform
+
+
+def plan_batch(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any]:
+    """Create the batch of a due time with what the function returns, in the transaction that completes the command."""
+    due, bus = _due_time(command), ctx.bus
+    planned = _commands(due, function(due, ctx))
+    if not planned:
+        return {"batch_id": None, "commands": 0}
+    try:
+        batch, checked = _batch(due, command, planned, bus)
+        create = send.create_batch(batch, checked, bus.via)
+        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
+        if used is not None:  # the planner's own writes and the batch are one
+            perform(used, create)
+        else:
+            with ctx.transaction() as conn:
+                perform(conn, create)
+    except FINAL as error:
+        raise _for_a_person(error) from error
+    return {"batch_id": str(batch.batch_id), "commands": len(checked)}

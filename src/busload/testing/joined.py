@@ -1,0 +1,326 @@
+"""A bus inside of one transaction that is never committed, and a worker that runs its commands there.
+
+Many test suites run each test in a transaction and roll it back: Django's `TestCase` does it, and so does a common
+recipe for SQLAlchemy. A worker has connections of its own, and sees nothing of such a transaction. Here everything
+happens on the connection of the test: claims, handlers, results. The sync face is generated from this.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from busload.bus import CommandBus
+from busload.commands import claim, expire, rescue, settle
+from busload.commands.bulk_items import Chunk, Item
+from busload.commands.execution import Leased, Transition, Unreadable, complete, decide, failure
+from busload.commands.payload import UndecodableError, encode
+from busload.errors import InvalidOperationError, SupersededError
+from busload.handlers.middleware import within_middleware
+from busload.handlers.registry import Handler
+from busload.postgres import waiting
+from busload.postgres.callers_connection import AnyConnection, refuse_without_transaction
+from busload.postgres.connection import AsyncConnection
+from busload.postgres.database import Database
+from busload.postgres.plan import Plan, execute, perform_async
+from busload.postgres.pool import AsyncPool
+from busload.postgres.statements import statements
+from busload.postgres.write import Write
+from busload.settings import Settings
+from busload.worker.call_handler import argument_of, command_of
+from busload.worker.context import CallersTransaction, ChunkContext, HandlerContext, HandlerTransaction
+
+T = TypeVar("T")
+SQL = statements(__name__)
+
+AT_A_TIME = 100
+"""Commands that are claimed at a time."""
+
+NO_HANDLER_PAUSE = 3600.0
+"""Seconds until a command is looked at again whose type has no handler: longer than any test."""
+
+
+SAVEPOINT, BACK_TO_SAVEPOINT = "SAVEPOINT busload_handler", "ROLLBACK TO SAVEPOINT busload_handler"
+
+
+class JoinedDatabase(Database):
+    """Everything is read and written on one connection, in the transaction that is open there."""
+
+    def __init__(self, conn: AsyncConnection, dsn: str | None, settings: Settings) -> None:
+        super().__init__(dsn, settings)
+        refuse_without_transaction(conn)
+        self.conn = conn
+        self._one_at_a_time = waiting.Lock()
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def refuse_closed(self) -> None:
+        refuse_without_transaction(self.conn)
+
+    @property
+    def pool(self) -> AsyncPool:
+        raise InvalidOperationError("A bus inside of a transaction has one connection, the one it was given: use that.")
+
+    async def open(self, *, wait: float | None = 0.0) -> None:
+        """There is nothing to connect to."""
+        self._open = True
+
+    async def close(self) -> None:
+        """The connection is the caller's, and stays as it is."""
+        self._open = False
+
+    async def read(self, plan: Plan[T], *, within: float | None = None) -> T:
+        async with self._one_at_a_time:
+            return await self._join(self.conn, plan)
+
+    async def in_transaction(self, plan: Plan[T], *, within: float | None = None) -> T:
+        return await self.read(plan)
+
+    async def write(self, write: Write[T], conn: AnyConnection | None = None) -> T:
+        return await self.read(write.plan)
+
+
+class JoinedBus(CommandBus):
+    """A bus like another one, with its handlers, inside of the transaction that is open on `conn`."""
+
+    database: JoinedDatabase
+
+    def __init__(self, like: CommandBus, conn: AsyncConnection) -> None:
+        self._conn = conn
+        settings = replace(like.settings, transport_url=None, dispatch=None, queues={})
+        super().__init__(like.database.given_dsn, settings=settings)
+        self.handlers, self.hooks = within_middleware(like.handlers, like.hooks), like.hooks
+        self.declared_buffers, self.declared_schedules = like.declared_buffers, like.declared_schedules
+
+    def _make_database(self) -> JoinedDatabase:
+        return JoinedDatabase(self._conn, self._given_dsn, self.settings)
+
+
+class JoinedTransaction(HandlerTransaction):
+    """The transaction of a handler as a savepoint of the test's transaction."""
+
+    def __init__(self, conn: AsyncConnection, leases: set[Any]) -> None:
+        super().__init__(None, leases)  # type: ignore[arg-type]  # it has no pool
+        self._joined, self._block = conn, conn.transaction()
+
+    async def __aenter__(self) -> AsyncConnection:
+        await self._block.__aenter__()
+        self.conn = self._joined  # type: ignore[assignment]  # it guards itself: psycopg refuses a commit in a savepoint
+        return self._joined
+
+    async def commit(self, settle: Plan[T]) -> T | None:
+        if self.conn is None:
+            return None
+        try:
+            settled = await perform_async(self.conn, self._end(settle))
+        except BaseException:
+            await self.rollback()
+            raise
+        self.conn = None
+        await self._block.__aexit__(None, None, None)
+        return settled
+
+    async def rollback(self) -> None:
+        if self.conn is not None:
+            self.conn = None
+            undo = psycopg.Rollback()
+            await self._block.__aexit__(type(undo), undo, None)
+
+
+class JoinedContext(HandlerContext):
+    """What a handler gets: its transaction is a savepoint, and what it sends is sent in the test's transaction."""
+
+    def __init__(self, leased: Leased, bus: JoinedBus, state: Any) -> None:
+        super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
+        self._conn = bus.database.conn
+
+    def _new_transaction(self) -> JoinedTransaction:
+        return JoinedTransaction(self._conn, self._leases())
+
+
+class JoinedChunkContext(ChunkContext):
+    """The same for a bulk handler."""
+
+    def __init__(self, leased: Sequence[Leased], bus: JoinedBus, state: Any) -> None:
+        super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
+        self._conn = bus.database.conn
+
+    def _new_transaction(self) -> JoinedTransaction:
+        return JoinedTransaction(self._conn, self._leases())
+
+
+class JoinedWorker:
+    """Runs commands one after the other, on the connection of its bus and in the task or thread of the caller."""
+
+    def __init__(self, bus: JoinedBus, state: Any) -> None:
+        self._bus, self._conn, self._state = bus, bus.database.conn, state
+        self._payload = bus.settings.limits.payload
+        self.number = 0
+        self.errors: list[BaseException] = []
+        """What handlers have raised."""
+        self.settled = 0
+
+    async def register(self, domains: Sequence[str]) -> None:
+        self.number = await self._perform(
+            rescue.register(name="testing", domains=domains, concurrency=1, lease_for=timedelta(hours=1))
+        )
+
+    async def retire(self) -> None:
+        await self._perform(rescue.retire(worker=self.number))
+
+    async def drain(self, domains: Sequence[str]) -> int:
+        """Run until nothing is ready or due; returns how many attempts were settled."""
+        await self.register(domains)
+        await self._perform(rescue.rescue(worker=self.number))
+        while await self._perform(expire.expire_commands()) is not None:
+            continue
+        while True:
+            await self._perform(execute(SQL.catch_up))
+            promoted = (await self._perform(claim.promote())).loads
+            claimed = claim.claim(worker=self.number, domains=list(domains), limit=AT_A_TIME)
+            taken = (await self._perform(claimed)).leased
+            if not (taken or promoted):
+                break
+            await self._run_all(taken)
+        await self.retire()
+        return self.settled
+
+    async def _run_all(self, taken: Sequence[Leased]) -> None:
+        chunks: dict[tuple[Any, ...], list[Leased]] = defaultdict(list)
+        for one in taken:
+            handler = self._bus.handlers.find(one.lease.domain, one.command_type)
+            if handler is None:
+                await self._set_aside(one)
+            elif handler.gathering is None:
+                await self.run(one, handler)
+            else:
+                by = handler.gathering.by
+                chunks[one.lease.domain, one.command_type, by(command_of(one)) if by else None].append(one)
+        for (domain, command_type, key), together in chunks.items():
+            handler = self._bus.handlers.find(domain, command_type)
+            assert handler is not None
+            size = handler.gathering.size if handler.gathering is not None else 1
+            for start in range(0, len(together), size):
+                await self._run_chunk(handler, together[start : start + size], key)
+
+    async def run(self, leased: Leased, handler: Handler) -> Any:
+        """Run one command and settle it; returns what its handler has returned, or None if it has raised."""
+        self._refuse(handler, leased)
+        context = JoinedContext(leased, self._bus, self._state)
+        leased.started = time.monotonic()
+        try:
+            command = argument_of(leased)
+            await self._conn.execute(SAVEPOINT)
+            result = await waiting.result_of(handler.function(command, context))
+            if isinstance(context.own_transaction, CallersTransaction):
+                self.settled += 1
+                return result_of(context.own_transaction.transition)
+            transition = complete(leased, result, self._payload)
+            if context.own_transaction is None or context.own_transaction.conn is None:
+                await self._settle([transition])
+            else:
+                self.settled += len(await context.own_transaction.commit(_settled([transition])) or ())
+            return result
+        except SupersededError:
+            return None
+        except waiting.FAILURES as error:
+            await self._fail([(leased, error)], handler, context)
+        return None
+
+    async def _run_chunk(self, handler: Handler, together: Sequence[Leased], key: Any) -> None:
+        self._refuse(handler, together[0])
+        by_id = {one.command_id: one for one in together}
+        commands = [command_of(one) for one in together]
+        items = [Item(one.command_id, one.data, one.task_key, one.created_at, one) for one in commands]
+        chunk = Chunk(together[0].lease.domain, together[0].command_type, items, key)
+        context, result, error = JoinedChunkContext(together, self._bus, self._state), None, None
+        for one in together:
+            one.started = time.monotonic()
+        try:
+            await self._conn.execute(SAVEPOINT)
+            result = await waiting.result_of(handler.function(chunk, context))
+        except waiting.FAILURES as raised:
+            error = raised
+        judgement = chunk.judgement(error)
+        undone = error is not None and context.own_transaction is not None
+        done = [] if undone else judgement.done
+        failed = [*judgement.failed, *((item, error) for item in judgement.done if undone and error is not None)]
+        transitions = [complete(by_id[item.id], judgement.results.get(item.id, result), self._payload) for item in done]
+        if transitions and context.own_transaction is not None and context.own_transaction.conn is not None:
+            self.settled += len(await context.own_transaction.commit(_settled(transitions)) or ())
+        elif transitions:
+            await self._settle(transitions)
+        if failed:
+            await self._fail([(by_id[item.id], why) for item, why in failed], handler, context)
+
+    async def _fail(
+        self,
+        failed: Sequence[tuple[Leased, BaseException]],
+        handler: Handler,
+        context: JoinedContext | JoinedChunkContext,
+    ) -> None:
+        if context.own_transaction is not None:
+            await context.own_transaction.rollback()
+        # What a handler has written stays, as it would outside of a test. A failed statement must not end the test.
+        if self._conn.info.transaction_status == TransactionStatus.INERROR:
+            await self._conn.execute(BACK_TO_SAVEPOINT)
+        self.errors += [error for _, error in failed]
+        outcomes = [
+            (one, Unreadable(error) if isinstance(error, UndecodableError) else failure(one, error))
+            for one, error in failed
+        ]
+        await self._settle([decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes])
+
+    async def _settle(self, transitions: Sequence[Transition]) -> None:
+        self.settled += len(await self._perform(_settled(transitions)))
+
+    async def _set_aside(self, leased: Leased) -> None:
+        details = encode({"command_types": [leased.command_type]})
+        await self._perform(claim.give_back({leased.lease: [leased.id]}, pause=NO_HANDLER_PAUSE, details=[details]))
+
+    async def _perform(self, plan: Plan[T]) -> T:
+        return await self._bus.database.in_transaction(plan)
+
+    def _refuse(self, handler: Handler, leased: Leased) -> None:
+        where = f"{leased.lease.domain}/{leased.command_type}"
+        if handler.buffer is not None:
+            raise InvalidOperationError(
+                f"The handler of the buffer {leased.lease.domain!r} cannot run inside of a test's transaction. "
+                "Commit, and drain without conn."
+            )
+        if handler.is_async != waiting.AWAITS:
+            raise _other_face(where, handler)
+
+
+def _other_face(where: str, handler: Handler) -> InvalidOperationError:
+    """A handler in a test's transaction has the connection of the test, and no other."""
+    kind, other, bus = "async def", "psycopg.AsyncConnection", "CommandBus"
+    if not handler.is_async:
+        kind, other, bus = "def", "psycopg.Connection", "SyncCommandBus"
+    return InvalidOperationError(
+        f"The handler of {where} is written with {kind}, so inside of a test's transaction it needs a {other} as conn, "
+        f"and a {bus}. Pass those, or commit and call without conn."
+    )
+
+
+def result_of(transition: Transition) -> Any:
+    """The result that a handler has given to `ctx.complete()`."""
+    return None if transition.details is None else json.loads(transition.details)
+
+
+def _settled(transitions: Sequence[Transition]) -> Plan[set[int]]:
+    now = time.monotonic()
+    for transition in transitions:
+        transition.finished = now
+    return settle.settle(transitions, now=now)

@@ -1,0 +1,176 @@
+"""A bus in a Django project: the example, and what its processes say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from busload import BatchCommand, SyncCommandBus
+from busload.postgres.schema.migrate import MIGRATIONS
+from busload.testing import TestServer
+from tests.given import Database, until
+from tests.integrations.servers import ROOT, running, serving
+
+PROJECT = ROOT / "examples/django_shop"
+
+
+def manage(dsn: str, *words: str, script: str = "manage.py") -> subprocess.CompletedProcess[str]:
+    """Run a command of the project; a warning is an error."""
+    path = os.pathsep.join(map(str, (PROJECT, ROOT, ROOT / "src")))
+    own = {**os.environ, "BUSLOAD_DATABASE_URL": dsn, "PYTHONWARNINGS": "error", "PYTHONPATH": path}
+    command = [sys.executable, script, *words]
+    return subprocess.run(command, cwd=PROJECT, env=own, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def story(server: TestServer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `django_story.py` has found, from an empty database on, and that database."""
+    with server.database(migrated=False) as dsn:
+        ran = manage(dsn, script=str(ROOT / "tests/integrations/django_story.py"))
+        assert ran.returncode == 0, ran.stderr
+        assert "Exception ignored" not in ran.stderr, ran.stderr
+        yield dsn, json.loads(ran.stdout)
+
+
+@pytest.fixture
+def told(story: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    return story[1]
+
+
+@pytest.fixture
+def migrated(story: tuple[str, dict[str, Any]]) -> str:
+    """The database of the story, which has the tables of the project, without commands and orders."""
+    with psycopg.connect(story[0], autocommit=True) as conn:
+        conn.execute("TRUNCATE shop_order, busload.worker RESTART IDENTITY")
+    return story[0]
+
+
+@pytest.fixture
+def database(migrated: str) -> Iterator[Database]:
+    with Database(migrated) as database:
+        yield database
+
+
+def test_migrate_brings_the_schema_up_to_the_release_and_never_deletes_commands(told: dict[str, Any]) -> None:
+    newest = f"{MIGRATIONS[-1].version:04}_{MIGRATIONS[-1].name}"
+    found = told["schema"]
+    assert found["empty"] == [
+        "busload.W002 The database 'default' has no schema of busload. Run `manage.py migrate`.",
+    ]
+    assert found["outdated"] == [
+        "busload.W002 The schema of busload in the database 'default' is older than this release: it lacks "
+        f"{newest}. Run `manage.py migrate`."
+    ]
+    assert f"Applied to the schema of busload: {newest}" in found["upgrade"]
+    assert "busload:" not in found["again"]
+    assert found["now"] == found["kept"] == []
+    assert "Unapplying busload.0001_initial... OK" in found["backwards"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("unknown", "E001 BUSLOAD has 'BUSS', which is no setting of busload. Did you mean 'BUS'?"),
+        ("no dict", "E001 BUSLOAD must be a dict, found a str."),
+        ("wrong kind", "E001 BUSLOAD['WORKER'] must be True or False, found 'yes'."),
+        ("no bus", 'E003 BUSLOAD names no bus. Set BUSLOAD = {"BUS": "shop.bus:bus"} in your settings.'),
+        ("no colon", "E003 BUSLOAD['BUS'] is 'shop.bus', wanted module:attribute, e.g. 'shop.bus:bus'."),
+        ("no module", "E003 BUSLOAD['BUS'] is 'shop.nowhere:bus', and there is no module 'shop.nowhere'. Name the "),
+        ("no attribute", "E003 BUSLOAD['BUS'] is 'shop.bus:buss', and 'shop.bus' has no 'buss'. Name the variable "),
+        ("no bus of ours", "E003 BUSLOAD['BUS'] is 'shop.models:Order', which is a django.db.models.base.ModelBase, "),
+        ("no alias", "E002 BUSLOAD['DATABASE'] is 'other', and DATABASES has only 'default'."),
+        ("no PostgreSQL", "E002 DATABASES['lite'] is sqlite, and busload needs PostgreSQL. Set its ENGINE to "),
+    ],
+)
+def test_the_system_check_says_what_is_wrong_with_the_settings(told: dict[str, Any], wrong: str, said: str) -> None:
+    [found] = told["settings"][wrong]
+    assert found.startswith(f"busload.{said}")
+
+
+def test_the_admin_finds_batches_and_commands(told: dict[str, Any]) -> None:
+    found, ids = told["pages"], told["pages"]["ids"]
+    assert found["attempts"] == 5
+    assert found["fields"] == 3
+    names = ("index", "batches", "batch", "commands", "command")
+    assert {name: found[name][0] for name in names} == dict.fromkeys(names, 200)
+    assert found["batches"][1] == found["batch by name"][1] == found["batch by id"][1] == [ids["batch"]]
+    assert found["batch by status"][1] == found["nothing"][1] == []
+    assert len(found["commands"][1]) == 5
+    assert found["command by id"][1] == [str(ids["sent"])]
+    assert len(found["commands of a batch"][1]) == len(found["in troubleshooting"][1]) == 3
+    assert len(found["command of a task"][1]) == 1
+    assert found["escaped"]
+
+
+def test_the_admin_changes_nothing(told: dict[str, Any]) -> None:
+    assert told["pages"]["refused"] == [403, 403, 403]
+
+
+def test_probes_answer_for_this_process(told: dict[str, Any]) -> None:
+    assert told["pages"]["readyz"] == [200, {"state": "HEALTHY", "reasons": []}]
+    assert told["pages"]["healthz"] == [200, 405]
+
+
+def test_tests_of_a_project_can_run_and_delete_commands(told: dict[str, Any]) -> None:
+    assert (told["pages"]["deleted"], told["pages"]["still works"]) == (0, 1)
+
+
+def test_a_worker_that_cannot_run_says_why_and_ends_with_2(told: dict[str, Any]) -> None:
+    assert told["worker in a loop"].startswith("2 An event loop runs in this thread already, and busload_worker needs")
+    assert told["worker of no bus"].startswith("2 BUSLOAD['BUS'] is 'shop.nowhere:bus', and there is no module")
+    assert told["worker with a wrong option"].startswith("2 Invalid value for '--concurrency'")
+
+
+def test_an_async_view_calls_the_bus_in_a_thread(told: dict[str, Any]) -> None:
+    assert told["async"] == "PENDING"
+
+
+def test_the_shop_ships_what_was_ordered_by_a_worker_inside(migrated: str, database: Database, tmp_path: Path) -> None:
+    words = ["manage.py", "runserver", "--noreload", "127.0.0.1:PORT"]
+    with serving(words, migrated, tmp_path / "said.txt", cwd=PROJECT, environment={"SHOP_WORKER": "1"}) as shop:
+        accepted = shop.post("/orders", json={"item": "kettle", "amount": 1})
+        assert accepted.status_code == 202
+        order = f"/orders/{accepted.json()['command_id']}"
+        until(lambda: shop.get(order).json()["status"] == "COMPLETED")
+        assert database.rows("SELECT shipped FROM shop_order") == [(True,)]
+        written = "SELECT (SELECT count(*) FROM shop_order), (SELECT count(*) FROM busload.command)"
+        before = database.rows(written)
+        assert shop.post("/orders", json={"item": "kettle", "amount": 101}).status_code == 409
+        assert database.rows(written) == before, "the command was rolled back with its order"
+        assert shop.get("/readyz").status_code == 200
+
+
+def test_worker_processes_know_the_project(migrated: str, database: Database, tmp_path: Path) -> None:
+    database.rows("INSERT INTO shop_order (item, amount, shipped) VALUES ('kettle', 1, false)")
+    commands = [BatchCommand("ShipOrder", data={"order": 1}) for _ in range(20)]
+    words = ["manage.py", "busload_worker", "--processes", "2", "--concurrency", "5", "--settings", "settings"]
+    said = tmp_path / "said.txt"
+    with SyncCommandBus(migrated) as bus, running(words, migrated, said, cwd=PROJECT) as process:
+        batch = bus.wait_batch("shop", bus.create_batch("shop", commands), timeout=60)
+        assert batch.completed_count == 20, said.read_text()
+        until(lambda: database.value("SELECT count(*) FROM busload.worker WHERE stopped_at IS NULL") == 2)
+    assert process.returncode == 0
+    assert database.value("SELECT count(*) FROM busload.worker WHERE stopped_at IS NULL") == 0
+    assert database.rows("SELECT shipped FROM shop_order") == [(True,)]
+
+
+@pytest.fixture
+def of_test_run(server: TestServer) -> Iterator[str]:
+    with server.database(migrated=False) as dsn:
+        yield dsn
+
+
+def test_the_tests_of_the_shop_pass_on_a_test_database(of_test_run: str) -> None:
+    ran = manage(of_test_run, "test", "--noinput")
+    assert ran.returncode == 0, ran.stderr
+    assert "Ran 3 tests" in ran.stderr
+    with Database(of_test_run) as database:
+        assert database.value("SELECT to_regnamespace('busload')") is None, "nothing was done in the database itself"

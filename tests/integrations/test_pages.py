@@ -1,0 +1,118 @@
+"""What the pages about frameworks show works at the first try."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from litestar.testing import AsyncTestClient
+from psycopg.conninfo import conninfo_to_dict
+
+from busload.testing import TestServer
+from tests.given import until
+from tests.integrations.servers import ROOT
+from tests.integrations.test_fastapi import client
+from tests.test_examples import blocks
+
+
+def shown(page: str) -> list[str]:
+    """The Python of a page, block by block."""
+    return [block.text for block in blocks(ROOT / "docs" / page) if block.language == "python"]
+
+
+@pytest.fixture
+def application(request: pytest.FixtureRequest, server: TestServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The names of the application that a page begins with, on an empty database."""
+    with server.database(migrated=False) as dsn:
+        monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
+        module = ModuleType("app")
+        monkeypatch.setitem(sys.modules, "app", module)
+        page, _, part = request.param.partition(" ")
+        exec(next(block for block in shown(page) if part in block), module.__dict__)
+        yield vars(module)
+
+
+async def _ships(http: Any) -> None:
+    sent = await http.post("/orders/7")
+    assert sent.status_code == 202, sent.text
+
+    async def look() -> dict[str, Any]:
+        found: httpx.Response = await http.get(f"/commands/{sent.json()['command_id']}")
+        answer: dict[str, Any] = found.json()
+        return answer
+
+    found = await look()
+    while found["status"] != "COMPLETED":
+        found = await look()
+    assert found == {"status": "COMPLETED", "result": {"shipped": 7}}
+    assert (await http.get("/readyz")).json() == {"state": "HEALTHY", "reasons": []}
+
+
+@pytest.mark.parametrize("application", ["fastapi.md"], indirect=True)
+async def test_the_application_of_the_page_about_fastapi_works(application: dict[str, Any]) -> None:
+    async with client(application["app"]) as http:
+        await _ships(http)
+
+
+@pytest.mark.parametrize("application", ["fastapi.md sqlalchemy"], indirect=True)
+async def test_the_application_with_sqlalchemy_on_the_page_about_fastapi_works(application: dict[str, Any]) -> None:
+    async with client(application["app"]) as http:
+        sent = await http.post("/orders")
+        assert sent.status_code == 202, sent.text
+        while not (found := (await http.get(f"/orders/{sent.json()['order']}")).json())["shipped"]:
+            pass
+    assert (sent.json(), found) == ({"order": 1}, {"shipped": True})
+
+
+@pytest.mark.parametrize("application", ["litestar.md"], indirect=True)
+async def test_the_application_of_the_page_about_litestar_works(application: dict[str, Any]) -> None:
+    async with AsyncTestClient(application["app"]) as http:
+        await _ships(http)
+
+
+@pytest.mark.parametrize("application", ["flask.md"], indirect=True)
+def test_the_application_of_the_page_about_flask_works(application: dict[str, Any]) -> None:
+    app = application["create_app"]()
+    assert "Applied" in app.test_cli_runner().invoke(args=["busload", "migrate"]).output
+    http = app.test_client()
+    try:
+        sent = http.post("/orders/7").json
+        until(lambda: http.get(f"/commands/{sent['command_id']}").json["status"] == "COMPLETED")
+        assert http.get(f"/commands/{sent['command_id']}").json["result"] == {"shipped": 7}
+    finally:
+        application["busload"].stop_worker()
+        application["bus"].close()
+
+
+FILES = ("shop/models.py", "shop/bus.py", "shop/handlers.py", "shop/views.py", "mysite/urls.py")
+
+
+def test_the_project_of_the_page_about_django_works(server: TestServer, tmp_path: Path) -> None:
+    def python(*words: str) -> str:
+        own = {**os.environ, "PYTHONWARNINGS": "error"}
+        own.pop("BUSLOAD_DATABASE_URL", None)
+        command = [sys.executable, *words]
+        ran = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=120, check=False)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        return ran.stdout
+
+    begin = "from django.core.management import execute_from_command_line as run\n"
+    python("-c", begin + "run(['', 'startproject', 'mysite', '.']); run(['', 'startapp', 'shop'])")
+    settings, *files = shown("django.md")
+    with server.database(migrated=False) as dsn:
+        place = {name.upper(): value for name, value in conninfo_to_dict(dsn).items() if name != "dbname"}
+        named = f'"NAME": "{conninfo_to_dict(dsn)["dbname"]}", **{place!r}'
+        assert '"NAME": "shop"' in settings
+        with (tmp_path / "mysite/settings.py").open("a") as end:
+            end.write(settings.replace('"NAME": "shop"', named))
+        for name, text in zip(FILES, files, strict=False):
+            (tmp_path / name).write_text(text)
+        told = json.loads(python(str(ROOT / "tests/integrations/django_page.py")).splitlines()[-1])
+    assert told == [202, 1, {"shipped": True}, 200]

@@ -1,0 +1,65 @@
+"""Eager mode: a send runs its handler."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from busload import BatchCommand, Command, CommandBus, HandlerContext, SyncCommandBus, SyncHandlerContext
+from busload.testing import assert_sent, eager
+
+
+async def test_what_is_sent_has_run_when_the_call_returns(bus: CommandBus) -> None:
+    ran: list[object] = []
+
+    @bus.handler("payments", "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> object:
+        ran.append(command.data)
+        if command.data == 1:
+            await ctx.send("payments", "Debit", 2)
+            await ctx.bus.send("payments", "Debit", 3)
+        return command.data
+
+    with eager(bus):
+        sent = await bus.send("payments", "Debit", 1)
+        assert sorted(map(str, ran)) == ["1", "2", "3"]
+        command = await bus.get_command("payments", sent.command_id)
+        assert command is not None
+        assert (command.status, command.result) == ("COMPLETED", 1)
+        batch_id = await bus.create_batch("payments", [BatchCommand("Debit", data=n) for n in (4, 5)])
+        batch = await bus.get_batch("payments", batch_id)
+        assert batch is not None
+        assert batch.status == "COMPLETED"
+        await bus.send("payments", "Debit", 6, run_at=datetime.now(UTC) + timedelta(days=1))
+        await asyncio.gather(bus.send("payments", "Debit", 7), bus.send("payments", "Debit", 8))
+        assert {7, 8} <= set(ran)
+        assert 6 not in ran
+    await bus.send("payments", "Debit", 9)
+    assert 9 not in ran
+
+
+def test_the_error_of_a_handler_reaches_the_sender(sync_bus: SyncCommandBus) -> None:
+    @sync_bus.handler("payments", "Debit")
+    def debit(command: Command, ctx: SyncHandlerContext) -> None:
+        raise ValueError("account closed")
+
+    with eager(sync_bus), pytest.raises(ValueError, match="account closed"):
+        sync_bus.send("payments", "Debit", max_attempts=1)
+    [sent] = assert_sent(sync_bus, "payments", "Debit", times=1)
+    assert sent.status == "IN_TROUBLESHOOTING_QUEUE"
+    with eager(sync_bus, raises=False):
+        sync_bus.send("payments", "Debit", max_attempts=1)
+
+
+def test_in_a_transaction_handlers_run_in_it(sync_bus: SyncCommandBus, dsn: str) -> None:
+    ran: list[object] = []
+    sync_bus.handler("payments", "Debit")(lambda command, ctx: ran.append(command.data))
+    with eager(sync_bus), psycopg.connect(dsn) as conn:
+        sync_bus.send("payments", "Debit", 1, conn=conn)
+        assert ran == [1]
+        assert_sent(sync_bus, "payments", "Debit", status="COMPLETED", times=1, conn=conn)
+        conn.rollback()
+    assert sync_bus.list_commands("payments").commands == ()
