@@ -25,7 +25,7 @@ from busload import BatchCommand, CommandBus, DuplicateCommandError, SyncCommand
 from busload.commands.load import Load
 from busload.dispatch import envelope as message
 from busload.dispatch.envelope import Envelope
-from busload.errors import DispatchIncompleteError, InvalidOperationError
+from busload.errors import DispatchIncompleteError, InvalidOperationError, PublishError, RefusalReason
 from busload.transports import Message, Transport, find_transport
 from tests.brokers.nats import NatsServer
 from tests.brokers.proxy import Proxy
@@ -380,8 +380,20 @@ def envelope(*ranges: tuple[int, int], domain: str = DOMAIN, key: str | None = N
 
 
 async def publish(broker: Transport, queue: str, bodies: Sequence[bytes]) -> None:
-    """Each as a message of its own, also for a broker that drops what comes under the same id."""
-    await broker.publish([Message(queue, uuid4().hex, body) for body in bodies])
+    """Each as a message of its own, also for a broker that drops what comes under the same id.
+
+    A broker on a busy machine may confirm too late: what it has not confirmed is published again.
+    """
+    messages = [Message(queue, uuid4().hex, body) for body in bodies]
+    async with asyncio.timeout(60):
+        while messages:
+            try:
+                await broker.publish(messages)
+                return
+            except PublishError as error:
+                if any(refused.reason is not RefusalReason.UNREACHABLE for refused in error.refused.values()):
+                    raise
+                messages = [messages[index] for index in error.refused]
 
 
 async def emptied(broker: Transport, queue: str, within: float = 60) -> None:

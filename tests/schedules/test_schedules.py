@@ -23,15 +23,16 @@ from tests.given import DOMAIN, Database, Given, at_once, eventually
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
-START = datetime.now(UTC) - timedelta(hours=100, minutes=30)
-HOURLY: Any = {"every": timedelta(hours=1), "domain": DOMAIN, "starts_at": START}
-"""Due half an hour from now, and not while these tests run."""
+EVERY = timedelta(hours=10)
+START = datetime.now(UTC) - 100.5 * EVERY
+RARELY: Any = {"every": EVERY, "domain": DOMAIN, "starts_at": START}
+"""Due five hours from now, and not while these tests run."""
 
 
 def scheduled(bus: CommandBus, name: str = "billing", **options: Any) -> Schedule:
-    """Declare a schedule that sends Debit each hour."""
+    """Declare a schedule that sends Debit, and is not due soon."""
     what = {} if "planner" in options else {"command": BatchCommand("Debit", data={"n": 1})}
-    return bus.schedule(name, **{**HOURLY, **what, **options})
+    return bus.schedule(name, **{**RARELY, **what, **options})
 
 
 async def due(bus: CommandBus, database: Database, since: str = "3 seconds") -> None:
@@ -138,7 +139,7 @@ async def test_what_is_declared_is_kept_and_declared_again_writes_nothing(bus: C
     assert database.dump() == before
     [billing, other] = await bus.schedules.list()
     assert (billing.when, billing.command_type, billing.data, billing.catch_up) == (
-        *("every 1:00:00", "Debit", {"n": 1}, "one"),
+        *("every 10:00:00", "Debit", {"n": 1}, "one"),
     )
     assert (other.catch_up, other.catch_up_limit, other.expires_in) == ("all", 7, timedelta(minutes=1))
     assert [one.name for one in await bus.schedules.list(DOMAIN, after="billing", limit=5)] == ["other"]
@@ -216,7 +217,7 @@ async def test_a_paused_schedule_fires_nothing_and_catches_up_as_its_policy_says
     for policy in ("skip", "one", "all"):
         scheduled(bus, policy, catch_up=policy)
     await due(bus, database)
-    database.rows("UPDATE busload.schedule SET next_due_at = %s", START + timedelta(hours=95))
+    database.rows("UPDATE busload.schedule SET next_due_at = %s", START + 95 * EVERY)
     for policy in ("skip", "one", "all"):
         assert await bus.schedules.pause(policy, reason="audit", operator="rosa")
         assert not await bus.schedules.pause(policy, operator="ada")
@@ -486,8 +487,8 @@ async def test_with_a_broker_the_command_waits_in_the_outbox(bus: CommandBus, da
 
 
 def test_the_sync_face_does_the_same(sync_bus: SyncCommandBus, database: Database) -> None:
-    made = sync_bus.schedule("billing", **HOURLY, command=BatchCommand("Debit"))
-    assert made.next_times(2)[1] - made.next_times(2)[0] == timedelta(hours=1)
+    made = sync_bus.schedule("billing", **RARELY, command=BatchCommand("Debit"))
+    assert made.next_times(2)[1] - made.next_times(2)[0] == EVERY
     assert sync_bus.schedules.sync() == ["billing"]
     assert sync_bus.schedules.pause("billing", operator="rosa")
     assert sync_bus.schedules.resume("billing")
@@ -501,7 +502,7 @@ def test_the_sync_face_does_the_same(sync_bus: SyncCommandBus, database: Databas
 async def test_a_worker_of_a_sync_bus_declares_its_schedules(dsn: str, database: Database) -> None:
     bus = SyncCommandBus(dsn)
     bus.handler(DOMAIN, "Debit")(lambda command, ctx: None)
-    bus.schedule("billing", **HOURLY, command=BatchCommand("Debit"))
+    bus.schedule("billing", **RARELY, command=BatchCommand("Debit"))
     await Worker(bus).drain()
     assert database.count("schedule") == 1
 

@@ -27,13 +27,10 @@ from busload.explain.facts import (
     longer_than,
 )
 from busload.limits.pause import Pause
-from busload.postgres.plan import Plan, Script, execute
+from busload.postgres.plan import ONE_MOMENT, Plan, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
-
-ONE_MOMENT = b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-"""All statements that follow see the same state, so that their counts add up."""
 
 CAUSES = ("RETRY", "NO_HANDLER", "RATE_LIMITED", "LIMITED")
 """Reasons to wait that have a cause of their own."""
@@ -41,7 +38,7 @@ CAUSES = ("RETRY", "NO_HANDLER", "RATE_LIMITED", "LIMITED")
 
 def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
     """Needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     found = yield from read_facts(domain, batches=[batch_id])
     if batch_id not in found:
         raise BatchNotFoundError(domain, batch_id)
@@ -50,7 +47,7 @@ def read_batch(domain: str, batch_id: UUID) -> Plan[Facts]:
 
 def read_command(domain: str, command_id: UUID) -> Plan[Facts]:
     """Needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     found = yield from read_facts(domain, commands=[command_id])
     if command_id not in found:
         raise CommandNotFoundError(domain, command_id)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished
-from busload.postgres.plan import Plan, Script, execute, many
+from busload.postgres.plan import ONE_MOMENT, Plan, execute, many
 from busload.postgres.schema import migrate
 from busload.postgres.statements import statements
 
@@ -17,12 +17,10 @@ SQL = statements(__name__)
 MOST = 1000
 """Loads of a domain that are looked at."""
 
-ONE_MOMENT = b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-
 
 def read() -> Plan[Facts]:
     """Read all facts; needs a transaction of its own. Refuses a schema that is too old, at every call."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     yield from migrate.check()
     [(now,)] = yield from execute(SQL.now)
     ready = yield from many(ReadyDomain, SQL.ready, most=MOST)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from busload.health.facts import ONE_MOMENT
 from busload.limits import pause
 from busload.limits.pause import DomainOverview
-from busload.postgres.plan import Plan, Script, execute
+from busload.postgres.plan import ONE_MOMENT, Plan, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -67,7 +66,7 @@ class Overview:
 
 def overview() -> Plan[Overview]:
     """Read it all at one moment; needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     [found] = yield from execute(SQL.totals)
     totals: list[Any] = [*found, tuple((yield from pause.domains()))]
     return Overview(*totals)

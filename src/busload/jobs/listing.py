@@ -10,9 +10,8 @@ from uuid import UUID
 from busload.batches.batch import BatchMetadata, existing_batches
 from busload.commands import search
 from busload.commands.payload import decode
-from busload.explain.reading import ONE_MOMENT
 from busload.jobs.job import JobMetadata, JobStatus, StageMetadata, StageStatus
-from busload.postgres.plan import Plan, Row, Script, execute, many, one
+from busload.postgres.plan import ONE_MOMENT, Plan, Row, execute, many, one
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -45,7 +44,7 @@ class StageRow:
 
 def job(domain: str | None, job_id: UUID) -> Plan[JobMetadata | None]:
     """Needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     return (yield from read(domain, job_id))
 
 
@@ -71,7 +70,7 @@ def jobs(
     after: UUID | None,
 ) -> Plan[list[JobMetadata]]:
     """Newest first, of a domain or of all; needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     wanted: dict[str, Any] = {"status": status and status.value, "batch_id": batch_id, "name": name}
     wanted |= {"limit": limit, "offset": offset, "after": after}
     if domain is None:

@@ -25,7 +25,6 @@ from busload.dispatch import creation_state
 from busload.dispatch.creation_event import log_creation
 from busload.errors import DuplicateCommandError, InvalidOperationError, JobNotFoundError, PermanentCommandError
 from busload.explain.facts import ENDED
-from busload.explain.reading import ONE_MOMENT
 from busload.jobs.job import (
     PART,
     PART_BYTES,
@@ -53,7 +52,7 @@ from busload.jobs.listing import (
     stages_of,
 )
 from busload.postgres.arrays import unless_all_null
-from busload.postgres.plan import Plan, Savepoint, Script, execute, one
+from busload.postgres.plan import ONE_MOMENT, Plan, Savepoint, execute, one
 from busload.postgres.statements import statements
 
 log = logging.getLogger("busload")
@@ -177,7 +176,7 @@ def advance(domain: str, step: Step, command_id: UUID, via: Via = NO_BROKER, hea
 
 def job_to_plan(domain: str, step: Step) -> Plan[JobMetadata | None]:
     """The job of a stage; None if the stage is not to be planned any more. Needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     job = yield from read(domain, step.job_id)
     if job is None:
         raise JobNotFoundError(domain, step.job_id)

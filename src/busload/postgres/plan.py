@@ -62,6 +62,9 @@ class Savepoint:
     begins: bool = False
 
 
+ONE_MOMENT = Script(b"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+"""The first step of a transaction that reads. All steps that follow see the same state, so that their counts add up."""
+
 Step: TypeAlias = Statement | Script | Copy | Savepoint
 Plan: TypeAlias = Generator[Step, Any, T]
 

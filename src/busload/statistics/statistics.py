@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from busload.commands.checks import wrong
 from busload.errors import Problem
-from busload.health.facts import ONE_MOMENT
 from busload.limits import pause
 from busload.limits.pause import DomainOverview
-from busload.postgres.plan import Plan, Script, execute, many
+from busload.postgres.plan import ONE_MOMENT, Plan, execute, many
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -146,7 +145,7 @@ def tidy() -> Plan[None]:
 
 def series(domain: str | None, *, last: timedelta, step: timedelta) -> Plan[list[Point]]:
     """Read the points of a series; needs a transaction of its own."""
-    yield Script(ONE_MOMENT)
+    yield ONE_MOMENT
     [(now,)] = yield from execute(SQL.now)
     return (yield from series_until(now, (yield from pause.domains()), domain, last=last, step=step))
 

@@ -18,7 +18,7 @@ from uuid import UUID
 from busload.commands.checks import check, encoded, given
 from busload.commands.payload import decode, readable
 from busload.errors import Problem
-from busload.postgres.plan import Plan, execute, many
+from busload.postgres.plan import ONE_MOMENT, Plan, execute, many
 from busload.postgres.statements import statements
 from busload.postgres.write import Write, patient
 from busload.settings import InputLimits, PayloadLimits
@@ -239,6 +239,23 @@ def _cause(*row: Any) -> Cause:
     by_hour: dict[int, int] = dict(zip(hours, counts, strict=True))
     told.append(tuple(by_hour.get(hour, 0) for hour in range(1, HOURS + 1)))
     return Cause(*told)
+
+
+def find_cause(limits: InputLimits, chosen: Selection) -> Plan[Cause | None]:
+    """The cause, as far as its filter lets it through; None if nothing waits for it."""
+    wanted = Filter(chosen.domain, chosen.command_type, chosen.reason, chosen.batch_id, fingerprint=chosen.fingerprint)
+    found = yield from list_causes(limits, wanted, limit=1)
+    return found.causes[0] if found.causes else None
+
+
+def cause_with_items(
+    limits: InputLimits, chosen: Selection, *, limit: int, after: int = -1
+) -> Plan[tuple[Cause | None, list[Item]]]:
+    """The cause and commands of it, both of one moment; needs a transaction of its own."""
+    yield ONE_MOMENT
+    cause = yield from find_cause(limits, chosen)
+    found = yield from items(chosen, limit=limit, after=after)
+    return cause, found
 
 
 def items(selection: Selection, *, limit: int, after: int = -1) -> Plan[list[Item]]:

@@ -170,10 +170,14 @@ def selection_of(request: Request, command_ids: Sequence[UUID] = ()) -> Selectio
 
 async def cause_of(request: Request, chosen: Selection) -> Cause | None:
     """The cause, as far as its filter lets it through; None if nothing waits for it."""
-    wanted = Filter(chosen.domain, chosen.command_type, chosen.reason, chosen.batch_id, fingerprint=chosen.fingerprint)
     bus = bus_of(request)
-    found = await bus.database.read(selection.list_causes(bus.settings.limits, wanted, limit=1))
-    return found.causes[0] if found.causes else None
+    return await bus.database.read(selection.find_cause(bus.settings.limits, chosen))
+
+
+async def _cause_with_items(request: Request, chosen: Selection, limit: int) -> tuple[Cause | None, list[Item]]:
+    bus, after = bus_of(request), _cursor(request)
+    plan = selection.cause_with_items(bus.settings.limits, chosen, limit=limit, after=after)
+    return await bus.database.in_transaction(plan)
 
 
 def nothing_waits(chosen: Selection) -> Problem:
@@ -197,10 +201,9 @@ def _cursor(request: Request) -> int:
 
 async def show(request: Request, notice: str | None = None) -> Response:
     chosen, after, bus = selection_of(request), _cursor(request), bus_of(request)
-    cause = await cause_of(request, chosen)
+    cause, found = await _cause_with_items(request, chosen, COMMANDS + 1)
     if cause is None:
         raise nothing_waits(chosen)
-    found = await bus.database.read(selection.items(chosen, limit=COMMANDS + 1, after=after))
     if not found and after != -1:
         raise no_such_page()
     names, items = names_of(chosen), found[:COMMANDS]
@@ -245,10 +248,7 @@ def cli_of(chosen: Selection, action: str, *words: object) -> str | None:
 
 
 async def live(request: Request) -> Live:
-    chosen = selection_of(request)
-    cause = await cause_of(request, chosen)
-    plan = selection.items(chosen, limit=COMMANDS, after=_cursor(request))
-    return _cause_values(cause, await bus_of(request).database.read(plan))
+    return _cause_values(*await _cause_with_items(request, selection_of(request), COMMANDS))
 
 
 def _cause_values(cause: Cause | None, items: Sequence[Item]) -> Live:
