@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from datetime import date
 from typing import Any
 
@@ -10,7 +11,17 @@ import psycopg
 import pydantic
 import pytest
 
-from busload import Command, CommandBus, HandlerContext, InvalidCommandError, SyncCommandBus, SyncHandlerContext
+from busload import (
+    BatchCommand,
+    Command,
+    CommandBus,
+    HandlerContext,
+    InvalidCommandError,
+    PermanentCommandError,
+    SyncCommandBus,
+    SyncHandlerContext,
+)
+from busload.batches import FailureBudget
 from tests.given import Database, Given
 
 
@@ -18,6 +29,12 @@ from tests.given import Database, Given
 class Debit:
     account: int
     amount: int = 10
+
+
+@dataclasses.dataclass
+class Summary:
+    to: str
+    batch: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
 class Note(pydantic.BaseModel):
@@ -90,6 +107,69 @@ async def test_a_batch_is_made_of_commands_of_handles(bus: CommandBus, given: Gi
     await given.drained()
     assert sorted(seen) == [0, 1, 2, 3, 4]
     assert (await given.batch_now(batch_id, "billing")).completed_count == 3
+
+
+async def test_a_callback_is_a_command_of_a_handle(bus: CommandBus, given: Given) -> None:
+    """Its type may have a field for the batch, which is empty when the batch is created"""
+    told: list[tuple[str, str | None]] = []
+
+    @bus.command("payments", "Debit")
+    async def debit(ctx: HandlerContext, account: int) -> None:
+        raise PermanentCommandError("closed")
+
+    @bus.command("payments", "Tell")
+    async def tell(data: Summary, ctx: HandlerContext) -> None:
+        told.append((data.to, data.batch.get("held_reason")))
+
+    @bus.command("payments", "Note")
+    async def note(ctx: HandlerContext, to: str, batch: dict[str, Any] | None = None) -> None:
+        assert batch is not None
+        told.append((to, batch["status"]))
+
+    budget = FailureBudget(0.5, on_exceeded=tell.command(Summary("ada")))
+    await bus.create_batch("payments", [debit.command(n) for n in range(3)], budget=budget)
+    await given.drained()
+    await bus.create_batch("payments", [note.command("bob", {"status": "sent"})], on_complete=note.command("rosa"))
+    await bus.create_batch(
+        "payments", [tell.command(Summary("eve"))], on_complete=BatchCommand("Tell", data=Summary("cy"))
+    )
+    await given.drained()
+    assert sorted(told, key=str) == [
+        ("ada", "BUDGET"),
+        ("bob", "sent"),
+        ("cy", None),
+        ("eve", None),
+        ("rosa", "COMPLETED"),
+    ]
+
+
+async def test_a_callback_holds_nothing_where_its_batch_will_be(bus: CommandBus, database: Database) -> None:
+    for given in (Summary("ada", {"status": "sent"}), {"batch": 0}, [1], Summary("ada", {1: object()})):
+        with pytest.raises(InvalidCommandError, match="/on_complete/data"):
+            await bus.create_batch("payments", [BatchCommand("Debit")], on_complete=BatchCommand("Tell", data=given))
+    assert database.count("command") == 0
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "in middleware"])
+async def test_the_traceback_of_a_handle_begins_in_its_function(bus: CommandBus, given: Given, around: bool) -> None:
+    if around:
+
+        @bus.middleware
+        def measure(command: Command, ctx: HandlerContext) -> Iterator[None]:
+            yield
+
+    @bus.command("payments", "Debit")
+    async def debit(ctx: HandlerContext, account: int) -> None:
+        raise PermanentCommandError("closed")
+
+    @bus.command("payments", "Write")
+    def write(data: Note, ctx: SyncHandlerContext) -> None:
+        raise PermanentCommandError("closed")
+
+    for sent in (await debit.send(1), await write.send(Note(text="hello"))):
+        await given.drained()
+        told = (await given.command_now(sent.command_id)).last_traceback
+        assert told is not None and f'File "{__file__}"' in told.splitlines()[1], told
 
 
 async def test_options_are_those_of_send(

@@ -25,11 +25,11 @@ from busload.commands.checks import (
     wrong,
 )
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
-from busload.commands.data_type import DataTypes
+from busload.commands.data_type import DataTypes, is_model, plain_model
 from busload.commands.dedup import Dedup
 from busload.commands.headers import decode_headers, encode_headers
 from busload.commands.ids import JobId, job_id_of, new_id
-from busload.commands.payload import WIDEST, readable
+from busload.commands.payload import WIDEST, PayloadRefusedError, readable
 from busload.commands.send import NewBatch
 from busload.commands.wording import counted
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
@@ -387,27 +387,36 @@ def callback_of(
 ) -> tuple[str, UUID | None]:
     """The command that is sent on completion, as the row of its batch or job keeps it, and its id if it was chosen.
 
-    The completed batch, or job, is added to its data when it is sent.
+    The batch, or job, is added to its data when it is sent. A model may have an empty field for it.
     """
-    data = {} if command.data is None else command.data
-    if not isinstance(data, dict) or of in data:
-        message = f'wanted a dict without the key "{of}", which will hold the completed {of}'
-        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
+    data = _data_of_callback(command.data, of, path)
     for time in ("run_at", "expires_at", "delay"):
         if getattr(command, time) is not None:
             message = f"a callback is sent when its {of} completes and cannot have a time of its own"
             raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/{time}", message)])
-    if command.domain is not None:
-        message = f"a callback runs in the domain of its {of} and cannot have one of its own"
+    if command.domain not in (None, domain):
+        message = f"found {command.domain!r}, but a callback runs in {domain!r}, the domain of its {of}"
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/domain", message)])
     try:
-        [checked] = check_all(domain, [command], limits)
+        [checked] = check_all(domain, [replace(command, data=data)], limits)
     except InvalidCommandError as refused:
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
     row = msgspec.to_builtins(checked) | {"data": data, "headers": decode_headers(checked.headers)}
     del row["run_at"], row["domain"], row["fair_by"], row["expires_at"], row["delay"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
+
+
+def _data_of_callback(given: Any, of: str, path: str) -> dict[str, Any]:
+    """The data of a callback, without the field that a model has for its batch or job."""
+    try:
+        data = {} if given is None else plain_model(given) if is_model(given) else given
+    except PayloadRefusedError as refused:
+        raise InvalidCommandError([replace(refused.problem, path=f"/{path}{refused.problem.path}")]) from None
+    if not isinstance(data, dict) or data.get(of) not in (None, {}):
+        message = f'wanted a dict or a model whose "{of}" is missing, None or empty: the {of} will be put there'
+        raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
+    return {name: value for name, value in data.items() if name != of}
 
 
 def _wrong_function(on_complete: object, *, awaits: bool) -> list[Problem]:

@@ -31,7 +31,7 @@ CAUSE = "\nThe above exception was the direct cause of the following exception:\
 CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 _PACKAGE = Path(__file__).parent.parent
-_ENGINE = (str(_PACKAGE / "worker") + "/", str(_PACKAGE / "jobs") + "/", str(Path(asyncio.__file__).parent) + "/")
+_ENGINE = (*(f"{_PACKAGE / name}/" for name in ("worker", "handlers", "jobs")), f"{Path(asyncio.__file__).parent}/")
 
 
 def traceback_text(error: BaseException, max_bytes: int = MOST_BYTES) -> str:
