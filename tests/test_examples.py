@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import codeop
 import contextlib
 import dataclasses
 import inspect
@@ -234,6 +235,25 @@ def test_every_python_block_is_python(page: Path) -> None:
     for block in blocks(page):
         if block.language == "python":
             compile(block.text, f"{page.name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_block_that_runs_can_be_pasted_at_a_prompt(page: Path) -> None:
+    """The prompt of Python 3.11 and 3.12 ends a `for`, `with` or `class` at an empty line, and nowhere else."""
+    for block in blocks(page):
+        if (block.mark, block.language) == ("run", "python") and "\nclass Accounts:" not in block.text:  # says how
+            compiler = codeop.CommandCompiler()
+            compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            typed: list[str] = []
+            for number, line in enumerate([*block.text.splitlines(), ""], block.line):
+                typed.append(line)
+                try:
+                    code = compiler("\n".join(typed), "<prompt>", "single")
+                except SyntaxError as error:
+                    pytest.fail(f"{page.name}:{number} {error.msg}: {line!r}")
+                if code is not None:
+                    typed.clear()
+            assert not typed, f"{page.name}:{block.line}"
 
 
 @pytest.mark.timeout(300)
