@@ -33,7 +33,7 @@ lint: setup  ## ruff, mypy, and the examples as a user's project by mypy and pyr
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_examples.py
 
-package: setup  ## Build sdist and wheel, and try the wheel in an empty environment; of other Pythons too: PYTHONS="..."
+package: setup  ## Build sdist and wheel into dist/, and try the wheel in an empty environment; of other Pythons too: PYTHONS="..."
 	$(BIN)/python scripts/try_package.py $(PYTHONS)
 
 sync: setup  ## Make src/busload/sync, the API without await, from the async modules

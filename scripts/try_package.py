@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel, and try the wheel in an empty environment of each Python that is named.
+"""Build the sdist and the wheel into dist/, and try the wheel in an empty environment of each Python that is named.
 
 python scripts/try_package.py
 python scripts/try_package.py python3.12 python3.13
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,7 @@ def main(pythons: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="busload-package-") as folder:
         sdist, wheel = build(Path(folder) / "dist")
         print(f"{sdist.name} {sdist.stat().st_size // 1024} kB, {wheel.name} {wheel.stat().st_size // 1024} kB")
+        shutil.copytree(sdist.parent, ROOT / "dist", dirs_exist_ok=True)
         missing = source_files() - files_of_wheel(wheel)
         expect(not missing, f"the wheel has every file of the package; missing: {sorted(missing)}")
         for number, python in enumerate(pythons):
