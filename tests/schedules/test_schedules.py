@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -379,6 +379,27 @@ async def test_a_planner_makes_one_batch_of_a_due_time_though_it_fails_at_first(
     assert (await given.command_now(row.command_id)).result == {"batch_id": str(row.batch_id), "commands": 3}
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_the_batch_of_a_planner_sends_its_callback_when_it_completes(
+    bus: CommandBus, given: Given, database: Database, in_thread: bool
+) -> None:
+    seen, told = given.handler(), given.handler("Tell")
+
+    async def plan(due: DueTime, ctx: HandlerContext) -> list[BatchCommand]:
+        return [BatchCommand("Debit"), BatchCommand("Debit")]
+
+    def plan_in_thread(due: DueTime, ctx: Any) -> list[BatchCommand]:
+        return [BatchCommand("Debit"), BatchCommand("Debit")]
+
+    callback = BatchCommand("Tell", data={"to": "ada"})
+    scheduled(bus, planner=plan_in_thread if in_thread else plan, on_complete=callback)
+    await due(bus, database)
+    await given.drained()
+    assert len(seen) == 2
+    [command] = told
+    assert (command.data["to"], command.data["batch"]["completed_count"]) == ("ada", 2)
+
+
 async def test_planners_run_in_threads_return_nothing_or_nonsense(
     bus: CommandBus, given: Given, database: Database
 ) -> None:
@@ -556,6 +577,15 @@ def test_two_schedules_of_one_name_are_refused() -> None:
         scheduled(bus, "planned", planner=lambda due: [])
     with pytest.raises(ValueError, match=r"planner of 'planned' is an `async def` with a `yield`"):
         scheduled(bus, "planned", planner=generator)
+    for wrong, said in (
+        ({"on_complete": print}, "/on_complete: found .*, wanted a BatchCommand, which any worker can run"),
+        ({"on_complete": BatchCommand("Tell", data=[])}, "/on_complete/data: wanted a dict without the key"),
+        ({"on_complete": BatchCommand("Tell", uuid4())}, "/on_complete/command_id: found command_id, but each due"),
+    ):
+        with pytest.raises(InvalidCommandError, match=said):
+            scheduled(bus, "planned", planner=lambda due, ctx: [], **wrong)
+    with pytest.raises(InvalidCommandError, match="/on_complete: is for the batch of a planner; a command has none"):
+        scheduled(bus, "planned", on_complete=BatchCommand("Tell"))
     assert "planned" not in bus.declared_schedules
 
 

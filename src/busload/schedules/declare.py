@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import msgspec
 
+from busload.batches.batch import callback_of
 from busload.commands.checks import (
     EXPIRES_IN,
     between,
@@ -72,6 +73,8 @@ class ScheduleOptions(PolicyOptions, total=False):
     """What is sent at each due time."""
     planner: Callable[..., Any] | None
     """Instead of a command: a function that returns the commands of a batch, one batch for each due time."""
+    on_complete: BatchCommand | None
+    """What is sent when the batch of a planner completes; the batch is under the key `batch` of its data."""
     domain: str | None
     """The domain that runs the command, or the planner and its batch."""
     catch_up: CatchUp | CatchUpName
@@ -112,7 +115,7 @@ class ScheduleDeclarations:
                 raise ValueError(
                     f"The planner of {name!r} is an `async def` with a `yield`. Return a list of BatchCommand."
                 )
-            self.handlers.add(made.domain, DUE + name, **policy)(_handler(planner))
+            self.handlers.add(made.domain, DUE + name, **policy)(_handler(planner, options.get("on_complete")))
         self.declared_schedules[name] = made
         return made
 
@@ -138,6 +141,8 @@ def schedule(name: str, options: ScheduleOptions, limits: InputLimits, types: Da
         problems += EXPIRES_IN(expires_in, "expires_in")
     refuse(problems, writes=False)
     assert domain is not None
+    if (on_complete := options.get("on_complete")) is not None:
+        callback_of(limits, domain, on_complete)  # refuses what could not be sent
     catch_up = choice(CatchUp, options.get("catch_up", policy.catch_up), "catch_up") or policy.catch_up
     when = rule(
         cron=options.get("cron"),
@@ -203,27 +208,33 @@ def undeclared(schedules: Iterable[Schedule], domains: Iterable[str]) -> Plan[li
     return [name for (name,) in rows]
 
 
-def _handler(planner: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler that creates the batch of a due time with what the planner returns."""
+def _handler(planner: Callable[..., Any], on_complete: BatchCommand | None) -> Callable[..., Any]:
+    """A handler that creates the batch of a due time with what the planner returns, and its callback."""
 
     @wraps(planner)
     async def plan(command: Command, ctx: Any) -> dict[str, Any]:
-        return await plan_batch(planner, command, ctx)
+        return await plan_batch(planner, command, ctx, on_complete)
 
     @wraps(planner)
     def plan_in_thread(command: Command, ctx: Any) -> dict[str, Any]:
-        return plan_batch_in_thread(planner, command, ctx)
+        return plan_batch_in_thread(planner, command, ctx, on_complete)
 
     return plan if is_async(planner) else plan_in_thread
 
 
 def _wrong_what(options: ScheduleOptions) -> list[Problem]:
     command, planner = options.get("command"), options.get("planner")
+    on_complete: object = options.get("on_complete")
     if (command is None) == (planner is None):
         found = "none of them" if command is None else "both"
         message = f"found {found}, wanted either a command or a planner"
         return [Problem("INVALID_SCHEDULE", "/command", message)]
     if planner is not None:
+        if not isinstance(on_complete, BatchCommand | None):
+            return [wrong(on_complete, "on_complete", "a BatchCommand, which any worker can run")]
+        if on_complete is not None and on_complete.command_id is not None:
+            message = "found command_id, but each due time has its own; leave it out"
+            return [Problem("INVALID_OPTION", "/on_complete/command_id", message)]
         return []
     if not isinstance(command, BatchCommand):
         return [wrong(command, "command", "a BatchCommand")]
@@ -240,6 +251,9 @@ def _wrong_what(options: ScheduleOptions) -> list[Problem]:
         if options.get(name) is not None:
             message = "is for a planner; the handler of a command has its own"
             problems.append(Problem("INVALID_OPTION", f"/{name}", message))
+    if on_complete is not None:
+        message = "is for the batch of a planner; a command has none. Pass planner= instead of command="
+        problems.append(Problem("INVALID_OPTION", "/on_complete", message))
     return problems
 
 

@@ -32,14 +32,16 @@ class DueTime:
     """The id of the batch that will be created of what the planner returns."""
 
 
-async def plan_batch(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any]:
+async def plan_batch(
+    function: Callable[..., Any], command: Command, ctx: Any, on_complete: BatchCommand | None = None
+) -> dict[str, Any]:
     """Create the batch of a due time with what the function returns, in the transaction that completes the command."""
     due, bus = _due_time(command), ctx.bus
     planned = _commands(due, await function(due, ctx))
     if not planned:
         return {"batch_id": None, "commands": 0}
     try:
-        batch, checked = _batch(due, command, planned, bus)
+        batch, checked = _batch(due, command, planned, on_complete, bus)
         create = send.create_batch(batch, checked, bus.via)
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the batch are one
@@ -72,7 +74,9 @@ def _commands(due: DueTime, planned: object) -> list[BatchCommand]:
     return list(planned)
 
 
-def _batch(due: DueTime, command: Command, planned: list[BatchCommand], bus: Any) -> tuple[NewBatch, Any]:
+def _batch(
+    due: DueTime, command: Command, planned: list[BatchCommand], on_complete: BatchCommand | None, bus: Any
+) -> tuple[NewBatch, Any]:
     """The batch of a due time and its commands, checked."""
     options: CreateOptions = {
         "batch_id": due.batch_id,
@@ -81,7 +85,7 @@ def _batch(due: DueTime, command: Command, planned: list[BatchCommand], bus: Any
         "headers": command.headers,
     }
     limits = bus.settings.limits
-    batch = new_batch("schedule", limits, command.domain, options, None, awaits=False, known=CreateOptions)
+    batch = new_batch("schedule", limits, command.domain, options, on_complete, awaits=False, known=CreateOptions)
     return batch, members(limits, batch, planned, types=bus.data_types)
 
 

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from busload.commands import send
-from busload.commands.command import Command
+from busload.commands.command import BatchCommand, Command
 from busload.schedules.planned import FINAL, _batch, _commands, _due_time, _for_a_person
 from busload.sync.plan import perform
 
 
-def plan_batch(function: Callable[..., Any], command: Command, ctx: Any) -> dict[str, Any]:
+def plan_batch(
+    function: Callable[..., Any], command: Command, ctx: Any, on_complete: BatchCommand | None = None
+) -> dict[str, Any]:
     """Create the batch of a due time with what the function returns, in the transaction that completes the command."""
     due, bus = _due_time(command), ctx.bus
     planned = _commands(due, function(due, ctx))
     if not planned:
         return {"batch_id": None, "commands": 0}
     try:
-        batch, checked = _batch(due, command, planned, bus)
+        batch, checked = _batch(due, command, planned, on_complete, bus)
         create = send.create_batch(batch, checked, bus.via)
         used = None if ctx.own_transaction is None else ctx.own_transaction.conn
         if used is not None:  # the planner's own writes and the batch are one
