@@ -227,7 +227,8 @@ class SchemaOutdatedError(BusloadError):
         super().__init__(
             f"The database holds {f'busload schema {found}' if found else 'no busload schema yet'}, "
             f"this release needs {needed}. "
-            "Run `busload schema migrate`, or call migrate() of the bus, before sending or starting workers."
+            "Run `busload schema migrate`, in a Django project `manage.py migrate`, or call migrate() of the bus, "
+            "before sending or starting workers."
         )
         self.found, self.needed = found, needed
 

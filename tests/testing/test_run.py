@@ -202,6 +202,16 @@ def test_a_handler_runs_alone_inside_of_a_transaction(sync_bus: SyncCommandBus, 
     assert database.count_rows("ledger") == 0
 
 
+def test_a_drain_of_a_bus_without_handlers_is_refused_inside_of_a_transaction_too(
+    sync_bus: SyncCommandBus, dsn: str
+) -> None:
+    with (
+        psycopg.connect(dsn) as conn,
+        pytest.raises(InvalidOperationError, match="The bus has no handlers, so nothing"),
+    ):
+        drain(sync_bus, conn=conn)
+
+
 def test_a_connection_that_cannot_serve_is_refused(sync_bus: SyncCommandBus, dsn: str) -> None:
     sync_bus.handler("payments", "Debit")(_nothing)
     with psycopg.connect(dsn, autocommit=True) as conn:

@@ -42,7 +42,7 @@ def driver_connection(conn: Any) -> Any:
             f"The connection given as conn is Django's {conn.alias!r} of another thread. Each thread has its own: pass "
             "django.db.connection in the thread that uses it."
         ) from error
-    if conn.autocommit and not conn.in_atomic_block:
+    if not conn.in_atomic_block and (conn.autocommit or conn.connection is None):
         raise InvalidOperationError(
             f"Django's connection {conn.alias!r} given as conn is in no transaction, so there is nothing that the call "
             "could join. Call within `with transaction.atomic():`, or pass no conn."

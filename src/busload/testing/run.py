@@ -139,7 +139,12 @@ async def _drain_joined(bus: CommandBus, domains: Sequence[str] | None, conn: An
 
 
 def _domains(bus: AnyBus, domains: Sequence[str] | None) -> Sequence[str]:
-    return bus.handlers.domains if domains is None else domains
+    found = bus.handlers.domains if domains is None else domains
+    if not found:
+        raise InvalidOperationError(
+            "The bus has no handlers, so nothing would run. Import the module that registers them, or name domains."
+        )
+    return found
 
 
 @overload

@@ -47,8 +47,14 @@ class Patch:
                 path = operation["path"]
                 raise ValueError(f"operation {index} (test): another value, or none, is at {path!r:.200}") from None
             except Exception as error:  # the library raises what Python does on data of another shape
-                raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}") from None
+                raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}{_hint(operation)}") from None
         return encode(patched, self._limits, path="/data")
+
+
+def _hint(operation: dict[str, Any]) -> str:
+    """Problems of data are named by paths that begin with /data; those of a patch begin within it."""
+    path: str = operation["path"]
+    return f". Paths begin in the data: {path[5:]!r:.200}" if path.startswith("/data/") else ""
 
 
 def _size(data: Any, pointer: str, limits: PayloadLimits) -> int:
