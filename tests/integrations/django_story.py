@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -29,11 +29,14 @@ from django.db import connection, transaction  # noqa: E402
 from django.db.migrations.recorder import MigrationRecorder  # noqa: E402
 from django.test import Client, override_settings  # noqa: E402
 from django.test.utils import setup_test_environment  # noqa: E402
-from shop.handlers import bus  # noqa: E402
+from shop.bus import bus  # noqa: E402
 
 from busload import BatchCommand, Command, PermanentCommandError, SyncHandlerContext  # noqa: E402
 from busload.integrations.django_app.testing import delete_all_commands, run_commands  # noqa: E402
 from busload.postgres.schema.migrate import MIGRATIONS, script  # noqa: E402
+
+KNOWN = [f"{domain}/{name}" for domain, name in bus.handlers.names]
+"""What a web process knows, which imports only the bus."""
 
 
 @bus.handler("shop", "Break")
@@ -47,10 +50,12 @@ def count(ctx: SyncHandlerContext, items: int) -> int:
 
 
 def call(*words: str, **options: Any) -> str:
-    said = io.StringIO()
-    with redirect_stdout(said):
+    """What a command of the project prints, also if it ends the process as `--help` does."""
+    said = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    with redirect_stdout(said), suppress(SystemExit):
         call_command(*words, stdout=said, **options)
-    return said.getvalue()
+    said.seek(0)
+    return said.read()
 
 
 def checks() -> list[str]:
@@ -161,6 +166,23 @@ def worker_in_a_loop() -> str:
     return asyncio.run(run())
 
 
+def command_line() -> dict[str, Any]:
+    batch_id = bus.create_batch("shop", [BatchCommand("ShipOrder", data={"order": 1})])
+    said = json.loads(call("busload", "batch", "show", str(batch_id), "--json"))
+    found = {"batch": said["batch_id"] == str(batch_id), "help": "troubleshooting" in call("busload", "help")}
+    for name, *words in (
+        ("worker", "worker", "shop.handlers:bus"),
+        ("unknown", "troubleshooting", "show", "0000"),
+        ("usage", "batches"),
+    ):
+        try:
+            call("busload", *words)
+        except CommandError as error:
+            found[name] = f"{error.returncode} {error}"
+    delete_all_commands()
+    return found
+
+
 def worker_of_no_bus() -> str:
     with override_settings(BUSLOAD={"BUS": "shop.nowhere:bus"}):
         try:
@@ -186,12 +208,14 @@ async def from_a_view_that_is_async() -> str:
 
 
 TOLD = {
+    "known": KNOWN,
     "schema": schema(),
     "settings": wrong_settings(),
     "pages": pages(),
     "worker in a loop": worker_in_a_loop(),
     "worker of no bus": worker_of_no_bus(),
     "worker with a wrong option": worker_with_a_wrong_option(),
+    "command line": command_line(),
     "async": asyncio.run(from_a_view_that_is_async()),
 }
 delete_all_commands()

@@ -81,8 +81,8 @@ def test_migrate_brings_the_schema_up_to_the_release_and_never_deletes_commands(
         ("unknown", "E001 BUSLOAD has 'BUSS', which is no setting of busload. Did you mean 'BUS'?"),
         ("no dict", "E001 BUSLOAD must be a dict, found a str."),
         ("wrong kind", "E001 BUSLOAD['WORKER'] must be True or False, found 'yes'."),
-        ("no bus", 'E003 BUSLOAD names no bus. Set BUSLOAD = {"BUS": "shop.bus:bus"} in your settings.'),
-        ("no colon", "E003 BUSLOAD['BUS'] is 'shop.bus', wanted module:attribute, e.g. 'shop.bus:bus'."),
+        ("no bus", 'E003 BUSLOAD names no bus. Set BUSLOAD = {"BUS": "shop.handlers:bus"} in your settings: the '),
+        ("no colon", "E003 BUSLOAD['BUS'] is 'shop.bus', wanted module:attribute, e.g. 'shop.handlers:bus'."),
         ("no module", "E003 BUSLOAD['BUS'] is 'shop.nowhere:bus', and there is no module 'shop.nowhere'. Name the "),
         ("no attribute", "E003 BUSLOAD['BUS'] is 'shop.bus:buss', and 'shop.bus' has no 'buss'. Name the variable "),
         ("no bus of ours", "E003 BUSLOAD['BUS'] is 'shop.models:Order', which is a django.db.models.base.ModelBase, "),
@@ -129,6 +129,28 @@ def test_a_worker_that_cannot_run_says_why_and_ends_with_2(told: dict[str, Any])
     assert told["worker with a wrong option"].startswith("2 Invalid value for '--concurrency'")
 
 
+def test_whoever_imports_the_bus_has_the_handlers_of_the_project(told: dict[str, Any]) -> None:
+    assert told["known"] == ["shop/ShipOrder"]
+
+
+def test_an_error_of_the_module_with_the_handlers_is_not_taken_for_a_wrong_name(
+    migrated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_handlers.py").write_text("import os\nos.no_such_thing\nbus = None\n")
+    (tmp_path / "broken.py").write_text("from settings import *\nBUSLOAD = {'BUS': 'broken_handlers:bus'}\n")
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "broken")
+    ran = manage(migrated, "check", "--pythonpath", str(tmp_path))
+    assert "AttributeError: module 'os' has no attribute 'no_such_thing'" in ran.stderr
+
+
+def test_the_command_line_works_on_the_database_of_the_project(told: dict[str, Any]) -> None:
+    found = told["command line"]
+    assert (found["batch"], found["help"]) == (True, True)
+    assert found["worker"] == "2 Run the worker of a Django project by `manage.py busload_worker`."
+    assert found["unknown"].startswith("1 There is no command that begins with 0000")
+    assert found["usage"].startswith("2 No such command 'batches'.")
+
+
 def test_an_async_view_calls_the_bus_in_a_thread(told: dict[str, Any]) -> None:
     assert told["async"] == "PENDING"
 
@@ -171,6 +193,15 @@ def of_test_run(server: TestServer) -> Iterator[str]:
 def test_the_tests_of_the_shop_pass_on_a_test_database(of_test_run: str) -> None:
     ran = manage(of_test_run, "test", "--noinput")
     assert ran.returncode == 0, ran.stderr
-    assert "Ran 3 tests" in ran.stderr
+    assert "Ran 4 tests" in ran.stderr
     with Database(of_test_run) as database:
         assert database.value("SELECT to_regnamespace('busload')") is None, "nothing was done in the database itself"
+
+
+def test_the_tests_with_pytest_pass_and_leave_no_command_and_no_connection(of_test_run: str) -> None:
+    ran = manage(
+        of_test_run, "-q", "-p", "no:asyncio", "-p", "no:randomly", "-p", "no:cacheprovider", script="-mpytest"
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "4 passed" in ran.stdout
+    assert "warning" not in ran.stdout, "a connection that is left keeps the test database from being dropped"

@@ -94,7 +94,7 @@ def test_the_example_project_passes_and_so_do_the_test_cases_of_django(pytester:
     pytester.makepyfile(test_django=DJANGO)
     shutil.copytree(ROOT / "examples/testing", pytester.path / "examples/testing")
     shutil.copy(ROOT / "examples/testing/pytest.ini", pytester.path)
-    ran = pytester.runpytest_subprocess("-q", "-p", "no:randomly")
+    ran = pytester.runpytest_subprocess("-q", "-p", "no:randomly", "-p", "no:django")
     ran.assert_outcomes(passed=8)
 
 

@@ -5,6 +5,7 @@ from django.test import TestCase
 
 from busload.integrations.django_app.models import Batch, Command
 from busload.integrations.django_app.testing import CommandsTestCase, run_commands
+from busload.testing import drain
 from shop.bus import bus
 from shop.models import Order
 
@@ -32,3 +33,9 @@ class SendingTest(TestCase):
         with transaction.atomic():
             bus.send("shop", "ShipOrder", {"order": 1}, conn=connection)
         assert [one.data for one in Command.objects.all()] == [{"order": 1}]
+
+    def test_an_order_is_shipped_in_the_transaction_of_the_test(self) -> None:
+        order = Order.objects.create(item="kettle", amount=1)
+        bus.send("shop", "ShipOrder", {"order": order.id}, conn=connection)
+        assert drain(bus, conn=connection) == 1
+        assert Order.objects.get().shipped

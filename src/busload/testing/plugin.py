@@ -19,6 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     from busload.bus import CommandBus
+    from busload.integrations.django_app import DjangoCommandBus
     from busload.settings import Settings
     from busload.sync.bus import SyncCommandBus
     from busload.testing.faces import AnyBus
@@ -145,6 +146,23 @@ def busload_sync_bus(
             yield bus.open(wait=None)
         finally:
             bus.close()
+
+
+@pytest.fixture
+def busload_django_bus(transactional_db: None) -> Iterator[DjangoCommandBus]:
+    """The bus of a Django project, on Django's test database, for tests with pytest-django that commit.
+
+    All commands are deleted after the test, as the rows of models are.
+    """
+    from busload.integrations.django_app.conf import load_bus
+    from busload.integrations.django_app.testing import delete_all_commands
+
+    bus = load_bus()
+    try:
+        yield bus
+    finally:
+        bus.close()  # its connections would keep the test database from being dropped
+        delete_all_commands()
 
 
 def _async_fixture(function: Callable[..., AsyncIterator[Any]]) -> Any:

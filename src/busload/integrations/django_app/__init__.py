@@ -1,7 +1,7 @@
 """Django: an app with our schema, checks, an admin and a worker, and a bus for the database that Django has.
 
 INSTALLED_APPS = [..., "busload.integrations.django_app"]
-BUSLOAD = {"BUS": "shop.bus:bus"}
+BUSLOAD = {"BUS": "shop.handlers:bus"}
 
 # shop/bus.py
 from busload.integrations.django_app import DjangoCommandBus

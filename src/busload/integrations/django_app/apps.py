@@ -25,6 +25,7 @@ class BusloadConfig(AppConfig):
         checks.register(system_checks.check_schema, checks.Tags.database)
         post_migrate.connect(schema.upgrade, sender=self)
         with suppress(ImproperlyConfigured):  # the check says what is wrong
+            conf.load_bus()  # as the admin imports its modules: whoever sends knows which data handlers take
             if conf.configuration().worker:
                 request_started.connect(_start_worker, dispatch_uid="busload.worker")
 

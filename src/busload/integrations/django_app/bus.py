@@ -9,7 +9,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import close_old_connections, connections
+from django.db import connections
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import Conninfo
 
@@ -83,19 +83,26 @@ class _DjangoHandlers(Handlers):
 def _as_in_a_request(function: Callable[..., Any]) -> Callable[..., Any]:
     """Django closes old connections before and after each request; a worker has no requests.
 
-    Without this, each thread would fail with its dead connection again and again after an outage.
+    Without this, each thread would fail with its dead connection again and again after an outage. A connection in a
+    transaction stays as it is: it is that of a test which runs the handler itself.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **fields: Any) -> Any:
-        close_old_connections()
+        _close_old_connections()
         try:
             return function(*args, **fields)
         finally:
-            close_old_connections()
+            _close_old_connections()
             _of_thread().found = connections.all(initialized_only=True)
 
     return call
+
+
+def _close_old_connections() -> None:
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block:
+            connection.close_if_unusable_or_obsolete()
 
 
 class _ClosedWithTheirThread:

@@ -19,7 +19,7 @@ class Configuration:
     """What BUSLOAD may say; the names are in upper case there."""
 
     bus: str | None = None
-    """`module:attribute` of the bus, such as "shop.bus:bus"."""
+    """`module:attribute` of the bus, such as "shop.handlers:bus". The module imports all handlers."""
     database: str = "default"
     """The alias in DATABASES of the database that has our schema."""
     worker: bool = False
@@ -28,7 +28,10 @@ class Configuration:
     @property
     def bus_path(self) -> str:
         if self.bus is None:
-            raise ImproperlyConfigured('BUSLOAD names no bus. Set BUSLOAD = {"BUS": "shop.bus:bus"} in your settings.')
+            raise ImproperlyConfigured(
+                'BUSLOAD names no bus. Set BUSLOAD = {"BUS": "shop.handlers:bus"} in your settings: the module that '
+                "imports all handlers, and its bus."
+            )
         return self.bus
 
 
@@ -47,7 +50,7 @@ def configuration() -> Configuration:
             hint = f"Did you mean {likely[0]!r}?" if likely else f"There are {', '.join(known)}."
             raise ImproperlyConfigured(f"BUSLOAD has {name!r}, which is no setting of busload. {hint}")
         if not isinstance(value, _KINDS[name.lower()]):
-            wanted = {"BUS": "a text such as 'shop.bus:bus'", "DATABASE": "an alias of DATABASES"}
+            wanted = {"BUS": "a text such as 'shop.handlers:bus'", "DATABASE": "an alias of DATABASES"}
             raise ImproperlyConfigured(
                 f"BUSLOAD[{name!r}] must be {wanted.get(name, 'True or False')}, found {value!r:.80}."
             )
@@ -59,9 +62,11 @@ def load_bus() -> DjangoCommandBus:
     path = configuration().bus_path
     module, colon, attribute = path.partition(":")
     if not module or not colon or not attribute:
-        raise ImproperlyConfigured(f"BUSLOAD['BUS'] is {path!r:.80}, wanted module:attribute, e.g. 'shop.bus:bus'.")
+        raise ImproperlyConfigured(
+            f"BUSLOAD['BUS'] is {path!r:.80}, wanted module:attribute, e.g. 'shop.handlers:bus'."
+        )
     try:
-        found = getattr(import_module(module), attribute)
+        imported = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks something itself
@@ -69,6 +74,8 @@ def load_bus() -> DjangoCommandBus:
             f"BUSLOAD['BUS'] is {path!r:.80}, and there is no module {error.name!r}. Name the module in which your bus "
             "is made; it must be importable as your apps are."
         ) from None
+    try:
+        found = getattr(imported, attribute)
     except AttributeError:
         raise ImproperlyConfigured(
             f"BUSLOAD['BUS'] is {path!r:.80}, and {module!r} has no {attribute!r}. Name the variable of the bus."

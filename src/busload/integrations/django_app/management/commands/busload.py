@@ -1,0 +1,42 @@
+"""`manage.py busload`: the command line of busload on the database of a Django project."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import click
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError
+
+from busload.cli import main
+from busload.integrations.django_app.bus import dsn_of
+from busload.integrations.django_app.conf import configuration
+
+
+class Command(BaseCommand):
+    help = (
+        "Run a command of busload on the database of this project: manage.py busload troubleshooting ls. "
+        "manage.py busload help lists them, and each has --help."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("words", nargs=argparse.REMAINDER, metavar="NOUN VERB ...", help="as busload takes them")
+
+    def handle(self, *args: Any, words: list[str], **given: Any) -> None:
+        if words[:1] == ["worker"] and not {"ls", "stop"} & set(words[1:2]):
+            raise CommandError("Run the worker of a Django project by `manage.py busload_worker`.", returncode=2)
+        try:
+            dsn = dsn_of(configuration().database)
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error), returncode=2) from None
+        if words in ([], ["help"]):
+            words = ["--help"]
+        try:
+            with main.make_context("manage.py busload", ["--dsn", dsn, *words]) as ctx:
+                main.invoke(ctx)
+        except click.ClickException as error:
+            raise CommandError(error.format_message(), returncode=error.exit_code) from None
+        except click.exceptions.Exit as ended:
+            sys.exit(ended.exit_code)
