@@ -419,8 +419,32 @@ class HandlerError(BusloadError):
         self.code, self.details = code, details
 
 
+def _seconds(after: timedelta | float, call: str) -> float:
+    seconds = after.total_seconds() if isinstance(after, timedelta) else after
+    if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
+        raise ValueError(f"{call} wants seconds from 0 on or a timedelta, found {after!r:.80}.")
+    return float(seconds)
+
+
 class TransientCommandError(HandlerError):
-    """It may work later: retried under the handler's retry policy."""
+    """It may work later: retried under the handler's retry policy.
+
+    With `after` (seconds, or a timedelta) the next attempt waits so long, whatever the policy says. How many attempts
+    there are, the policy says.
+    """
+
+    after: float | None = None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        after: timedelta | float | None = None,
+        code: str | None = None,
+        details: Any = None,
+    ) -> None:
+        super().__init__(message, code=code, details=details)
+        self.after = None if after is None else _seconds(after, "TransientCommandError(after=...)")
 
 
 class RateLimitedError(HandlerError):
@@ -435,23 +459,15 @@ class RateLimitedError(HandlerError):
         details: Any = None,
     ) -> None:
         super().__init__(message, code=code, details=details)
-        seconds = after.total_seconds() if isinstance(after, timedelta) else after
-        if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < 10**9):
-            raise ValueError(
-                f"RateLimitedError(after=...) wants seconds from 0 on or a timedelta, found {after!r:.80}."
-            )
-        self.after = None if seconds is None else float(seconds)
+        self.after = None if after is None else _seconds(after, "RateLimitedError(after=...)")
 
 
 class SnoozeError(HandlerError):
     """The handler wants its command to run again `after` so long (seconds, or a timedelta); no attempt is burnt."""
 
     def __init__(self, after: timedelta | float) -> None:
-        seconds = after.total_seconds() if isinstance(after, timedelta) else after
-        if type(seconds) not in (int, float) or not 0 <= seconds < 10**9:
-            raise ValueError(f"snooze() wants seconds from 0 on or a timedelta, found {after!r:.80}.")
-        super().__init__(f"The handler has put its command off for {seconds:g} s.")
-        self.after = float(seconds)
+        self.after = _seconds(after, "snooze()")
+        super().__init__(f"The handler has put its command off for {self.after:g} s.")
 
 
 class PermanentCommandError(HandlerError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -35,6 +35,9 @@ def decided(outcome: Outcome, **state: Any) -> tuple[str, str | None, float | No
         (Succeeded("a\0"), {}, ("TROUBLESHOOTING", "RESULT_INVALID", None)),
         (Succeeded(object()), {}, ("COMPLETED", "result_not_kept", None)),
         (Failed(TransientCommandError()), {}, ("FAILED_ATTEMPT", None, 10.0)),
+        (Failed(TransientCommandError(after=5)), {}, ("FAILED_ATTEMPT", None, 5.0)),
+        (Failed(TransientCommandError(after=timedelta(0))), {"attempt": 2}, ("FAILED_ATTEMPT", None, 0.0)),
+        (Failed(TransientCommandError(after=5)), {"attempt": 3}, ("TROUBLESHOOTING", "EXHAUSTED", None)),
         (Failed(ValueError()), {"attempt": 2}, ("FAILED_ATTEMPT", None, 60.0)),
         (Failed(ValueError()), {"attempt": 3}, ("TROUBLESHOOTING", "EXHAUSTED", None)),
         (Failed(KeyboardInterrupt()), {}, ("FAILED_ATTEMPT", None, 10.0)),
@@ -53,6 +56,12 @@ def decided(outcome: Outcome, **state: Any) -> tuple[str, str | None, float | No
 )
 def test_an_outcome_decides_the_route(outcome: Outcome, state: dict[str, Any], expected: tuple[Any, ...]) -> None:
     assert decided(outcome, **state) == expected
+
+
+@pytest.mark.parametrize("after", [-1, "soon", True, timedelta(days=-1), float("nan")])
+def test_a_wait_that_cannot_be_is_refused(after: Any) -> None:
+    with pytest.raises(ValueError, match=r"TransientCommandError\(after=...\) wants seconds from 0 on or a timedelta"):
+        TransientCommandError("busy", after=after)
 
 
 def test_a_result_is_kept_as_json_and_none_as_nothing() -> None:

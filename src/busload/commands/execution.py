@@ -281,11 +281,14 @@ def decide(
         return Transition(leased, TROUBLESHOOTING, described, reason="UNDECODABLE")
     if isinstance(outcome, Stopped):
         return Transition(leased, CANCELED, described)
+    after: float | None = None
     match deciding(outcome.error):
         case BusinessRuleError():
             return Transition(leased, FAILED, described)
         case PermanentCommandError():
             return Transition(leased, TROUBLESHOOTING, described, reason="PERMANENT")
+        case TransientCommandError() as passing:
+            after = passing.after
     match rule_of(outcome.error, retry):
         case "failed":
             return Transition(leased, FAILED, described)
@@ -295,7 +298,8 @@ def decide(
             retry = other
     if retry.exhausted(leased.lease.round_attempt, leased.max_attempts):
         return Transition(leased, TROUBLESHOOTING, described, reason="EXHAUSTED")
-    return Transition(leased, FAILED_ATTEMPT, described, delay=retry.delay(leased.lease.round_attempt))
+    delay = retry.delay(leased.lease.round_attempt) if after is None else after
+    return Transition(leased, FAILED_ATTEMPT, described, delay=delay)
 
 
 def rule_of(error: BaseException, retry: RetryPolicy) -> RetryPolicy | Verdict | None:
