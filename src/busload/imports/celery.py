@@ -1,16 +1,17 @@
-"""Tasks of Celery that wait in the lists of a Redis broker."""
+"""Tasks of Celery as commands, and those that wait in the lists of a Redis broker."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from busload.commands.command import BatchCommand
+from busload.commands.payload import PayloadRefusedError, encode
 from busload.errors import InvalidOperationError
 from busload.imports.take_over import WaitingTask, command_id_of
 from busload.postgres.connection import Connection
@@ -19,6 +20,45 @@ PRIORITY_STEPS = ("", "\x06\x163", "\x06\x166", "\x06\x169")
 """Celery keeps a list for each step of priority; on Redis, 0 is the highest."""
 
 JSON = "application/json"
+
+REST = "celery"
+"""The header of a command that has, as JSON text, what else there is to know of its task, if there is anything."""
+
+PROTOCOL = frozenset(
+    {"argsrepr", "compression", "eta", "expires", "group", "group_index", "id", "ignore_result", "kwargsrepr", "lang"}
+    | {"meth", "origin", "parent_id", "replaced_task_nesting", "retries", "root_id", "shadow", "stamped_headers"}
+    | {"stamps", "task", "timelimit", "utc"}
+)
+"""Headers of a message that Celery makes. All others are of the sender."""
+
+
+def command_of_task(headers: Mapping[str, Any], args: Any, kwargs: Any, *, priority: int = 0) -> BatchCommand:
+    """The command that a task becomes, by the headers of its message. `args` and `kwargs` are JSON.
+
+    It has the id of the task, or one that is made from it, and the id of the task's root as its correlation id. Headers
+    of the sender that are texts become headers of the command. All else is kept in one header, for who runs the task.
+    """
+    task_id, root_id = str(headers["id"]), headers.get("root_id")
+    command_id = command_id_of("celery", task_id)
+    own = {name: value for name, value in headers.items() if name not in PROTOCOL}
+    texts = {name: value for name, value in own.items() if isinstance(value, str) and name != REST}
+    rest = {
+        "id": task_id if task_id != str(command_id) else None,
+        "headers": {name: value for name, value in own.items() if name not in texts},
+        **{name: headers.get(name) for name in ("parent_id", "retries", "shadow", "ignore_result")},
+    }
+    if rest := {name: value for name, value in rest.items() if value}:
+        texts[REST] = encode(rest, path="/headers")
+    return BatchCommand(
+        str(headers["task"]),
+        command_id,
+        {"args": args, "kwargs": kwargs},
+        priority=priority,
+        run_at=time_of(headers.get("eta")),
+        expires_at=time_of(headers.get("expires")),
+        correlation_id=command_id_of("celery", root_id) if root_id and root_id != task_id else None,
+        headers=texts or None,
+    )
 
 
 class Celery:
@@ -68,14 +108,10 @@ class Celery:
         problem, args, kwargs = self._body(envelope, properties, headers)
         if problem is not None:
             return WaitingTask(source_id, queue, name, None, problem, message)
-        command = BatchCommand(
-            name,
-            command_id_of(self.name, source_id),
-            {"args": args, "kwargs": kwargs},
-            priority=-int(properties.get("priority") or 0),
-            run_at=_time(headers.get("eta")),
-            expires_at=_time(headers.get("expires")),
-        )
+        try:
+            command = command_of_task(headers, args, kwargs, priority=-int(properties.get("priority") or 0))
+        except PayloadRefusedError as refused:
+            return WaitingTask(source_id, queue, name, None, f"Its headers cannot be stored: {refused}", message)
         return WaitingTask(source_id, queue, name, command, handle=message)
 
     def _body(self, envelope: Any, properties: Any, headers: Any) -> tuple[str | None, Any, Any]:
@@ -108,8 +144,9 @@ class _Page:
         return self.removed
 
 
-def _time(text: str | None) -> datetime | None:
-    if text is None:
+def time_of(found: datetime | str | None) -> datetime | None:
+    """An `eta` or `expires` of Celery. Without a zone it is UTC, as for Celery's workers, whatever their time zone."""
+    if found is None:
         return None
-    found = datetime.fromisoformat(text)
+    found = datetime.fromisoformat(found) if isinstance(found, str) else found
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
