@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UNTYPED = ("tracker_celery.py", "django_app.py", "django_shop")
+UNTYPED = ("celery_bridge.py", "tracker_celery.py", "django_app.py", "django_shop")
 """Files and folders of examples with libraries that have no types: Celery and Django."""
 OURS = "cluster"
 """A folder of examples that needs the tests of this repository, so no user has it."""

@@ -60,6 +60,12 @@ EXPECTED = {
         "5001 readings in … flushes, 9…% of transactions saved",
         "500 sensors, the latest of each at 9; 0 left behind",
     ],
+    "celery_bridge.py": [
+        "Ada: PENDING",
+        "Ada is reminded, at attempt 3",
+        "Nobody: IN_TROUBLESHOOTING_QUEUE, LookupError: Nobody is nobody's name",
+        "Refused: The task 'celery_bridge.remind' is sent with a chain, which the bridge does not support. …",
+    ],
     "dispatch.py": [
         "two_phase: success, 1000 of 1000 published",
         "two_phase: partial_success, 0 of 500 published",
