@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta
@@ -15,8 +17,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 import redis
-from celery import Celery, Task, chain, chord, group, signals
-from celery.app.trace import reset_worker_optimizations
+from celery import Celery, Task, _state, chain, chord, current_app, group, signals
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
@@ -50,14 +51,14 @@ def app() -> Iterator[Any]:
 
 @pytest.fixture
 def app_on_redis(redis_url: str) -> Iterator[Any]:
-    app = application(broker=redis_url)
+    app = application(broker=redis_url, backend=None)
     yield app
     closed(app)
 
 
-def application(broker: str = NOWHERE) -> Any:
+def application(broker: str = NOWHERE, backend: str | None = "redis://nowhere.invalid") -> Any:
     """Tasks as a team has them; `ran` has what each of them has seen."""
-    app = Celery("shop", broker=broker, set_as_current=False)
+    app = Celery("shop", broker=broker, backend=backend, set_as_current=False)
     app.conf.task_routes = {"shop.mail": {"queue": "mail"}}
     app.ran, app.task = [], partial(app.task, shared=False)  # not with the applications of other tests
 
@@ -77,8 +78,8 @@ def application(broker: str = NOWHERE) -> Any:
 
 
 def closed(app: Any) -> None:
-    reset_worker_optimizations(app)
     app.close()
+    _state.set_default_app(None)
 
 
 def statuses(bus: SyncCommandBus) -> list[tuple[str, str]]:
@@ -169,7 +170,7 @@ def test_a_task_sees_its_request(app: Any, sync_bus: SyncCommandBus) -> None:
 
     @app.task(name="shop.parent", bind=True)
     def parent(self: Any) -> None:
-        seen["parent"] = self.request
+        seen["parent"], seen["app"] = self.request, current_app.main
         seen["sent"] = child.delay()
 
     CeleryBridge(app, sync_bus).register()
@@ -178,6 +179,7 @@ def test_a_task_sees_its_request(app: Any, sync_bus: SyncCommandBus) -> None:
     drain(sync_bus)
 
     request = seen["parent"]
+    assert seen["app"] == "shop"
     assert (result.id, result.state, request.id, request.root_id) == ("order-7", "SUCCESS", "order-7", "order-7")
     assert (request.headers, request.tenant, request.level) == (headers, "acme", 3)
     assert (request.called_directly, request.is_eager, request.retries) == (False, False, 0)
@@ -194,6 +196,7 @@ def test_arguments_and_results_are_the_json_of_celery(app: Any, sync_bus: SyncCo
 
     @app.task(name="shop.echo")
     def echo(*args: Any, **kwargs: Any) -> Any:
+        app.ran.append(args)
         return [args, kwargs]
 
     CeleryBridge(app, sync_bus).register()
@@ -201,6 +204,7 @@ def test_arguments_and_results_are_the_json_of_celery(app: Any, sync_bus: SyncCo
     result = echo.delay(*values, amount=Decimal(3))
     drain(sync_bus)
     assert result.get(timeout=5) == [values, {"amount": Decimal(3)}]
+    assert app.ran == [tuple(values)]
     [found] = sync_bus.list_commands()
     assert found.data["kwargs"] == {"amount": {"__type__": "decimal", "__value__": "3"}}
 
@@ -228,9 +232,9 @@ def test_a_retry_may_say_when_and_how_often(app: Any, sync_bus: SyncCommandBus) 
     once = app.tasks["shop.mail"].delay("ada", max_retries=0)
     drain(sync_bus)
     assert 490 < wait(sync_bus, "mail", result.id) <= 500
-    assert once.state == "FAILURE"
     with pytest.raises(CommandFailedError, match="ConnectionError: no answer"):
         once.get(timeout=5)
+    assert once.state == "FAILURE"
 
 
 def test_errors_that_a_task_is_retried_for_are_tried_again_and_others_are_not(
@@ -429,32 +433,38 @@ def test_a_send_joins_the_transaction_that_is_offered(app: Any, sync_bus: SyncCo
 
 
 def test_some_tasks_stay_with_the_broker(app_on_redis: Any, sync_bus: SyncCommandBus) -> None:
-    """One task goes through busload and one through Redis, where a worker of Celery runs and retries it."""
-    app, done = app_on_redis, threading.Event()
+    """A worker of Celery runs and retries one that stays, and one that was sent before there was a bridge."""
+    app, done = app_on_redis, threading.Barrier(3)
     app.conf.update(task_default_queue="bridge-default", task_routes={}, broker_connection_retry_on_startup=True)
 
-    @app.task(name="shop.stays", bind=True)
-    def stays(self: Any) -> None:
-        if self.request.retries == 0:
-            raise self.retry(countdown=0)
-        moved.delay(self.request.retries)
-        done.set()
+    def once_more(task: Any) -> None:
+        if task.request.retries == 0:
+            raise task.retry(countdown=0)
+        moved.delay(task.request.retries)
+        done.wait(30)
+
+    stays = app.task(name="shop.stays", bind=True)(once_more)
+    early = app.task(name="shop.early", bind=True)(once_more)
 
     @app.task(name="shop.moved")
     def moved(n: int) -> int:
         return n
 
-    bridge = CeleryBridge(app, sync_bus, tasks=[moved])
-    bridge.register()
+    early.delay()
+    CeleryBridge(app, sync_bus, tasks=[moved, "shop.early"]).register()
     first = moved.delay(7)
     assert not isinstance(stays.delay(), CommandResult)
     with pytest.raises(InvalidOperationError, match="goes to Celery's broker, which cannot join"):
         stays.apply_async(conn=object())
-    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=30):
-        assert done.wait(30)
-    assert drain(sync_bus) == 2
+    with start_worker(app, pool="threads", concurrency=2, perform_ping_check=False, shutdown_timeout=30):
+        done.wait(30)
+    assert drain(sync_bus) == 3
     assert first.get(timeout=5) == 7
-    assert sorted(one.result for one in sync_bus.list_commands()) == [1, 7]
+    assert sorted((one.command_type, one.result) for one in sync_bus.list_commands()) == [
+        ("shop.moved", 1),
+        ("shop.moved", 1),
+        ("shop.moved", 7),
+    ]
     with redis.Redis.from_url(app.conf.broker_url) as client:
         client.delete("_kombu.binding.bridge-default")
 
@@ -465,27 +475,31 @@ def test_some_queues_stay_with_the_broker_and_the_bridge_can_be_removed(
     """What waits in Redis then is imported, and run by the bridge as what was sent through it."""
     app, queue = app_on_redis, "bridge-stays"
     app.conf.update(task_default_queue=queue, task_routes={"shop.mail": "mail"})
-    bridge = CeleryBridge(app, sync_bus, queues=["mail", "slow"])
+    bridge = CeleryBridge(app, sync_bus, queues=["mail", "bridge-slow"])
     add = app.tasks["shop.add"]
     with redis.Redis.from_url(app.conf.broker_url) as client:
         try:
             add.delay(1, b=1)
-            add.apply_async((2,), queue="slow")
+            add.apply_async((2,), queue="bridge-slow")
             app.tasks["shop.mail"].delay("rosa")
             bridge.remove()
-            removed = add.apply_async((3,), {"b": 4}, priority=3, headers={"tenant": "acme", "level": 1})
-            assert [client.llen(f"{queue}{step}") for step in ("", "\x06\x163")] == [1, 1]
-            assert sorted(one.domain for one in sync_bus.list_commands()) == ["mail", "slow"]
+            about = {"queue": "bridge-slow", "priority": 3, "headers": {"tenant": "acme", "level": 1}}
+            removed = add.apply_async((3,), {"b": 4}, **about)
+            app.tasks["shop.mail"].apply_async(("ada",), queue=queue, retries=2)
+            assert [client.llen(key) for key in (queue, "bridge-slow\x06\x163")] == [2, 1]
+            assert sorted(one.domain for one in sync_bus.list_commands()) == ["bridge-slow", "mail"]
 
-            report = take_over(sync_bus, CeleryQueues(app.conf.broker_url, [queue]), domain="slow")
+            report = take_over(
+                sync_bus, CeleryQueues(app.conf.broker_url, [queue, "bridge-slow"]), domain="bridge-slow"
+            )
         finally:
-            client.delete(queue, f"{queue}\x06\x163", f"_kombu.binding.{queue}")
-    assert (report.imported, report.skipped) == (2, [])
-    [found] = assert_sent(sync_bus, "slow", "shop.add", {"args": [3], "kwargs": {"b": 4}}, priority=-3)
+            client.delete(queue, "bridge-slow\x06\x163", f"_kombu.binding.{queue}", "_kombu.binding.bridge-slow")
+    assert (report.imported, report.skipped) == (3, [])
+    [found] = assert_sent(sync_bus, "bridge-slow", "shop.add", {"args": [3], "kwargs": {"b": 4}}, priority=-3)
     assert (str(found.command_id), (found.headers or {})["tenant"]) == (removed.id, "acme")
     bridge.register()
     drain(sync_bus)
-    assert sorted(one for one in app.ran if isinstance(one, tuple)) == [(1, 1), (2, 0), (3, 4)]
+    assert sorted(app.ran, key=str) == [(1, 1), (2, 0), (3, 4), 0, 2]
 
 
 def test_a_worker_of_an_async_bus_runs_tasks_too(app: Any, sync_bus: SyncCommandBus, dsn: str) -> None:
@@ -514,7 +528,8 @@ def test_arguments_that_are_not_json_are_refused(app: Any, sync_bus: SyncCommand
     assert statuses(sync_bus) == []
 
 
-def test_canvas_is_refused_before_anything_is_sent(app: Any, sync_bus: SyncCommandBus) -> None:
+def test_canvas_is_refused_before_anything_is_sent(sync_bus: SyncCommandBus) -> None:
+    app = application(backend=None)  # which Celery itself asks for when it prepares a group
     CeleryBridge(app, sync_bus)
     add = app.tasks["shop.add"]
     canvas: dict[str, Callable[[], Any]] = {
@@ -528,6 +543,7 @@ def test_canvas_is_refused_before_anything_is_sent(app: Any, sync_bus: SyncComma
         with pytest.raises((InvalidOperationError, NotImplementedError), match=what):
             call()
     assert statuses(sync_bus) == []
+    closed(app)
 
 
 def test_a_task_cannot_replace_itself(app: Any, sync_bus: SyncCommandBus) -> None:
@@ -612,3 +628,7 @@ def test_a_type_with_a_handler_of_its_own_stays_with_it(app: Any, sync_bus: Sync
     sync_bus.handler("celery", "shop.add")(lambda command, ctx: None)
     with pytest.raises(HandlerAlreadyRegisteredError, match=r"'celery' / 'shop.add' is already handled"):
         CeleryBridge(app, sync_bus).register()
+
+
+def test_the_bridge_can_be_imported_before_all_else() -> None:
+    subprocess.run([sys.executable, "-c", "import busload.integrations.celery"], check=True)

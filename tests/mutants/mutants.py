@@ -34,6 +34,7 @@ FASTAPI = "tests/integrations/test_fastapi.py::"
 SELF_OPENING = "tests/integrations/test_self_opening_bus.py::"
 ALEMBIC = "tests/integrations/test_alembic.py::"
 DJANGO = "tests/integrations/test_django.py::"
+CELERY = "tests/integrations/test_celery.py::"
 COALESCING = "tests/chaos/test_coalescing.py::"
 JOINING = "tests/integrations/test_joining.py::"
 COMPLETING = "tests/integrations/test_completing.py::"
@@ -2861,5 +2862,61 @@ MUTANTS = [
         "for kind in reversed(type(error).__mro__) if kind",
         "tests/commands/test_retry.py::test_the_rule_of_the_nearest_class_wins",
         "a rule for a class is more exact than one for its base",
+    ),
+    Mutant(
+        "celery-retry-to-the-broker",
+        "integrations/celery/bridge.py",
+        "recorded = asks_for_retry(call)",
+        "recorded = None",
+        f"{CELERY}test_a_retry_is_another_attempt_when_celery_says",
+        "a retry of a command would go to a broker, where nobody runs it",
+    ),
+    Mutant(
+        "celery-retry-leaves-its-worker",
+        "integrations/celery/bridge.py",
+        'if call.options.get("retries"):',
+        'if call.options.get("retries") and asks_for_retry(call):',
+        f"{CELERY}test_some_tasks_stay_with_the_broker",
+        "a task that Celery runs would begin anew as a command, with all its retries",
+    ),
+    Mutant(
+        "celery-send-outside-of-the-transaction",
+        "integrations/celery/bridge.py",
+        "                conn=conn,\n",
+        "                conn=None,\n",
+        f"{CELERY}test_a_send_joins_the_transaction_that_is_offered",
+        "a task would run though its order was rolled back",
+    ),
+    Mutant(
+        "celery-every-error-is-tried-again",
+        "integrations/celery/running.py",
+        "UNTIL_CELERY_GIVES_UP = RetryPolicy(1,",
+        "UNTIL_CELERY_GIVES_UP = RetryPolicy(9,",
+        f"{CELERY}test_errors_that_a_task_is_retried_for_are_tried_again_and_others_are_not",
+        "a task without retries would do its work twice",
+    ),
+    Mutant(
+        "celery-retries-start-over",
+        "integrations/celery/running.py",
+        'rest.get("retries", 0) + attempt - 1',
+        "attempt - 1",
+        f"{CELERY}test_some_queues_stay_with_the_broker_and_the_bridge_can_be_removed",
+        "an imported task would get its retries a second time",
+    ),
+    Mutant(
+        "celery-wait-is-the-policys",
+        "commands/execution.py",
+        " if after is None else after",
+        "",
+        f"{CELERY}test_a_retry_is_another_attempt_when_celery_says",
+        "the wait that a failure names would not count",
+    ),
+    Mutant(
+        "celery-canvas-is-lost",
+        "integrations/celery/bridge.py",
+        "        refuse_unsupported(call, task)\n",
+        "",
+        f"{CELERY}test_canvas_is_refused_before_anything_is_sent",
+        "the rest of a chain would be lost without a word",
     ),
 ]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from celery import Celery, signals
-from celery.app.trace import setup_worker_optimizations
 from kombu.common import Broadcast
 
 from busload.bus import CommandBus
@@ -85,7 +84,8 @@ class CeleryBridge:
         application knows.
         """
         self.app.loader.import_default_modules()
-        setup_worker_optimizations(self.app)
+        self.app.set_default()  # for the threads of a worker, which have no current application
+        self.app.finalize()
         tasks = {name: task for name, task in sorted(self.app.tasks.items()) if self._takes(name)}
         if not tasks:
             fitting = "" if self._tasks is None else f" that fits tasks={self._tasks!r:.200}"
@@ -121,9 +121,7 @@ class CeleryBridge:
     def _send_task(self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """In the place of `app.send_task`, which every call of Celery that sends a task ends in."""
         call = read_call(name, args, kwargs, more, options)
-        if call.options.get(
-            "retries"
-        ):  # of a command of ours, or of a task that a worker of Celery runs: it stays there
+        if call.options.get("retries"):  # a retry stays where its task runs: here, or in a worker of Celery
             recorded = asks_for_retry(call)
             return self._send_by_celery(name, args, kwargs, *more, **options) if recorded is None else recorded
         if not self._sends or not self._takes(name):

@@ -22,7 +22,7 @@ from busload.imports.celery import REST, time_of
 from busload.integrations.celery.message import Call, plain, unplain
 from busload.limits.handler_options import HandlerOptions
 from busload.limits.rate import RateLimit
-from busload.sync.context import SyncHandlerContext
+from busload.worker import SyncHandlerContext
 
 REQUEUED_AFTER = 1.0
 """Seconds after which a task runs again that has raised `Reject(requeue=True)`."""
@@ -89,7 +89,7 @@ class TaskRunner:
 
     def __init__(self, app: Any, task: Any, queue: str, *, zero_is_urgent: bool) -> None:
         self._task, self._queue, self._zero_is_urgent = task, queue, zero_is_urgent
-        self._trace = trace.build_tracer(task.name, task, app=app)
+        self._trace = trace.build_tracer(task.name, task, app=app, eager=True)  # so it writes to no result backend
 
     def handle(self, command: Command, ctx: SyncHandlerContext) -> Any:
         args, kwargs = _arguments(command)
@@ -123,7 +123,7 @@ class TaskRunner:
         return (states.SUCCESS, traced.retval) if traced.info is None else (traced.info.state, traced.info.retval)
 
     def _request(self, command: Command, rest: dict[str, Any], attempt: int) -> dict[str, Any]:
-        """What the task sees as `self.request`. Celery's own backend gets no result: the command has it."""
+        """What the task sees as `self.request`."""
         texts = {name: text for name, text in (command.headers or {}).items() if name != REST}
         task_id = rest.get("id") or str(command.command_id)
         priority = -command.priority if self._zero_is_urgent else command.priority
@@ -138,7 +138,7 @@ class TaskRunner:
             "correlation_id": task_id,
             "retries": rest.get("retries", 0) + attempt - 1,
             "timelimit": [self._task.time_limit, self._task.soft_time_limit],
-            "ignore_result": True,
+            "ignore_result": rest.get("ignore_result", False),
             "is_eager": False,
             "utc": True,
             "hostname": gethostname(),
