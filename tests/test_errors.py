@@ -29,6 +29,7 @@ from busload import (
     WorkerSettings,
     task_key,
 )
+from busload.batches import FailureBudget
 from busload.commands.payload import PayloadRefusedError, encode
 from busload.errors import InvalidOperationError, OutcomeUnknownError, kind_of
 from tests.test_public import public_names
@@ -76,6 +77,7 @@ WRITES: dict[str, Callable[[CommandBus], Any]] = {
     "cancel_batch": lambda bus: bus.cancel_batch("a b", uuid4(), reason="test"),
     "hold_batch": lambda bus: bus.hold_batch("a b", uuid4(), reason="test"),
     "reprioritize_batch": lambda bus: bus.reprioritize_batch("a b", uuid4(), 1),
+    "set_batch_budget": lambda bus: bus.set_batch_budget("a b", uuid4(), FailureBudget(0.5)),
     "resume_batch": lambda bus: bus.resume_batch("a b", uuid4()),
     "cancel_job": lambda bus: bus.jobs.cancel("a b", uuid4(), reason="test"),
     "resume_job": lambda bus: bus.jobs.resume("a b", uuid4()),

@@ -11,6 +11,7 @@ import pytest
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError
 from busload.audit import actions
 from busload.audit.actions import Action, ActionType
+from busload.batches import FailureBudget
 from busload.commands.command import Command
 from busload.errors import InvalidCommandError
 from busload.jobs.job import Stage
@@ -115,6 +116,11 @@ DONE: dict[ActionType, tuple[Before, Act, str | None]] = {
     ActionType.BATCH_RESUMED: (_held, lambda b, i, o: b.resume_batch(DOMAIN, i, operator=o), None),
     ActionType.BATCH_CANCELED: (_batch, lambda b, i, o: b.cancel_batch(DOMAIN, i, reason=WHY, operator=o), WHY),
     ActionType.BATCH_REPRIORITIZED: (_batch, lambda b, i, o: b.reprioritize_batch(DOMAIN, i, 5, operator=o), None),
+    ActionType.BATCH_BUDGET_CHANGED: (
+        _batch,
+        lambda b, i, o: b.set_batch_budget(DOMAIN, i, FailureBudget(0.5), operator=o),
+        None,
+    ),
     ActionType.JOB_CANCELED: (_job, lambda b, i, o: b.jobs.cancel(DOMAIN, i, reason=WHY, operator=o), WHY),
     ActionType.JOB_RESUMED: (_failed_job, lambda b, i, o: b.jobs.resume(DOMAIN, i, operator=o), None),
     ActionType.DOMAIN_PAUSED: (_nothing, lambda b, i, o: b.domains.pause(DOMAIN, reason=WHY, operator=o), WHY),

@@ -11,6 +11,7 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BatchJob,
     BusinessRuleError,
     Command,
     CommandBus,
@@ -19,13 +20,14 @@ from busload import (
     InvalidCommandError,
     PermanentCommandError,
     Settings,
+    Stage,
     SyncCommandBus,
     Worker,
 )
 from busload.batches import Canary, FailureBudget
 from busload.batches.guards import hold_overdue
 from busload.commands import expire
-from busload.errors import DuplicateCommandError
+from busload.errors import BatchNotFoundError, DuplicateCommandError, InvalidOperationError
 from tests.brokers.faulty import FaultyTransport
 from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, Database, Given, counts
@@ -451,6 +453,71 @@ async def test_a_resume_may_raise_the_budget(bus: CommandBus, given: Given) -> N
         await bus.resume_batch(DOMAIN, batch_id, budget=0.5)  # type: ignore[arg-type]
 
 
+async def test_a_budget_can_be_changed_before_it_holds_the_batch(bus: CommandBus, given: Given) -> None:
+    """What has failed counts, so a budget that is too small now holds the batch at once; one may come later, too."""
+    batch_id = await given.batch(commands=100, budget=FailureBudget(0.02, on_exceeded=BatchCommand("Alarm")))
+    given.settled(given.claimed(2), "FAILED", details="{}")
+    assert not await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.1), operator="ann")
+    batch = await given.batch_now(batch_id)
+    assert (batch.failure_budget, batch.failure_budget_used) == (10, 2)
+    given.settled(given.claimed(8), "FAILED", details="{}")
+    assert (await given.batch_now(batch_id)).held_at is None
+    assert await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.05, at_least=9))
+    held = await given.batch_now(batch_id)
+    assert (held.held_reason, held.held_note) == (
+        "BUDGET",
+        "10 of 100 commands have failed or wait for a person, and its budget allows 9.",
+    )
+    assert [one.command_type for one in await bus.list_commands(DOMAIN, command_type="Alarm")] == ["Alarm"]
+    assert not await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(1), operator="ann"), "it was held before"
+    assert (await given.batch_now(batch_id)).held_reason == "BUDGET"
+    events = [e for e in await bus.get_batch_audit_trail(DOMAIN, batch_id) if e.type == "BATCH_BUDGET_CHANGED"]
+    assert [(e.operator, e.details) for e in events] == [
+        ("ann", {"share": 0.1, "at_least": 0, "per_cause": False}),
+        (None, {"share": 0.05, "at_least": 9, "per_cause": False}),
+        ("ann", {"share": 1.0, "at_least": 0, "per_cause": False}),
+    ]
+
+    without = await given.batch(commands=10)
+    assert not await bus.set_batch_budget(DOMAIN, without, FailureBudget(0.1))
+    given.settled(given.claimed(5), "FAILED", details="{}")
+    assert (await given.batch_now(without)).held_reason == "BUDGET"
+
+
+async def test_a_changed_budget_for_each_cause_counts_the_causes_that_it_knows(bus: CommandBus, given: Given) -> None:
+    batch_id = await given.batch(commands=100, budget=FailureBudget(0.02, per_cause=True))
+    for cause in ("one", "two"):
+        given.settled(given.claimed(2), "FAILED", details=wrong(cause))
+    assert not await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.03, per_cause=True))
+    assert (await given.batch_now(batch_id)).failure_budget_used == 2
+    assert not await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.04))
+    assert (await given.batch_now(batch_id)).failure_budget_used == 4, "all causes together"
+    assert not await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.01, per_cause=True))
+    assert (await given.batch_now(batch_id)).failure_budget_used == 0, "nobody has counted by cause meanwhile"
+
+
+async def test_a_budget_that_cannot_be_is_not_given(bus: CommandBus, given: Given, database: Database) -> None:
+    ended, canceled = await given.batch(), await given.batch(commands=2)
+    given.settled(given.claimed(1))
+    given.claimed(1)
+    await bus.cancel_batch(DOMAIN, canceled, reason="enough")
+    jobs = await bus.jobs.create_batch(DOMAIN, [BatchJob([Stage("one", [BatchCommand("Debit")])])])
+    before = database.everything()
+    for batch_id, said in (
+        (ended, "has ended, so it can have no other failure budget"),
+        (canceled, "was canceled, so it can have no other failure budget"),
+        (jobs, "is a batch of jobs"),
+    ):
+        with pytest.raises(InvalidOperationError, match=said):
+            await bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.5))
+    with pytest.raises(BatchNotFoundError):
+        await bus.set_batch_budget(DOMAIN, uuid4(), FailureBudget(0.5))
+    for none in (None, 0.5):
+        with pytest.raises(InvalidCommandError, match=r"/budget: found .*, wanted a FailureBudget"):
+            await bus.set_batch_budget(DOMAIN, jobs, none)  # type: ignore[arg-type]
+    assert database.everything() == before
+
+
 async def test_what_an_operator_tries_again_is_no_failure_any_more(bus: CommandBus, given: Given) -> None:
     """Neither does it count twice: not for the budget before a resume, and not after it."""
     failing(bus, set(range(100)))
@@ -618,3 +685,6 @@ def test_the_sync_face_has_both(sync_bus: SyncCommandBus) -> None:
         opened.add("Debit")
     assert sync_bus.hold_batch(DOMAIN, batch_id, reason="lunch")
     assert sync_bus.resume_batch(DOMAIN, batch_id, budget=FailureBudget(0.9))
+    assert not sync_bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.8))
+    found = sync_bus.get_batch(DOMAIN, batch_id)
+    assert found is not None and found.failure_budget == 8

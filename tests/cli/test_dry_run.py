@@ -22,8 +22,8 @@ BUFFER = "clicks"
 CHANGES = {"cancel", "complete", "flush", "hold", "migrate", "prune", "reconcile", "recover", "reprioritize", "reroute"}
 CHANGES |= {"reset", "resume", "retry"}
 """Verbs that can change many rows."""
-ONE = {"command cancel", "domain resume", "job resume", "schedule resume"}
-"""What they mean where they change one row only, or begin something that no count can foretell."""
+ONE = {"command cancel", "domain resume", "schedule resume"}
+"""What they mean where they change one row only."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,8 @@ async def test_a_dry_run_is_refused_as_the_real_run_is(
         f"batch reprioritize {ended} 5",
         f"batch hold {shop.jobs} --reason no",
         f"job cancel {ended} --domain {DOMAIN} --reason no",
+        f"job resume {shop.job}",
+        f"job resume {ended} --domain {DOMAIN}",
         f"troubleshooting retry {waits}",
         "limit reset unheard_of",
     ):

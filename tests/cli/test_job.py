@@ -9,7 +9,7 @@ from click.testing import Result
 
 from busload import BatchCommand, BatchJob, BusinessRuleError, Stage, SyncCommandBus
 from tests.cli.conftest import Busload
-from tests.given import DOMAIN, Given, raising
+from tests.given import DOMAIN, Database, Given, raising
 
 
 def lines(result: Result) -> list[list[str]]:
@@ -39,7 +39,13 @@ def test_ls_shows_the_jobs_of_all_domains_newest_first(busload: Busload, sync_bu
     assert [row for row in rows if row[:1] in (["job"], ["stage"])] == [["job", job_ids[1]], ["stage", "one"]]
 
 
-async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given) -> None:
+def rows_of(database: Database) -> dict[str, list[str]]:
+    """Every row as text, whoever has locked it meanwhile."""
+    tables = {table: rows for table, rows in database.dump().items() if table != "sequences"}
+    return {table: [row[-1] for row in rows] for table, rows in tables.items()}
+
+
+async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given, database: Database) -> None:
     given.handler("Refuse", raising(BusinessRuleError("no")))
     job_id = await given.bus.jobs.create(
         DOMAIN, [Stage("one", [BatchCommand("Refuse")]), Stage("two"), Stage("three", [])], custom_data={"run": 7}
@@ -50,6 +56,12 @@ async def test_a_failed_job_is_shown_and_resumed(busload: Busload, given: Given)
     assert ["one", "COMPLETED_WITH_FAILURES"] in [row[:2] for row in rows]
     assert ["two", "PENDING", "-", "-", "-", "-", "-", "-"] in rows
 
+    before = rows_of(database)
+    dry = busload("job", "resume", job_id, "--dry-run")
+    assert dry.stdout == f"Would make job {job_id} IN_PROGRESS, two (2/3), with 0 commands; nothing was done.\n"
+    foretold = json.loads(busload("job", "resume", job_id, "--dry-run", "--json").stdout)
+    assert (foretold["dry_run"], foretold["status"], foretold["stage"]) == (True, "IN_PROGRESS", "two (2/3)")
+    assert rows_of(database) == before
     result = busload("job", "resume", job_id, "--operator", "rosa")
     assert result.stdout == f"Job {job_id} is IN_PROGRESS, two (2/3).\n"
     await given.drained()

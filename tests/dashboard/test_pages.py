@@ -160,6 +160,21 @@ async def test_a_held_batch_is_resumed_with_another_budget(
     assert (await given.batch_now(batch_id)).failure_budget == 5
 
 
+async def test_the_failure_budget_of_a_batch_is_changed_while_it_runs(
+    site: httpx.AsyncClient, given: Given, bus: CommandBus
+) -> None:
+    batch_id = await given.batch(10)
+    assert "It has no budget now." in (await seen(site, f"/batches/{batch_id}")).words
+    for wrong in ({}, {"budget": "0"}, {"budget": "x"}):
+        await acted(site, f"/batches/{batch_id}/set-budget", 400, **wrong)
+    page = await acted(site, f"/batches/{batch_id}/set-budget", budget="30", at_least="")
+    assert "It has the new failure budget." in page.words and "Now 3 commands may, and 0 count." in page.words
+    given.settled(given.claimed(2), "FAILED", details="{}")
+    page = await acted(site, f"/batches/{batch_id}/set-budget", budget="10")
+    assert "It has the new failure budget, which holds it at once." in page.words
+    assert (await given.batch_now(batch_id)).held_reason == "BUDGET"
+
+
 async def test_a_batch_shows_its_counters_its_story_and_its_commands(
     site: httpx.AsyncClient, given: Given, bus: CommandBus
 ) -> None:

@@ -11,8 +11,10 @@ from click.testing import CliRunner
 
 from busload import BatchCommand, CommandBus, CommandMetadata, Settings, SyncCommandBus, WorkerSettings
 from busload.cli import main
+from busload.commands.expire import expire_batch
 from busload.dispatch import outbox
 from busload.dispatch.relay import publish_page
+from busload.errors import CommandCanceledError
 from tests.brokers.faulty import AWAY, FaultyTransport
 from tests.faces import FACES, bus_of
 from tests.given import DOMAIN, Database, Given
@@ -72,6 +74,36 @@ async def test_what_the_broker_refused_is_still_told_after_a_hold_or_a_reschedul
         assert details["attempts"] == 1
     await bus.resume_batch(DOMAIN, batch_id)
     assert told_of(await found(bus, second)) == refused
+
+
+@pytest.mark.parametrize("how", ["with its batch", "by itself", "by its expiry"])
+async def test_what_the_broker_refused_is_still_told_after_a_cancel(
+    bus: CommandBus, transport: FaultyTransport, database: Database, how: str
+) -> None:
+    transport.refuse(AWAY)
+    first, second = commands = chosen(2)
+    batch_id = await bus.create_batch(DOMAIN, commands, expires_in=3600)
+    refused = told_of(await found(bus, first))
+    assert refused == (1, "nobody answers", False)
+    if how == "with its batch":
+        await bus.cancel_batch(DOMAIN, batch_id, reason="enough")
+    elif how == "by itself":
+        for command in commands:
+            assert command.command_id is not None
+            await bus.cancel_command(DOMAIN, command.command_id, reason="enough")
+    else:
+        database.rows("UPDATE busload.batch SET expires_at = now()")
+        assert database.perform(expire_batch()) == 2
+    for command in commands:
+        told = await found(bus, command)
+        assert (told.status, told_of(told)) == ("CANCELED", refused)
+        [(_, details)] = await trail(bus, command, "CANCELED")
+        reason = "EXPIRED" if how == "by its expiry" else "enough"
+        refusal = {"transport": "postgresql", "attempts": 1, "last_error": "nobody answers"}
+        assert details == {"reason": reason, **refusal}
+    assert second.command_id is not None
+    with pytest.raises(CommandCanceledError, match="EXPIRED" if how == "by its expiry" else "enough"):
+        await bus.wait_command(DOMAIN, second.command_id)
 
 
 def test_the_shell_shows_it(dsn: str, transport: FaultyTransport) -> None:

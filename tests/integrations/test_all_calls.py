@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, PermanentCommandError, Stage, TaskTracker
+from busload.batches import FailureBudget
 from busload.tasks.tracker import ONE_AT_A_TIME
 from busload.testing import TestServer
 from tests.given import DOMAIN, LOCKED_OUT, Given, eventually, raising
@@ -30,6 +31,7 @@ CALLS = {
     "hold_batch",
     "resume_batch",
     "reprioritize_batch",
+    "set_batch_budget",
     "cancel_command",
     "reschedule_command",
 }
@@ -72,6 +74,7 @@ async def test_every_call_that_takes_a_connection_is_undone_by_its_rollback(
         lambda c: bus.hold_batch(DOMAIN, other, reason="wait", operator="ada", conn=c),
         lambda c: bus.resume_batch(DOMAIN, held, operator="ada", conn=c),
         lambda c: bus.reprioritize_batch(DOMAIN, other, 7, operator="ada", conn=c),
+        lambda c: bus.set_batch_budget(DOMAIN, other, FailureBudget(0.5), operator="ada", conn=c),
         lambda c: bus.seal_batch(DOMAIN, open_id, conn=c),
         lambda c: bus.cancel_command(DOMAIN, waiting[0], reason="enough", conn=c),
         lambda c: bus.reschedule_command(DOMAIN, waiting[1], later, conn=c),

@@ -1,4 +1,4 @@
-"""What the bus does with a batch that exists: find it, seal it, hold and resume it, change its priority."""
+"""What the bus does with a batch that exists: find it, seal it, hold and resume it, change its budget or priority."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from busload.batches.guards import FailureBudget
 from busload.batches.open_batch import seal
 from busload.batches.reprioritize import reprioritize
 from busload.commands import search
-from busload.commands.checks import check, choice, given, refuse, wrong_time
+from busload.commands.checks import check, choice, given, refuse, wrong, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.ids import JobId
 from busload.commands.send import Via
+from busload.errors import InvalidCommandError
 from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
 from busload.postgres.write import patient
@@ -142,6 +143,28 @@ class BatchVerbs:
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
         raised = budget_columns(self._limits, domain, budget)
         plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
+        return await self.database.write(patient(plan, batch_id), conn)
+
+    async def set_batch_budget(
+        self,
+        domain: str,
+        batch_id: UUID,
+        budget: FailureBudget,
+        *,
+        operator: str | None = None,
+        conn: AnyConnection | None = None,
+    ) -> bool:
+        """Give a batch that has not ended another failure budget; returns whether that holds it at once.
+
+        What has failed since it was created, or since a resume, counts; of a budget for each cause that it did not have
+        before, only what fails from here on. `on_exceeded` stays as it was if the new budget has none. A batch that is
+        held stays held: `resume_batch` lets it go on, and takes a budget too.
+        """
+        check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
+        columns = budget_columns(self._limits, domain, budget)
+        if columns is None:
+            raise InvalidCommandError([wrong(budget, "budget", "a FailureBudget, for example FailureBudget(share=1)")])
+        plan = partial(hold.set_budget, domain, batch_id, columns, operator=operator)
         return await self.database.write(patient(plan, batch_id), conn)
 
     async def reprioritize_batch(

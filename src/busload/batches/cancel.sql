@@ -1,3 +1,5 @@
+-- fragments of: busload.commands.load
+
 -- fragment: of_page
 WHERE hi = ANY ((SELECT his FROM page)::bigint[])
 ORDER BY hi
@@ -63,22 +65,20 @@ WITH numbered AS MATERIALIZED (
 ), waiting AS (
     DELETE FROM busload.queue
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue {of_page}))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled}
 ), later AS (
     DELETE FROM busload.scheduled
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled {of_page}))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled}
 ), unpublished AS (
     DELETE FROM busload.outbox
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox {of_page}))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled_unpublished}
 ), load AS (
     SELECT * FROM waiting UNION ALL SELECT * FROM later UNION ALL SELECT * FROM unpublished
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
-    SELECT 'CANCELED', lo, hi, batch_id, attempt, %(operator)s::text,
-           json_build_object('reason', %(reason)s::text)
-      FROM load
+    SELECT 'CANCELED', lo, hi, batch_id, attempt, %(operator)s::text, {cancel_details} FROM load
 ), replied AS (
     SELECT busload.reply(id, 'CANCELED', json_build_object('message', %(reason)s::text)) AS domain
       FROM load CROSS JOIN LATERAL generate_series(lo, hi) AS id WHERE replies

@@ -1,4 +1,7 @@
-"""How one batch is held and resumed: nothing of a held batch starts, and what runs finishes."""
+"""How one batch is held, resumed and given another failure budget.
+
+Nothing of a held batch starts, and what runs finishes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ SQL = statements(__name__)
 
 NOT_HELD = "it can neither be held nor resumed"
 NO_OTHER_PRIORITY = "its commands can have no other priority"
+NO_OTHER_BUDGET = "it can have no other failure budget"
 """What cannot be done with a batch that has ended."""
 
 
@@ -36,9 +40,24 @@ def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping
     held, _ = yield from lock(domain, batch_id, NOT_HELD)
     if held:
         if budget is not None:
-            yield from execute(SQL.set_budget, batch_id=batch_id, **budget)
+            yield from execute(SQL.set_budget, batch_id=batch_id, operator=operator, from_here=True, **budget)
         yield from execute(SQL.resume, batch_id=batch_id, operator=operator)
     return held
+
+
+def set_budget(domain: str, batch_id: UUID, budget: Mapping[str, Any], *, operator: str | None) -> Plan[bool]:
+    """Give a batch another failure budget, as columns; what has failed counts. Needs a transaction.
+
+    Returns whether more has failed already, so that the batch is held from now on. A hold that was there stays.
+    """
+    held, canceled = yield from lock(domain, batch_id, NO_OTHER_BUDGET)
+    if canceled:
+        raise InvalidOperationError(f"Batch {batch_id} in {domain!r} was canceled, so {NO_OTHER_BUDGET}.")
+    yield from execute(SQL.set_budget, batch_id=batch_id, operator=operator, from_here=False, **budget)
+    if held:
+        return False
+    yield from execute(SQL.guard, batch_id=batch_id)
+    return (yield from lock(domain, batch_id, NO_OTHER_BUDGET))[0]
 
 
 def lock(domain: str, batch_id: UUID, so: str) -> Plan[tuple[bool, bool]]:
@@ -64,7 +83,7 @@ def _state(domain: str, batch_id: UUID, so: str, rows: Sequence[Row]) -> tuple[b
     if of_jobs:
         raise InvalidOperationError(
             f"Batch {batch_id} in {domain!r} is a batch of jobs, which has no commands of its own: it can be canceled,"
-            " but not held, resumed or given another priority. The batches of its jobs can: list them with"
+            " but not held, resumed or given another priority or budget. The batches of its jobs can: list them with"
             " `busload batch ls --job ID`."
         )
     if completed:

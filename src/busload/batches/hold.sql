@@ -16,18 +16,29 @@ SELECT held_at IS NOT NULL, canceled_at IS NOT NULL, completed_at IS NOT NULL, b
 SELECT busload.hold_batches(ARRAY[%(batch_id)s::uuid], 'OPERATOR', %(operator)s::text, %(reason)s::text);
 
 -- name: set_budget
--- Give a batch another failure budget, which counts from here. The command to send when it is exceeded stays
--- unless there is a new one.
+-- Give a batch another failure budget, and note who did it. With `from_here` what has failed before does not
+-- count. The command to send when the budget is exceeded stays unless there is a new one.
 WITH forgotten AS (
-    DELETE FROM busload.batch_cause WHERE batch_id = %(batch_id)s::uuid
+    DELETE FROM busload.batch_cause
+     WHERE batch_id = %(batch_id)s::uuid AND (%(from_here)s::boolean OR NOT %(per_cause)s::boolean)
+), noted AS (
+    INSERT INTO busload.event (type, batch_id, operator, details)
+    VALUES ('BATCH_BUDGET_CHANGED', %(batch_id)s::uuid, %(operator)s::text,
+            json_build_object('share', %(share)s::float8, 'at_least', %(at_least)s::integer,
+                              'per_cause', %(per_cause)s::boolean))
 )
 UPDATE busload.batch
    SET budget_share = %(share)s::float8::numeric,
        budget_at_least = %(at_least)s::integer,
        budget_per_cause = %(per_cause)s::boolean,
-       budget_from = failed_count + in_troubleshooting_count,
+       budget_from = CASE WHEN %(from_here)s::boolean THEN failed_count + in_troubleshooting_count
+                          ELSE coalesce(budget_from, 0) END,
        on_exceeded = coalesce(%(on_exceeded)s::text::json, on_exceeded)
  WHERE batch_id = %(batch_id)s::uuid;
+
+-- name: guard
+-- Hold the batch if more has failed than its budget allows.
+SELECT busload.guard(ARRAY[%(batch_id)s::uuid]);
 
 -- name: resume
 -- Let the batch go on, and put its loads into the queue.

@@ -206,6 +206,8 @@ def resume(
         busload batch resume 0198c5d2-7f3a
         busload batch resume 0198c5d2-7f3a --budget 0.05 --at-least 100
     """
+    if at_least and budget is None:
+        raise click.UsageError("--at-least needs --budget: the budget stays as it is without it.")
     raised = None if budget is None else FailureBudget(budget, at_least)
     if dry_run:
         waiting = bus.database.read(preview.of_resume(domain, batch_id)).commands
@@ -217,6 +219,41 @@ def resume(
     if found is not None and held_again:
         said = f"Resumed, and held again at once by its {str(found.held_reason).lower()}: {found.held_note}"
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed, "held_again": held_again}, said)
+
+
+@batch.command("set-budget")
+@click.option("--at-least", type=int, default=0, metavar="N", help="So many may fail in any case.")
+@click.option("--per-cause", is_flag=True, help="Each cause of failures has the whole budget for itself.")
+@options.operator
+@about("batch")
+@click.argument("share", type=float)
+def set_budget(
+    bus: SyncCommandBus,
+    domain: str,
+    batch_id: UUID,
+    *,
+    share: float,
+    at_least: int,
+    per_cause: bool,
+    operator: str,
+) -> Answer:
+    """Let another share of all commands fail before the batch is held; what has failed counts.
+
+    A batch that is held stays held: resume it, with --budget if you like.
+
+        busload batch set-budget 0198c5d2-7f3a 0.05
+        busload batch set-budget 0198c5d2-7f3a 0.05 --at-least 100 --per-cause
+    """
+    holds = bus.set_batch_budget(domain, batch_id, FailureBudget(share, at_least, per_cause), operator=operator)
+    found = bus.get_batch(domain, batch_id)
+    if found is None:
+        raise BatchNotFoundError(domain, batch_id)
+    said = f"{counted(found.failure_budget or 0, 'command')} may fail, and {found.failure_budget_used} count."
+    if found.held_at is not None:
+        said += f" It is held{' at once' if holds else ''}: {found.held_note}"
+    about = {"failure_budget": found.failure_budget, "failure_budget_used": found.failure_budget_used}
+    value = {"batch_id": batch_id, "domain": domain, **about, "held": found.held_at is not None, "held_at_once": holds}
+    return Answer(value, said)
 
 
 @batch.command(context_settings={"ignore_unknown_options": True})  # a negative number is no option

@@ -16,7 +16,7 @@ from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.errors import JobNotFoundError
 from busload.jobs.job import JobMetadata, JobStatus, JobStatusName, StageMetadata
-from busload.jobs.preview import of_cancel
+from busload.jobs.preview import of_cancel, of_resume
 from busload.sync.bus import SyncCommandBus
 
 
@@ -108,12 +108,19 @@ def show(bus: SyncCommandBus, domain: str, job_id: UUID) -> Answer:
 
 @job.command()
 @options.operator
+@options.dry_run
 @about("job", transport=True)
-def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str) -> Answer:
+def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str, dry_run: bool) -> Answer:
     """Let a job that has FAILED go on with its next stage; after the last one it is COMPLETED.
 
     busload job resume 0198c5d2-7f3a
+    busload job resume 0198c5d2-7f3a --dry-run
     """
+    if dry_run:
+        job = bus.database.in_transaction(of_resume(domain, job_id))
+        commands = sum(stage.batch.remaining_count for stage in job.stages if stage.batch)
+        what = f"make job {job_id} {job.status}, {_stage(job)}, with {counted(commands, 'command')}"
+        return would(what, job_id=job_id, status=job.status, stage=_stage(job), commands=commands)
     bus.jobs.resume(domain, job_id, operator=operator)
     found = _get(bus, domain, job_id)
     return Answer(found, f"Job {job_id} is {found.status}, {_stage(found)}.")

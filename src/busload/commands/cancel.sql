@@ -61,18 +61,16 @@ UNION ALL SELECT batch_id, attempt, NULL FROM boxed;
 -- name: cancel
 -- Cancel a command that waits, and was parted from its load.
 WITH queued AS (
-    DELETE FROM busload.queue WHERE hi = %(command)s::bigint RETURNING batch_id, attempt, replies
+    DELETE FROM busload.queue WHERE hi = %(command)s::bigint RETURNING {canceled}
 ), scheduled AS (
-    DELETE FROM busload.scheduled WHERE hi = %(command)s::bigint RETURNING batch_id, attempt, replies
+    DELETE FROM busload.scheduled WHERE hi = %(command)s::bigint RETURNING {canceled}
 ), boxed AS (
-    DELETE FROM busload.outbox WHERE hi = %(command)s::bigint RETURNING batch_id, attempt, replies
+    DELETE FROM busload.outbox WHERE hi = %(command)s::bigint RETURNING {canceled_unpublished}
 ), load AS (
     SELECT * FROM queued UNION ALL SELECT * FROM scheduled UNION ALL SELECT * FROM boxed
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, operator, details)
-    SELECT 'CANCELED', %(command)s::bigint, %(command)s::bigint, batch_id, attempt, %(operator)s::text,
-           json_build_object('reason', %(reason)s::text)
-      FROM load
+    SELECT 'CANCELED', lo, hi, batch_id, attempt, %(operator)s::text, {cancel_details} FROM load
 ), replied AS (
     SELECT busload.reply(%(command)s::bigint, 'CANCELED', json_build_object('message', %(reason)s::text))
            AS domain

@@ -13,6 +13,8 @@ SQL = statements(__name__)
 
 PAGE = 2000
 """Commands that one transaction cancels, and up to a load more."""
+EXPIRED = "EXPIRED"
+"""The reason that the audit trail and the reply of an expired command give."""
 LOADS = 500
 """Loads with a time of their own that one transaction looks at."""
 
@@ -65,5 +67,5 @@ def expire_batch() -> Plan[int | None]:
 def _expire(his: list[int]) -> Plan[int]:
     if not his:
         return 0
-    [(canceled, _)] = yield from execute(SQL.expire, his=his)
+    [(canceled, _)] = yield from execute(SQL.expire, his=his, reason=EXPIRED)
     return int(canceled)

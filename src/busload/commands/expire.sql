@@ -126,24 +126,24 @@ WITH ready AS (
     DELETE FROM busload.queue
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
                             WHERE hi = ANY (%(his)b::bigint[]) AND {unstarted} ORDER BY hi FOR UPDATE))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled}
 ), later AS (
     DELETE FROM busload.scheduled
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled
                             WHERE hi = ANY (%(his)b::bigint[]) AND {unstarted} ORDER BY hi FOR UPDATE))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled}
 ), unpublished AS (
     DELETE FROM busload.outbox
      WHERE hi = ANY (ARRAY(SELECT hi FROM busload.outbox
                             WHERE hi = ANY (%(his)b::bigint[]) AND {unstarted} ORDER BY hi FOR UPDATE))
-    RETURNING lo, hi, batch_id, attempt, replies
+    RETURNING {canceled_unpublished}
 ), load AS (
     SELECT * FROM ready UNION ALL SELECT * FROM later UNION ALL SELECT * FROM unpublished
 ), noted AS (
     INSERT INTO busload.event (type, lo, hi, batch_id, attempt, details)
-    SELECT 'CANCELED', lo, hi, batch_id, attempt, json_build_object('reason', 'EXPIRED') FROM load
+    SELECT 'CANCELED', lo, hi, batch_id, attempt, {cancel_details} FROM load
 ), replied AS (
-    SELECT busload.reply(id, 'CANCELED', json_build_object('message', 'EXPIRED')) AS domain
+    SELECT busload.reply(id, 'CANCELED', json_build_object('message', %(reason)s::text)) AS domain
       FROM load CROSS JOIN LATERAL generate_series(lo, hi) AS id WHERE replies
 ), told AS (
     SELECT count(pg_notify('busload_ready', domain))

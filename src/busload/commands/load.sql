@@ -12,6 +12,22 @@ WHERE lease_id = ANY (%(leases)b::uuid[])
 ORDER BY lease_id
 FOR UPDATE
 
+-- fragment: canceled
+-- What a cancel keeps of a load.
+lo, hi, batch_id, attempt, replies, NULL::text AS transport, 0 AS rounds, NULL::text AS error
+
+-- fragment: canceled_unpublished
+-- The same of a load in the outbox, which may have been refused by its broker.
+lo, hi, batch_id, attempt, replies, transport, rounds, error
+
+-- fragment: cancel_details
+-- What the event about such a load tells: else nobody would know that the broker has refused it.
+json_strip_nulls(json_build_object(
+    'reason', %(reason)s::text,
+    'transport', CASE WHEN rounds > 0 THEN transport END,
+    'attempts', CASE WHEN rounds > 0 THEN rounds END,
+    'last_error', CASE WHEN rounds > 0 THEN error END))
+
 -- fragment: page
 LIMIT %(limit)s::integer
 OFFSET %(offset)s::integer

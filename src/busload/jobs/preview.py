@@ -1,4 +1,7 @@
-"""What the cancel of jobs would touch: counted without a lock, and refused as the cancel itself would be."""
+"""What the cancel of jobs, or the resume of one, would do: refused as the call itself would be.
+
+A cancel is counted without a lock. What a resume would begin nobody can count, so it is done and taken back.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from uuid import UUID
 from busload.batches.batch import find_batch
 from busload.batches.preview import Waiting, waiting
 from busload.commands.command import CommandStatus
-from busload.errors import BatchNotFoundError, InvalidOperationError
+from busload.errors import BatchNotFoundError, InvalidOperationError, JobNotFoundError
+from busload.jobs import listing, progress
 from busload.jobs.job import JobMetadata, JobStatus, StageStatus
-from busload.postgres.plan import Plan, execute
+from busload.postgres.plan import Plan, Savepoint, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -24,6 +28,29 @@ class WaitingJobs:
 
     jobs: int
     commands: Waiting
+
+
+class _TakenBackError(Exception):
+    """Ends the savepoint in which a job was resumed, with the job as it was then."""
+
+    def __init__(self, job: JobMetadata | None) -> None:
+        super().__init__("the resume is taken back")
+        self.job = job
+
+
+def of_resume(domain: str, job_id: UUID) -> Plan[JobMetadata]:
+    """The job as a resume would make it; needs a transaction."""
+    try:
+        yield Savepoint(_resumed(domain, job_id))
+    except _TakenBackError as taken_back:
+        if taken_back.job is not None:
+            return taken_back.job
+    raise JobNotFoundError(domain, job_id)
+
+
+def _resumed(domain: str, job_id: UUID) -> Plan[None]:
+    yield from progress.resume(domain, job_id, operator=None)
+    raise _TakenBackError((yield from listing.read(domain, job_id)))
 
 
 def of_cancel_batch(domain: str, batch_id: UUID) -> Plan[WaitingJobs]:

@@ -148,6 +148,15 @@ async def resume(request: Request) -> Response:
     return await show(request, f"Resumed.{changed}" if resumed else "It was not held.")
 
 
+async def set_budget(request: Request) -> Response:
+    fields, operator = await asked.form(request), principal_of(request).name
+    asked.required(fields, "budget")
+    budget = asked.budget(fields)
+    assert budget is not None
+    holds = await bus_of(request).set_batch_budget(*await _named(request), budget, operator=operator)
+    return await show(request, f"It has the new failure budget{', which holds it at once' if holds else ''}.")
+
+
 async def reprioritize(request: Request) -> Response:
     priority = asked.whole_number(await asked.form(request), "priority")
     operator = principal_of(request).name
@@ -171,6 +180,7 @@ ROUTES = (
     page("batch.why", f"{PATH}/why", why, Permission.READ),
     action("batch.hold", f"{PATH}/hold", hold, Permission.OPERATE),
     action("batch.resume", f"{PATH}/resume", resume, Permission.OPERATE),
+    action("batch.set_budget", f"{PATH}/set-budget", set_budget, Permission.OPERATE),
     action("batch.reprioritize", f"{PATH}/reprioritize", reprioritize, Permission.OPERATE),
     action("batch.cancel", f"{PATH}/cancel", cancel, Permission.OPERATE),
 )

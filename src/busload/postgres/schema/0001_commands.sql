@@ -73,6 +73,7 @@ CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
         'PUBLISHED_AGAIN',   -- nobody came for them: another message
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
         'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED',
+        'BATCH_BUDGET_CHANGED',
         -- What operators did to something that is neither a command nor a batch: `details` name it.
         'WORKER_ASKED_TO_STOP', 'DOMAIN_PAUSED', 'DOMAIN_RESUMED', 'LIMIT_RESET', 'BUFFER_FLUSHED',
         'OUTBOX_RETRIED', 'OUTBOX_REPAIRED', 'JOB_RESUMED', 'JOB_CANCELED',

@@ -52,12 +52,13 @@ SELECT c.id,
        coalesce(o.rounds, 0) + greatest(
            (SELECT coalesce(sum((p.details ->> 'attempts')::integer), 0)::integer FROM busload.event AS p
              WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
-               AND p.type IN ('PUBLISHED', 'PUBLISHED_AGAIN', 'REROUTED')),
+               AND p.type IN ('PUBLISHED', 'PUBLISHED_AGAIN', 'REROUTED', 'CANCELED')),
            CASE WHEN q.published_at IS NULL THEN 0 ELSE 1 END) AS publish_attempts,
        coalesce(o.error,
                 (SELECT p.details ->> 'last_error' FROM busload.event AS p
                   WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
-                    AND p.type IN ('PUBLISHED', 'REROUTED') AND p.details ->> 'last_error' IS NOT NULL
+                    AND p.type IN ('PUBLISHED', 'REROUTED', 'CANCELED')
+                    AND p.details ->> 'last_error' IS NOT NULL
                   ORDER BY p.event DESC LIMIT 1)) AS last_publish_error,
        coalesce((SELECT max(p.at) FROM busload.event AS p
                   WHERE p.lo >> 10 = c.id >> 10 AND c.id BETWEEN p.lo AND p.hi
