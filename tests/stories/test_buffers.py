@@ -124,6 +124,14 @@ async def test_a_buffer_that_keeps_history_copies_what_it_deletes(
     rows = database.rows("SELECT id, data ->> 'n', outcome FROM busload.buffer_archive ORDER BY id")
     assert rows == [(str(ids[0]), "1", "DONE"), (str(ids[1]), "2", "DONE")]
     assert database.count("buffered") == 0
+    written = "SELECT DISTINCT xmin::text FROM busload."
+    assert database.rows(f"{written}buffer_archive") == database.rows(f"{written}execution")
+
+    database.rows("CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no space'; END$$")
+    database.rows("CREATE TRIGGER never BEFORE DELETE ON busload.buffered EXECUTE FUNCTION never()")
+    await events.add({"n": 3})
+    await given.drained(domains=None)
+    assert database.count("buffer_archive") == 2, "what is not deleted is not copied"
 
 
 async def test_a_group_that_failed_comes_back_as_it_was(bus: CommandBus, given: Given, database: Database) -> None:

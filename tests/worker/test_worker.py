@@ -413,13 +413,21 @@ async def test_a_sync_bus_can_have_a_worker_too(dsn: str, given: Given, database
 
 
 async def test_two_workers_share_the_work_and_run_nothing_twice(given: Given, database: Database) -> None:
+    """Nobody ends anything before all three have begun something"""
+    begun = "SELECT count(DISTINCT worker) FROM busload.lease"
+    all_begun = asyncio.Event()
+
     async def breathe(command: Command, ctx: HandlerContext) -> None:
+        if not all_begun.is_set():
+            await eventually(lambda: all_begun.is_set() or database.value(begun) == 3)
+            all_begun.set()
         await asyncio.sleep(0.001)
 
     seen = given.handler("Debit", breathe)
     await given.batch(commands=600)
     done = await asyncio.gather(*(given.drained(concurrency=5) for _ in range(3)))
     assert sum(done) == 600 == len({command.command_id for command in seen}) == len(seen)
+    assert all(done)
     database.check_invariants()
 
 
