@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from busload.commands.checks import check_all
+from busload.commands.check_commands import check_all
 from busload.commands.command import AuditEvent, BatchCommand, Command, CommandMetadata, CommandStatus
 from busload.errors import DuplicateCommandError, InvalidCommandError
 from busload.settings import InputLimits

@@ -12,7 +12,7 @@ import pytest
 
 from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError, Settings, SyncCommandBus, WorkerSettings
 from busload.commands import InputLimits
-from busload.commands.checks import check_all
+from busload.commands.check_commands import check_all
 from busload.commands.command import NewCommand
 from busload.commands.load import Load
 from busload.dispatch import DispatchReport, DispatchStatus, Strategy, creation_state

@@ -62,7 +62,7 @@ async def connected(worker: Worker) -> BrokerStats:
 
 def _only_waits(run: Any) -> bool:
     claimer = run._claimer
-    return run._has_listened and not claimer._queue_wanted and claimer.sent_at is None
+    return run.notifications.has_listened and not claimer._queue_wanted and claimer.sent_at is None
 
 
 def inside(worker: Worker) -> Any:

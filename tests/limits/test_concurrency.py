@@ -459,12 +459,13 @@ async def test_the_groups_of_a_buffer_are_calls(given: Given, database: Database
         flights.begin(group.buffer)
         if flights.most[group.buffer] == 2:
             both.set()
-        await asyncio.wait_for(both.wait(), 20)
+        await both.wait()
         await asyncio.sleep(0.002)
         flights.end(group.buffer)
 
     await events.add_many([{"n": n} for n in range(50)])
     async with given.running(domains=["events"], concurrency=10):
+        await eventually(both.is_set)
         await eventually(lambda: database.count("buffered") == 0)
         await eventually(database.is_at_rest)
     assert flights.most["events"] == 2

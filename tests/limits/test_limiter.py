@@ -174,7 +174,7 @@ async def test_a_refusal_for_one_value_leaves_the_calls_of_the_others_alone(
             if heard == "refusal":
                 raise RateLimitedError(after=3600)
             assert worker._run is not None
-            worker._run._hear(None, None)
+            worker._run.notifications.hear(None, None)
 
     async with given.running(concurrency=3) as worker:
         await eventually(lambda: given.database.value(LISTENS) == 1)

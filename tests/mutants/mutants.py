@@ -852,7 +852,7 @@ MUTANTS = [
     # -- identity
     Mutant(
         "a-key-is-held-for-its-window-only",
-        "commands/send.sql",
+        "commands/task_keys.sql",
         "t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.command_id)",
         "t.held_until <= statement_timestamp()",
         DEDUP + "test_a_key_is_held_while_its_command_is_open_whatever_its_age[open_running]",
@@ -876,7 +876,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys-are-held-in-any-order",
-        "commands/send.sql",
+        "commands/task_keys.sql",
         ' ORDER BY task_key COLLATE "C"\n',
         "",
         DEDUP + "test_lists_of_the_same_keys_in_any_order_do_not_deadlock[joined]",
@@ -884,7 +884,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-last-of-a-list-counts",
-        "commands/send.py",
+        "commands/task_keys.py",
         "first.setdefault(command.task_key, command.command_id)",
         "first[command.task_key] = command.command_id",
         DEDUP + "test_many_are_judged_row_by_row_and_answered_in_order[arrays]",
@@ -2599,7 +2599,7 @@ MUTANTS = [
     ),
     Mutant(
         "nearer-schedule-is-not-heard",
-        "worker/lifecycle.py",
+        "worker/notifications.py",
         "elif channel == SCHEDULE:\n            self._firing.wake()",
         "elif channel == SCHEDULE:\n            pass",
         f"{SCHEDULES}test_a_running_worker_fires_when_the_time_comes_and_hears_of_a_nearer_schedule",

@@ -435,7 +435,7 @@ async def test_a_running_worker_fires_when_the_time_comes_and_hears_of_a_nearer_
     seen = given.handler()
     scheduled(bus)
     async with given.running() as worker:
-        await eventually(lambda: getattr(worker._run, "_has_listened", False))
+        await eventually(lambda: getattr(getattr(worker._run, "notifications", None), "has_listened", False))
         await eventually(lambda: database.count("schedule") == 1)  # the worker has declared it
         scheduled(bus, "soon", every=timedelta(seconds=1))
         await bus.schedules.sync()

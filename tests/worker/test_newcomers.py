@@ -60,7 +60,7 @@ async def busy(given: Given, *, listening: bool = False) -> AsyncIterator[tuple[
         assert not claimer.emptied
         if listening:
             running = asyncio.create_task(run.until_stopped())
-            await eventually(lambda: run._has_listened)
+            await eventually(lambda: run.notifications.has_listened)
         try:
             yield run, claimer, go
         finally:

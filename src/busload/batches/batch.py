@@ -14,16 +14,8 @@ import msgspec
 
 from busload.batches.forecast import Forecast, read_forecast
 from busload.batches.guards import NO_GUARDS, Canary, FailureBudget
-from busload.commands.checks import (
-    check_all,
-    encoded,
-    given,
-    problems_of,
-    refuse,
-    refuse_repeated_ids,
-    seconds_of,
-    wrong,
-)
+from busload.commands.check_commands import check_all, refuse_repeated_ids
+from busload.commands.checks import encoded, given, problems_of, refuse, seconds_of, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
 from busload.commands.data_type import DataTypes, is_model, plain_model
 from busload.commands.dedup import Dedup

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
-from busload.commands.checks import (
-    FLAG,
-    ZERO,
-    Kind,
-    between,
-    refuse,
-    whole,
-    wrong,
-    wrong_name,
-    wrong_text,
-)
+from busload.commands.checks import FLAG, ZERO, Kind, between, refuse, whole, wrong, wrong_name, wrong_text
 from busload.commands.command import refuse_unknown
 from busload.errors import Problem
 from busload.settings import InputLimits

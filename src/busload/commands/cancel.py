@@ -9,7 +9,7 @@ from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
 
-from busload.commands.checks import SENT_BY_BUFFERS
+from busload.commands.check_commands import SENT_BY_BUFFERS
 from busload.commands.command import CommandStatus
 from busload.commands.search import ENDED
 from busload.errors import CommandNotFoundError, InvalidOperationError

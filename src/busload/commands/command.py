@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -272,3 +272,11 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     expires_at: datetime | None = None
     headers: str | None = None
     delay: timedelta | None = None
+
+
+def by_domain(domain: str, commands: Sequence[NewCommand]) -> dict[str, list[NewCommand]]:
+    """Commands by the domain that runs them; `domain` is that of the commands which have none of their own."""
+    apart: dict[str, list[NewCommand]] = {}
+    for command in commands:
+        apart.setdefault(command.domain or domain, []).append(command)
+    return apart

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,28 +10,20 @@ from functools import partial
 from typing import Any, NoReturn
 from uuid import UUID
 
-import msgspec
 import psycopg
 from psycopg import errors as pg
 
-from busload.commands.command import NewCommand, SendResult
+from busload.commands.command import NewCommand, SendResult, by_domain
 from busload.commands.dedup import Dedup
 from busload.commands.expire import expiring, note_expiry
 from busload.commands.ids import JobId
 from busload.commands.load import Load, LoadToPublish, NewLoad, arrays, blocks, cut, cut_together
-from busload.errors import (
-    BatchNotFoundError,
-    BatchSealedError,
-    DuplicateCommandError,
-    DuplicateTaskError,
-    InvalidOperationError,
-)
+from busload.commands.task_keys import duplicate_results, hold_task_keys, holders_of
+from busload.errors import BatchNotFoundError, BatchSealedError, DuplicateCommandError, InvalidOperationError
 from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Copy, Plan, Row, Savepoint, Statement, execute
 from busload.postgres.statements import statements
 from busload.postgres.write import PATIENCE, Write, patient, then
-
-log = logging.getLogger("busload")
 
 SQL = statements(__name__)
 
@@ -153,7 +144,7 @@ def send_once(
         id = yield from send(domain, command, patience=patience, window=dedup.window, via=via)
         if id is not None:
             return SendResult(command.command_id, created=True)
-        holders = yield from _holders(domain, [command.task_key])
+        holders = yield from holders_of(domain, [command.task_key])
         if holders:  # otherwise the holder was pruned meanwhile, and the key is free
             [result] = duplicate_results(domain, [command.task_key], holders, dedup)
             return result
@@ -263,79 +254,13 @@ def send_many_once(
     fair_by: str | None = None,
 ) -> Plan[list[SendResult]]:
     """Send the commands whose task key is free. The results come in the order of the input."""
-    results = yield from hold(domain, commands, dedup)
+    results = yield from hold_task_keys(domain, commands, dedup)
     yield from send_many(domain, _created(commands, results), batch_id, via, fair_by=fair_by)
     return results
 
 
-def hold(
-    domain: str, commands: Sequence[NewCommand], dedup: Dedup, promised: Mapping[str, UUID] | None = None
-) -> Plan[list[SendResult]]:
-    """Hold the task keys that are free, for commands which the same transaction sends; says for each whether it may.
-
-    If several commands have the same key, the first one gets it. A command without a key may always be sent. `promised`
-    are keys that this transaction holds for commands it has not sent yet, which the database cannot know of. A command
-    with a domain of its own holds its key there.
-    """
-    if any(command.domain is not None for command in commands):
-        told: dict[tuple[str, UUID], SendResult] = {}
-        for own, those in sorted(by_domain(domain, commands).items()):  # in order, as the keys of a domain are
-            alike = [msgspec.structs.replace(command, domain=None) for command in those]
-            found = yield from hold(own, alike, dedup, promised if own == domain else None)
-            told |= {(own, command.command_id): result for command, result in zip(those, found, strict=True)}
-        return [told[command.domain or domain, command.command_id] for command in commands]
-    promised = promised or {}
-    first = dict(promised)
-    for command in commands:
-        if command.task_key is not None:
-            first.setdefault(command.task_key, command.command_id)
-    wanted = [task_key for task_key in first if task_key not in promised]
-    held: set[str] = set()
-    if wanted:
-        ids = [first[task_key] for task_key in wanted]
-        rows = yield from execute(SQL.hold_tasks, domain=domain, window=dedup.window, task_keys=wanted, command_ids=ids)
-        held = {task_key for (task_key,) in rows}
-    holders = first
-    if taken := [task_key for task_key in wanted if task_key not in held]:
-        holders = first | (yield from _holders(domain, taken))
-    duplicates = {
-        command.command_id: command.task_key
-        for command in commands
-        if command.task_key is not None
-        and (command.task_key not in held or first[command.task_key] != command.command_id)
-    }
-    answers = duplicate_results(domain, list(duplicates.values()), holders, dedup)
-    others = dict(zip(duplicates, answers, strict=True))
-    return [others.get(c.command_id) or SendResult(c.command_id, created=True) for c in commands]
-
-
-def by_domain(domain: str, commands: Sequence[NewCommand]) -> dict[str, list[NewCommand]]:
-    """Commands by the domain that runs them; `domain` is that of the commands which have none of their own."""
-    apart: dict[str, list[NewCommand]] = {}
-    for command in commands:
-        apart.setdefault(command.domain or domain, []).append(command)
-    return apart
-
-
 def _created(commands: Sequence[NewCommand], results: Sequence[SendResult]) -> list[NewCommand]:
     return [command for command, result in zip(commands, results, strict=True) if result.created]
-
-
-def _holders(domain: str, task_keys: Sequence[str]) -> Plan[dict[str, UUID]]:
-    return dict((yield from execute(SQL.holders, domain=domain, task_keys=task_keys)))
-
-
-def duplicate_results(
-    domain: str, task_keys: Sequence[str], holders: Mapping[str, UUID], dedup: Dedup
-) -> list[SendResult]:
-    """The results for commands whose task keys others hold."""
-    if task_keys and dedup.on_conflict == "raise":
-        raise DuplicateTaskError(domain, {task_key: holders[task_key] for task_key in task_keys})
-    if task_keys and dedup.on_conflict == "skip":
-        first = task_keys[0]
-        more = f", and {len(task_keys) - 1} more" if len(task_keys) > 1 else ""
-        log.info("Skipped a command in %s: task %r is held by %s%s", domain, first, holders[first], more)
-    return [SendResult(holders[task_key], created=False) for task_key in task_keys]
 
 
 def create_batch(batch: NewBatch, commands: Sequence[NewCommand], via: Via = NO_BROKER) -> Plan[list[LoadToPublish]]:
@@ -369,7 +294,7 @@ def create_batch_once(
 
     If none is left, the batch completes at once.
     """
-    results = yield from hold(batch.domain, commands, dedup)
+    results = yield from hold_task_keys(batch.domain, commands, dedup)
     if kept := _created(commands, results):
         yield from create(batch, kept)
     else:

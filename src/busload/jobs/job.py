@@ -12,17 +12,8 @@ from uuid import UUID
 import msgspec
 
 from busload.batches.batch import BatchMetadata, callback_of
-from busload.commands.checks import (
-    check_all,
-    encoded,
-    given,
-    problems_of,
-    refuse,
-    refuse_repeated_ids,
-    wrong,
-    wrong_list,
-    wrong_name,
-)
+from busload.commands.check_commands import check_all, refuse_repeated_ids
+from busload.commands.checks import encoded, given, problems_of, refuse, wrong, wrong_list, wrong_name
 from busload.commands.command import BatchCommand, CommandMetadata, NewCommand
 from busload.commands.parts import cut
 from busload.errors import InvalidCommandError, PermanentCommandError, Problem

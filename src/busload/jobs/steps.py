@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from busload.batches.batch import BatchMetadata
-from busload.commands.checks import check_all
+from busload.commands.check_commands import check_all
 from busload.commands.command import BatchCommand, Command, CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.headers import encode_headers
 from busload.errors import (

@@ -12,17 +12,8 @@ from typing import Any, Unpack
 import msgspec
 
 from busload.batches.batch import callback_of
-from busload.commands.checks import (
-    EXPIRES_IN,
-    between,
-    check_all,
-    choice,
-    refuse,
-    seconds_of,
-    whole,
-    wrong,
-    wrong_name,
-)
+from busload.commands.check_commands import check_all
+from busload.commands.checks import EXPIRES_IN, between, choice, refuse, seconds_of, whole, wrong, wrong_name
 from busload.commands.command import BatchCommand, Command, refuse_unknown
 from busload.commands.data_type import DataTypes
 from busload.commands.headers import decode_headers

@@ -13,17 +13,8 @@ from uuid import UUID
 from busload.commands import search, send
 from busload.commands.api import FIRST_PAUSE
 from busload.commands.cancel import Cancellation, cancel
-from busload.commands.checks import (
-    check,
-    check_all,
-    check_fair_by,
-    check_one,
-    given,
-    refuse,
-    seconds_of,
-    wrong_list,
-    wrong_time,
-)
+from busload.commands.check_commands import check_all, check_fair_by, check_one
+from busload.commands.checks import check, given, refuse, seconds_of, wrong_list, wrong_time
 from busload.commands.command import (
     AuditEvent,
     BatchCommand,

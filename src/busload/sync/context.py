@@ -12,13 +12,15 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from busload.commands import send
-from busload.commands.checks import check_one, encoded
+from busload.commands.check_commands import check_one
+from busload.commands.checks import encoded
 from busload.commands.command import SendOptions, SendResult, new_command
 from busload.commands.execution import COMPLETED, Lease, Leased, Transition
 from busload.commands.headers import facts_of, in_context
 from busload.commands.ids import new_id
 from busload.commands.send_middleware import around_send
 from busload.commands.settle import credited, lock
+from busload.commands.task_keys import hold_task_keys
 from busload.errors import InvalidOperationError, SupersededError
 from busload.postgres import waiting_in_threads as waiting
 from busload.postgres.callers_connection import AnySyncConnection, refuse_without_transaction
@@ -121,7 +123,7 @@ class Actions:
             assert transaction.conn is not None
             with transaction.holding:
                 promised = transaction.promised.setdefault(domain, {})
-                hold = only(send.hold(domain, [checked], dedup, promised))
+                hold = only(hold_task_keys(domain, [checked], dedup, promised))
                 held = perform(transaction.conn, hold)
                 if not held.created:
                     return held

@@ -13,7 +13,8 @@ from uuid import UUID
 from busload.batches.batch import facts_of_batch, with_priority
 from busload.batches.open_batch import _ms_since, log
 from busload.commands import send
-from busload.commands.checks import check_one, require, whole
+from busload.commands.check_commands import check_one
+from busload.commands.checks import require, whole
 from busload.commands.command import AddOptions, NewCommand, new_command
 from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup

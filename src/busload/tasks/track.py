@@ -11,20 +11,14 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from busload.commands import rescue, search, send, settle
-from busload.commands.checks import (
-    check,
-    check_one,
-    encoded,
-    problems_of,
-    refuse,
-    whole,
-    wrong,
-)
+from busload.commands.check_commands import check_one
+from busload.commands.checks import check, encoded, problems_of, refuse, whole, wrong
 from busload.commands.command import BatchCommand
 from busload.commands.dedup import Dedup
 from busload.commands.execution import Execution, ExecutionStatus, Failed, Lease, Leased, Outcome, Succeeded, decide
 from busload.commands.load import Load, number_of
 from busload.commands.retry import RetryPolicy
+from busload.commands.task_keys import duplicate_results
 from busload.errors import InvalidCommandError, InvalidOperationError, SupersededError, TransientCommandError
 from busload.postgres.plan import Plan, execute, many, one
 from busload.postgres.statements import statements
@@ -90,7 +84,7 @@ def new_task(
     def plan() -> Plan[Execution | None]:
         if dedup is not None and (held := (yield from _held_elsewhere(task_id, others))):
             [(name, command_id)] = held
-            send.duplicate_results(name, [task_id], {task_id: command_id}, dedup)
+            duplicate_results(name, [task_id], {task_id: command_id}, dedup)
             return (yield from existing(name, command_id))
         # No broker of ours announces the task: another queue does.
         sent = yield from send.write(queue, checked, dedup=dedup).plan

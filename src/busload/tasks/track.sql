@@ -1,6 +1,6 @@
 -- fragments of: busload.commands.load
 -- fragments of: busload.commands.search
--- fragments of: busload.commands.send
+-- fragments of: busload.commands.task_keys
 
 -- fragment: run_of_task
 -- A command that a tracker has enqueued for this task.

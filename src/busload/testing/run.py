@@ -17,7 +17,8 @@ import busload.worker  # noqa: F401 before those of busload.sync: the contexts o
 
 from busload.bus import CommandBus
 from busload.commands import claim, rescue, send, settle
-from busload.commands.checks import check_one, require, whole
+from busload.commands.check_commands import check_one
+from busload.commands.checks import require, whole
 from busload.commands.command import CommandOptions, NewCommand, new_command
 from busload.commands.execution import Leased, Transition, complete, decide, failure
 from busload.commands.ids import new_id

@@ -12,13 +12,15 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from busload.commands import send
-from busload.commands.checks import check_one, encoded
+from busload.commands.check_commands import check_one
+from busload.commands.checks import encoded
 from busload.commands.command import SendOptions, SendResult, new_command
 from busload.commands.execution import COMPLETED, Lease, Leased, Transition
 from busload.commands.headers import facts_of, in_context, joined_headers
 from busload.commands.ids import new_id
 from busload.commands.send_middleware import around_send
 from busload.commands.settle import credited, lock, settle
+from busload.commands.task_keys import hold_task_keys
 from busload.errors import InvalidOperationError, SupersededError
 from busload.handlers.calling import Context
 from busload.postgres import waiting
@@ -163,7 +165,7 @@ class Actions:
             assert transaction.conn is not None
             async with transaction.holding:
                 promised = transaction.promised.setdefault(domain, {})
-                hold = only(send.hold(domain, [checked], dedup, promised))
+                hold = only(hold_task_keys(domain, [checked], dedup, promised))
                 held = await perform_async(transaction.conn, hold)
                 if not held.created:
                     return held

@@ -47,6 +47,7 @@ from busload.worker.lifespan import WorkerLifespan
 from busload.worker.line import Line
 from busload.worker.loop import Loop, ends_first
 from busload.worker.metrics import gathered
+from busload.worker.notifications import Notifications
 from busload.worker.permits import Permits
 from busload.worker.settlement import Outcomes, Settlement
 from busload.worker.shared import Shared
@@ -247,7 +248,19 @@ class Run:
             prune = Prune(bus.database.in_transaction, settings.keep_for, settings.archive)
             self._pruning.append(Loop("Pruning", prune.once, self._outage))
         channels = [READY, CANCEL, HOLD, PAUSE, LIMIT, STOP, SCHEDULE, *([OUTBOX] if self._broker is not None else [])]
-        self._listener, self._has_listened = AsyncListener(bus.dsn, channels, self._hear, self._outage), False
+        self.notifications = Notifications(
+            shared,
+            self._claimer,
+            self._heartbeat,
+            self._broker,
+            self._ask_to_stop,
+            claiming=self._claiming,
+            claiming_newcomers=self._claiming_newcomers,
+            promoting=self._promoting,
+            firing=self._firing,
+            watching_pauses=self._watching_pauses,
+        )
+        self._listener = AsyncListener(bus.dsn, channels, self.notifications.hear, self._outage)
 
     def _assemble_stations(self, shared: Shared) -> None:
         settings, telemetry = self._settings, shared.bus.database.telemetry
@@ -335,63 +348,13 @@ class Run:
             await self._hand_back.release(deserted)
         return self._settings.sweep_every.total_seconds()
 
-    # -- what stations, the database and the heartbeat say
-
-    def _hear(self, channel: str | None, payload: str | None) -> None:
-        """Heed a notification of the database. Without a channel, the worker listens from now on, or again."""
-        if channel is None:
-            self._look_everywhere()
-        elif channel == CANCEL and payload is not None:
-            self._hear_cancel(payload)
-        elif channel == HOLD and payload is not None:
-            self._claimer.hear_of_hold(payload)
-        elif channel == PAUSE:
-            self._watching_pauses.wake()
-        elif channel == SCHEDULE:
-            self._firing.wake()
-        elif channel == LIMIT:
-            self._limiter.hear(payload)
-        elif channel == STOP and payload == str(self._shared.number):
-            self._heartbeat.renew_soon()  # it tells whether that is so
-        elif channel == OUTBOX and self._broker is not None:
-            self._broker.hear(payload)
-        elif payload in self._domains:
-            self._claimer.look_at_queue()
-            if self._claimer.emptied:
-                self._claiming.wake()
-            else:
-                self._claimer.newcomers.came()
-                self._claiming_newcomers.wake()
-
-    def _hear_cancel(self, payload: str) -> None:
-        """A batch was canceled, or a single command, which has a number."""
-        try:
-            if payload.isdecimal():
-                self._ask_to_stop([int(payload)])
-            else:
-                self._held.cancel(UUID(payload))
-        except ValueError:
-            log.debug("Ignored a notification of a cancel without an id")
+    # -- what stations and the heartbeat say
 
     def _ask_to_stop(self, commands: Iterable[int]) -> None:
         """Ask commands to stop; those of them that have not begun end at once."""
         self._held.ask_to_stop(commands)
         if stopped := self._claimer.take_out_stopping():
             self._tasks.append(asyncio.create_task(self._outcomes.stop(stopped)))
-
-    def _look_everywhere(self) -> None:
-        """Look at everything that a notification could be about: some may have been lost."""
-        self._claimer.look_at_queue()
-        self._claiming.wake()
-        self._watching_pauses.wake()
-        self._promoting.wake()  # it tells of holds
-        self._firing.wake()
-        if self._broker is not None:
-            self._broker.hear(None)
-        self._heartbeat.renew_soon()  # it tells of cancels
-        if self._has_listened:
-            self._limiter.hear(None)
-        self._has_listened = True
 
     def _on_settled(self, room_wanted: bool) -> None:
         self._moved.set()
