@@ -419,7 +419,7 @@ async def test_the_failure_that_exceeds_the_budget_holds_the_batch(given: Given,
     [reason_told] = [one for one in told.reasons if one.code == "BUDGET"]
     assert reason_told.count == 96
     assert "its budget allows 2" in reason_told.message
-    assert "batch resume" in reason_told.advice
+    assert f"batch resume {batch_id}`, with `--budget SHARE` for another budget; or" in reason_told.advice
 
 
 async def test_after_a_resume_the_budget_starts_anew(bus: CommandBus, given: Given) -> None:

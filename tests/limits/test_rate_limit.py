@@ -88,7 +88,7 @@ def test_a_by_that_wants_to_end_the_process_fails_its_call() -> None:
     def leave(called_with: object) -> str:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+    with pytest.raises(PermanentCommandError, match="raised SystemExit: 3"):
         RateLimit(1, by=leave).subject_of(None)
 
 

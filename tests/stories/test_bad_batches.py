@@ -107,8 +107,14 @@ def test_limits_of_nothing_and_different_limits_of_one_name_are_refused(face: st
     assert (bus.handlers.find("crm", "Get"), bus.handlers.find("crm", "List")) == (None, None)
 
 
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
 KEYS: dict[str, Callable[[Command], object]] = {
     "None": lambda command: None,
+    "without a repr": lambda command: Unspeakable(),
     "unhashable": lambda command: {},
     "10 kB": lambda command: "x" * 10_000,
     "raises": lambda command: command.data["missing"],
@@ -129,7 +135,7 @@ async def test_a_key_that_cannot_be_one_parks_its_command_alone(
 
     option: Any = {"concurrency_limit" if limit is ConcurrencyLimit else "rate_limit": limit(1000, by=by)}
     seen = given.handler(**option)
-    batch_id = await bus.create_batch(DOMAIN, debits(max_attempts=1))
+    batch_id = await bus.create_batch(DOMAIN, debits())
     await given.drained()
     assert sorted(command.data["n"] for command in seen) == [n for n in range(10) if n != 3]
     batch = await given.batch_now(batch_id)

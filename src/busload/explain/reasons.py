@@ -134,13 +134,14 @@ def _held(facts: Facts, hold: Hold) -> Iterator[Reason]:
     by = {"CANARY": " by its canary", "BUDGET": " by its failure budget"}.get(hold.reason, "")
     by = f" by {hold.operator}" if hold.operator else by
     why = f": {line(hold.note)}" if hold.note else ""
+    budget = ", with `--budget SHARE` for another budget" if hold.reason == "BUDGET" else ""
     yield Reason(
         _HOLDS.get(hold.reason, Blocker.HELD),
         count,
         hold.since,
         f"{are(count)} waiting, but the batch was held {ago(facts, hold.since)}{by}{why}.",
-        f"Let it go on: `busload batch resume {facts.batch_id}`; or give it up: `busload batch cancel {facts.batch_id} "
-        "--reason TEXT`.",
+        f"Let it go on: `busload batch resume {facts.batch_id}`{budget}; or give it up: `busload batch cancel "
+        f"{facts.batch_id} --reason TEXT`.",
         {"held_at": hold.since, "held_reason": hold.reason, "operator": hold.operator, "reason": hold.note},
     )
 

@@ -14,7 +14,7 @@ from uuid import UUID
 
 import msgspec
 
-from busload.commands.checks import FLAG, require, whole, wrong_name
+from busload.commands.checks import FLAG, require, shown, whole, wrong_name
 from busload.commands.checks import refuse as refuse_invalid
 from busload.commands.execution import Lease, Leased
 from busload.commands.payload import safe_str
@@ -84,7 +84,7 @@ class ConcurrencyLimit:
             return str(found)
         text = key_text(found)
         if text is None:
-            raise _refused(f"returned {found!r:.80}")
+            raise _refused(f"returned {shown(found)}")
         return text
 
 

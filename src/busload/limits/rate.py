@@ -15,9 +15,10 @@ from math import exp
 from typing import Any
 from uuid import UUID
 
-from busload.commands.checks import FLAG, MORE_THAN_ZERO, POSITIVE, require, whole, wrong_name, wrong_text
+from busload.commands.checks import FLAG, MORE_THAN_ZERO, POSITIVE, require, shown, whole, wrong_name, wrong_text
 from busload.commands.checks import refuse as refuse_invalid
 from busload.commands.execution import Lease
+from busload.commands.payload import safe_str
 from busload.errors import PermanentCommandError
 from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Plan, execute, many
@@ -88,26 +89,28 @@ class RateLimit:
         return self.calls / self.per.total_seconds()
 
     def subject_of(self, called_with: object) -> str:
-        """Return the value of `by` for a call, as text. An exception of `by` is a failure of that call."""
+        """Return the value of `by` for a call, as text. `PermanentCommandError` if there is none."""
         if self.by is None:
             return ""
         try:
             found = self.by(called_with)
-        except Exception:
-            raise
         except BaseException as error:  # a SystemExit ends a call, not the worker
-            raise RuntimeError(f"The limit's `by` raised {error!r:.80}.") from error
+            raise _refused(f"raised {type(error).__name__}: {safe_str(error, 200)}") from error
         value = found.value if isinstance(found, enum.Enum) else found
         if value is None:
             return ""
         text = key_text(value)
         if text is None:
-            raise PermanentCommandError(
-                f"The limit's `by` returned {found!r:.80}; wanted text of at most {KEY_BYTES} bytes, a number, a UUID, "
-                "a date or None.",
-                code="INVALID_RATE_LIMIT_KEY",
-            )
+            raise _refused(f"returned {shown(found)}")
         return text
+
+
+def _refused(did: str) -> PermanentCommandError:
+    return PermanentCommandError(
+        f"The `by` of the rate limit {did}; wanted text of at most {KEY_BYTES} bytes, a number, a UUID, a date or "
+        "None. Correct the data or the function, and retry the command.",
+        code="INVALID_RATE_LIMIT_KEY",
+    )
 
 
 def key_text(found: object) -> str | None:
