@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from busload import BatchCommand, Settings, SyncCommandBus
+from busload.batches import FailureBudget
 from busload.errors import InvalidOperationError
 from busload.testing import TestServer
 from tests.chaos.harness import Auditor, Workers, deadlocks, folder, seeded
@@ -70,6 +71,7 @@ def test_counters_are_exact_while_batches_are_held_resumed_expired_canceled_and_
             "BATCH_HELD",
             "BATCH_RESUMED",
             "BATCH_REPRIORITIZED",
+            "BATCH_BUDGET_CHANGED",
             "BATCH_EXPIRED",
             "BATCH_CANCELED",
             "BATCH_COMPLETED",
@@ -95,18 +97,22 @@ def act_on_one(bus: SyncCommandBus) -> None:
     assert bus.hold_batch(DOMAIN, batch_id, reason="chaos", operator="test")
     assert bus.resume_batch(DOMAIN, batch_id, operator="test")
     bus.reprioritize_batch(DOMAIN, batch_id, 3, operator="test")
+    assert not bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.5), operator="test")
     bus.cancel_batch(DOMAIN, batch_id, reason="chaos", operator="test")
 
 
 def act(bus: SyncCommandBus, chance: random.Random, batch_id: UUID) -> None:
     with suppress(InvalidOperationError):  # it may have ended meanwhile
-        match chance.randrange(10):
+        match chance.randrange(12):
             case 0 | 1 | 2 | 3:
                 bus.hold_batch(DOMAIN, batch_id, reason="chaos", operator="test")
             case 4 | 5 | 6:
                 bus.resume_batch(DOMAIN, batch_id, operator="test")
             case 7 | 8:
                 bus.reprioritize_batch(DOMAIN, batch_id, chance.randrange(-5, 5), operator="test")
+            case 9 | 10:
+                budget = FailureBudget(chance.uniform(0.01, 0.5), per_cause=chance.random() < 0.5)
+                bus.set_batch_budget(DOMAIN, batch_id, budget, operator="test")
             case _:
                 bus.cancel_batch(DOMAIN, batch_id, reason="chaos", operator="test")
 
