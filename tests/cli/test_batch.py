@@ -153,6 +153,12 @@ def test_resume_says_that_the_budget_holds_what_a_person_held(busload: Busload, 
     sync_bus.hold_batch("payments", batch_id, reason="the bank complains")
     with psycopg.connect(sync_bus.dsn) as conn:  # commands that ran have failed meanwhile
         conn.execute("UPDATE busload.batch SET failed_count = 1")
+    before = sync_bus.get_batch("payments", batch_id)
+    dry = "Would let 0 commands go on, as the batch would be held again at once (1 of 3 commands has failed"
+    assert busload("batch", "resume", str(batch_id), "--dry-run").stdout.startswith(dry)
+    raised = json.loads(busload("batch", "resume", str(batch_id), "--budget", "0.5", "--dry-run", "--json").stdout)
+    assert (raised["commands"], raised["held_again"]) == (3, False)
+    assert sync_bus.get_batch("payments", batch_id) == before
     again = "Resumed, and held again at once by its budget: 1 of 3 commands has failed or waits for a person"
     assert busload("batch", "resume", str(batch_id)).stdout.startswith(again)
     assert json.loads(busload("batch", "resume", str(batch_id), "--json").stdout)["held_again"] is False

@@ -1,15 +1,20 @@
-"""What a call about a batch would touch: counted without a lock, and refused as the call itself would be."""
+"""What a call about a batch would touch: refused as the call itself would be, and counted without a lock.
+
+Only the resume of a batch that a person holds, and that has a canary or a budget, is performed and taken back: they
+may hold the batch again at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from busload.batches import hold
 from busload.batches.batch import find_batch
 from busload.errors import BatchNotFoundError
-from busload.postgres.plan import Plan, many
+from busload.postgres.plan import Plan, many, taken_back
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -42,10 +47,23 @@ def of_hold(domain: str, batch_id: UUID) -> Plan[Waiting]:
     return Waiting() if held else (yield from waiting([batch_id]))
 
 
-def of_resume(domain: str, batch_id: UUID) -> Plan[Waiting]:
-    """What a resume would let go; nothing if the batch is not held."""
+def of_resume(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None) -> Plan[tuple[Waiting, str | None]]:
+    """What a resume, with this budget if there is one, would let go, and why the batch would be held again at once."""
     held = yield from hold.look(domain, batch_id, to_hold=False)
-    return (yield from waiting([batch_id])) if held else Waiting()
+    batch = yield from find_batch(domain, batch_id)
+    if not held or batch is None:
+        return Waiting(), None
+    guarded = batch.failure_budget is not None or batch.canary_count is not None and batch.canary_ended_at is None
+    again = None
+    if batch.held_reason == "OPERATOR" and guarded:
+        again = yield from taken_back(_resumed(domain, batch_id, budget))
+    return (yield from waiting([batch_id])) if again is None else Waiting(), again
+
+
+def _resumed(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None) -> Plan[str | None]:
+    yield from hold.resume(domain, batch_id, operator=None, budget=budget)
+    batch = yield from find_batch(domain, batch_id)
+    return None if batch is None else batch.held_note
 
 
 def of_reprioritize(domain: str, batch_id: UUID, priority: int) -> Plan[Waiting]:

@@ -210,8 +210,13 @@ def resume(
         raise click.UsageError("--at-least needs --budget: the budget stays as it is without it.")
     raised = None if budget is None else FailureBudget(budget, at_least)
     if dry_run:
-        waiting = bus.database.read(preview.of_resume(domain, batch_id)).commands
-        return would(f"let {counted(waiting, 'command')} go on", batch_id=batch_id, domain=domain, commands=waiting)
+        columns = None if raised is None else raised.columns(None)
+        waiting, again = bus.database.read(preview.of_resume(domain, batch_id, columns))
+        what = f"let {counted(waiting.commands, 'command')} go on"
+        if again is not None:
+            what += f", as the batch would be held again at once ({again.rstrip('.')})"
+        value = {"batch_id": batch_id, "domain": domain, "commands": waiting.commands}
+        return would(what, **value, held_again=again is not None)
     resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
     said = "Resumed." if resumed else "It was not held."
     found = bus.get_batch(domain, batch_id) if resumed else None

@@ -14,7 +14,7 @@ from busload.commands.command import CommandStatus
 from busload.errors import BatchNotFoundError, InvalidOperationError, JobNotFoundError
 from busload.jobs import listing, progress
 from busload.jobs.job import JobMetadata, JobStatus, StageStatus
-from busload.postgres.plan import Plan, Savepoint, execute
+from busload.postgres.plan import Plan, execute, taken_back
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
@@ -30,27 +30,17 @@ class WaitingJobs:
     commands: Waiting
 
 
-class _TakenBackError(Exception):
-    """Ends the savepoint in which a job was resumed, with the job as it was then."""
-
-    def __init__(self, job: JobMetadata | None) -> None:
-        super().__init__("the resume is taken back")
-        self.job = job
-
-
 def of_resume(domain: str, job_id: UUID) -> Plan[JobMetadata]:
-    """The job as a resume would make it; needs a transaction."""
-    try:
-        yield Savepoint(_resumed(domain, job_id))
-    except _TakenBackError as taken_back:
-        if taken_back.job is not None:
-            return taken_back.job
-    raise JobNotFoundError(domain, job_id)
+    """The job as a resume would make it."""
+    job = yield from taken_back(_resumed(domain, job_id))
+    if job is None:
+        raise JobNotFoundError(domain, job_id)
+    return job
 
 
-def _resumed(domain: str, job_id: UUID) -> Plan[None]:
+def _resumed(domain: str, job_id: UUID) -> Plan[JobMetadata | None]:
     yield from progress.resume(domain, job_id, operator=None)
-    raise _TakenBackError((yield from listing.read(domain, job_id)))
+    return (yield from listing.read(domain, job_id))
 
 
 def of_cancel_batch(domain: str, batch_id: UUID) -> Plan[WaitingJobs]:

@@ -84,6 +84,28 @@ def one(make: Callable[..., T], sql: bytes, **params: Any) -> Plan[T | None]:
     return make(*rows[0]) if rows else None
 
 
+class _TakenBackError(Exception):
+    """Ends the savepoint of a plan that is taken back, with its result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("the plan is taken back")
+        self.result = result
+
+
+def taken_back(plan: Plan[T]) -> Plan[T]:
+    """The result that a plan would have: the plan is performed, and everything that it has done is undone."""
+    try:
+        yield Savepoint(_performed(plan), begins=True)
+    except _TakenBackError as taken:
+        result: T = taken.result
+        return result
+    raise AssertionError("a plan that is taken back always ends by its exception")
+
+
+def _performed(plan: Plan[T]) -> Plan[None]:
+    raise _TakenBackError((yield from plan))
+
+
 def kind_of(plan: Plan[Any]) -> object:
     """What all plans have in common that one function makes."""
     return plan.gi_code  # type: ignore[attr-defined]
