@@ -53,7 +53,7 @@ def of_resume(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None) -> 
     batch = yield from find_batch(domain, batch_id)
     if not held or batch is None:
         return Waiting(), None
-    guarded = batch.failure_budget is not None or batch.canary_count is not None and batch.canary_ended_at is None
+    guarded = batch.failure_budget is not None or (batch.canary_count is not None and batch.canary_ended_at is None)
     again = None
     if batch.held_reason == "OPERATOR" and guarded:
         again = yield from taken_back(_resumed(domain, batch_id, budget))
