@@ -184,10 +184,10 @@ def test_set_budget_says_how_many_may_fail_and_whether_that_holds_the_batch(
     busload: Busload, sync_bus: SyncCommandBus
 ) -> None:
     batch_id = str(sync_bus.create_batch("payments", [BatchCommand("Debit")] * 10))
-    assert busload("batch", "set-budget", batch_id, "0.3").stdout == "3 commands may fail, and 0 count.\n"
+    assert busload("batch", "budget", batch_id, "0.3").stdout == "3 commands may fail, and 0 count.\n"
     with psycopg.connect(sync_bus.dsn) as conn:
         conn.execute("UPDATE busload.batch SET failed_count = 2")
-    found = json.loads(busload("batch", "set-budget", batch_id, "0.1", "--at-least", "2", "--json").stdout)
+    found = json.loads(busload("batch", "budget", batch_id, "0.1", "--at-least", "2", "--json").stdout)
     assert {name: value for name, value in found.items() if name not in ("batch_id", "domain")} == {
         "failure_budget": 2,
         "failure_budget_used": 2,
@@ -195,10 +195,10 @@ def test_set_budget_says_how_many_may_fail_and_whether_that_holds_the_batch(
         "held_at_once": False,
     }
     held = "1 command may fail, and 2 count. It is held at once: 2 of 10 commands have failed or wait for a person"
-    assert busload("batch", "set-budget", batch_id, "0.1").stdout.startswith(held)
+    assert busload("batch", "budget", batch_id, "0.1").stdout.startswith(held)
     still = "5 commands may fail, and 2 count. It is held: 2 of 10 commands"
-    assert busload("batch", "set-budget", batch_id, "0.5").stdout.startswith(still)
-    by_cause = json.loads(busload("batch", "set-budget", batch_id, "0.5", "--per-cause", "--json").stdout)
+    assert busload("batch", "budget", batch_id, "0.5").stdout.startswith(still)
+    by_cause = json.loads(busload("batch", "budget", batch_id, "0.5", "--per-cause", "--json").stdout)
     assert (by_cause["failure_budget_used"], by_cause["held"]) == (0, True)
 
 
@@ -218,8 +218,8 @@ def test_reprioritize_says_how_many_commands_it_concerns(busload: Busload, sync_
         (("resume", "{held}", "--budget", "half"), "'half' is not a valid float"),
         (("resume", "{held}", "--budget", "0.5", "--at-least", "-1"), "/budget/at_least: found -1, wanted a whole"),
         (("resume", "{held}", "--at-least", "5"), "--at-least needs --budget"),
-        (("set-budget", "{held}", "0"), "/budget/share: found 0.0, wanted a share of more than 0"),
-        (("set-budget", "{held}"), "Missing argument 'SHARE'"),
+        (("budget", "{held}", "0"), "/budget/share: found 0.0, wanted a share of more than 0"),
+        (("budget", "{held}"), "Missing argument 'SHARE'"),
         (("reprioritize", "{held}", "-40000"), "-40000 is not in the range"),
         (("reprioritize", "{held}", "high"), "'high' is not a valid integer"),
     ],

@@ -517,6 +517,22 @@ MUTANTS = [
         "A person has decided about what had failed by then.",
     ),
     Mutant(
+        "another-budget-forgets-what-has-failed",
+        "batches/hold.py",
+        "from_here=False",
+        "from_here=True",
+        "tests/batches/test_guards.py::test_a_budget_can_be_changed_before_it_holds_the_batch",
+        "A batch whose budget is changed again and again would never be held.",
+    ),
+    Mutant(
+        "a-cancel-forgets-what-the-broker-has-refused",
+        "commands/load.sql",
+        "    'attempts', CASE WHEN rounds > 0 THEN rounds END,\n",
+        "",
+        TOLD + "test_what_the_broker_refused_is_still_told_after_a_cancel",
+        "Nobody would know how often a canceled command was published in vain.",
+    ),
+    Mutant(
         "a-worker-without-a-gate",
         "worker/claimer.py",
         "            self._line.gate = self._gate\n",

@@ -226,7 +226,7 @@ def resume(
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed, "held_again": held_again}, said)
 
 
-@batch.command("set-budget")
+@batch.command("budget")
 @click.option("--at-least", type=int, default=0, metavar="N", help="So many may fail in any case.")
 @click.option("--per-cause", is_flag=True, help="Each cause of failures has the whole budget for itself.")
 @options.operator
@@ -246,8 +246,8 @@ def set_budget(
 
     A batch that is held stays held: resume it, with --budget if you like.
 
-        busload batch set-budget 0198c5d2-7f3a 0.05
-        busload batch set-budget 0198c5d2-7f3a 0.05 --at-least 100 --per-cause
+        busload batch budget 0198c5d2-7f3a 0.05
+        busload batch budget 0198c5d2-7f3a 0.05 --at-least 100 --per-cause
     """
     holds = bus.set_batch_budget(domain, batch_id, FailureBudget(share, at_least, per_cause), operator=operator)
     found = bus.get_batch(domain, batch_id)
