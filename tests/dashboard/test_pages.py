@@ -547,6 +547,7 @@ async def test_a_database_that_is_away_is_told_without_its_address() -> None:
                 asks = "?action=cancel" if route.name.startswith("cause.") else ""
                 path = address(route, fingerprint="0123456789ab") + asks
                 given = {"reason": "x", "priority": "1", "example": str(NOWHERE), "domain": DOMAIN, "name": "x"}
+                given |= {"budget": "5"}
                 bound = {"count": "1", "until": "2030-01-01T00:00:00Z", "last": "1", "digest": "1"}
                 fields = {**given, **bound} if route.method == "POST" else None
                 answer = await site.request(route.method, path, data=fields)
