@@ -217,12 +217,12 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Metric
         return self
 
     def _make_parts(self) -> None:
-        self.jobs = Jobs(self.database, self.settings, self.via, self._changes, self._call_on_complete)
+        self.jobs = Jobs(self, self.database, self.settings, self.via, self._changes, self._call_on_complete)
         self.limits, self.domains = Limits(self.database, self._limits), Domains(self.database, self._limits)
         self.audit = Audit(self.database, self._limits)
         self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
-        self.schedules = Schedules(self.database, self._limits, self.via, self.declared_schedules)
+        self.schedules = Schedules(self, self.database, self._limits, self.via, self.declared_schedules)
         self.troubleshooting = Troubleshooting(self.database, self._limits)
         self._publisher = self._make_publisher()
         self.outbox = Outbox(self.database, self._limits, self._publisher)
@@ -326,9 +326,8 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Metric
     ) -> UUID:
         dedup = options.get("dedup")
         check(self._limits, checkpoint_size=checkpoint_size)
-        batch = new_batch(
-            "create_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS, known=CreateOptions
-        )
+        about: dict[str, Any] = {"awaits": waiting.AWAITS, "types": self.data_types}
+        batch = new_batch("create_batch", self._limits, domain, options, on_complete, known=CreateOptions, **about)
         checked = partial(members, self._limits, batch, types=self.data_types)
         waits = [name for name in ("dedup", "canary") if options.get(name) is not None]
         strategy = published_by(dispatch, self.dispatch, self.via, joins=conn is not None, waits=waits)
@@ -374,7 +373,8 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Metric
         if self.around_sends:
             with around_send(self.around_sends, "open_batch", domain, options.get("headers")) as call:
                 options["headers"] = call.headers or options.get("headers")
-        batch = new_batch("open_batch", self._limits, domain, options, on_complete, awaits=waiting.AWAITS)
+        about: dict[str, Any] = {"awaits": waiting.AWAITS, "types": self.data_types}
+        batch = new_batch("open_batch", self._limits, domain, options, on_complete, **about)
         return OpenBatch(
             self.database,
             batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from uuid import UUID, uuid4
@@ -17,15 +17,18 @@ import pytest
 
 from busload import (
     BatchCommand,
+    BatchJob,
     Chunk,
     ChunkContext,
     Command,
     CommandBus,
     HandlerContext,
     InvalidCommandError,
+    Stage,
     SyncHandlerContext,
     handler,
 )
+from busload.batches import FailureBudget
 from busload.handlers.registry import Handlers
 from tests.given import Database, Given
 
@@ -37,6 +40,31 @@ if TYPE_CHECKING:
 class Line(msgspec.Struct):
     sku: str
     price: Decimal
+
+
+@dataclasses.dataclass
+class Report:
+    to: str
+
+
+@dataclasses.dataclass
+class ReportOfBatch:
+    to: str
+    batch: dict[str, Any]
+
+
+class StageOfJob(msgspec.Struct):
+    completed_count: int
+
+
+class JobInReport(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=3)]
+    stages: list[StageOfJob]
+
+
+class ReportOfJob(msgspec.Struct):
+    to: str
+    job: JobInReport
 
 
 @dataclasses.dataclass
@@ -178,6 +206,69 @@ async def test_every_misfit_that_pydantic_finds_is_named(bus: CommandBus) -> Non
         "/data/lines/0/sku",
         "/data/lines/0/price",
     ]
+
+
+async def test_every_way_in_is_checked_when_the_handler_is_known(bus: CommandBus, database: Database) -> None:
+    """Stages of jobs and what undoes them, callbacks, schedules, failure budgets: the error names the place"""
+
+    @bus.handler("payments", "Line")
+    async def line(data: Line, ctx: HandlerContext) -> None: ...
+
+    @bus.handler("payments", "Report")
+    async def report(data: ReportOfBatch, ctx: HandlerContext) -> None: ...
+
+    good, bad = BatchCommand("Line", data={"sku": "a", "price": "1"}), BatchCommand("Line", data={"sku": "a"})
+    short, stage = BatchCommand("Report"), Stage("first", [good])
+    every: Any = {"every": timedelta(hours=1), "domain": "payments"}
+
+    async def schedule(command: BatchCommand) -> None:
+        bus.schedule("hourly", **every, command=command)
+
+    sends: dict[str, Callable[[], Any]] = {
+        "/stages/0/commands/1/data": lambda: bus.jobs.create("payments", [Stage("first", [good, bad])]),
+        "/stages/1/commands/0/data": lambda: bus.jobs.create("payments", [stage, Stage("later", [bad])]),
+        "/stages/0/compensate/0/data": lambda: bus.jobs.create("payments", [Stage("first", [good], compensate=bad)]),
+        "/jobs/0/stages/0/commands/0/data": lambda: bus.jobs.create_batch("payments", [BatchJob([Stage("a", [bad])])]),
+        "/on_complete/data": lambda: bus.create_batch("payments", [good], on_complete=short),
+        "/budget/on_exceeded/data": lambda: bus.create_batch(
+            "payments", [good], budget=FailureBudget(share=0.1, on_exceeded=short)
+        ),
+        "/command/data": lambda: schedule(bad),
+    }
+    for path, call in sends.items():
+        with pytest.raises(InvalidCommandError, match="INVALID_DATA") as refused:
+            await call()
+        assert [one.path for one in refused.value.problems] == [path]
+    with pytest.raises(InvalidCommandError, match="INVALID_DATA at /on_complete/data"):
+        await bus.jobs.create("payments", [stage], on_complete=short)
+    with pytest.raises(InvalidCommandError, match="INVALID_DATA at /on_complete/data"):
+        bus.open_batch("payments", on_complete=short)
+    with pytest.raises(InvalidCommandError, match="INVALID_DATA at /on_complete/data"):
+        await bus.jobs.create_batch("payments", [BatchJob([stage])], on_complete=short)
+    assert database.count("command") == 0
+
+
+async def test_a_callback_gets_its_own_data_and_the_batch_or_the_job_in_the_type_of_its_handler(
+    bus: CommandBus, given: Given
+) -> None:
+    """A model may be its data, and a type that wants what the batch is cannot refuse what is not known yet"""
+    seen: list[Any] = []
+
+    @bus.handler("payments", "Report")
+    async def report(data: ReportOfBatch, ctx: HandlerContext) -> None:
+        seen.append((data.to, data.batch["completed_count"]))
+
+    @bus.handler("payments", "JobReport")
+    async def job_report(data: ReportOfJob, ctx: HandlerContext) -> None:
+        seen.append((data.to, data.job.stages[0].completed_count))
+
+    given.handler("Do")
+    to_rosa = BatchCommand("Report", data=Report("rosa"), domain="payments")
+    await bus.create_batch("payments", [BatchCommand("Do")], on_complete=to_rosa)
+    to_sue = BatchCommand("JobReport", data={"to": "sue"})
+    await bus.jobs.create("payments", [Stage("first", [BatchCommand("Do")])], name="nightly", on_complete=to_sue)
+    await given.drained(domains=["payments"])
+    assert sorted(seen) == [("rosa", 1), ("sue", 1)]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known handler", "unknown handler"])

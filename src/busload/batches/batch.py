@@ -17,7 +17,7 @@ from busload.batches.guards import NO_GUARDS, Canary, FailureBudget
 from busload.commands.check_commands import check_all, refuse_repeated_ids
 from busload.commands.checks import encoded, given, problems_of, refuse, seconds_of, wrong
 from busload.commands.command import BatchCommand, NewCommand, refuse_unknown
-from busload.commands.data_type import DataTypes, is_model, plain_model
+from busload.commands.data_type import DataInvalidError, DataType, DataTypes, is_model, plain_model
 from busload.commands.dedup import Dedup
 from busload.commands.headers import decode_headers, encode_headers
 from busload.commands.ids import JobId, job_id_of, new_id
@@ -227,10 +227,11 @@ def new_batch(
     *,
     awaits: bool,
     known: type = BatchOptions,
+    types: DataTypes | None = None,
 ) -> NewBatch:
     """Check everything about a new batch but its commands. `awaits` says that an async function may be its callback.
 
-    `known` are all options of the call.
+    `known` are all options of the call. `types` are those of data that are known, because handlers want them.
     """
     refuse_unknown(call, options, known)
     canary, budget = cast(CreateOptions, options).get("canary"), options.get("budget")
@@ -254,14 +255,16 @@ def new_batch(
     problems += _wrong_guards(canary, budget)
     refuse(problems + problems_of(limits, dedup=options.get("dedup")))
     if isinstance(on_complete, BatchCommand):
-        callback, callback_id = callback_of(limits, domain, on_complete)
+        callback, callback_id = callback_of(limits, domain, on_complete, types=types)
     text = None if custom_data is None else encoded(custom_data, "/custom_data", limits.payload)
     batch_id = options.get("batch_id") or new_id()
     if callback_id is not None and budget is not None and budget.on_exceeded is not None:
         refuse_repeated_ids(domain, [callback_id, *given(id=budget.on_exceeded.command_id).values()])
     guards = None
     if canary is not None or budget is not None:
-        guards = NO_GUARDS | (budget_columns(limits, domain, budget) or {}) | (canary.columns() if canary else {})
+        guards = (
+            NO_GUARDS | (budget_columns(limits, domain, budget, types) or {}) | (canary.columns() if canary else {})
+        )
     job_id = job_id_of(options.get("job_id"))
     expires_in = seconds_of(options.get("expires_in"))
     return NewBatch(
@@ -290,13 +293,16 @@ def _wrong_guards(canary: object, budget: object) -> list[Problem]:
     return problems
 
 
-def budget_columns(limits: InputLimits, domain: str, budget: FailureBudget | None) -> dict[str, Any] | None:
+def budget_columns(
+    limits: InputLimits, domain: str, budget: FailureBudget | None, types: DataTypes | None = None
+) -> dict[str, Any] | None:
     """Check a failure budget: what the row of its batch keeps of it, if there is one."""
     refuse(_wrong_guards(None, budget))
     if budget is None:
         return None
-    asked = budget.on_exceeded
-    return budget.columns(None if asked is None else callback_of(limits, domain, asked, path="budget/on_exceeded")[0])
+    if (asked := budget.on_exceeded) is None:
+        return budget.columns(None)
+    return budget.columns(callback_of(limits, domain, asked, path="budget/on_exceeded", types=types)[0])
 
 
 def members(
@@ -375,7 +381,12 @@ def with_priority(batch: NewBatch, commands: list[NewCommand]) -> list[NewComman
 
 
 def callback_of(
-    limits: InputLimits, domain: str, command: BatchCommand, of: str = "batch", path: str = "on_complete"
+    limits: InputLimits,
+    domain: str,
+    command: BatchCommand,
+    of: str = "batch",
+    path: str = "on_complete",
+    types: DataTypes | None = None,
 ) -> tuple[str, UUID | None]:
     """The command that is sent on completion, as the row of its batch or job keeps it, and its id if it was chosen.
 
@@ -394,6 +405,8 @@ def callback_of(
     except InvalidCommandError as refused:
         problems = [replace(p, path=f"/{path}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(problems) from None
+    if types and (known := types.get((domain, command.command_type))) is not None:
+        refuse(_misfits(known, data, of, path))
     row = msgspec.to_builtins(checked) | {"data": data, "headers": decode_headers(checked.headers)}
     del row["run_at"], row["domain"], row["fair_by"], row["expires_at"], row["delay"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
@@ -409,6 +422,41 @@ def _data_of_callback(given: Any, of: str, path: str) -> dict[str, Any]:
         message = f'wanted a dict or a model whose "{of}" is missing, None or empty: the {of} will be put there'
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
     return {name: value for name, value in data.items() if name != of}
+
+
+_COUNTS = {"total_count": 1, "completed_count": 1, "failed_count": 0, "canceled_count": 0}
+_ENDED: dict[str, dict[str, Any]] = {
+    "batch": {
+        "batch_id": str(UUID(int=0)),
+        "name": "",
+        "custom_data": {},
+        "status": BatchStatus.COMPLETED.value,
+        **_COUNTS,
+        "in_troubleshooting_count": 0,
+        "created_at": "2000-01-01T00:00:00+00:00",
+        "started_at": "2000-01-01T00:00:00+00:00",
+        "completed_at": "2000-01-01T00:00:00+00:00",
+    },
+    "job": {
+        "job_id": str(UUID(int=0)),
+        "name": "",
+        "custom_data": {},
+        "status": BatchStatus.COMPLETED.value,
+        "created_at": "2000-01-01T00:00:00+00:00",
+        "stages": [{"name": "", "status": BatchStatus.COMPLETED.value, "batch_id": str(UUID(int=0)), **_COUNTS}],
+    },
+}
+"""What a batch and a job look like in the data of their callback. Only their form counts: see `_misfits`."""
+
+
+def _misfits(known: DataType, data: dict[str, Any], of: str, path: str) -> list[Problem]:
+    """What of a callback's data does not fit the type of its handler. How its batch or job will end is not known."""
+    try:
+        known.convert(data | {of: _ENDED[of]})
+    except DataInvalidError as invalid:
+        own = [one for one in invalid.problems if not f"{one.path}/".startswith(f"/data/{of}/")]
+        return [replace(one, path=f"/{path}{one.path}") for one in own]
+    return []
 
 
 def _wrong_function(on_complete: object, *, awaits: bool) -> list[Problem]:

@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from busload.commands.command import BatchCommand
+from busload.commands.data_type import DataTypes
+
+CallName = Literal[
+    "send",
+    "send_many",
+    "create_batch",
+    "open_batch",
+    "jobs.create",
+    "jobs.create_batch",
+    "schedules.trigger",
+    "schedule",
+    "planner",
+]
 
 
 @dataclass(slots=True)
 class SendCall:
     """A call that sends commands, as middleware sees it. What it puts into `headers`, every command of the call gets.
 
-    `headers` begin with those that the call was given. Of `send_many` each command has its own, which win.
+    `headers` begin with those that the call was given. Commands of a list have their own besides, which win.
     """
 
-    call: Literal["send", "send_many", "create_batch", "open_batch"]
+    call: CallName
+    """The method that was called; "schedule" when a due time is fired, and "planner" when a planner has returned."""
     domain: str
     command_type: str | None = None
     """The type of the command, if it is one."""
@@ -30,10 +44,20 @@ SendMiddleware = Callable[[SendCall], Iterator[None]]
 """A generator function: what it does before its `yield` is done before the call sends, and the rest after it."""
 
 
+class Sender(Protocol):
+    """What every way in asks its bus before it sends: the types of data that handlers want, and the middleware."""
+
+    @property
+    def data_types(self) -> DataTypes: ...
+
+    @property
+    def around_sends(self) -> Sequence[SendMiddleware]: ...
+
+
 @contextmanager
 def around_send(
     middlewares: Sequence[SendMiddleware],
-    call: Literal["send", "send_many", "create_batch", "open_batch"],
+    call: CallName,
     domain: str,
     headers: object = None,
     command_type: str | None = None,

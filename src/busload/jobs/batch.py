@@ -11,6 +11,7 @@ from psycopg import errors as pg
 
 from busload.batches.batch import BatchOptions, new_batch
 from busload.commands.checks import refuse, wrong, wrong_list
+from busload.commands.data_type import DataTypes
 from busload.commands.ids import ascending_ids
 from busload.commands.send import NO_BROKER, NewBatch, Via, already_exists, taken_ids
 from busload.errors import BatchNotFoundError, DuplicateCommandError, InvalidCommandError, Problem
@@ -45,10 +46,16 @@ def new_job_batch(
     on_complete: object,
     *,
     awaits: bool,
+    types: DataTypes | None = None,
 ) -> tuple[NewBatch, list[NewJob]]:
-    """Check a batch of jobs, with every command of every stage. An error names offenders by the place of their job."""
+    """Check a batch of jobs, with every command of every stage. An error names offenders by the place of their job.
+
+    `types` are those of data that are known, because handlers want them.
+    """
     about = cast(BatchOptions, options)
-    batch = new_batch("jobs.create_batch", limits, domain, about, on_complete, awaits=awaits, known=JobBatchOptions)
+    batch = new_batch(
+        "jobs.create_batch", limits, domain, about, on_complete, awaits=awaits, known=JobBatchOptions, types=types
+    )
     refuse(wrong_list(jobs, "jobs", "a list of BatchJob"))
     found = list(jobs)
     if not found:
@@ -61,7 +68,7 @@ def new_job_batch(
     total, seen, fresh = 0, set[UUID](), ascending_ids()
     for position, job in enumerate(found):
         try:
-            checked.append(_checked(limits, domain, job, seen, next(fresh)))
+            checked.append(_checked(limits, domain, job, seen, next(fresh), types))
         except InvalidCommandError as refused:
             total += refused.total
             problems += [replace(each, path=f"/jobs/{position}{each.path}") for each in refused.problems]
@@ -71,25 +78,27 @@ def new_job_batch(
     return batch, checked
 
 
-def _checked(limits: InputLimits, domain: str, job: object, seen: set[UUID], fresh: UUID) -> NewJob:
+def _checked(
+    limits: InputLimits, domain: str, job: object, seen: set[UUID], fresh: UUID, types: DataTypes | None
+) -> NewJob:
     if not isinstance(job, BatchJob):
         refuse([replace(wrong(job, "", "a BatchJob"), path="")])
     assert isinstance(job, BatchJob)
     if isinstance(job.job_id, UUID) and job.job_id in seen:
         message = f"found a second job {job.job_id}, wanted each id once"
         raise InvalidCommandError([Problem("INVALID_ID", "/job_id", message)])
-    checked = new_job(limits, domain, job, fresh)
+    checked = new_job(limits, domain, job, fresh, types)
     seen.add(checked.job_id)
     return checked
 
 
 def create(batch: NewBatch, jobs: Sequence[NewJob], via: Via = NO_BROKER, headers: str | None = None) -> Plan[UUID]:
-    """A batch of jobs with all its jobs; needs a transaction."""
+    """A batch of jobs with all its jobs; needs a transaction. Its callback has these `headers`, and so has each job."""
     if batch.callback_id is not None and (yield from taken_ids(batch.domain, [batch.callback_id])):
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
     columns = {name: getattr(batch, name) for name in ("batch_id", "domain", "name", "custom_data", "on_complete")}
     try:
-        yield Savepoint(execute(SQL.create, **columns, total=len(jobs)))
+        yield Savepoint(execute(SQL.create, **columns, total=len(jobs), headers=headers))
     except pg.UniqueViolation:
         raise already_exists(batch.batch_id) from None
     yield from progress.create(jobs, via, batch_id=batch.batch_id, headers=headers)

@@ -11,7 +11,7 @@ from busload.commands.send import NO_BROKER, Via
 from busload.errors import InvalidOperationError
 from busload.jobs.job import JobStatus, StageStatus
 from busload.jobs.listing import UNDONE
-from busload.jobs.progress import hold, refuse_if_counted, undo_from
+from busload.jobs.progress import hold, hold_without_step, refuse_if_counted, undo_from
 from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 
@@ -93,5 +93,5 @@ def _stop(
         [(planners,)] = yield from execute(SQL.cancel_planners, domain=domain, plan_ids=plan_ids, **about)
     for job in stopped:  # if nothing of it runs, and no step will come, nobody else would begin
         if job.step_ended or (job.compensates and job.stage == StageStatus.PLANNING):
-            yield from undo_from(*(yield from hold(domain, job.job_id, via)))
+            yield from undo_from(*(yield from hold_without_step(domain, job.job_id, via)))
     return int(planners), [batch_id for batch_id, _ in marked]

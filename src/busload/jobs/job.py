@@ -15,6 +15,7 @@ from busload.batches.batch import BatchMetadata, callback_of
 from busload.commands.check_commands import check_all, refuse_repeated_ids
 from busload.commands.checks import encoded, given, problems_of, refuse, wrong, wrong_list, wrong_name
 from busload.commands.command import BatchCommand, CommandMetadata, NewCommand
+from busload.commands.data_type import DataTypes
 from busload.commands.parts import cut
 from busload.errors import InvalidCommandError, PermanentCommandError, Problem
 from busload.settings import InputLimits
@@ -228,10 +229,10 @@ class NewJob:
     callback_id: UUID | None = None
 
 
-def new_job(limits: InputLimits, domain: str, job: BatchJob, fresh: UUID) -> NewJob:
+def new_job(limits: InputLimits, domain: str, job: BatchJob, fresh: UUID, types: DataTypes | None = None) -> NewJob:
     """Check a job with every command of every stage, so that no job stops at a list that was wrong from the start.
 
-    `fresh` is its id if the caller has chosen none.
+    `fresh` is its id if the caller has chosen none. `types` are those that handlers want.
     """
     problems = problems_of(
         limits,
@@ -245,10 +246,10 @@ def new_job(limits: InputLimits, domain: str, job: BatchJob, fresh: UUID) -> New
     if not isinstance(asked, BatchCommand | None):
         problems.append(wrong(asked, "on_complete", "a BatchCommand"))
     refuse(problems)
-    checked = _stages(limits, domain, job.stages)
+    checked = _stages(limits, domain, job.stages, types)
     callback, callback_id = None, None
     if job.on_complete is not None:
-        callback, callback_id = callback_of(limits, domain, job.on_complete, "job")
+        callback, callback_id = callback_of(limits, domain, job.on_complete, "job", types=types)
     text = None if job.custom_data is None else encoded(job.custom_data, "/custom_data", limits.payload)
     new = NewJob(
         job.job_id or fresh, domain, job.name, text, callback, job.continue_after_failures, checked, callback_id
@@ -281,7 +282,7 @@ def chosen_ids(jobs: Iterable[NewJob], *, later: bool = False) -> dict[str, list
     return chosen
 
 
-def _stages(limits: InputLimits, domain: str, stages: Iterable[Stage]) -> list[NewStage]:
+def _stages(limits: InputLimits, domain: str, stages: Iterable[Stage], types: DataTypes | None) -> list[NewStage]:
     wanted = "at least one Stage"
     refuse(wrong_list(stages, "stages", wanted))
     if not (found := list(stages)):
@@ -290,7 +291,7 @@ def _stages(limits: InputLimits, domain: str, stages: Iterable[Stage]) -> list[N
     refuse(
         [problem for position, stage in enumerate(found) for problem in _wrong_stage(stage, position, names, limits)]
     )
-    checked = [_stage(limits, domain, position, stage) for position, stage in enumerate(found)]
+    checked = [_stage(limits, domain, position, stage, types) for position, stage in enumerate(found)]
     if not checked[0].commands:
         message = "found no commands, wanted at least one: before the first stage there is nothing to plan it from"
         raise InvalidCommandError([Problem("EMPTY_BATCH", "/stages/0/commands", message)])
@@ -313,21 +314,22 @@ def _wrong_stage(stage: object, position: int, names: set[str], limits: InputLim
     return problems
 
 
-def _stage(limits: InputLimits, domain: str, position: int, stage: Stage) -> NewStage:
+def _stage(limits: InputLimits, domain: str, position: int, stage: Stage, types: DataTypes | None) -> NewStage:
     undo = [stage.compensate] if isinstance(stage.compensate, BatchCommand) else list(stage.compensate or ())
-    compensation = _checked(limits, domain, undo, f"/stages/{position}/compensate")
+    compensation = _checked(limits, domain, undo, f"/stages/{position}/compensate", types)
     if stage.commands is None:
         return NewStage(stage.name, None, (), *compensation)
     commands = list(stage.commands)
-    return NewStage(stage.name, *_checked(limits, domain, commands, f"/stages/{position}/commands"), *compensation)
+    checked = _checked(limits, domain, commands, f"/stages/{position}/commands", types)
+    return NewStage(stage.name, *checked, *compensation)
 
 
 def _checked(
-    limits: InputLimits, domain: str, commands: Sequence[BatchCommand], path: str
+    limits: InputLimits, domain: str, commands: Sequence[BatchCommand], path: str, types: DataTypes | None
 ) -> tuple[Sequence[NewCommand], Sequence[tuple[str, UUID]]]:
     """Commands that are in order, and the ids among them that the caller chose, each with the domain that runs it."""
     try:
-        checked = check_all(domain, commands, limits)
+        checked = check_all(domain, commands, limits, types)
     except InvalidCommandError as refused:
         named = [replace(p, path=f"{path}/{p.index}{p.path}", index=None) for p in refused.problems]
         raise InvalidCommandError(named, refused.total) from None

@@ -204,7 +204,7 @@ def begin_planned(
 
 def resume(domain: str, job_id: UUID, *, operator: str | None, via: Via = NO_BROKER) -> Plan[str]:
     """Let a job go on that has stopped after failures, or whose step was ended by other hands; needs a transaction."""
-    job, stages = yield from hold(domain, job_id, via)
+    job, stages = yield from hold_without_step(domain, job_id, via)
     here = stages[job.position]
     if job.status == JobStatus.FAILED and any(stage.undo == UNDONE for stage in stages):
         raise InvalidOperationError(f"Job {job_id} was compensated: what it has done is undone. Create another job.")
@@ -269,6 +269,13 @@ def hold(
         raise JobNotFoundError(domain, job_id)
     stages = yield from stages_of(job_id)
     return replace(job, via=via, headers=headers), stages
+
+
+def hold_without_step(domain: str, job_id: UUID, via: Via) -> Plan[tuple[HeldJob, list[StageRow]]]:
+    """As `hold`, for somebody who takes the job on in the place of its step: it goes on with its headers."""
+    job, stages = yield from hold(domain, job_id, via)
+    found = yield from execute(SQL.headers_of, batch_id=stages[0].batch_id)
+    return replace(job, headers=found[0][0] if found else None), stages
 
 
 def _begin(job: HeldJob, stages: Sequence[StageRow], position: int) -> Plan[str]:

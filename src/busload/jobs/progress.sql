@@ -45,6 +45,10 @@ SELECT job_id, domain, name, status, position, continue_after_failures, on_compl
   FROM busload.job WHERE job_id = %(job_id)s::uuid AND domain = %(domain)s::text
    FOR NO KEY UPDATE;
 
+-- name: headers_of
+-- The headers of a batch.
+SELECT headers::text FROM busload.batch WHERE batch_id = %(batch_id)s::uuid;
+
 -- name: lock_batch
 -- Lock the batch of jobs that a job counts in, and say whether it is complete or canceled. The job is locked
 -- before.

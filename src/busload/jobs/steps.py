@@ -7,8 +7,10 @@ from typing import Any
 
 from busload.batches.batch import BatchMetadata
 from busload.commands.check_commands import check_all
+from busload.commands.checks import check
 from busload.commands.command import BatchCommand, Command, CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.headers import encode_headers
+from busload.commands.send_middleware import around_send
 from busload.errors import (
     BusinessRuleError,
     DuplicateCommandError,
@@ -71,13 +73,17 @@ async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -
             return None
         planned = await function(FinishedStage(bus, job, job.stages[step.position - 1]), ctx)
         commands = _commands(job.stages[step.position].name, planned)
-        checked = check_all(command.domain, commands, bus.settings.limits, bus.data_types)
-        begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(command.headers))
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the stage are one
-            return {"job": await perform_async(used, begin)}
-        async with ctx.transaction() as conn:
-            return {"job": await perform_async(conn, begin)}
+        with around_send(bus.around_sends if commands else (), "planner", command.domain, command.headers) as call:
+            check(bus.settings.limits, headers=call.headers)
+            checked = check_all(command.domain, commands, bus.settings.limits, bus.data_types)
+            begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(call.headers))
+            used = None if ctx.own_transaction is None else ctx.own_transaction.conn
+            if used is not None:  # the planner's own writes and the stage are one
+                call.result = await perform_async(used, begin)
+            else:
+                async with ctx.transaction() as conn:
+                    call.result = await perform_async(conn, begin)
+        return {"job": call.result}
     except FINAL as error:
         raise _for_a_person(error) from error
 

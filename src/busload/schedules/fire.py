@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,9 +14,11 @@ from uuid import UUID
 import msgspec
 
 from busload.commands import send
+from busload.commands.checks import check
 from busload.commands.command import NewCommand
 from busload.commands.headers import encode_headers
 from busload.commands.send import Via
+from busload.commands.send_middleware import SendMiddleware, around_send
 from busload.errors import DuplicateCommandError, ScheduleNotFoundError
 from busload.handlers.registry import DUE
 from busload.postgres.plan import Plan, execute, many, one
@@ -34,6 +37,7 @@ from busload.schedules.schedule import (
     decide,
     key_of,
 )
+from busload.settings import InputLimits
 
 log = logging.getLogger("busload")
 
@@ -41,6 +45,8 @@ SQL = statements(__name__)
 
 SCHEDULES = 200
 """Schedules that one transaction fires at most."""
+
+ANY_INPUT = InputLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,15 @@ class DueSchedule:
         policy = Policy(CatchUp(self.catch_up), self.limit, self.missed_after)
         return decide(Rule.read(json.loads(self.rule)), policy, self.due_at, self.now, room)
 
-    def command_at(self, due_at: datetime, command_id: UUID, task_key: str) -> NewCommand:
-        """The command to send for this due time."""
-        what = msgspec.json.decode(self.command, type=ScheduledCommand)
+    def what(self) -> ScheduledCommand:
+        """What is sent at each due time."""
+        return msgspec.json.decode(self.command, type=ScheduledCommand)
+
+    def command_at(
+        self, due_at: datetime, command_id: UUID, task_key: str, given: Mapping[str, str] | None = None
+    ) -> NewCommand:
+        """The command to send for this due time; `given` are its headers in the place of those that were declared."""
+        what = self.what()
         headers = {SCHEDULE_HEADER: self.name, DUE_HEADER: due_at.astimezone(UTC).isoformat()}
         return NewCommand(
             command_id,
@@ -78,7 +90,7 @@ class DueSchedule:
             max_attempts=what.max_attempts,
             domain=self.domain,
             expires_at=None if self.expires_in is None else self.now + self.expires_in,
-            headers=encode_headers((what.headers or {}) | headers),
+            headers=encode_headers({**((what.headers or {}) if given is None else given), **headers}),
         )
 
 
@@ -92,33 +104,74 @@ class Fired:
     """How many schedules were due and could be read."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Declarations that cannot be read here, each with what is wrong."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Schedules that stay due because a middleware around sends has raised, each with what it raised."""
 
 
-def fire(via: Via, unreadable: Collection[str] = ()) -> Plan[Fired]:
-    """Fire schedules that are due; needs a transaction. Due times that others fire at this moment are left to them."""
+def fire(
+    via: Via,
+    unreadable: Collection[str] = (),
+    around_sends: Sequence[SendMiddleware] = (),
+    limits: InputLimits = ANY_INPUT,
+) -> Plan[Fired]:
+    """Fire schedules that are due; needs a transaction. Due times that others fire at this moment are left to them.
+
+    Each command passes the middleware `around_sends`. If a middleware raises, the schedule stays due.
+    """
     due = yield from many(DueSchedule, SQL.due, unreadable=list(unreadable), limit=SCHEDULES)
     fired, rows = Fired(), _Rows()
     commands: dict[UUID, NewCommand] = {}
-    for schedule in due:
-        room = MOST_AT_ONCE - len(commands)
-        if room <= 0:
-            break
-        try:
-            decision = schedule.decide(room)
-            sent = [_command(schedule, due_at) for due_at in decision.fires]
-        except Exception as error:  # of a release to come, or a zone that this machine does not know
-            fired.unreadable[schedule.declaration] = f"{schedule.name}: {error!r}"
-            continue
-        fired.schedules += 1
-        fired.skipped += decision.skipped
-        rows.advance(schedule, decision)
-        for due_at, command in zip(decision.fires, sent, strict=True):
-            rows.fire(schedule, due_at, command)
-            commands[command.command_id] = command
-    if fired.schedules:
-        new = yield from execute(SQL.advance, **rows.columns())
-        fired.commands = yield from _send([commands[id] for (id,) in new if id is not None], via)
+    with ExitStack() as calls:
+        for schedule in due:
+            room = MOST_AT_ONCE - len(commands)
+            if room <= 0:
+                break
+            try:
+                decision = schedule.decide(room)
+                sent = [_command(schedule, due_at) for due_at in decision.fires]
+            except Exception as error:  # of a release to come, or a zone that this machine does not know
+                fired.unreadable[schedule.declaration] = f"{schedule.name}: {error!r}"
+                continue
+            if around_sends and sent:
+                try:
+                    sent = calls.enter_context(_passed(schedule, decision.fires, around_sends, limits))
+                except Exception as error:
+                    fired.refused[schedule.name] = repr(error)
+                    continue
+            fired.schedules += 1
+            fired.skipped += decision.skipped
+            rows.advance(schedule, decision)
+            for due_at, command in zip(decision.fires, sent, strict=True):
+                rows.fire(schedule, due_at, command)
+                commands[command.command_id] = command
+        if fired.schedules:
+            new = yield from execute(SQL.advance, **rows.columns())
+            fired.commands = yield from _send([commands[id] for (id,) in new if id is not None], via)
+        sent_calls = calls.pop_all()
+    try:
+        sent_calls.close()
+    except Exception:  # what is sent is sent
+        log.exception("A middleware around sends failed after schedules were fired")
     return fired
+
+
+@contextmanager
+def _passed(
+    schedule: DueSchedule, fires: Sequence[datetime], around_sends: Sequence[SendMiddleware], limits: InputLimits
+) -> Iterator[list[NewCommand]]:
+    """The commands of these due times, each within the middleware around sends."""
+    what = schedule.what()
+    with ExitStack() as calls:
+        sent = []
+        for due_at in fires:
+            call = calls.enter_context(
+                around_send(around_sends, "schedule", schedule.domain, what.headers, what.command_type)
+            )
+            check(limits, headers=call.headers)
+            command = _command(schedule, due_at, call.headers)
+            call.result = command.command_id
+            sent.append(command)
+        yield sent
 
 
 def seconds_to_next(unreadable: Collection[str] = ()) -> Plan[float | None]:
@@ -127,20 +180,25 @@ def seconds_to_next(unreadable: Collection[str] = ()) -> Plan[float | None]:
     return seconds  # type: ignore[no-any-return]
 
 
-def trigger(name: str, command_id: UUID, via: Via, *, operator: str | None) -> Plan[UUID]:
-    """Send the command of a schedule now, whatever its due times; `command_id` is the id that it has."""
+def trigger(
+    name: str, command_id: UUID, via: Via, *, operator: str | None, headers: Mapping[str, str] | None = None
+) -> Plan[UUID]:
+    """Send the command of a schedule now, whatever its due times; `command_id` is the id that it has.
+
+    With `headers` it has these, and not those that were declared.
+    """
     schedule = yield from one(DueSchedule, SQL.to_trigger, name=name)
     if schedule is None:
         raise ScheduleNotFoundError(name)
-    command = schedule.command_at(schedule.now, command_id, f"{name}@trigger:{command_id}")
+    command = schedule.command_at(schedule.now, command_id, f"{name}@trigger:{command_id}", headers)
     about = {"schedule": name, "domain": schedule.domain, "operator": operator}
     yield from execute(SQL.note_trigger, **about, command_id=command_id, batch_id=_batch_of(command))
     yield from send.send_many(schedule.domain, [command], via=via)
     return command_id
 
 
-def _command(schedule: DueSchedule, due_at: datetime) -> NewCommand:
-    return schedule.command_at(due_at, command_id_of(schedule.name, due_at), key_of(schedule.name, due_at))
+def _command(schedule: DueSchedule, due_at: datetime, headers: Mapping[str, str] | None = None) -> NewCommand:
+    return schedule.command_at(due_at, command_id_of(schedule.name, due_at), key_of(schedule.name, due_at), headers)
 
 
 def _batch_of(command: NewCommand) -> UUID | None:

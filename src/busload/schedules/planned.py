@@ -12,6 +12,7 @@ from busload.batches.batch import CreateOptions, members, new_batch
 from busload.commands import send
 from busload.commands.command import BatchCommand, Command
 from busload.commands.send import NewBatch
+from busload.commands.send_middleware import around_send
 from busload.errors import DuplicateCommandError, InvalidCommandError, PermanentCommandError
 from busload.handlers.registry import DUE
 from busload.postgres.plan import perform_async
@@ -41,14 +42,16 @@ async def plan_batch(
     if not planned:
         return {"batch_id": None, "commands": 0}
     try:
-        batch, checked = _batch(due, command, planned, on_complete, bus)
-        create = send.create_batch(batch, checked, bus.via)
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the batch are one
-            await perform_async(used, create)
-        else:
-            async with ctx.transaction() as conn:
-                await perform_async(conn, create)
+        with around_send(bus.around_sends, "planner", command.domain, command.headers) as call:
+            batch, checked = _batch(due, command, planned, on_complete, bus, call.headers)
+            create = send.create_batch(batch, checked, bus.via)
+            call.result = batch.batch_id
+            used = None if ctx.own_transaction is None else ctx.own_transaction.conn
+            if used is not None:  # the planner's own writes and the batch are one
+                await perform_async(used, create)
+            else:
+                async with ctx.transaction() as conn:
+                    await perform_async(conn, create)
     except FINAL as error:
         raise _for_a_person(error) from error
     return {"batch_id": str(batch.batch_id), "commands": len(checked)}
@@ -75,14 +78,19 @@ def _commands(due: DueTime, planned: object) -> list[BatchCommand]:
 
 
 def _batch(
-    due: DueTime, command: Command, planned: list[BatchCommand], on_complete: BatchCommand | None, bus: Any
+    due: DueTime,
+    command: Command,
+    planned: list[BatchCommand],
+    on_complete: BatchCommand | None,
+    bus: Any,
+    headers: dict[str, str],
 ) -> tuple[NewBatch, Any]:
     """The batch of a due time and its commands, checked."""
     options: CreateOptions = {
         "batch_id": due.batch_id,
         "name": due.schedule,
         "custom_data": {"schedule": due.schedule, "due_at": due.due_at.isoformat()},
-        "headers": command.headers,
+        "headers": headers,
     }
     limits = bus.settings.limits
     batch = new_batch("schedule", limits, command.domain, options, on_complete, awaits=False, known=CreateOptions)

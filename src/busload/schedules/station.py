@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from busload.commands.send import Via
+from busload.commands.send_middleware import SendMiddleware
 from busload.commands.wording import counted
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
 from busload.schedules.declare import declare
-from busload.schedules.fire import Fired, fire, seconds_to_next
+from busload.schedules.fire import ANY_INPUT, Fired, fire, seconds_to_next
 from busload.schedules.schedule import Schedule
+from busload.settings import InputLimits
 
 log = logging.getLogger("busload")
 
@@ -28,11 +30,22 @@ Perform = Callable[[Plan[Any]], Awaitable[Any]]
 class ScheduleStation:
     """Keeps the schedules of its bus in the database, and fires those that are due, whoever has declared them."""
 
-    def __init__(self, perform: Perform, in_transaction: Perform, schedules: Sequence[Schedule], via: Via) -> None:
+    def __init__(
+        self,
+        perform: Perform,
+        in_transaction: Perform,
+        schedules: Sequence[Schedule],
+        via: Via,
+        around_sends: Sequence[SendMiddleware] = (),
+        limits: InputLimits = ANY_INPUT,
+    ) -> None:
         self._perform, self._in_transaction, self._schedules, self._via = perform, in_transaction, schedules, via
+        self._around_sends, self._limits = around_sends, limits
         self._others = Backoff(first=0.02, longest=LONGEST_WAIT)
         self._unreadable: set[str] = set()
         """Declarations that this worker cannot read, and leaves to others."""
+        self._refused: dict[str, str] = {}
+        """What middleware has raised about schedules that are still due."""
 
     async def start(self) -> None:
         """Keep what the bus declares. A release that starts later changes it: the last one to start wins."""
@@ -52,7 +65,12 @@ class ScheduleStation:
 
     async def fire(self) -> int:
         """Fire what is due, and return how many commands were sent and due times skipped."""
-        fired: Fired = await self._in_transaction(fire(self._via, self._unreadable))
+        plan = fire(self._via, self._unreadable, self._around_sends, self._limits)
+        fired: Fired = await self._in_transaction(plan)
+        for name, raised in fired.refused.items():
+            if self._refused.get(name) != raised:
+                log.error("The schedule %s stays due: a middleware around sends has raised %s", name, raised)
+        self._refused = fired.refused
         for declaration, problem in fired.unreadable.items():
             self._unreadable.add(declaration)
             log.error("This worker cannot read a schedule, and leaves it to others: %s", problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from busload.batches.reprioritize import reprioritize
 from busload.commands import search
 from busload.commands.checks import check, choice, given, refuse, wrong, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
+from busload.commands.data_type import DataTypes
 from busload.commands.ids import JobId
 from busload.commands.send import Via
 from busload.errors import InvalidCommandError
@@ -33,12 +35,17 @@ from busload.sync.database import Database
 from busload.sync.open_batch import seal
 
 
-class BatchVerbs:
+class BatchVerbs(ABC):
     """The methods of `SyncCommandBus` for a batch that exists."""
 
     database: Database
     via: Via
     _limits: InputLimits
+
+    @property
+    @abstractmethod
+    def data_types(self) -> DataTypes:
+        """The types of data that handlers of this bus want, by domain and command type."""
 
     def get_batch(self, domain: str | None, batch_id: UUID) -> BatchMetadata | None:
         """A batch with its counters; None if the domain, or no domain if it is None, has such a batch."""
@@ -141,7 +148,7 @@ class BatchVerbs:
         exceeded or its canary has failed, that holds it at once.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
-        raised = budget_columns(self._limits, domain, budget)
+        raised = budget_columns(self._limits, domain, budget, self.data_types)
         plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
         return self.database.write(patient(plan, batch_id), conn)
 

@@ -13,9 +13,10 @@ from uuid import UUID
 from busload.batches.batch import SyncBatchCompletionCallback
 from busload.commands.checks import check, choice, given, seconds_of
 from busload.commands.command import BatchCommand
-from busload.commands.headers import encode_headers
+from busload.commands.headers import encode_headers, with_context
 from busload.commands.ids import new_id
 from busload.commands.send import Via
+from busload.commands.send_middleware import Sender, around_send
 from busload.errors import JobNotFoundError
 from busload.jobs import batch, listing, progress
 from busload.jobs.api import _late
@@ -38,6 +39,7 @@ class Jobs:
 
     def __init__(
         self,
+        sender: Sender,
         database: Database,
         settings: Settings,
         via: Via,
@@ -46,6 +48,7 @@ class Jobs:
     ) -> None:
         self._database, self._limits, self._poll_every = database, settings.limits, settings.poll_every.total_seconds()
         self._via, self._changes, self._call_on_complete = via, changes, call_on_complete
+        self._sender = sender
 
     def create(
         self,
@@ -69,16 +72,24 @@ class Jobs:
         transaction commits.
         """
         asked = BatchJob(stages, job_id, name, custom_data, on_complete, continue_after_failures)
-        new = new_job(self._limits, domain, asked, new_id())
+        if not self._sender.around_sends:
+            return self._create(domain, asked, {}, conn)
+        with around_send(self._sender.around_sends, "jobs.create", domain) as call:
+            call.result = created = self._create(domain, asked, call.headers, conn)
+        return created
 
-        def write(headers: str | None = None) -> Write[UUID]:
+    def _create(self, domain: str, asked: BatchJob, headers: dict[str, str], conn: AnySyncConnection | None) -> UUID:
+        check(self._limits, headers=headers)
+        new, text = new_job(self._limits, domain, asked, new_id(), self._sender.data_types), encode_headers(headers)
+
+        def write(headers: str | None) -> Write[UUID]:
             plan = then(progress.create([new], self._via, headers=headers), new.job_id)
             return Write(plan, job_id=new.job_id)
 
         if (telemetry := self._database.telemetry) is None:
-            return self._database.write(write(), conn)
+            return self._database.write(write(text), conn)
         with telemetry.sending("create_job", domain, job_id=new.job_id) as context:
-            return self._database.write(write(encode_headers(context)), conn)
+            return self._database.write(write(with_context(text, context, self._limits)), conn)
 
     def create_batch(
         self,
@@ -96,16 +107,34 @@ class Jobs:
         jobs that ends; `on_complete` is as in `create_batch` of the bus. With `conn`, the jobs exist exactly if your
         transaction commits. `list` finds its jobs by `batch_id`.
         """
-        new, checked = batch.new_job_batch(self._limits, domain, jobs, options, on_complete, awaits=waiting.AWAITS)
+        if not self._sender.around_sends:
+            return self._create_batch(domain, jobs, on_complete, options, {}, conn)
+        with around_send(self._sender.around_sends, "jobs.create_batch", domain) as call:
+            call.result = created = self._create_batch(domain, jobs, on_complete, options, call.headers, conn)
+        return created
 
-        def write(headers: str | None = None) -> Write[UUID]:
+    def _create_batch(
+        self,
+        domain: str,
+        jobs: Iterable[BatchJob],
+        on_complete: SyncBatchCompletionCallback | BatchCommand | None,
+        options: JobBatchOptions,
+        headers: dict[str, str],
+        conn: AnySyncConnection | None,
+    ) -> UUID:
+        check(self._limits, headers=headers)
+        about: dict[str, Any] = {"awaits": waiting.AWAITS, "types": self._sender.data_types}
+        new, checked = batch.new_job_batch(self._limits, domain, jobs, options, on_complete, **about)
+        text = encode_headers(headers)
+
+        def write(headers: str | None) -> Write[UUID]:
             return Write(batch.create(new, checked, self._via, headers), new.batch_id)
 
         if (telemetry := self._database.telemetry) is None:
-            self._database.write(write(), conn)
+            self._database.write(write(text), conn)
         else:
             with telemetry.sending("create_jobs", domain, count=len(checked), batch_id=new.batch_id) as context:
-                self._database.write(write(encode_headers(context)), conn)
+                self._database.write(write(with_context(text, context, self._limits)), conn)
         self._call_on_complete(new.batch_id, on_complete)
         return new.batch_id
 

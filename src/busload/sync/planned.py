@@ -7,6 +7,7 @@ from typing import Any
 
 from busload.commands import send
 from busload.commands.command import BatchCommand, Command
+from busload.commands.send_middleware import around_send
 from busload.schedules.planned import FINAL, _batch, _commands, _due_time, _for_a_person
 from busload.sync.plan import perform
 
@@ -20,14 +21,16 @@ def plan_batch(
     if not planned:
         return {"batch_id": None, "commands": 0}
     try:
-        batch, checked = _batch(due, command, planned, on_complete, bus)
-        create = send.create_batch(batch, checked, bus.via)
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the batch are one
-            perform(used, create)
-        else:
-            with ctx.transaction() as conn:
-                perform(conn, create)
+        with around_send(bus.around_sends, "planner", command.domain, command.headers) as call:
+            batch, checked = _batch(due, command, planned, on_complete, bus, call.headers)
+            create = send.create_batch(batch, checked, bus.via)
+            call.result = batch.batch_id
+            used = None if ctx.own_transaction is None else ctx.own_transaction.conn
+            if used is not None:  # the planner's own writes and the batch are one
+                perform(used, create)
+            else:
+                with ctx.transaction() as conn:
+                    perform(conn, create)
     except FINAL as error:
         raise _for_a_person(error) from error
     return {"batch_id": str(batch.batch_id), "commands": len(checked)}

@@ -10,8 +10,10 @@ from uuid import UUID
 from busload.commands.checks import check, given
 from busload.commands.ids import new_id
 from busload.commands.send import Via
+from busload.commands.send_middleware import Sender, around_send
+from busload.errors import ScheduleNotFoundError
 from busload.postgres.callers_connection import AnySyncConnection
-from busload.postgres.write import patient
+from busload.postgres.write import Write, patient
 from busload.schedules import declare, operate
 from busload.schedules.api import log
 from busload.schedules.fire import trigger
@@ -23,7 +25,10 @@ from busload.sync.database import Database
 class Schedules:
     """Schedules as the database keeps them. `name` is that of a schedule; `bus.schedule` declares one."""
 
-    def __init__(self, database: Database, limits: InputLimits, via: Via, declared: Mapping[str, Schedule]) -> None:
+    def __init__(
+        self, sender: Sender, database: Database, limits: InputLimits, via: Via, declared: Mapping[str, Schedule]
+    ) -> None:
+        self._sender = sender
         self._database, self._limits, self._via, self._declared = database, limits, via, declared
 
     def sync(self, *, conn: AnySyncConnection | None = None) -> builtins.list[str]:
@@ -90,8 +95,22 @@ class Schedules:
         that transaction commits.
         """
         check(self._limits, name=name, operator=operator)
+        if not self._sender.around_sends:
+            return self._trigger(name, operator, None, conn)
+        found = self._database.write(Write(operate.find(name)), conn)
+        if found is None:
+            raise ScheduleNotFoundError(name)
+        about = found.domain, found.headers, found.command_type
+        with around_send(self._sender.around_sends, "schedules.trigger", *about) as call:
+            check(self._limits, headers=call.headers)
+            call.result = command_id = self._trigger(name, operator, call.headers, conn)
+        return command_id
+
+    def _trigger(
+        self, name: str, operator: str | None, headers: dict[str, str] | None, conn: AnySyncConnection | None
+    ) -> UUID:
         command_id = new_id()
-        plan = partial(trigger, name, command_id, self._via, operator=operator)
+        plan = partial(trigger, name, command_id, self._via, operator=operator, headers=headers)
         return self._database.write(patient(plan, command_ids=[command_id]), conn)
 
     def remove(self, name: str, *, operator: str | None = None, conn: AnySyncConnection | None = None) -> None:

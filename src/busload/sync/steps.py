@@ -7,8 +7,10 @@ from typing import Any
 
 from busload.batches.batch import BatchMetadata
 from busload.commands.check_commands import check_all
+from busload.commands.checks import check
 from busload.commands.command import Command, CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.headers import encode_headers
+from busload.commands.send_middleware import around_send
 from busload.jobs import progress
 from busload.jobs.job import JobMetadata, StageMetadata, StageStatus, read_step
 from busload.jobs.steps import FINAL, PAGE, _commands, _for_a_person
@@ -58,12 +60,16 @@ def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict
             return None
         planned = function(SyncFinishedStage(bus, job, job.stages[step.position - 1]), ctx)
         commands = _commands(job.stages[step.position].name, planned)
-        checked = check_all(command.domain, commands, bus.settings.limits, bus.data_types)
-        begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(command.headers))
-        used = None if ctx.own_transaction is None else ctx.own_transaction.conn
-        if used is not None:  # the planner's own writes and the stage are one
-            return {"job": perform(used, begin)}
-        with ctx.transaction() as conn:
-            return {"job": perform(conn, begin)}
+        with around_send(bus.around_sends if commands else (), "planner", command.domain, command.headers) as call:
+            check(bus.settings.limits, headers=call.headers)
+            checked = check_all(command.domain, commands, bus.settings.limits, bus.data_types)
+            begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(call.headers))
+            used = None if ctx.own_transaction is None else ctx.own_transaction.conn
+            if used is not None:  # the planner's own writes and the stage are one
+                call.result = perform(used, begin)
+            else:
+                with ctx.transaction() as conn:
+                    call.result = perform(conn, begin)
+        return {"job": call.result}
     except FINAL as error:
         raise _for_a_person(error) from error

@@ -236,7 +236,9 @@ class Run:
         self._sweeping = Loop("Sweeping", self._sweep_once, self._outage)
         self._recording = Loop("Recording statistics", self._recorder.once, self._outage)
         declared = list(bus.declared_schedules.values())
-        self._schedules = ScheduleStation(shared.perform, shared.in_transaction, declared, bus.via)
+        self._schedules = ScheduleStation(
+            shared.perform, shared.in_transaction, declared, bus.via, bus.around_sends, bus.settings.limits
+        )
         self._firing = Loop("Firing schedules", self._schedules.once, self._outage)
         self._finding_deserted = Loop("Looking for deserted leases", self._hand_back_deserted, self._outage)
         self._watching_pauses = Loop("Heeding pauses", self._heed_pauses, self._outage)
