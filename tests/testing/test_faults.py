@@ -9,6 +9,7 @@ import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, RetryPolicy, SyncCommandBus, SyncHandlerContext
 from busload.errors import InvalidOperationError
+from busload.handlers.hooks import CommandFailure
 from busload.testing import BreakableTransport, assert_sent, broker_down, drain, fail_next, kill_worker, travel
 from tests.given import Database
 
@@ -54,6 +55,19 @@ async def test_a_killed_worker_has_done_the_work_and_it_is_done_again(bus: Comma
     database.check_invariants()
 
 
+async def test_a_command_that_kills_three_workers_calls_on_failure(bus: CommandBus) -> None:
+    seen: list[str | None] = []
+    bus.on_failure(lambda failure: seen.append(failure.reason))
+
+    @bus.handler("payments", "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None: ...
+
+    with kill_worker(bus, "payments", "Debit", times=3):
+        await bus.send("payments", "Debit")
+        await drain(bus)
+    assert seen == ["CRASHED"]
+
+
 def test_faults_of_handlers_with_def(sync_bus: SyncCommandBus) -> None:
     calls: list[int] = []
 
@@ -69,6 +83,16 @@ def test_faults_of_handlers_with_def(sync_bus: SyncCommandBus) -> None:
     with fail_next(sync_bus, "payments", "Debit", ValueError):
         drain(sync_bus)
     assert calls == [1, 1, 2]
+    seen: list[str | None] = []
+
+    @sync_bus.on_failure
+    async def note(failure: CommandFailure) -> None:
+        seen.append(failure.reason)
+
+    sync_bus.send("payments", "Debit")
+    with kill_worker(sync_bus, "payments", "Debit", times=3):
+        drain(sync_bus)
+    assert seen == ["CRASHED"]
 
 
 async def test_commands_wait_in_the_outbox_while_the_broker_is_down(dsn: str) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,91 @@ async def test_on_failure_is_called_for_what_will_not_be_tried_again(bus: Comman
         "IN_TROUBLESHOOTING_QUEUE",
         "EXHAUSTED",
     )
+
+
+async def test_on_failure_is_called_once_for_a_command_that_has_taken_down_its_workers(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """By the worker that finds the last of them dead; nobody is called as long as the command will run again"""
+    seen: list[CommandFailure] = []
+    bus.on_failure(seen.append)
+    bus.handler("payments", "Debit", on_failure=seen.append)(lambda command, ctx: None)
+    batch_id = await bus.create_batch(
+        "payments", [BatchCommand("Debit", data={"n": 1}, task_key="k")], headers={"tenant": "acme"}
+    )
+    for crash in range(3):
+        worker = given.registered_worker()
+        assert len(given.claimed(by=worker)) == 1
+        given.died(worker)
+        assert not seen
+        if crash < 2:
+            given.rescued()
+    await given.drained()
+    await given.drained()
+    [of_handler, of_bus] = seen
+    assert (
+        of_handler
+        == of_bus
+        == CommandFailure(
+            domain="payments",
+            command_type="Debit",
+            command_id=of_bus.command_id,
+            data={"n": 1},
+            batch_id=batch_id,
+            task_key="k",
+            headers={"tenant": "acme"},
+            attempt=1,
+            status="IN_TROUBLESHOOTING_QUEUE",
+            reason="CRASHED",
+            error_type="WorkerCrashed",
+            error_code=None,
+            error_message="The worker died 3 times while it ran this command.",
+        )
+    )
+    assert (await given.command_now(of_bus.command_id)).status == of_bus.status
+
+
+async def test_who_serves_the_domain_decides_that_a_command_has_crashed_too_often(
+    bus: CommandBus, given: Given, dsn: str, database: Database
+) -> None:
+    """A worker of another application leaves it to them, unless none of them is alive"""
+    told: list[str] = []
+    async with CommandBus(dsn) as other:
+        other.on_failure(lambda failure: told.append("other"))
+        other.handler("mails", "Send")(lambda command, ctx: None)
+        bus.on_failure(lambda failure: told.append("own"))
+        for own_is_alive in (True, False):
+            command_id = await given.sent()
+            for crash in range(3):
+                worker = given.registered_worker()
+                assert len(given.claimed(by=worker)) == 1
+                given.died(worker)
+                if crash < 2:
+                    given.rescued()
+            serving = given.registered_worker()
+            if not own_is_alive:
+                given.died(serving)
+            await Worker(other).drain()
+            if own_is_alive:
+                assert told == []
+                await given.drained()
+            assert (await given.command_now(command_id)).status == "IN_TROUBLESHOOTING_QUEUE"
+            database.rows("UPDATE busload.worker SET stopped_at = now() WHERE stopped_at IS NULL")
+    assert told == ["own", "other"]
+
+
+async def test_what_is_canceled_or_has_expired_has_not_failed(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    seen: list[CommandFailure] = []
+    bus.on_failure(seen.append)
+    given.handler("Debit")
+    command_ids = [await given.sent(), await given.sent(expires_at=datetime.now(UTC) + timedelta(hours=1))]
+    await bus.cancel_command("payments", command_ids[0], reason="no")
+    database.rows("UPDATE busload.expiry SET expires_at = now(), look_at = now()")
+    await given.drained()
+    assert [(await given.command_now(id)).status for id in command_ids] == ["CANCELED", "CANCELED"]
+    assert not seen
 
 
 async def test_errors_of_on_failure_are_logged_and_change_nothing(

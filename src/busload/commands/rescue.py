@@ -8,7 +8,7 @@ from datetime import timedelta
 from uuid import UUID
 
 from busload.commands.execution import Lease
-from busload.postgres.plan import Plan, execute
+from busload.postgres.plan import Plan, execute, many
 from busload.postgres.statements import statements
 from busload.postgres.write import Write, patient
 
@@ -33,10 +33,28 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """How many commands went back, and how many of them to troubleshooting."""
+    """How many commands went back, how many of them to troubleshooting, and which these are."""
 
     commands: int = 0
     parked: int = 0
+    parked_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A command that waits for a person because it has taken down its workers."""
+
+    domain: str
+    command_type: str
+    command_id: UUID
+    data: str | None
+    batch_id: UUID | None
+    task_key: str | None
+    headers_of_batch: str | None
+    headers: str | None
+    attempt: int
+    reason: str
+    error: str | None
 
 
 def register(
@@ -135,16 +153,25 @@ def write() -> Write[Returned]:
     return patient(rescue)
 
 
-def rescue(*, worker: int | None = None, judge: bool = True, free_only: bool = False) -> Plan[Returned]:
+def rescue(
+    *, worker: int | None = None, domains: Sequence[str] | None = None, judge: bool = True, free_only: bool = False
+) -> Plan[Returned]:
     """Take back what dead workers held; needs a transaction.
 
     Without `judge` no worker is declared dead: only leases of workers that are dead already are taken back. `worker` is
-    the one that asks. With `free_only`, commands of a batch that others hold are left for the next time.
+    the one that asks; it serves these `domains` or, without them, all. With `free_only`, commands of a batch that
+    others hold are left for the next time.
     """
-    leases = yield from execute(SQL.declare_dead, worker=worker, judge=judge, free_only=free_only)
+    about = {"worker": worker, "domains": None if domains is None else list(domains), "max_crashes": MAX_CRASHES}
+    leases = yield from execute(SQL.declare_dead, **about, judge=judge, free_only=free_only)
     if not leases:
         return Returned()
     return (yield from return_leases([lease_id for (lease_id,) in leases], suspect=True))
+
+
+def parked(commands: Sequence[int]) -> Plan[list[Parked]]:
+    """What is known of commands that a rescue has sent to troubleshooting."""
+    return many(Parked, SQL.parked, commands=list(commands))
 
 
 def start_batches(*, worker: int) -> Plan[int]:
@@ -155,4 +182,5 @@ def start_batches(*, worker: int) -> Plan[int]:
 def return_leases(leases: Sequence[UUID], *, suspect: bool) -> Plan[Returned]:
     """Put back what these leases have not settled; with `suspect`, a worker died while it held them."""
     [row] = yield from execute(SQL.return_leases, leases=list(leases), suspect=suspect, max_crashes=MAX_CRASHES)
-    return Returned(*row)
+    commands, parked_ids = row
+    return Returned(commands, len(parked_ids), tuple(parked_ids))

@@ -57,19 +57,33 @@ UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint A
 -- name: declare_dead
 -- With `judge`, declare workers dead that were not seen for as long as their leases last. A heartbeat that
 -- arrives now waits for this transaction, and then finds that it is refused. The worker that asks is alive,
--- so it is left out. Holds and returns leases of workers that are not alive: declared dead now or before,
--- stopped, or without a row. With `free_only`, leases of batches that somebody else holds right now are left
--- for later.
+-- so it is left out. If a command is about to wait for a person, because it has taken down so many workers,
+-- its worker is left to those that serve the domain of the command, if one of them is alive: their
+-- application is told of the failure. Holds and returns leases of workers that are not alive: declared dead
+-- now or before, stopped, or without a row. With `free_only`, leases of batches that somebody else holds
+-- right now are left for later.
 WITH dead AS (
     UPDATE busload.worker
        SET stopped_at = now(), lost = true
      WHERE worker IN (
         SELECT worker
-          FROM busload.worker
+          FROM busload.worker AS w
          WHERE %(judge)s::boolean
            AND stopped_at IS NULL
            AND seen_at < now() - lease_for
            AND worker IS DISTINCT FROM %(worker)s::bigint
+           AND NOT EXISTS (
+                SELECT
+                  FROM busload.lease AS l
+                  JOIN busload.worker AS serving
+                    ON l.domain = ANY (serving.domains)
+                   AND serving.stopped_at IS NULL
+                   AND serving.seen_at >= now() - serving.lease_for
+                   AND serving.worker IS DISTINCT FROM %(worker)s::bigint
+                 WHERE l.worker = w.worker
+                   AND l.crashes >= %(max_crashes)s::integer
+                   AND l.domain <> ALL (%(domains)s::text[])
+           )
          ORDER BY worker
            FOR UPDATE SKIP LOCKED
      )
@@ -203,8 +217,18 @@ WITH lease AS MATERIALIZED (
       FROM (SELECT domain FROM queued UNION SELECT domain FROM replied WHERE domain IS NOT NULL) AS domains
 )
 SELECT (SELECT coalesce(sum(hi - lo + 1), 0) FROM routed)::integer,
-       (SELECT count(*) FROM routed WHERE route = 'PARKED')::integer
+       ARRAY(SELECT lo FROM routed WHERE route = 'PARKED' ORDER BY lo)
   FROM told;
+
+-- name: parked
+-- What is to be told about commands that wait for a person because they have taken down their workers.
+SELECT c.domain, c.command_type, c.command_id, c.data::text, c.batch_id, c.task_key, b.headers::text,
+       c.headers::text, t.attempt - t.forgiven, t.reason, t.error::text
+  FROM busload.troubleshooting AS t
+  JOIN busload.command AS c ON c.id = t.command
+  LEFT JOIN busload.batch AS b ON b.batch_id = c.batch_id
+ WHERE t.command = ANY (%(commands)b::bigint[]) AND t.reason = 'CRASHED'
+ ORDER BY t.command;
 
 -- name: resume
 -- A worker that was declared dead is back and still runs these leases, so it did not crash. A lease of which

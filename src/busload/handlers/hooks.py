@@ -106,7 +106,9 @@ class HookDecorators:
     def on_failure(self, function: Hook) -> Hook:
         """Call the `function` with a `CommandFailure` when a command has FAILED, or has gone to troubleshooting.
 
-        It is called after that was written, for commands whose attempt has failed on a worker of this bus. This is best
+        It is called once, after that was written, in the process that decides it: by the worker whose attempt was the
+        last one. If the command has taken down its workers, a worker that finds the last of them dead decides, and one
+        that serves the domain goes first. A command that is canceled, or has expired, has not failed. This is best
         effort: a process that dies calls nobody, and errors of the function are logged. `on_failure=` of a handler does
         the same for the commands of that handler.
         """

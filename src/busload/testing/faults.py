@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from busload.commands import rescue
@@ -23,10 +23,11 @@ from busload.errors import (
 from busload.handlers.registry import Handler, Handlers
 from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
-from busload.testing.faces import AnyBus, refuse_no_bus
+from busload.testing.faces import AnyBus, in_own_loop, refuse_no_bus
 from busload.testing.run import draining
 from busload.transports import Delivery, Message, Transport, find_transport
 from busload.transports.base import DeliveryReader
+from busload.worker.failure_calls import call_all, failure_of_parked, functions_for
 
 SQL = statements(__name__)
 
@@ -92,7 +93,8 @@ def kill_worker(bus: AnyBus, domain: str, command_type: str, *, times: int = 1) 
         async def awaited(subject: Any, ctx: Any) -> Any:
             result = await handler.function(subject, ctx)
             if fault.happens():
-                await ctx.bus.database.in_transaction(_lose_worker(subject))
+                parked = await ctx.bus.database.in_transaction(_lose_worker(subject))
+                await _tell(ctx.bus, parked)
                 _end_drain()
             return result
 
@@ -100,7 +102,8 @@ def kill_worker(bus: AnyBus, domain: str, command_type: str, *, times: int = 1) 
         def called(subject: Any, ctx: Any) -> Any:
             result = handler.function(subject, ctx)
             if fault.happens():
-                ctx.bus.database.in_transaction(_lose_worker(subject))
+                parked = ctx.bus.database.in_transaction(_lose_worker(subject))
+                in_own_loop(partial(_tell, ctx.bus, parked))
                 _end_drain()
             return result
 
@@ -110,13 +113,21 @@ def kill_worker(bus: AnyBus, domain: str, command_type: str, *, times: int = 1) 
         yield fault
 
 
-def _lose_worker(subject: Command | Chunk) -> Plan[None]:
-    """Declare the worker that holds this command dead, and take back what it held."""
+def _lose_worker(subject: Command | Chunk) -> Plan[list[rescue.Parked]]:
+    """Declare the worker that holds this command dead, and take back what it held; returns what waits for a person."""
     first = subject[0].command if isinstance(subject, Chunk) else subject
     assert first is not None, "items of a chunk are commands"
     yield from execute(SQL.lose_worker, domain=first.domain, command_id=first.command_id)
-    yield from rescue.rescue()
+    returned = yield from rescue.rescue()
     yield from execute(SQL.forget_who_lost)  # else a worker that lives would take its commands up again
+    return (yield from rescue.parked(returned.parked_ids))
+
+
+async def _tell(bus: AnyBus, parked: Sequence[rescue.Parked]) -> None:
+    """Call `on_failure`, as the worker does that finds the other one dead."""
+    for one in parked:
+        functions = functions_for(bus.handlers, bus.hooks.failure, one.domain, one.command_type)
+        await call_all(functions, failure_of_parked(one))
 
 
 def _end_drain() -> None:

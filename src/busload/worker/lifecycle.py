@@ -326,7 +326,10 @@ class Run:
             self._claiming.wake()
 
     async def _sweep_once(self) -> float:
-        await sweep(self._pool, worker=self._shared.number, judge=self._heartbeat.in_touch)
+        number, judge = self._shared.number, self._heartbeat.in_touch
+        parked = await sweep(self._pool, worker=number, domains=self._domains, judge=judge)
+        if parked and self._failure_calls is not None:
+            self._failure_calls.heed_parked(await self._shared.perform(rescue.parked(parked)))
         return self._settings.sweep_every.total_seconds()
 
     async def _heed_pauses(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,10 +44,13 @@ class RareWork:
     unused_limits: bool
 
 
-async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
-    """Repair as this worker; with `judge`, it may declare others dead."""
+async def sweep(pool: AsyncPool, *, worker: int, judge: bool, domains: Sequence[str] | None = None) -> Sequence[int]:
+    """Repair as this worker, which serves these domains or all; with `judge`, it may declare others dead.
+
+    Returns the commands that went to troubleshooting because they have taken down their workers.
+    """
     async with pool.connection() as conn:
-        returned = await _rescue(conn, worker, judge)
+        returned = await _rescue(conn, worker, domains, judge)
         [rare] = await perform_async(conn, many(RareWork, SQL.rare_work))
         canceled = await _cancel_stragglers(conn) if rare.cancels else 0
         expired = await _expire(conn) if rare.expires else 0
@@ -78,12 +82,14 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool) -> None:
         log.info("Canceled %s that had not started in time", counted(expired, "command"))
     if canceled:
         log.info("Canceled %s that came back to a canceled batch", counted(canceled, "command"))
+    return returned.parked_ids
 
 
-async def _rescue(conn: AsyncConnection, worker: int, judge: bool) -> rescue.Returned:
+async def _rescue(conn: AsyncConnection, worker: int, domains: Sequence[str] | None, judge: bool) -> rescue.Returned:
     """Take back what dead workers held; if somebody holds a batch, everything else."""
     for free_only in (False, True):
-        returned = await _try(conn, rescue.rescue(worker=worker, judge=judge, free_only=free_only))
+        plan = rescue.rescue(worker=worker, domains=domains, judge=judge, free_only=free_only)
+        returned = await _try(conn, plan)
         if returned is not None:
             return returned
     return rescue.Returned()
