@@ -20,7 +20,7 @@ from busload.errors import (
 )
 from busload.jobs import progress
 from busload.jobs.job import JobMetadata, StageMetadata, StageStatus, read_step
-from busload.postgres.plan import perform_async
+from busload.postgres.callers_connection import perform_any
 
 PAGE = 1000
 """Commands of a finished stage that are read at once."""
@@ -36,7 +36,7 @@ async def advance(command: Command, ctx: Any) -> dict[str, Any]:
         async with ctx.transaction() as conn:
             headers = encode_headers(command.headers)
             plan = progress.advance(command.domain, step, command.command_id, ctx.bus.via, headers)
-            return {"job": await perform_async(conn, plan)}
+            return {"job": await perform_any(conn, plan)}
     except FINAL as error:
         raise _for_a_person(error) from error
 
@@ -79,10 +79,10 @@ async def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -
             begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(call.headers))
             used = None if ctx.own_transaction is None else ctx.own_transaction.conn
             if used is not None:  # the planner's own writes and the stage are one
-                call.result = await perform_async(used, begin)
+                call.result = await perform_any(used, begin)
             else:
                 async with ctx.transaction() as conn:
-                    call.result = await perform_async(conn, begin)
+                    call.result = await perform_any(conn, begin)
         return {"job": call.result}
     except FINAL as error:
         raise _for_a_person(error) from error

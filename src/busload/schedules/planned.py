@@ -15,7 +15,7 @@ from busload.commands.send import NewBatch
 from busload.commands.send_middleware import around_send
 from busload.errors import DuplicateCommandError, InvalidCommandError, PermanentCommandError
 from busload.handlers.registry import DUE
-from busload.postgres.plan import perform_async
+from busload.postgres.callers_connection import perform_any
 from busload.schedules.schedule import DUE_HEADER, batch_id_of
 
 FINAL = DuplicateCommandError, InvalidCommandError
@@ -48,10 +48,10 @@ async def plan_batch(
             call.result = batch.batch_id
             used = None if ctx.own_transaction is None else ctx.own_transaction.conn
             if used is not None:  # the planner's own writes and the batch are one
-                await perform_async(used, create)
+                await perform_any(used, create)
             else:
                 async with ctx.transaction() as conn:
-                    await perform_async(conn, create)
+                    await perform_any(conn, create)
     except FINAL as error:
         raise _for_a_person(error) from error
     return {"batch_id": str(batch.batch_id), "commands": len(checked)}

@@ -23,7 +23,7 @@ from busload.commands.settle import credited, lock
 from busload.commands.task_keys import hold_task_keys
 from busload.errors import InvalidOperationError, SupersededError
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.callers_connection import AnySyncConnection, refuse_without_transaction
+from busload.postgres.callers_connection import AnySyncConnection, perform_in_threads, refuse_without_transaction
 from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
 from busload.postgres.write import Write, only
@@ -124,7 +124,7 @@ class Actions:
             with transaction.holding:
                 promised = transaction.promised.setdefault(domain, {})
                 hold = only(hold_task_keys(domain, [checked], dedup, promised))
-                held = perform(transaction.conn, hold)
+                held = perform_in_threads(transaction.conn, hold)
                 if not held.created:
                     return held
                 promised[checked.task_key or ""] = held.command_id

@@ -7,47 +7,70 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from busload.commands import claim, expire, rescue
 from busload.commands.bulk_items import Chunk, Item
 from busload.commands.execution import Leased, Transition, Unreadable, complete, decide, failure
 from busload.commands.payload import UndecodableError, encode
 from busload.errors import InvalidOperationError, SupersededError
+from busload.handlers.hooks import name_of
 from busload.handlers.middleware import within_middleware
 from busload.handlers.registry import Handler
+from busload.jobs.job import STAGE
 from busload.postgres import waiting_in_threads as waiting
-from busload.postgres.callers_connection import AnySyncConnection, refuse_without_transaction
+from busload.postgres.callers_connection import (
+    AnySyncConnection,
+    perform_in_threads,
+    refuse_without_transaction,
+    underneath_in_threads,
+)
 from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan, execute
 from busload.postgres.write import Write
+from busload.schedules.declare import declare
+from busload.schedules.fire import fire
 from busload.settings import Settings
 from busload.sync.bus import SyncCommandBus
 from busload.sync.context import SyncCallersTransaction, SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
 from busload.sync.database import Database
 from busload.sync.plan import perform
 from busload.sync.pool import Pool
+from busload.sync.steps import advance
+from busload.testing.faces import awaited, in_own_loop
 from busload.testing.joined import (
     AT_A_TIME,
+    BACK_TO_OWN_SAVEPOINT,
     BACK_TO_SAVEPOINT,
     NO_HANDLER_PAUSE,
+    OWN_SAVEPOINT,
+    RELEASE,
     SAVEPOINT,
     SQL,
     T,
+    _begun,
+    _no_psycopg,
     _other_face,
+    _script,
     _settled,
+    log,
     result_of,
 )
 from busload.worker.call_handler import argument_of, command_of
+from busload.worker.failure_calls import STATUSES, failure_of, functions_for
 
 
 class JoinedDatabase(Database):
     """Everything is read and written on one connection, in the transaction that is open there."""
 
-    def __init__(self, conn: Connection, dsn: str | None, settings: Settings) -> None:
+    joined: Any
+    """What takes part in that transaction; known once the database is open."""
+
+    def __init__(self, conn: AnySyncConnection, dsn: str | None, settings: Settings) -> None:
         super().__init__(dsn, settings)
         refuse_without_transaction(conn)
         self.conn = conn
@@ -67,6 +90,7 @@ class JoinedDatabase(Database):
 
     def open(self, *, wait: float | None = 0.0) -> None:
         """There is nothing to connect to."""
+        self.joined = underneath_in_threads(self.conn)
         self._open = True
 
     def close(self) -> None:
@@ -75,7 +99,7 @@ class JoinedDatabase(Database):
 
     def read(self, plan: Plan[T], *, within: float | None = None) -> T:
         with self._one_at_a_time:
-            return self._join(self.conn, plan)
+            return self._join(self.conn, _begun(plan))
 
     def in_transaction(self, plan: Plan[T], *, within: float | None = None) -> T:
         return self.read(plan)
@@ -83,13 +107,25 @@ class JoinedDatabase(Database):
     def write(self, write: Write[T], conn: AnySyncConnection | None = None) -> T:
         return self.read(write.plan)
 
+    def script(self, sql: bytes) -> None:
+        """Carry out a statement as it is, also if the transaction has failed."""
+        perform_in_threads(self.joined, _script(sql))
+
+    def is_failed(self) -> bool:
+        """Whether the transaction takes no more statements, because one has failed."""
+        try:
+            self.script(b"SELECT")
+        except psycopg.errors.InFailedSqlTransaction:
+            return True
+        return False
+
 
 class JoinedBus(SyncCommandBus):
     """A bus like another one, with its handlers, inside of the transaction that is open on `conn`."""
 
     database: JoinedDatabase
 
-    def __init__(self, like: SyncCommandBus, conn: Connection) -> None:
+    def __init__(self, like: SyncCommandBus, conn: AnySyncConnection) -> None:
         self._conn = conn
         settings = replace(like.settings, transport_url=None, dispatch=None, queues={})
         super().__init__(like.database.given_dsn, settings=settings)
@@ -131,15 +167,73 @@ class JoinedTransaction(SyncHandlerTransaction):
             self._block.__exit__(type(undo), undo, None)
 
 
+class OtherConnection:
+    """What `ctx.transaction()` gives if the test's transaction is one of another driver, or of the other face.
+
+    It performs what busload has to do. Handlers that write by it themselves want a connection of psycopg.
+    """
+
+    blocks = not waiting.AWAITS
+
+    def __init__(self, database: JoinedDatabase) -> None:
+        self._database = database
+
+    def perform(self, plan: Plan[T]) -> T:
+        return perform_in_threads(self._database.joined, plan)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _no_psycopg(name, self._database.conn)
+
+
+class OtherTransaction(SyncHandlerTransaction):
+    """The transaction of a handler as a savepoint of a test's transaction that psycopg, in this face, cannot use."""
+
+    def __init__(self, database: JoinedDatabase, leases: set[Any]) -> None:
+        super().__init__(None, leases)  # type: ignore[arg-type]  # it has no pool
+        self._database = database
+
+    def __enter__(self) -> Connection:
+        self._database.script(OWN_SAVEPOINT)
+        conn: Any = OtherConnection(self._database)
+        self.conn = conn
+        return conn  # type: ignore[no-any-return]
+
+    def commit(self, settle: Plan[T]) -> T | None:
+        if self.conn is None:
+            return None
+        try:
+            settled = self._database.in_transaction(self._end(settle))
+        except BaseException:
+            self.rollback()
+            raise
+        self.conn = None
+        self._database.script(RELEASE)
+        return settled
+
+    def rollback(self) -> None:
+        if self.conn is not None:
+            self.conn = None
+            self._database.script(BACK_TO_OWN_SAVEPOINT)
+
+    def _look(self) -> None:
+        """A test has one transaction: there is nobody to collide with."""
+
+
+def _transaction(database: JoinedDatabase, leases: set[Any]) -> SyncHandlerTransaction:
+    if isinstance(database.joined, psycopg.Connection):
+        return JoinedTransaction(database.joined, leases)
+    return OtherTransaction(database, leases)
+
+
 class JoinedContext(SyncHandlerContext):
     """What a handler gets: its transaction is a savepoint, and what it sends is sent in the test's transaction."""
 
     def __init__(self, leased: Leased, bus: JoinedBus, state: Any) -> None:
         super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
-        self._conn = bus.database.conn
+        self._database = bus.database
 
-    def _new_transaction(self) -> JoinedTransaction:
-        return JoinedTransaction(self._conn, self._leases())
+    def _new_transaction(self) -> SyncHandlerTransaction:
+        return _transaction(self._database, self._leases())
 
 
 class JoinedChunkContext(SyncChunkContext):
@@ -147,17 +241,18 @@ class JoinedChunkContext(SyncChunkContext):
 
     def __init__(self, leased: Sequence[Leased], bus: JoinedBus, state: Any) -> None:
         super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
-        self._conn = bus.database.conn
+        self._database = bus.database
 
-    def _new_transaction(self) -> JoinedTransaction:
-        return JoinedTransaction(self._conn, self._leases())
+    def _new_transaction(self) -> SyncHandlerTransaction:
+        return _transaction(self._database, self._leases())
 
 
 class JoinedWorker:
     """Runs commands one after the other, on the connection of its bus and in the task or thread of the caller."""
 
     def __init__(self, bus: JoinedBus, state: Any) -> None:
-        self._bus, self._conn, self._state = bus, bus.database.conn, state
+        self._bus, self._database, self._state = bus, bus.database, state
+        self._drains = False
         self._payload = bus.settings.limits.payload
         self.number = 0
         self.errors: list[BaseException] = []
@@ -174,7 +269,9 @@ class JoinedWorker:
 
     def drain(self, domains: Sequence[str]) -> int:
         """Run until nothing is ready or due; returns how many attempts were settled."""
+        self._drains = True
         self.register(domains)
+        self._perform(declare([*self._bus.declared_schedules.values()]))
         self._perform(rescue.rescue(worker=self.number))
         while self._perform(expire.expire_commands()) is not None:
             continue
@@ -183,16 +280,23 @@ class JoinedWorker:
             promoted = (self._perform(claim.promote())).loads
             claimed = claim.claim(worker=self.number, domains=list(domains), limit=AT_A_TIME)
             taken = (self._perform(claimed)).leased
-            if not (taken or promoted):
+            if not (taken or promoted or self._fire()):
                 break
             self._run_all(taken)
         self.retire()
         return self.settled
 
+    def _fire(self) -> int:
+        """Fire schedules that are due, as a worker does."""
+        fired = self._perform(fire(self._bus.via, (), self._bus.around_sends, self._bus.settings.limits))
+        return fired.commands + fired.skipped
+
     def _run_all(self, taken: Sequence[Leased]) -> None:
         chunks: dict[tuple[Any, ...], list[Leased]] = defaultdict(list)
         for one in taken:
             handler = self._bus.handlers.find(one.lease.domain, one.command_type)
+            if handler is not None and one.command_type == STAGE:  # written for both faces
+                handler = replace(handler, function=advance, is_async=waiting.AWAITS)
             if handler is None:
                 self._set_aside(one)
             elif handler.gathering is None:
@@ -214,7 +318,7 @@ class JoinedWorker:
         leased.started = time.monotonic()
         try:
             command = argument_of(leased)
-            self._conn.execute(SAVEPOINT)
+            self._database.script(SAVEPOINT)
             result = waiting.result_of(handler.function(command, context))
             if isinstance(context.own_transaction, SyncCallersTransaction):
                 self.settled += 1
@@ -241,7 +345,7 @@ class JoinedWorker:
         for one in together:
             one.started = time.monotonic()
         try:
-            self._conn.execute(SAVEPOINT)
+            self._database.script(SAVEPOINT)
             result = waiting.result_of(handler.function(chunk, context))
         except waiting.FAILURES as raised:
             error = raised
@@ -266,14 +370,30 @@ class JoinedWorker:
         if context.own_transaction is not None:
             context.own_transaction.rollback()
         # What a handler has written stays, as it would outside of a test. A failed statement must not end the test.
-        if self._conn.info.transaction_status == TransactionStatus.INERROR:
-            self._conn.execute(BACK_TO_SAVEPOINT)
+        if self._database.is_failed():
+            self._database.script(BACK_TO_SAVEPOINT)
         self.errors += [error for _, error in failed]
         outcomes = [
             (one, Unreadable(error) if isinstance(error, UndecodableError) else failure(one, error))
             for one, error in failed
         ]
-        self._settle([decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes])
+        transitions = [decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes]
+        self._settle(transitions)
+        for transition in transitions:
+            if self._drains and transition.outcome in STATUSES:
+                self._tell(transition)
+
+    def _tell(self, transition: Transition) -> None:
+        """Call `on_failure`, as a worker does."""
+        leased = transition.leased
+        about = leased.lease.domain, leased.command_type
+        for function in functions_for(self._bus.handlers, self._bus.hooks.failure, *about):
+            try:
+                answer = waiting.result_of(function(failure_of(transition)))
+                if isawaitable(answer):
+                    in_own_loop(partial(awaited, answer))
+            except Exception:
+                log.exception("on_failure %s failed for command %s", name_of(function), leased.command_id)
 
     def _settle(self, transitions: Sequence[Transition]) -> None:
         self.settled += len(self._perform(_settled(transitions)))

@@ -8,8 +8,8 @@ from typing import Any
 from busload.commands import send
 from busload.commands.command import BatchCommand, Command
 from busload.commands.send_middleware import around_send
+from busload.postgres.callers_connection import perform_in_threads
 from busload.schedules.planned import FINAL, _batch, _commands, _due_time, _for_a_person
-from busload.sync.plan import perform
 
 
 def plan_batch(
@@ -27,10 +27,10 @@ def plan_batch(
             call.result = batch.batch_id
             used = None if ctx.own_transaction is None else ctx.own_transaction.conn
             if used is not None:  # the planner's own writes and the batch are one
-                perform(used, create)
+                perform_in_threads(used, create)
             else:
                 with ctx.transaction() as conn:
-                    perform(conn, create)
+                    perform_in_threads(conn, create)
     except FINAL as error:
         raise _for_a_person(error) from error
     return {"batch_id": str(batch.batch_id), "commands": len(checked)}

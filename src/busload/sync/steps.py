@@ -14,7 +14,7 @@ from busload.commands.send_middleware import around_send
 from busload.jobs import progress
 from busload.jobs.job import JobMetadata, StageMetadata, StageStatus, read_step
 from busload.jobs.steps import FINAL, PAGE, _commands, _for_a_person
-from busload.sync.plan import perform
+from busload.postgres.callers_connection import perform_in_threads
 
 
 def advance(command: Command, ctx: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def advance(command: Command, ctx: Any) -> dict[str, Any]:
         with ctx.transaction() as conn:
             headers = encode_headers(command.headers)
             plan = progress.advance(command.domain, step, command.command_id, ctx.bus.via, headers)
-            return {"job": perform(conn, plan)}
+            return {"job": perform_in_threads(conn, plan)}
     except FINAL as error:
         raise _for_a_person(error) from error
 
@@ -66,10 +66,10 @@ def plan_stage(function: Callable[..., Any], command: Command, ctx: Any) -> dict
             begin = progress.begin_planned(command.domain, step, checked, bus.via, encode_headers(call.headers))
             used = None if ctx.own_transaction is None else ctx.own_transaction.conn
             if used is not None:  # the planner's own writes and the stage are one
-                call.result = perform(used, begin)
+                call.result = perform_in_threads(used, begin)
             else:
                 with ctx.transaction() as conn:
-                    call.result = perform(conn, begin)
+                    call.result = perform_in_threads(conn, begin)
         return {"job": call.result}
     except FINAL as error:
         raise _for_a_person(error) from error

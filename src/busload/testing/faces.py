@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar, cast
-
-import psycopg
 
 from busload.bus import CommandBus
 from busload.errors import InvalidOperationError, kind_of
@@ -51,28 +49,9 @@ def refuse_no_bus(bus: object) -> None:
         raise InvalidOperationError(f"The first argument must be a CommandBus or SyncCommandBus, found {kind_of(bus)}.")
 
 
-def sync_connection(conn: AnyConnection) -> psycopg.Connection[Any]:
-    """The psycopg connection under what a test gives, which is not awaited."""
-    found = underneath_in_threads(cast("AnySyncConnection", conn))
-    if not isinstance(found, psycopg.Connection):
-        raise _other_driver(conn)
-    return found
-
-
-async def async_connection(conn: AnyConnection) -> psycopg.AsyncConnection[Any]:
-    """The psycopg connection under what a test gives, which is awaited."""
-    found = await underneath(conn)
-    if not isinstance(found, psycopg.AsyncConnection):
-        raise _other_driver(conn)
-    return found
-
-
-def _other_driver(conn: object) -> InvalidOperationError:
-    return InvalidOperationError(
-        f"The connection given as conn is {kind_of(conn)}. Inside of a test's transaction handlers run on psycopg "
-        "only: on an AsyncConnection with a CommandBus, on a Connection with a SyncCommandBus. On others, "
-        "assert_sent() works."
-    )
+async def awaited(answer: Awaitable[T]) -> T:
+    """What an awaitable comes to."""
+    return await answer
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

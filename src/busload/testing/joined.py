@@ -8,35 +8,51 @@ happens on the connection of the test: claims, handlers, results. The sync face 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from inspect import isawaitable
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from busload.bus import CommandBus
 from busload.commands import claim, expire, rescue, settle
 from busload.commands.bulk_items import Chunk, Item
 from busload.commands.execution import Leased, Transition, Unreadable, complete, decide, failure
 from busload.commands.payload import UndecodableError, encode
-from busload.errors import InvalidOperationError, SupersededError
+from busload.errors import InvalidOperationError, SupersededError, kind_of
+from busload.handlers.hooks import name_of
 from busload.handlers.middleware import within_middleware
 from busload.handlers.registry import Handler
+from busload.jobs.job import STAGE
+from busload.jobs.steps import advance
 from busload.postgres import waiting
-from busload.postgres.callers_connection import AnyConnection, refuse_without_transaction
+from busload.postgres.callers_connection import (
+    AnyConnection,
+    perform_any,
+    refuse_without_transaction,
+    underneath,
+)
 from busload.postgres.connection import AsyncConnection
 from busload.postgres.database import Database
-from busload.postgres.plan import Plan, execute, perform_async
+from busload.postgres.plan import ONE_MOMENT, Plan, Script, execute, perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.statements import statements
 from busload.postgres.write import Write
+from busload.schedules.declare import declare
+from busload.schedules.fire import fire
 from busload.settings import Settings
+from busload.testing.faces import awaited, in_own_loop
 from busload.worker.call_handler import argument_of, command_of
 from busload.worker.context import CallersTransaction, ChunkContext, HandlerContext, HandlerTransaction
+from busload.worker.failure_calls import STATUSES, failure_of, functions_for
+
+log = logging.getLogger("busload")
 
 T = TypeVar("T")
 SQL = statements(__name__)
@@ -48,13 +64,18 @@ NO_HANDLER_PAUSE = 3600.0
 """Seconds until a command is looked at again whose type has no handler: longer than any test."""
 
 
-SAVEPOINT, BACK_TO_SAVEPOINT = "SAVEPOINT busload_handler", "ROLLBACK TO SAVEPOINT busload_handler"
+SAVEPOINT, BACK_TO_SAVEPOINT = b"SAVEPOINT busload_handler", b"ROLLBACK TO SAVEPOINT busload_handler"
+OWN_SAVEPOINT, RELEASE = b"SAVEPOINT busload_transaction", b"RELEASE SAVEPOINT busload_transaction"
+BACK_TO_OWN_SAVEPOINT = b"ROLLBACK TO SAVEPOINT busload_transaction; RELEASE SAVEPOINT busload_transaction"
 
 
 class JoinedDatabase(Database):
     """Everything is read and written on one connection, in the transaction that is open there."""
 
-    def __init__(self, conn: AsyncConnection, dsn: str | None, settings: Settings) -> None:
+    joined: Any
+    """What takes part in that transaction; known once the database is open."""
+
+    def __init__(self, conn: AnyConnection, dsn: str | None, settings: Settings) -> None:
         super().__init__(dsn, settings)
         refuse_without_transaction(conn)
         self.conn = conn
@@ -74,6 +95,7 @@ class JoinedDatabase(Database):
 
     async def open(self, *, wait: float | None = 0.0) -> None:
         """There is nothing to connect to."""
+        self.joined = await underneath(self.conn)
         self._open = True
 
     async def close(self) -> None:
@@ -82,7 +104,7 @@ class JoinedDatabase(Database):
 
     async def read(self, plan: Plan[T], *, within: float | None = None) -> T:
         async with self._one_at_a_time:
-            return await self._join(self.conn, plan)
+            return await self._join(self.conn, _begun(plan))
 
     async def in_transaction(self, plan: Plan[T], *, within: float | None = None) -> T:
         return await self.read(plan)
@@ -90,13 +112,25 @@ class JoinedDatabase(Database):
     async def write(self, write: Write[T], conn: AnyConnection | None = None) -> T:
         return await self.read(write.plan)
 
+    async def script(self, sql: bytes) -> None:
+        """Carry out a statement as it is, also if the transaction has failed."""
+        await perform_any(self.joined, _script(sql))
+
+    async def is_failed(self) -> bool:
+        """Whether the transaction takes no more statements, because one has failed."""
+        try:
+            await self.script(b"SELECT")
+        except psycopg.errors.InFailedSqlTransaction:
+            return True
+        return False
+
 
 class JoinedBus(CommandBus):
     """A bus like another one, with its handlers, inside of the transaction that is open on `conn`."""
 
     database: JoinedDatabase
 
-    def __init__(self, like: CommandBus, conn: AsyncConnection) -> None:
+    def __init__(self, like: CommandBus, conn: AnyConnection) -> None:
         self._conn = conn
         settings = replace(like.settings, transport_url=None, dispatch=None, queues={})
         super().__init__(like.database.given_dsn, settings=settings)
@@ -138,15 +172,73 @@ class JoinedTransaction(HandlerTransaction):
             await self._block.__aexit__(type(undo), undo, None)
 
 
+class OtherConnection:
+    """What `ctx.transaction()` gives if the test's transaction is one of another driver, or of the other face.
+
+    It performs what busload has to do. Handlers that write by it themselves want a connection of psycopg.
+    """
+
+    blocks = not waiting.AWAITS
+
+    def __init__(self, database: JoinedDatabase) -> None:
+        self._database = database
+
+    async def perform(self, plan: Plan[T]) -> T:
+        return await perform_any(self._database.joined, plan)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _no_psycopg(name, self._database.conn)
+
+
+class OtherTransaction(HandlerTransaction):
+    """The transaction of a handler as a savepoint of a test's transaction that psycopg, in this face, cannot use."""
+
+    def __init__(self, database: JoinedDatabase, leases: set[Any]) -> None:
+        super().__init__(None, leases)  # type: ignore[arg-type]  # it has no pool
+        self._database = database
+
+    async def __aenter__(self) -> AsyncConnection:
+        await self._database.script(OWN_SAVEPOINT)
+        conn: Any = OtherConnection(self._database)
+        self.conn = conn
+        return conn  # type: ignore[no-any-return]
+
+    async def commit(self, settle: Plan[T]) -> T | None:
+        if self.conn is None:
+            return None
+        try:
+            settled = await self._database.in_transaction(self._end(settle))
+        except BaseException:
+            await self.rollback()
+            raise
+        self.conn = None
+        await self._database.script(RELEASE)
+        return settled
+
+    async def rollback(self) -> None:
+        if self.conn is not None:
+            self.conn = None
+            await self._database.script(BACK_TO_OWN_SAVEPOINT)
+
+    def _look(self) -> None:
+        """A test has one transaction: there is nobody to collide with."""
+
+
+def _transaction(database: JoinedDatabase, leases: set[Any]) -> HandlerTransaction:
+    if isinstance(database.joined, psycopg.AsyncConnection):
+        return JoinedTransaction(database.joined, leases)
+    return OtherTransaction(database, leases)
+
+
 class JoinedContext(HandlerContext):
     """What a handler gets: its transaction is a savepoint, and what it sends is sent in the test's transaction."""
 
     def __init__(self, leased: Leased, bus: JoinedBus, state: Any) -> None:
         super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
-        self._conn = bus.database.conn
+        self._database = bus.database
 
-    def _new_transaction(self) -> JoinedTransaction:
-        return JoinedTransaction(self._conn, self._leases())
+    def _new_transaction(self) -> HandlerTransaction:
+        return _transaction(self._database, self._leases())
 
 
 class JoinedChunkContext(ChunkContext):
@@ -154,17 +246,18 @@ class JoinedChunkContext(ChunkContext):
 
     def __init__(self, leased: Sequence[Leased], bus: JoinedBus, state: Any) -> None:
         super().__init__(leased, bus, None, state)  # type: ignore[arg-type]  # it has no pool
-        self._conn = bus.database.conn
+        self._database = bus.database
 
-    def _new_transaction(self) -> JoinedTransaction:
-        return JoinedTransaction(self._conn, self._leases())
+    def _new_transaction(self) -> HandlerTransaction:
+        return _transaction(self._database, self._leases())
 
 
 class JoinedWorker:
     """Runs commands one after the other, on the connection of its bus and in the task or thread of the caller."""
 
     def __init__(self, bus: JoinedBus, state: Any) -> None:
-        self._bus, self._conn, self._state = bus, bus.database.conn, state
+        self._bus, self._database, self._state = bus, bus.database, state
+        self._drains = False
         self._payload = bus.settings.limits.payload
         self.number = 0
         self.errors: list[BaseException] = []
@@ -181,7 +274,9 @@ class JoinedWorker:
 
     async def drain(self, domains: Sequence[str]) -> int:
         """Run until nothing is ready or due; returns how many attempts were settled."""
+        self._drains = True
         await self.register(domains)
+        await self._perform(declare([*self._bus.declared_schedules.values()]))
         await self._perform(rescue.rescue(worker=self.number))
         while await self._perform(expire.expire_commands()) is not None:
             continue
@@ -190,16 +285,23 @@ class JoinedWorker:
             promoted = (await self._perform(claim.promote())).loads
             claimed = claim.claim(worker=self.number, domains=list(domains), limit=AT_A_TIME)
             taken = (await self._perform(claimed)).leased
-            if not (taken or promoted):
+            if not (taken or promoted or await self._fire()):
                 break
             await self._run_all(taken)
         await self.retire()
         return self.settled
 
+    async def _fire(self) -> int:
+        """Fire schedules that are due, as a worker does."""
+        fired = await self._perform(fire(self._bus.via, (), self._bus.around_sends, self._bus.settings.limits))
+        return fired.commands + fired.skipped
+
     async def _run_all(self, taken: Sequence[Leased]) -> None:
         chunks: dict[tuple[Any, ...], list[Leased]] = defaultdict(list)
         for one in taken:
             handler = self._bus.handlers.find(one.lease.domain, one.command_type)
+            if handler is not None and one.command_type == STAGE:  # written for both faces
+                handler = replace(handler, function=advance, is_async=waiting.AWAITS)
             if handler is None:
                 await self._set_aside(one)
             elif handler.gathering is None:
@@ -221,7 +323,7 @@ class JoinedWorker:
         leased.started = time.monotonic()
         try:
             command = argument_of(leased)
-            await self._conn.execute(SAVEPOINT)
+            await self._database.script(SAVEPOINT)
             result = await waiting.result_of(handler.function(command, context))
             if isinstance(context.own_transaction, CallersTransaction):
                 self.settled += 1
@@ -248,7 +350,7 @@ class JoinedWorker:
         for one in together:
             one.started = time.monotonic()
         try:
-            await self._conn.execute(SAVEPOINT)
+            await self._database.script(SAVEPOINT)
             result = await waiting.result_of(handler.function(chunk, context))
         except waiting.FAILURES as raised:
             error = raised
@@ -273,14 +375,30 @@ class JoinedWorker:
         if context.own_transaction is not None:
             await context.own_transaction.rollback()
         # What a handler has written stays, as it would outside of a test. A failed statement must not end the test.
-        if self._conn.info.transaction_status == TransactionStatus.INERROR:
-            await self._conn.execute(BACK_TO_SAVEPOINT)
+        if await self._database.is_failed():
+            await self._database.script(BACK_TO_SAVEPOINT)
         self.errors += [error for _, error in failed]
         outcomes = [
             (one, Unreadable(error) if isinstance(error, UndecodableError) else failure(one, error))
             for one, error in failed
         ]
-        await self._settle([decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes])
+        transitions = [decide(one, outcome, handler.retry, self._payload) for one, outcome in outcomes]
+        await self._settle(transitions)
+        for transition in transitions:
+            if self._drains and transition.outcome in STATUSES:
+                await self._tell(transition)
+
+    async def _tell(self, transition: Transition) -> None:
+        """Call `on_failure`, as a worker does."""
+        leased = transition.leased
+        about = leased.lease.domain, leased.command_type
+        for function in functions_for(self._bus.handlers, self._bus.hooks.failure, *about):
+            try:
+                answer = await waiting.result_of(function(failure_of(transition)))
+                if isawaitable(answer):
+                    in_own_loop(partial(awaited, answer))
+            except Exception:
+                log.exception("on_failure %s failed for command %s", name_of(function), leased.command_id)
 
     async def _settle(self, transitions: Sequence[Transition]) -> None:
         self.settled += len(await self._perform(_settled(transitions)))
@@ -305,13 +423,39 @@ class JoinedWorker:
 
 def _other_face(where: str, handler: Handler) -> InvalidOperationError:
     """A handler in a test's transaction has the connection of the test, and no other."""
-    kind, other, bus = "async def", "psycopg.AsyncConnection", "CommandBus"
-    if not handler.is_async:
-        kind, other, bus = "def", "psycopg.Connection", "SyncCommandBus"
+    kind, bus = ("async def", "CommandBus") if handler.is_async else ("def", "SyncCommandBus")
     return InvalidOperationError(
-        f"The handler of {where} is written with {kind}, so inside of a test's transaction it needs a {other} as conn, "
-        f"and a {bus}. Pass those, or commit and call without conn."
+        f"The handler of {where} is written with {kind}, so inside of a test's transaction it needs a {bus}. Pass one, "
+        "or commit and call without conn."
     )
+
+
+def _no_psycopg(name: str, conn: object) -> InvalidOperationError:
+    return InvalidOperationError(
+        "ctx.transaction() gives a connection of psycopg, in the face of the handler, and the transaction of this test "
+        f"is one of {kind_of(conn)}: it has no {name!r} for the handler. Write by the session or connection of the "
+        "test, and complete the command there by ctx.complete(conn=...); or let the engine of the test begin with "
+        "postgresql+psycopg://; or commit, and drain without conn."
+    )
+
+
+def _begun(plan: Plan[T]) -> Plan[T]:
+    """The plan without what only a transaction that has not begun can do: see everything at one moment."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = [] if step == ONE_MOMENT else (yield step)
+            except Exception as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _script(sql: bytes) -> Plan[None]:
+    yield Script(sql)
 
 
 def result_of(transition: Transition) -> Any:

@@ -26,7 +26,7 @@ from busload.commands.send import NO_BROKER
 from busload.errors import InvalidOperationError
 from busload.handlers.middleware import within_middleware
 from busload.handlers.registry import Handler
-from busload.postgres.callers_connection import AnyConnection
+from busload.postgres.callers_connection import AnyConnection, AnySyncConnection
 from busload.postgres.guarded_connection import GuardedAsyncConnection
 from busload.postgres.plan import Plan, execute
 from busload.postgres.pool import async_pool
@@ -35,7 +35,7 @@ from busload.sync import joined as sync_joined
 from busload.sync.bus import SyncCommandBus
 from busload.sync.context import SyncHandlerContext
 from busload.testing import joined
-from busload.testing.faces import AnyBus, async_connection, in_own_loop, refuse_no_bus, sync_connection
+from busload.testing.faces import AnyBus, in_own_loop, refuse_no_bus
 from busload.testing.joined import result_of
 from busload.worker.call_handler import Calls, Work, argument_of
 from busload.worker.context import NO_STATE, HandlerContext
@@ -129,13 +129,13 @@ def drain(
     if isinstance(bus, SyncCommandBus):
         if conn is None:
             return in_own_loop(DrainingWorker(bus, domains, state).drain)
-        with sync_joined.JoinedBus(bus, sync_connection(conn)) as inside:
+        with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:
             return sync_joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
     return DrainingWorker(bus, domains, state).drain() if conn is None else _drain_joined(bus, domains, conn, state)
 
 
 async def _drain_joined(bus: CommandBus, domains: Sequence[str] | None, conn: AnyConnection, state: Any) -> int:
-    async with joined.JoinedBus(bus, await async_connection(conn)) as inside:
+    async with joined.JoinedBus(bus, conn) as inside:
         return await joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
 
 
@@ -209,7 +209,7 @@ def run_handler(
         return _run_joined(bus, handler, lease, conn, state)
     if conn is None:
         return in_own_loop(partial(_run_of_sync, bus, handler, lease, state))
-    with sync_joined.JoinedBus(bus, sync_connection(conn)) as inside:
+    with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:
         worker = sync_joined.JoinedWorker(inside, state)
         worker.register([domain])
         result = worker.run(inside.database.in_transaction(lease(worker.number)), handler)
@@ -218,7 +218,7 @@ def run_handler(
 
 
 async def _run_joined(bus: CommandBus, handler: Handler, lease: Any, conn: AnyConnection, state: Any) -> Any:
-    async with joined.JoinedBus(bus, await async_connection(conn)) as inside:
+    async with joined.JoinedBus(bus, conn) as inside:
         worker = joined.JoinedWorker(inside, state)
         await worker.register([])
         leased = await inside.database.in_transaction(lease(worker.number))

@@ -23,8 +23,9 @@ from busload.commands.parts import cut, find_failing
 from busload.commands.payload import WIDEST, PayloadRefusedError, encode
 from busload.commands.retry import RetryPolicy
 from busload.errors import CommandNotFoundError, InvalidOperationError, PermanentCommandError, SupersededError
+from busload.postgres.callers_connection import perform_any
 from busload.postgres.connection import AsyncConnection, is_away
-from busload.postgres.plan import Plan, Row, Savepoint, Script, execute, perform_async
+from busload.postgres.plan import Plan, Row, Savepoint, Script, execute
 from busload.postgres.statements import statements
 from busload.settings import InputLimits, PayloadLimits
 from busload.troubleshooting.patch import Patch
@@ -93,7 +94,7 @@ async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
     async with ctx.transaction() as conn:
         lease_id = lease_id_of(ctx.execution_id)
         plan = move_part(command.domain, part, decision_batch=command.batch_id, lease_id=lease_id, limits=limits)
-        moved, left = await perform_async(conn, plan)
+        moved, left = await perform_any(conn, plan)
     return summary(moved, left, limits)
 
 

@@ -24,7 +24,7 @@ from busload.commands.task_keys import hold_task_keys
 from busload.errors import InvalidOperationError, SupersededError
 from busload.handlers.calling import Context
 from busload.postgres import waiting
-from busload.postgres.callers_connection import AnyConnection, refuse_without_transaction
+from busload.postgres.callers_connection import AnyConnection, perform_any, refuse_without_transaction
 from busload.postgres.connection import AsyncConnection, Connection
 from busload.postgres.guarded_connection import GuardedAsyncConnection, refuse_unfinished
 from busload.postgres.plan import Plan, perform_async
@@ -166,7 +166,7 @@ class Actions:
             async with transaction.holding:
                 promised = transaction.promised.setdefault(domain, {})
                 hold = only(hold_task_keys(domain, [checked], dedup, promised))
-                held = await perform_async(transaction.conn, hold)
+                held = await perform_any(transaction.conn, hold)
                 if not held.created:
                     return held
                 promised[checked.task_key or ""] = held.command_id
