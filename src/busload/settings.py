@@ -185,7 +185,8 @@ class HealthSettings:
     late_after: timedelta = timedelta(hours=1)
     """Ready commands of a domain that is served are late from this age on."""
     critical_after: timedelta = timedelta(minutes=5)
-    """If no worker serves ready commands, or they cannot be published, that is CRITICAL from this time on."""
+    """If no worker serves ready commands, nobody fires a schedule, or commands cannot be published, that is CRITICAL
+    from this time on."""
     failures_in_row: int = 10
     """A worker is DEGRADED when so many attempts in a row have failed."""
     stuck_threads: int = 3

@@ -263,7 +263,7 @@ async def domain_paused(patient: Patient) -> AsyncIterator[None]:
     yield
 
 
-@fault("SCHEDULES_OVERDUE", DEGRADED)
+@fault("SCHEDULES_LATE", CRITICAL)
 async def schedules_overdue(patient: Patient) -> AsyncIterator[None]:
     await _scheduled(patient)
     patient.sql("UPDATE busload.schedule SET next_due_at = now() - interval '10 minutes'")

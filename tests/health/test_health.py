@@ -25,7 +25,7 @@ from busload import (
     WorkerSettings,
 )
 from busload.health import Health, HealthCode, HealthReason, HealthSettings, HealthState, facts
-from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished, judge
+from busload.health.health import Condition, Facts, LateSchedules, ReadyDomain, SeenWorker, Unpublished, judge
 from busload.limits import pause
 from busload.sync.plan import perform
 from busload.testing import TestServer
@@ -286,6 +286,7 @@ def test_thresholds_are_settings() -> None:
         ),
         (SeenWorker("w", True, NOW, 0, condition),),
         (Unpublished("nats", 1, NOW - timedelta(minutes=5), "no route"),),
+        LateSchedules(2, "nightly", NOW - timedelta(minutes=5)),
     )
     found = {(reason.code.value, reason.domain): reason.state for reason in judge(found_facts, HealthSettings())}
     assert found == {
@@ -297,12 +298,33 @@ def test_thresholds_are_settings() -> None:
         ("POOL_EXHAUSTED", None): CRITICAL,
         ("BROKER_UNREACHABLE", None): DEGRADED,
         ("PUBLISHING_FAILS", None): CRITICAL,
+        ("SCHEDULES_LATE", None): CRITICAL,
     }
     longer = timedelta(hours=2)
     patient = HealthSettings(longer, longer, failures_in_row=11, stuck_threads=4, pool_exhaustions=6)
     found = {(reason.code.value, reason.domain): reason.state for reason in judge(found_facts, patient)}
     assert set(found.values()) == {DEGRADED}
     assert not {"COMMANDS_LATE", "FAILURES_IN_A_ROW"} & {code for code, _ in found}
+
+
+async def test_a_schedule_that_nobody_fires_is_named(bus: CommandBus, database: Database, given: Given) -> None:
+    """The one that waits longest comes first, whatever its name; one that is paused waits on purpose"""
+    for name in ("b-first", "a-second", "paused"):
+        bus.schedule(name, every=timedelta(hours=1), domain="payments", command=BatchCommand("Debit"))
+    await bus.schedules.sync()
+    await bus.schedules.pause("paused")
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '2 minutes'")
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '3 minutes' WHERE name = 'b-first'")
+    [reason] = (await bus.health()).reasons
+    assert (reason.code, reason.state) == ("SCHEDULES_LATE", "DEGRADED")
+    assert reason.message == (
+        "2 schedules are due and not fired, the first one b-first: no worker runs that could fire."
+    )
+    given.registered_worker()
+    [reason] = (await bus.health()).reasons
+    assert reason.message.endswith(": workers run, and their log says why they do not fire.")
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '50 s'")
+    assert not (await bus.health()).reasons
 
 
 def test_the_health_looks_at_some_loads_of_each_domain_however_many_are_ready(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from busload import (
+    BatchCommand,
     CommandBus,
     HandlerContext,
     PermanentCommandError,
@@ -87,6 +89,29 @@ def test_a_metric_without_values_is_left_out() -> None:
     assert text([Metric("busload_none", "gauge", "Nothing.", ())]) == ""
 
 
+async def test_the_metrics_of_schedules_agree_with_the_facts(bus: CommandBus, database: Database) -> None:
+    for name in ("late", "paused", "well", "ended"):
+        bus.schedule(name, every=timedelta(hours=1), domain=DOMAIN, command=BatchCommand("Debit"))
+    await bus.schedules.sync()
+    await bus.schedules.pause("paused")
+    database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '100 s' WHERE name IN ('late', 'paused')")
+    database.rows("UPDATE busload.schedule SET next_due_at = NULL WHERE name = 'ended'")
+    database.rows("UPDATE busload.schedule SET last_due_at = to_timestamp(1000000) WHERE name = 'well'")
+    found = samples_of(str(await bus.metrics()))
+
+    def of(name: str, schedule: str) -> float | None:
+        return value(found, f"schedule_{name}", domain=DOMAIN, schedule=schedule)
+
+    assert of("late_seconds", "late") == pytest.approx(100, abs=50)
+    assert [of("late_seconds", one) for one in ("paused", "well", "ended")] == [0, 0, 0]
+    assert [of("paused", one) for one in ("late", "paused", "well", "ended")] == [0, 1, 0, 0]
+    assert [of("last_due_timestamp_seconds", one) for one in ("late", "well")] == [None, 1_000_000]
+    well = await bus.schedules.get("well")
+    assert well is not None and well.next_due_at is not None
+    assert of("next_due_timestamp_seconds", "well") == pytest.approx(well.next_due_at.timestamp())
+    assert of("next_due_timestamp_seconds", "ended") is None
+
+
 async def test_the_metrics_of_the_database_agree_with_the_facts(
     bus: CommandBus, sync_bus: SyncCommandBus, given: Given, database: Database
 ) -> None:
@@ -148,7 +173,7 @@ async def test_the_outbox_is_told_by_transport(bus: CommandBus, given: Given, da
 
 async def test_all_of_it_is_read_at_one_moment_in_few_statements(bus: CommandBus, given: Given) -> None:
     performed = list(statements_of(read()))
-    assert len(performed) == 6  # the first one only makes them see one moment
+    assert len(performed) == 7  # the first one only makes them see one moment
     assert b"REPEATABLE READ" in performed[0]
 
 
@@ -180,7 +205,7 @@ def test_the_docs_have_every_metric_of_the_database_and_no_other() -> None:
     made = set(re.findall(r'(?:_metric\(\s*|^\s+\()"([a-z_]+)", ', source, re.MULTILINE))
     made |= set(re.findall(r'_metric\(\s*"([a-z_]+)",', source))
     assert told - {"handler_duration_seconds", "handler_attempts_total"} == made
-    assert len(made) == 16
+    assert len(made) == 20
 
 
 # -- handlers

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from busload import CommandBus
+from busload import BatchCommand, CommandBus
 from busload.cli.metrics_server import Address, pages, serve_pages
 from busload.dashboard import app
 from busload.statistics import recorder
@@ -62,6 +62,8 @@ WELL = {
     'busload_oldest_ready_seconds{domain="a"}': "800x90",
     'busload_oldest_troubleshooting_seconds{domain="a"}': "80000x90",
     'busload_oldest_unpublished_seconds{transport="nats"}': "50x90",
+    'busload_schedule_late_seconds{domain="a",schedule="s"}': "110x90",
+    'busload_schedule_paused{domain="a",schedule="s"}': "0x90",
     'busload_workers{state="silent"}': "0x90",
     "busload_slots": "10x90",
     'busload_commands_ended_total{domain="a",outcome="completed"}': "0+96x90",
@@ -134,6 +136,20 @@ CASES = [
     ),
     Case(
         "BusloadDomainPaused", {'busload_domain_paused{domain="a"}': "1x1500"}, 1441, "a has been paused for a day.", A
+    ),
+    Case(
+        "BusloadScheduleLate",
+        {'busload_schedule_late_seconds{domain="a",schedule="s"}': "130x90"},
+        3,
+        "The schedule s has been due for 2m 10s and is not fired.",
+        {**A, "schedule": "s"},
+    ),
+    Case(
+        "BusloadSchedulePaused",
+        {'busload_schedule_paused{domain="a",schedule="s"}': "1x1500"},
+        1441,
+        "The schedule s has been paused for a day.",
+        {**A, "schedule": "s"},
     ),
     Case(
         "BusloadSettlementStuck",
@@ -296,6 +312,8 @@ async def test_prometheus_evaluates_every_query_on_what_it_has_scraped(
     await given.drained()
     await bus.send("later", "Ship")
     await bus.send("unpublished", "Ship")
+    bus.schedule("yearly", cron="0 0 1 1 *", domain="later", command=BatchCommand("Ship"))
+    await bus.schedules.sync()
     database.rows(
         "WITH moved AS (DELETE FROM busload.queue WHERE domain = 'unpublished' RETURNING *)"
         "INSERT INTO busload.outbox (lo, hi, domain, transport) SELECT lo, hi, domain, 'nats' FROM moved"

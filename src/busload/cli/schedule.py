@@ -28,6 +28,8 @@ def _paused(found: ScheduleMetadata) -> str | None:
 
 
 def _next(found: ScheduleMetadata) -> str | datetime:
+    if found.overdue:
+        return f"overdue since {shown(found.next_due_at)}: no worker fires it"
     return found.next_due_at or "ended"
 
 

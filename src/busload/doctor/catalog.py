@@ -415,11 +415,11 @@ KNOWN: dict[Code, Known] = {
         "Nothing starts there. Perhaps somebody forgot to resume it.",
         "Resume the domain.",
     ),
-    FindingCode.SCHEDULES_OVERDUE: Known(
+    HealthCode.SCHEDULES_LATE: Known(
         "work",
-        (DEGRADED,),
+        (DEGRADED, CRITICAL),
         "Any worker fires any schedule that is due: none of them does.",
-        "Start a worker. If workers run, their log says which schedule they cannot read.",
+        "Start a worker. If workers run, their log says which schedule they cannot read, or what a middleware refuses.",
     ),
     FindingCode.SCHEDULE_PAUSED: Known(
         "work",

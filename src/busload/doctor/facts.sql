@@ -193,8 +193,7 @@ UNION ALL
 
 -- name: unfinished
 -- Batches that were left open, or wait for nothing but a person, for too long. Leaps from domain to domain.
--- And schedules that nobody has fired for too long after they were due, together, or that were paused long
--- ago.
+-- And schedules that were paused long ago.
 WITH RECURSIVE known AS (
     SELECT min(domain) AS domain FROM busload.batch
     UNION ALL
@@ -223,12 +222,6 @@ UNION ALL
    FROM unfinished
   WHERE stalled_at < now() - %(waits_after)s::interval
   GROUP BY domain)
-UNION ALL
-(SELECT 'SCHEDULES_OVERDUE', min(name), count(*), min(next_due_at), NULL
-   FROM (SELECT name, next_due_at FROM busload.schedule
-          WHERE paused_at IS NULL AND next_due_at < now() - %(overdue)s::interval
-          ORDER BY next_due_at LIMIT %(most)s::integer) AS s
- HAVING count(*) > 0)
 UNION ALL
 (SELECT 'SCHEDULE_PAUSED', name, 1, paused_at, domain
    FROM busload.schedule

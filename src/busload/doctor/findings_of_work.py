@@ -53,6 +53,8 @@ def _lines_of(reason: HealthReason) -> tuple[str, ...]:
             return (f"busload command ls --domain {domain} --status PENDING",)
         case HealthCode.WORKER_LOST:
             return ("busload worker MODULE:BUS",)
+        case HealthCode.SCHEDULES_LATE:
+            return ("busload worker MODULE:BUS", "busload schedule ls")
         case HealthCode.PUBLISHING_FAILS:
             return ("busload outbox retry", "busload outbox reroute")
         case HealthCode.FAILURES_IN_A_ROW:
@@ -100,10 +102,6 @@ def _stands_still(still: Still, server: Server) -> Finding:
         case FindingCode.DOMAIN_PAUSED:
             found = f"The domain {still.subject} has been paused for {waited}."
             run = (f"busload domain resume {subject}",)
-        case FindingCode.SCHEDULES_OVERDUE:
-            are = counted(still.count, "schedule is", "schedules are")
-            found = f"{are} due and not fired, the first one, {still.subject}, for {waited}."
-            run = ("busload worker MODULE:BUS", "busload schedule ls")
         case FindingCode.SCHEDULE_PAUSED:
             found = f"The schedule {still.subject} has been paused for {waited}."
             run = (f"busload schedule resume {subject}",)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from busload.health.health import Condition, Facts, ReadyDomain, SeenWorker, Unpublished
-from busload.postgres.plan import ONE_MOMENT, Plan, execute, many
+from busload.health.health import Condition, Facts, LateSchedules, ReadyDomain, SeenWorker, Unpublished
+from busload.postgres.plan import ONE_MOMENT, Plan, execute, many, one
 from busload.postgres.schema import migrate
 from busload.postgres.statements import statements
 
@@ -26,7 +26,8 @@ def read() -> Plan[Facts]:
     ready = yield from many(ReadyDomain, SQL.ready, most=MOST)
     workers = yield from many(_worker, SQL.workers)
     unpublished = yield from many(Unpublished, SQL.unpublished)
-    return Facts(now, tuple(ready), tuple(workers), tuple(unpublished))
+    late = yield from one(LateSchedules, SQL.late_schedules, most=MOST)
+    return Facts(now, tuple(ready), tuple(workers), tuple(unpublished), late)
 
 
 def _worker(name: str, alive: bool, seen_at: datetime, held: int, condition: Any) -> SeenWorker:

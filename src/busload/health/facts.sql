@@ -116,6 +116,16 @@ SELECT transport, sum(hi - lo + 1)::bigint, min(since), max(error)
  GROUP BY transport
  ORDER BY transport;
 
+-- name: late_schedules
+-- How many schedules nobody has fired though their due time counts as missed, and the first of them.
+SELECT count(*), (array_agg(name ORDER BY next_due_at, name))[1], min(next_due_at)
+  FROM (SELECT name, next_due_at
+          FROM busload.schedule
+         WHERE paused_at IS NULL AND next_due_at < now() - missed_after
+         ORDER BY next_due_at
+         LIMIT %(most)s::integer) AS late
+HAVING count(*) > 0;
+
 -- name: now
 -- The time of the database.
 SELECT now();

@@ -33,6 +33,7 @@ class HealthCode(StrEnum):
     STUCK_THREADS = "STUCK_THREADS"
     LOOP_BLOCKED = "LOOP_BLOCKED"
     STATION_ENDED = "STATION_ENDED"
+    SCHEDULES_LATE = "SCHEDULES_LATE"
     PUBLISHING_FAILS = "PUBLISHING_FAILS"
     BROKER_UNREACHABLE = "BROKER_UNREACHABLE"
     NOT_RUNNING = "NOT_RUNNING"
@@ -132,6 +133,15 @@ class Unpublished:
 
 
 @dataclass(frozen=True, slots=True)
+class LateSchedules:
+    """Schedules that are due for so long that their due time counts as missed."""
+
+    count: int
+    first: str
+    since: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the database tells at one moment."""
 
@@ -139,6 +149,7 @@ class Facts:
     ready: tuple[ReadyDomain, ...] = ()
     workers: tuple[SeenWorker, ...] = ()
     unpublished: tuple[Unpublished, ...] = ()
+    late_schedules: LateSchedules | None = None
 
 
 def judge(facts: Facts, settings: HealthSettings) -> Iterator[HealthReason]:
@@ -159,6 +170,13 @@ def judge(facts: Facts, settings: HealthSettings) -> Iterator[HealthReason]:
         said = f": {failed.error}" if failed.error else ""
         message = f"{counted(failed.commands, 'command')} cannot be published to {failed.transport}{said}"
         yield _reason(HealthCode.PUBLISHING_FAILS, message, critical=critical, since=failed.since)
+    if (late := facts.late_schedules) is not None:
+        runs = any(worker.alive for worker in facts.workers)
+        why = "workers run, and their log says why they do not fire" if runs else "no worker runs that could fire"
+        are = counted(late.count, "schedule is", "schedules are")
+        message = f"{are} due and not fired, the first one {late.first}: {why}."
+        critical = facts.now - late.since >= settings.critical_after
+        yield _reason(HealthCode.SCHEDULES_LATE, message, critical=critical, since=late.since)
 
 
 def judge_worker(name: str, condition: Condition, settings: HealthSettings) -> Iterator[HealthReason]:

@@ -24,6 +24,8 @@ PLACES = {
 }
 """The label of each place, and where an overview counts what is in it."""
 OUTCOMES = ("completed", "failed", "canceled")
+MOST_SCHEDULES = 1000
+"""Schedules that are told one by one: those that are due first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,23 @@ class Unpublished:
     oldest: float
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduleFacts:
+    """A schedule: times are seconds since 1970, and `late` are seconds."""
+
+    name: str
+    domain: str
+    last_due: float | None
+    next_due: float | None
+    late: float
+    paused: bool
+
+
 def read() -> Plan[Metrics]:
     """Read everything at one moment; needs a transaction of its own."""
     found = yield from overview()
     unpublished = yield from many(Unpublished, SQL.unpublished)
+    schedules = yield from many(ScheduleFacts, SQL.schedules, most=MOST_SCHEDULES)
     troubled_since: dict[str, float] = dict((yield from execute(SQL.troubled_since)))
     totals = yield from statistics.totals()
     return Metrics(
@@ -58,6 +73,7 @@ def read() -> Plan[Metrics]:
             *_of_domains(found, troubled_since),
             *_of_transports(unpublished),
             *_of_workers(found),
+            *_of_schedules(schedules),
             *_of_totals(found, totals),
         )
     )
@@ -121,6 +137,24 @@ def _of_workers(found: Overview) -> Iterable[Metric]:
         [({"state": "alive"}, found.workers), ({"state": "silent"}, found.silent_workers)],
     )
     yield _metric("slots", "gauge", "Commands that the living workers can run at a time.", [({}, found.slots)])
+
+
+def _of_schedules(schedules: Iterable[ScheduleFacts]) -> Iterable[Metric]:
+    schedules = list(schedules)
+    about = (
+        ("schedule_last_due_timestamp_seconds", "The due time of the schedule that was fired last.", "last_due"),
+        ("schedule_next_due_timestamp_seconds", "When the schedule is due next.", "next_due"),
+        ("schedule_late_seconds", "Seconds since the oldest due time that was not fired; 0 if all were.", "late"),
+        ("schedule_paused", "Whether the schedule is paused: then it fires nothing.", "paused"),
+    )
+    for name, help, field in about:
+        values = [(each, getattr(each, field)) for each in schedules]
+        samples = [
+            ({"domain": each.domain, "schedule": each.name}, float(value))
+            for each, value in values
+            if value is not None
+        ]
+        yield _metric(name, "gauge", help, samples)
 
 
 def _of_totals(found: Overview, totals: Mapping[str, Counts]) -> Iterable[Metric]:
