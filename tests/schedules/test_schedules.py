@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -12,12 +13,14 @@ import psycopg
 import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, InvalidCommandError, SyncCommandBus, Worker
+from busload.commands import rescue
 from busload.commands.send import NO_BROKER
 from busload.errors import InvalidOperationError, ScheduleNotFoundError
-from busload.schedules.declare import declare
+from busload.schedules.declare import declare, release_of
 from busload.schedules.fire import Fired, fire
 from busload.schedules.planned import DueTime
 from busload.schedules.schedule import Schedule
+from busload.schedules.station import ScheduleStation
 from busload.sync.plan import perform
 from tests.given import DOMAIN, Database, Given, at_once, eventually
 
@@ -27,6 +30,9 @@ EVERY = timedelta(hours=10)
 START = datetime.now(UTC) - 100.5 * EVERY
 RARELY: Any = {"every": EVERY, "domain": DOMAIN, "starts_at": START}
 """Due five hours from now, and not while these tests run."""
+
+
+REGISTERED: Any = {"name": "w", "domains": [DOMAIN], "concurrency": 1, "lease_for": timedelta(seconds=30)}
 
 
 def scheduled(bus: CommandBus, name: str = "billing", **options: Any) -> Schedule:
@@ -192,6 +198,70 @@ async def test_two_releases_that_start_in_turn_fire_each_due_time_once(
                 database.rows("UPDATE busload.schedule SET next_due_at = next_due_at - interval '3 seconds'")
                 fired(database)
     assert len(set(keys(database))) == len(keys(database)) == database.count("fire") > 2
+
+
+async def test_a_process_of_an_old_release_that_starts_again_does_not_bring_its_declaration_back(
+    bus: CommandBus, given: Given, dsn: str, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a rolling deploy the newest release wins that has a living worker, also against one that starts later"""
+    caplog.set_level(logging.INFO)
+    given.handler()
+
+    def is_new() -> bool:
+        return bool(database.value("SELECT command ->> 'data' IS NULL FROM busload.schedule"))
+
+    async with CommandBus(dsn) as new:
+        new.handler(DOMAIN, "Debit")(lambda command, ctx: None)
+        scheduled(bus)
+        scheduled(new, command=BatchCommand("Debit"))
+        await given.drained()
+        assert not is_new()
+        running = Worker(new)
+        task = asyncio.create_task(running.run())
+        try:
+            await eventually(is_new)
+            await given.drained()
+            assert is_new()
+            assert "1 schedule is as a newer release declares" in caplog.text
+            assert await bus.schedules.changes() == ["billing"]
+        finally:
+            running.stop()
+            await task
+        await given.drained()  # a rollback: no worker of the newer release is left
+        assert not is_new()
+        await Worker(new).drain()
+        assert is_new()
+
+
+async def test_a_worker_that_gave_way_brings_its_declaration_back_when_the_newer_release_is_gone(
+    bus: CommandBus, dsn: str, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the last worker of it has died; a release that is declared by hand is the newest from then on"""
+
+    async def on_its_own(plan: Any) -> Any:
+        return database.perform(plan)
+
+    def kept() -> str:
+        return str(database.value("SELECT declaration FROM busload.schedule"))
+
+    old, new = scheduled(bus), scheduled(CommandBus(dsn), command=BatchCommand("Debit"))
+    database.perform(declare([old]))
+    database.perform(declare([new]))
+    newer = database.perform(rescue.register(**REGISTERED, release=release_of([new])))
+    station = ScheduleStation(on_its_own, on_its_own, [old], NO_BROKER)
+    await station.start()
+    assert kept() == new.declaration
+    monkeypatch.setattr("busload.schedules.station.LONGEST_PAUSE", 0)
+    await station.once()
+    assert kept() == new.declaration
+    given.died(newer)
+    await station.once()
+    assert kept() == old.declaration
+    database.perform(rescue.register(**REGISTERED, release=release_of([old])))
+    assert database.perform(declare([new])) == ["billing"]
+    assert await bus.schedules.sync() == ["billing"]
+    assert database.perform(declare([new])) == []
+    assert kept() == old.declaration
 
 
 async def test_releases_that_start_at_once_do_not_wait_for_each_other(bus: CommandBus, dsn: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from busload.commands.execution import Lease
@@ -64,9 +65,13 @@ def register(
     concurrency: int,
     lease_for: timedelta,
     version: str | None = None,
+    release: str | None = None,
     dead: Sequence[int] = (),
 ) -> Plan[int]:
-    """Give a worker a number. `dead` are those that it had before, if it was declared dead."""
+    """Give a worker a number. `dead` are those that it had before, if it was declared dead.
+
+    `release` is a fingerprint of all schedules that its application declares.
+    """
     [(worker,)] = yield from execute(
         SQL.register,
         name=name,
@@ -74,6 +79,7 @@ def register(
         concurrency=concurrency,
         lease_for=lease_for,
         version=version,
+        release=release,
         dead=list(dead),
     )
     return int(worker)
@@ -98,14 +104,14 @@ def come_back(
     concurrency: int,
     lease_for: timedelta,
     version: str | None = None,
+    release: str | None = None,
 ) -> Plan[tuple[int, frozenset[UUID]]]:
     """Give a worker that was declared dead a new number, and the leases that nobody has taken over.
 
     `dead` are the numbers that it had. Returns the new number, and the leases that it holds again. Needs a transaction.
     """
-    worker = yield from register(
-        name=name, domains=domains, concurrency=concurrency, lease_for=lease_for, version=version, dead=dead
-    )
+    facts: dict[str, Any] = {"lease_for": lease_for, "version": version, "release": release, "dead": dead}
+    worker = yield from register(name=name, domains=domains, concurrency=concurrency, **facts)
     resumed = yield from resume(
         worker=worker,
         dead=dead,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -157,12 +158,24 @@ def schedule(name: str, options: ScheduleOptions, limits: InputLimits, types: Da
     )
 
 
-def declare(schedules: Sequence[Schedule]) -> Plan[list[str]]:
+def release_of(schedules: Sequence[Schedule]) -> str | None:
+    """A fingerprint of all that an application declares: two releases that declare the same have the same."""
+    if not schedules:
+        return None
+    declarations = sorted(f"{one.name} {one.declaration}" for one in schedules)
+    return hashlib.sha256("\n".join(declarations).encode()).hexdigest()[:16]
+
+
+def declare(schedules: Sequence[Schedule], *, newest: bool = False) -> Plan[list[str]]:
     """Keep these declarations in the database; returns the names of those that are new or have changed.
 
-    If there are none, nothing is written.
+    What a newer release has declared stays, as long as a worker of that release is alive. With `newest`, this release
+    is the newest from now on. If nothing is new or has changed, nothing is written but the release itself.
     """
     now, changed = yield from _changed(schedules)
+    release = release_of(schedules)
+    if changed or newest:
+        yield from execute(SQL.see_release, release=release, newest=newest)
     if not changed:
         return []
     columns = {
@@ -176,6 +189,7 @@ def declare(schedules: Sequence[Schedule]) -> Plan[list[str]]:
         "missed_afters": [one.policy.missed_after for one in changed],
         "declarations": [one.declaration for one in changed],
         "next_due_ats": [one.rule.next(now) for one in changed],
+        "release": release,
     }
     rows = yield from execute(SQL.declare, **columns)
     return [name for name, _ in rows]

@@ -4,15 +4,23 @@ SELECT now(), ARRAY(SELECT name || ' ' || declaration
                       FROM busload.schedule
                      WHERE name = ANY (%(names)s::text[]));
 
+-- name: see_release
+-- Note when a release was seen for the first time. One that is declared by hand is the newest from now on.
+INSERT INTO busload.release AS r (release) VALUES (%(release)s::text)
+    ON CONFLICT (release) DO UPDATE
+   SET since = clock_timestamp()
+ WHERE %(newest)s::boolean AND EXISTS (SELECT FROM busload.release AS other WHERE other.since > r.since);
+
 -- name: declare
--- Keep schedules as they are declared now, in order, so that two releases cannot wait for each other. A pause
--- stays. If the rule is the same, so is the next due time. A due time that has come and was not fired yet is
--- fired, though the rule has changed since. Returns the names of those that are new or have changed.
+-- Keep schedules as they are declared now, in order, so that two releases cannot wait for each other. What a
+-- newer release has declared stays as long as a worker of that release is alive. A pause stays. If the rule
+-- is the same, so is the next due time. A due time that has come and was not fired yet is fired, though the
+-- rule has changed since. Returns the names of those that are new or have changed.
 WITH declared AS (
     INSERT INTO busload.schedule AS s (name, domain, rule, command, expires_in, catch_up, catch_up_limit,
-                                       missed_after, declaration, next_due_at)
+                                       missed_after, declaration, next_due_at, release)
     SELECT name, domain, rule::jsonb, command::json, expires_in, catch_up, catch_up_limit, missed_after,
-           declaration, next_due_at
+           declaration, next_due_at, %(release)s::text
       FROM unnest(%(names)s::text[], %(domains)s::text[], %(rules)s::text[], %(commands)s::text[],
                   %(expires_ins)s::interval[], %(catch_ups)s::text[], %(catch_up_limits)s::integer[],
                   %(missed_afters)s::interval[], %(declarations)s::text[], %(next_due_ats)s::timestamptz[])
@@ -29,11 +37,20 @@ WITH declared AS (
            missed_after = excluded.missed_after,
            declaration = excluded.declaration,
            declared_at = now(),
+           release = excluded.release,
            next_due_at = CASE WHEN s.rule = excluded.rule OR s.next_due_at <= now()
                               THEN s.next_due_at
                               ELSE excluded.next_due_at
                          END
      WHERE s.declaration <> excluded.declaration
+       AND NOT EXISTS (
+            SELECT
+              FROM busload.release AS newer
+              JOIN busload.release AS own ON own.release = excluded.release AND own.since < newer.since
+              JOIN busload.worker AS w
+                ON w.release = newer.release AND w.stopped_at IS NULL AND w.seen_at > now() - w.lease_for
+             WHERE newer.release = s.release
+       )
     RETURNING name
 )
 SELECT name, pg_notify('busload_schedule', '') FROM declared;

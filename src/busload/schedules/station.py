@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from busload.commands.send_middleware import SendMiddleware
 from busload.commands.wording import counted
 from busload.postgres.backoff import Backoff
 from busload.postgres.plan import Plan
-from busload.schedules.declare import declare
+from busload.schedules.declare import changes, declare
 from busload.schedules.fire import ANY_INPUT, Fired, fire, seconds_to_next
 from busload.schedules.schedule import Schedule
 from busload.settings import InputLimits
@@ -44,16 +45,27 @@ class ScheduleStation:
         self._others = Backoff(first=0.02, longest=LONGEST_WAIT)
         self._unreadable: set[str] = set()
         """Declarations that this worker cannot read, and leaves to others."""
+        self._left, self._declared_at = 0, 0.0
+        """How many schedules a newer release declares otherwise, and when this worker has looked."""
         self._refused: dict[str, str] = {}
         """What middleware has raised about schedules that are still due."""
 
     async def start(self) -> None:
-        """Keep what the bus declares. A release that starts later changes it: the last one to start wins."""
-        if self._schedules and (changed := await self._in_transaction(declare(self._schedules))):
+        """Keep what the bus declares. Of the releases whose workers are alive, the one that was seen last wins."""
+        if not self._schedules:
+            return
+        if changed := await self._in_transaction(declare(self._schedules)):
             log.info("Declared %s: %s", counted(len(changed), "schedule"), ", ".join(sorted(changed)[:10]))
+        left = len(await self._perform(changes(self._schedules)))
+        if left and not self._left:
+            are = counted(left, "schedule is", "schedules are")
+            log.info("%s as a newer release declares, as long as a worker of it runs", are)
+        self._left, self._declared_at = left, time.monotonic()
 
     async def once(self) -> float:
         """Fire what is due, and return the seconds until the next look."""
+        if self._left and time.monotonic() - self._declared_at >= LONGEST_PAUSE:
+            await self.start()  # the newer release may be gone
         pause: float | None = await self._perform(seconds_to_next(self._unreadable))
         if pause is not None and pause <= 0:
             fired = await self.fire()

@@ -34,10 +34,14 @@ class Schedules:
     def sync(self, *, conn: AnySyncConnection | None = None) -> builtins.list[str]:
         """Keep the schedules that this bus declares in the database; return the names of those that are new or changed.
 
-        Workers do so when they start. Schedules that the bus does not declare stay as they are: `remove` ends them.
-        With `conn` it is done when that transaction commits.
+        Workers do so when they start. This call makes its release the newest: workers of other releases that start
+        later leave these declarations alone, as long as a worker of this release runs. Schedules that the bus does not
+        declare stay as they are: `remove` ends them. With `conn` it is done when that transaction commits.
         """
-        plan = partial(declare.declare, [*self._declared.values()])
+        declared = [*self._declared.values()]
+        if not declared:
+            return []
+        plan = partial(declare.declare, declared, newest=True)
         changed = self._database.write(patient(plan), conn)
         if changed:
             log.info("Declared the schedules %s", ", ".join(sorted(changed)))

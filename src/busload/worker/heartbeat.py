@@ -26,6 +26,7 @@ from busload.health.health import Condition
 from busload.postgres.connection import Connection
 from busload.postgres.heartbeat_thread import LAST_BEAT, NextBeat, beat
 from busload.postgres.own_connection import RESPONSE_TIMEOUT
+from busload.schedules.declare import release_of
 from busload.sync.connection import connect
 from busload.sync.plan import perform
 from busload.worker.shared import Shared, clock
@@ -59,6 +60,7 @@ class Heartbeat:
             "concurrency": shared.settings.concurrency,
             "lease_for": lease_for,
             "version": version("busload"),
+            "release": release_of([*shared.bus.declared_schedules.values()]),
         }
         self._on_renewal, self._on_declared_dead, self._condition = on_renewal, on_declared_dead, condition
         self._on_asked_to_stop = on_asked_to_stop

@@ -13,6 +13,7 @@ CREATE TABLE busload.schedule (
     missed_after  interval    NOT NULL,
     declaration   text        NOT NULL,   -- a fingerprint of all of the above
     declared_at   timestamptz NOT NULL DEFAULT now(),
+    release       text,                   -- of the application that declared it: see busload.release
     next_due_at   timestamptz,            -- null: it has ended
     last_due_at   timestamptz,
     paused_at     timestamptz,
@@ -20,6 +21,13 @@ CREATE TABLE busload.schedule (
     pause_reason  text
 ) WITH (fillfactor = 50);
 CREATE INDEX schedule_due ON busload.schedule (next_due_at) WHERE paused_at IS NULL;
+
+-- When a release of an application, which is known by the schedules that it declares, was seen for the first
+-- time, or was declared by hand. The newest one of those that run decides how a schedule is.
+CREATE TABLE busload.release (
+    release text        PRIMARY KEY,
+    since   timestamptz NOT NULL DEFAULT clock_timestamp()
+);
 
 -- What was fired, triggered and skipped. Rows outlive their schedule, and go by their age.
 CREATE TABLE busload.fire (
