@@ -6,10 +6,16 @@ SELECT now(), ARRAY(SELECT name || ' ' || declaration
 
 -- name: see_release
 -- Note when a release was seen for the first time. One that is declared by hand is the newest from now on.
-INSERT INTO busload.release AS r (release) VALUES (%(release)s::text)
-    ON CONFLICT (release) DO UPDATE
-   SET since = clock_timestamp()
- WHERE %(newest)s::boolean AND EXISTS (SELECT FROM busload.release AS other WHERE other.since > r.since);
+-- If it is that already, nothing is written.
+INSERT INTO busload.release (release)
+SELECT %(release)s::text
+ WHERE NOT EXISTS (
+        SELECT
+          FROM busload.release
+         WHERE release = %(release)s::text
+           AND (NOT %(newest)s::boolean OR since = (SELECT max(since) FROM busload.release))
+ )
+    ON CONFLICT (release) DO UPDATE SET since = clock_timestamp() WHERE %(newest)s::boolean;
 
 -- name: declare
 -- Keep schedules as they are declared now, in order, so that two releases cannot wait for each other. What a
