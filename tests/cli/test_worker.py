@@ -261,6 +261,7 @@ def test_a_log_for_programs_is_one_json_object_per_line(
         ("app", "wanted e.g. app:bus"),
         ("nowhere:bus", "there is no module 'nowhere'"),
         ("app.inner:bus", "there is no module 'app.inner'"),
+        ("app.py:bus", "Did you mean 'app:bus'?"),
         ("app:missing", "'app' has no 'missing'"),
         ("app:number", "'app:number' is an int, wanted a CommandBus or SyncCommandBus"),
         ("app:empty", "'app:empty' has no handlers; register some with @bus.handler"),
@@ -285,7 +286,13 @@ def test_a_module_that_fails_to_import_something_else_says_what(
     monkeypatch.setattr(sys, "path", [*sys.path])
     result = offline("worker", "broken:bus")
     assert result.exit_code == 1
-    assert "No module named 'no_such_library'" in result.stderr
+    said = " ".join(result.stderr.split())
+    assert (
+        "'broken:bus' cannot be imported: ModuleNotFoundError: No module named 'no_such_library', in line 1 of" in said
+    )
+    (tmp_path / "raising.py").write_text("x = 1\nraise RuntimeError('boom')")
+    said = " ".join(offline("worker", "raising:bus").stderr.split())
+    assert "'raising:bus' cannot be imported: RuntimeError: boom, in line 2 of" in said
 
 
 def test_domains_without_a_handler_are_refused(spawn: Spawn, tmp_path: Path) -> None:

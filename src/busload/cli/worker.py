@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,7 +29,7 @@ from busload.cli.options import Decorator
 from busload.cli.processes import ASKED_TO_STOP, Processes, end_with_parent
 from busload.cli.with_verbs import WithVerbs
 from busload.cli.worker_list import ls, stop
-from busload.errors import kind_of
+from busload.errors import InvalidOperationError, kind_of
 from busload.postgres.connection import connection_errors_explained
 from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
@@ -235,13 +236,27 @@ def _imported(application: str) -> object:
         found: object = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise _wrong(f"there is no module {error.name!r}, neither in {here} nor among the installed ones") from None
+            raise _unimportable(application, error) from error
+        likely = f". Did you mean '{module_name.removesuffix('.py')}:{path}'?" if module_name.endswith(".py") else ""
+        missing = f"there is no module {error.name!r}, neither in {here} nor among the installed ones"
+        raise _wrong(f"{missing}{likely}") from None
+    except Exception as error:
+        raise _unimportable(application, error) from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise _wrong(f"{module_name!r} has no {path!r}.{did_you_mean(name, dir(found))}")
         found = getattr(found, name)
     return found
+
+
+def _unimportable(application: str, error: Exception) -> InvalidOperationError:
+    """The application has raised while it was imported: the error says where."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f", in line {frames[-1].lineno} of {frames[-1].filename}" if len(frames) > 1 else ""
+    return InvalidOperationError(
+        f"{application!r} cannot be imported: {type(error).__name__}: {error}{where}. Mend that; "
+        f"`python -c 'import {application.partition(':')[0]}'` shows the same."
+    )
 
 
 def _wrong(message: str) -> click.BadParameter:
