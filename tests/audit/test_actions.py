@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from busload.batches import FailureBudget
 from busload.commands.command import Command
 from busload.errors import InvalidCommandError
 from busload.jobs.job import Stage
+from busload.postgres.write import patient
+from busload.tasks import Phase, phase
 from tests.given import DOMAIN, Database, Given
 
 
@@ -94,6 +97,15 @@ async def _worker(given: Given, bus: CommandBus) -> Any:
     return given.registered_worker()
 
 
+async def _old_tracker(given: Given, bus: CommandBus) -> Any:
+    await bus.database.read(phase.current("legacy"))
+
+
+async def _switch(bus: CommandBus, operator: str) -> Any:
+    to = partial(phase.switch, "legacy", Phase.DUAL_WRITE, operator=operator, reason=WHY, force=True)
+    await bus.database.write(patient(to))
+
+
 async def _nothing(given: Given, bus: CommandBus) -> Any:
     return None
 
@@ -134,6 +146,7 @@ DONE: dict[ActionType, tuple[Before, Act, str | None]] = {
     ActionType.SCHEDULE_RESUMED: (_paused_schedule, lambda b, i, o: b.schedules.resume("nightly", operator=o), None),
     ActionType.SCHEDULE_TRIGGERED: (_scheduled, lambda b, i, o: b.schedules.trigger("nightly", operator=o), None),
     ActionType.SCHEDULE_REMOVED: (_scheduled, lambda b, i, o: b.schedules.remove("nightly", operator=o), None),
+    ActionType.TRACKER_SWITCHED: (_old_tracker, lambda b, i, o: _switch(b, o), WHY),
     ActionType.BUFFER_FLUSHED: (_nothing, lambda b, i, o: b.buffers.flush("events", operator=o), None),
     ActionType.WORKER_ASKED_TO_STOP: (_worker, lambda b, i, o: b.workers.stop(i, reason=WHY, operator=o), WHY),
 }
@@ -153,6 +166,7 @@ async def test_what_an_operator_does_is_kept_with_name_and_reason(
     assert began <= one.at
     assert {one.operator for one in found} == {"ada"}  # what nobody is named for is not there
     wanted = {ActionType.LIMIT_RESET: None, ActionType.BUFFER_FLUSHED: "events", ActionType.WORKER_ASKED_TO_STOP: None}
+    wanted[ActionType.TRACKER_SWITCHED] = None
     assert one.domain == wanted.get(action, DOMAIN)
     about_commands = one.command_id is not None
     assert about_commands is (action in list(ActionType)[:7])

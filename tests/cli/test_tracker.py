@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from busload import Execution, PermanentCommandError, SyncCommandBus, SyncTaskTracker
+from busload.tasks import phase
 from busload.testing import TestServer
 from tests.cli.conftest import Busload
 from tests.given import Database
@@ -458,3 +459,66 @@ def test_the_self_test_says_what_does_not_hold(busload: Busload, database: Datab
     result = busload("tracker", "selftest")
     assert result.exit_code == 1
     assert [line[0] for line in result.stdout.splitlines()] == ["✓", "✓", "✗", "✓", "✓"]
+
+
+@pytest.fixture
+def legacy(sync_bus: SyncCommandBus) -> str:
+    """An old tracker in shadow, with two calls compared and one disagreement."""
+    compared = phase.Comparisons("legacy")
+    at = sync_bus.database.read(phase.current("legacy"))
+    compared.add(at.number, phase.Answers("jobs:1", "enqueue", "enqueued", "enqueued"))
+    compared.add(at.number, phase.Answers("jobs:2", "claim", "claimed", "not claimed"))
+    sync_bus.database.in_transaction(compared.write(compared.take()))
+    return "legacy"
+
+
+def test_the_report_says_how_far_two_trackers_agree(busload: Busload, legacy: str) -> None:
+    assert "No old tracker is known" not in busload("tracker", "report").output
+    found = json.loads(busload("tracker", "report", "--json").stdout)
+    [shadow] = found["phases"]
+    assert (shadow["old_tracker"], shadow["phase"], shadow["compared"], shadow["agreed"]) == ("legacy", "shadow", 2, 1)
+    [one] = found["disagreements"]
+    assert (one["task_id"], one["operation"], one["old"], one["busload"]) == (
+        "jobs:2",
+        "claim",
+        "claimed",
+        "not claimed",
+    )
+    assert one["at"] == shadow["disagreed_at"]
+    shown = busload("tracker", "report").stdout
+    assert "legacy" in shown and "jobs:2" in shown and "not claimed" in shown
+    wrong = busload("tracker", "report", "--old", "legcy")
+    assert wrong.exit_code == 1 and "Did you mean 'legacy'?" in wrong.stderr
+
+
+def test_a_switch_is_refused_until_it_is_safe_and_is_kept_in_the_audit(
+    busload: Busload, legacy: str, database: Database
+) -> None:
+    refused = busload("tracker", "switch", "dual_write")
+    assert refused.exit_code == 1
+    assert "2 calls compared in this phase, wanted at least 1,000" in " ".join(refused.stderr.split())
+    assert "busload tracker report" in " ".join(refused.stderr.split())
+    safe = ("--at-least", "2", "--agreed-for", "1h")
+    database.rows("UPDATE busload.tracker_disagreement SET at = at - interval '2 hours'")
+    tried = busload("tracker", "switch", "dual_write", *safe, "--dry-run")
+    assert tried.stdout == "Would switch legacy from shadow to dual_write; nothing was done.\n"
+    assert database.count("tracker_phase") == 1
+    done = busload("tracker", "switch", "dual_write", *safe, "--operator", "rosa", "--reason", "it is quiet")
+    assert done.exit_code == 0 and done.stdout.startswith("Switched legacy from shadow to dual_write.")
+    assert busload("tracker", "switch", "dual_write").stdout == "legacy is in dual_write already.\n"
+    [noted] = json.loads(busload("audit", "ls", "--json").stdout)
+    assert (noted["type"], noted["operator"], noted["reason"]) == ("TRACKER_SWITCHED", "rosa", "it is quiet")
+    assert (noted["old_tracker"], noted["phase"]) == ("legacy", "dual_write")
+    assert "legacy to dual_write" in busload("audit", "ls").stdout
+
+
+def test_an_old_tracker_is_named_if_there_are_several(busload: Busload, legacy: str, sync_bus: SyncCommandBus) -> None:
+    sync_bus.database.read(phase.current("other"))
+    result = busload("tracker", "switch", "dual_write", "--force")
+    assert result.exit_code == 2 and "Name one by --old: legacy, other." in result.stderr
+    assert busload("tracker", "switch", "dual_write", "--force", "--old", "other").exit_code == 0
+
+
+def test_without_an_old_tracker_there_is_nothing_to_switch(busload: Busload, sync_bus: SyncCommandBus) -> None:
+    result = busload("tracker", "switch", "dual_write")
+    assert result.exit_code == 1 and "No old tracker is known." in result.stderr

@@ -35,6 +35,7 @@ from busload.cli.output import wrapped
 from busload.cli.progress_bar import counters_that_fit
 from busload.limits import rate
 from busload.limits.rate import Ask
+from busload.tasks import phase
 from tests.brokers.faulty import FaultyTransport
 from tests.cli.conftest import Busload, Spawn
 from tests.cli.terminal import at_terminal, terminal
@@ -193,6 +194,8 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "trace": TASK,
             "tracker compare": "--table legacy.task_tracker",
             "tracker selftest": "",
+            "tracker report": "",
+            "tracker switch": "dual_write --force --dry-run",
             "tracker recover": f"--queue {QUEUE} --waiting-for 1s --dry-run",
             "troubleshooting ls": "--limit 5",
             "troubleshooting domains": "",
@@ -220,6 +223,12 @@ def track(given: Given) -> None:
             database.rows(
                 "INSERT INTO legacy.task_tracker VALUES (%s, %s, %s, 'queued')", queued.task_key, uuid4(), QUEUE
             )
+        compared = phase.Comparisons("partner-tracker-of-europe-west")
+        task_id = tracker.task_id(QUEUE, "partner-europe-west", "0000004711", 1)
+        bus.database.read(phase.current("partner-tracker-of-europe-west"))
+        for busload in ("not claimed", "InvalidOperationError: Execution 01a1ee7f is none of task partner_tasks"):
+            compared.add(1, phase.Answers(task_id, "claim", "claimed", busload))
+        bus.database.in_transaction(compared.write(compared.take()))
     database.rows("UPDATE busload.command SET created_at = now() - interval '1 h' WHERE domain = %s", QUEUE)
 
 

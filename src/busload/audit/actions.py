@@ -53,6 +53,7 @@ class ActionType(StrEnum):
     SCHEDULE_RESUMED = "SCHEDULE_RESUMED"
     SCHEDULE_TRIGGERED = "SCHEDULE_TRIGGERED"
     SCHEDULE_REMOVED = "SCHEDULE_REMOVED"
+    TRACKER_SWITCHED = "TRACKER_SWITCHED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,9 @@ class Action:
     job_id: str | None = None
     priority: str | None = None
     schedule: str | None = None
+    old_tracker: str | None = None
+    phase: str | None = None
+    """The phase to which an old tracker was switched."""
     first: datetime | None = None
     """When the first of its commands was touched, if there are several."""
 

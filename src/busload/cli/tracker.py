@@ -6,27 +6,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import BinaryIO, Literal, Protocol, TypeVar
 
 import click
 import psycopg
 
-from busload.cli import noun, options
-from busload.cli.answer import Answer, answers
+from busload.cli import did_you_mean, noun, options
+from busload.cli.answer import Answer, answers, would
 from busload.cli.find import note_unknown_domain
-from busload.cli.output import paragraph
+from busload.cli.output import paragraph, shown
 from busload.cli.text_table import View
 from busload.commands import search
 from busload.commands.execution import Execution
 from busload.commands.wording import counted
+from busload.errors import InvalidOperationError
 from busload.postgres.connection import Connection
 from busload.postgres.plan import Plan
+from busload.postgres.write import patient
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import connect
 from busload.sync.plan import perform
 from busload.sync.tracker import SyncTaskTracker
+from busload.tasks import phase
 from busload.tasks.compare import Newest, OldTable, OldTask, newest, task_page
 from busload.tasks.export import ExportError, OldExport
+from busload.tasks.phase import AT_LEAST, Answers, Phase, PhaseReport
 from busload.tasks.selftest import Fact, SelfTest
 
 T = TypeVar("T")
@@ -62,7 +67,24 @@ def _table(ctx: click.Context, param: click.Parameter, name: str | None) -> str 
     return name
 
 
-tracker = noun("tracker", "recover --queue partner_tasks", "compare --table legacy.task_tracker", "selftest")
+REPORTS = View[PhaseReport](
+    "OLD_TRACKER PHASE SINCE OPERATOR COMPARED AGREED DISAGREED=disagreed_at",
+    nothing="No old tracker is known. A PhasedTracker makes its old tracker known by its first call.",
+    elastic="OLD TRACKER",
+    spare=("OPERATOR",),
+)
+ANSWERS = View[Answers]("AT OPERATION TASK=task_id OLD BUSLOAD", elastic="TASK")
+_old = click.option("--old", "old_name", metavar="NAME", help="Which old tracker, if there are several.")
+
+
+tracker = noun(
+    "tracker",
+    "recover --queue partner_tasks",
+    "compare --table legacy.task_tracker",
+    "report",
+    "switch dual_write --dry-run",
+    "selftest",
+)
 
 
 @tracker.command()
@@ -141,6 +163,89 @@ def compare(
 
 
 @tracker.command()
+@_old
+@options.limit(20)
+@answers
+def report(bus: SyncCommandBus, old_name: str | None, limit: int) -> Answer:
+    """Show in which phase each old tracker is, and how far it and busload agree.
+
+    Each phase has a line: how many calls both trackers have answered, how many of these in the same way, and when they
+    last disagreed. Below are the newest disagreements of the phase that holds.
+
+        busload tracker report
+        busload tracker report --old legacy --json | jq '.disagreements[]'
+    """
+    found = bus.database.read(phase.reports(old_name))
+    if not found and old_name is not None:
+        _known(bus, old_name)
+    newest = [
+        one
+        for report in found
+        if not report.over
+        for one in bus.database.read(phase.disagreements(report, limit=limit))
+    ]
+
+    def show() -> None:
+        REPORTS.print_table(found)
+        if newest:
+            click.echo()
+            ANSWERS.print_table(newest)
+
+    return Answer({"phases": found, "disagreements": newest}, show)
+
+
+@tracker.command()
+@click.argument("to", type=click.Choice([one.value for one in Phase]), metavar="PHASE")
+@_old
+@options.age("--agreed-for", "How long the two must have agreed: 30m, 1h, 1d.", default="1h")
+@click.option("--at-least", type=click.IntRange(min=0), default=AT_LEAST, help="How many calls must be compared.")
+@click.option("--force", is_flag=True, help="Switch although it is not known to be safe.")
+@options.reason(required=False)
+@options.operator
+@options.dry_run
+@answers
+def switch(
+    bus: SyncCommandBus,
+    to: str,
+    old_name: str | None,
+    agreed_for: timedelta,
+    at_least: int,
+    force: bool,
+    reason: str | None,
+    operator: str,
+    dry_run: bool,
+) -> Answer:
+    """Switch all processes of an application to another phase: shadow, dual_write or cut_over.
+
+    In shadow the old tracker decides, and busload is written beside it. In dual_write busload decides, and the old
+    tracker is written beside it. In cut_over busload alone is written. A phase is left for the next one if enough calls
+    were compared and the two have agreed for long enough, and for the one before if the old tracker is in step.
+
+        busload tracker switch dual_write --dry-run
+        busload tracker switch cut_over --agreed-for 1d
+    """
+    name = _known(bus, old_name)
+    plan = partial(
+        phase.switch,
+        name,
+        Phase(to),
+        operator=operator,
+        reason=reason,
+        force=force,
+        agreed_for=agreed_for,
+        at_least=at_least,
+        dry_run=dry_run,
+    )
+    left = bus.database.write(patient(plan))
+    value = {"old_tracker": name, "phase": to, "switched": left is not None and not dry_run}
+    if left is None:
+        return Answer(value, f"{name} is in {to} already.")
+    if dry_run:
+        return would(f"switch {name} from {left.phase} to {to}", **value)
+    return Answer(value, f"Switched {name} from {left.phase} to {to}. {AFTER[Phase(to)]}")
+
+
+@tracker.command()
 @answers
 def selftest(bus: SyncCommandBus) -> Answer:
     """Try on this database what a tracker promises; exit code 1 if a promise does not hold.
@@ -165,6 +270,30 @@ def selftest(bus: SyncCommandBus) -> Answer:
 
 def _told(fact: Fact) -> str:
     return f"{'✓' if fact.ok else '✗'} {fact.name}: {fact.seen}"
+
+
+AFTER = {
+    Phase.SHADOW: "The old tracker decides.",
+    Phase.DUAL_WRITE: "busload decides; the old tracker is still written.",
+    Phase.CUT_OVER: "The old tracker is no longer written.",
+}
+
+
+def _known(bus: SyncCommandBus, old_name: str | None) -> str:
+    """The old tracker of this name, or the only one."""
+    names = list(dict.fromkeys(one.old_tracker for one in bus.database.read(phase.reports())))
+    if old_name is None and len(names) == 1:
+        return names[0]
+    if not names:
+        raise InvalidOperationError(REPORTS.nothing)
+    if old_name is None:
+        raise click.UsageError(f"There are several old trackers. Name one by --old: {', '.join(names)}.")
+    if old_name not in names:
+        likely = did_you_mean(old_name, names)
+        raise InvalidOperationError(
+            f"There is no old tracker {shown(old_name)!r:.200}.{likely} `busload tracker report` lists what there is."
+        )
+    return old_name
 
 
 class _Old(Protocol):

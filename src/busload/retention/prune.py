@@ -91,7 +91,7 @@ class Pruning:
     def _steps(self) -> Steps:
         """Batches before single commands, all of them: a callback may go as soon as its batch is marked."""
         self._cutoff = yield self._find_cutoff()
-        while not self._dry_run and (yield self._remove_jobs_and_fires()) == PAGE:
+        while not self._dry_run and (yield self._remove_jobs_and_notes()) == PAGE:
             pass
         yield from self._in_pages(self._mark, remove=self._dry_run)
         yield from self._in_pages(self._marked, remove=True)  # also those that an earlier run has marked
@@ -116,15 +116,17 @@ class Pruning:
         [(cutoff,)] = yield from execute(SQL.cutoff, older_than=self._older_than)
         return cutoff  # type: ignore[no-any-return]
 
-    def _remove_jobs_and_fires(self) -> Plan[int]:
-        """Remove the next jobs, whose batches may go from here on, and the next rows of the history of schedules.
+    def _remove_jobs_and_notes(self) -> Plan[int]:
+        """Remove the next jobs, whose batches may go from here on, and the next notes: what schedules fired, and what
+        two trackers disagreed about.
 
         Returns how many were removed of that of which there were more.
         """
         yield from self._begin()
         [(jobs,)] = yield from execute(SQL.remove_jobs, cutoff=self._cutoff, limit=PAGE, archive=self._archive)
         [(fires,)] = yield from execute(SQL.remove_fires, cutoff=self._cutoff, limit=PAGE)
-        return max(int(jobs), int(fires))
+        [(disagreements,)] = yield from execute(SQL.remove_disagreements, cutoff=self._cutoff, limit=PAGE)
+        return max(int(jobs), int(fires), int(disagreements))
 
     def _mark(self, after: _Batch) -> Plan[list[_Batch]]:
         """Mark the next batches that have ended."""

@@ -90,6 +90,19 @@ WITH gone AS (
 )
 SELECT count(*)::integer FROM gone;
 
+-- name: remove_disagreements
+-- Remove what two trackers have disagreed about before the cutoff.
+WITH gone AS (
+    DELETE FROM busload.tracker_disagreement
+     WHERE disagreement = ANY (ARRAY(SELECT disagreement
+                                       FROM busload.tracker_disagreement
+                                      WHERE at < %(cutoff)s::timestamptz
+                                      ORDER BY at
+                                      LIMIT %(limit)s::integer))
+    RETURNING disagreement
+)
+SELECT count(*)::integer FROM gone;
+
 -- name: ended_batches
 -- Batches that completed before the cutoff, and whose callback and job, if they have one, have ended before
 -- it as well. A batch of jobs goes after its jobs.

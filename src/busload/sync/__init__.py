@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from busload.sync.handle import SyncCommandHandle
     from busload.sync.open_batch import SyncOpenBatch
     from busload.sync.outbox import SyncOutbox
+    from busload.sync.phased_tracker import SyncOldTracker, SyncPhasedTracker
     from busload.sync.steps import SyncFinishedStage
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "SyncBuffer",
     "SyncCommandHandle",
     "SyncFinishedStage",
+    "SyncOldTracker",
     "SyncOpenBatch",
     "SyncOutbox",
+    "SyncPhasedTracker",
 ]
 
 _MODULES = {
@@ -25,8 +28,10 @@ _MODULES = {
     "SyncBuffer": "busload.sync.buffer",
     "SyncCommandHandle": "busload.sync.handle",
     "SyncFinishedStage": "busload.sync.steps",
+    "SyncOldTracker": "busload.sync.phased_tracker",
     "SyncOpenBatch": "busload.sync.open_batch",
     "SyncOutbox": "busload.sync.outbox",
+    "SyncPhasedTracker": "busload.sync.phased_tracker",
 }
 
 

@@ -66,14 +66,16 @@ def new_task(
     dedup: Dedup | None = None,
     max_attempts: int = 3,
     others: Sequence[str] = (),
+    execution_id: UUID | None = None,
 ) -> Write[Execution | None]:
     """Check a task that is about to be published, and plan to record it.
 
-    With a `dedup`, the same task in one of these `others` is a duplicate too: other names of the same queue.
+    With a `dedup`, the same task in one of these `others` is a duplicate too: other names of the same queue. Without an
+    `execution_id` its first execution gets a new one.
     """
     check(limits, task_id=task_id, metadata=metadata)
     data = metadata or {}
-    execution_id = new_execution_id()
+    execution_id = execution_id or new_execution_id()
     command = BatchCommand(TRACKED, execution_id, data, task_key=task_id, max_attempts=max_attempts)
     checked = check_one(limits, queue, command, dedup=dedup)
 
@@ -255,10 +257,11 @@ def end(
     return ended
 
 
-def retry(task_id: str, *, operator: str | None) -> Plan[Execution]:
-    """Take a task out of the dlq."""
+def retry(task_id: str, *, operator: str | None, execution_id: UUID | None = None) -> Plan[Execution]:
+    """Take a task out of the dlq. Without an `execution_id` its next execution gets a new one."""
+    announced = execution_id or new_execution_id()
     retried = yield from one(
-        search.as_execution, SQL.retry, task_key=task_id, execution_id=new_execution_id(), operator=operator
+        search.as_execution, SQL.retry, task_key=task_id, execution_id=announced, operator=operator
     )
     if retried is None:
         found = yield from newest([task_id], queues=None)

@@ -87,6 +87,8 @@ def _shown(request: Request, action: Action) -> Shown:
     if action.schedule is not None:
         link = url(request, "schedule", name=action.schedule) if action.type != ActionType.SCHEDULE_REMOVED else None
         return Shown(action, action.schedule, link)
+    if action.old_tracker is not None:
+        return Shown(action, f"{action.old_tracker} to {action.phase}", None)
     if action.type in (ActionType.DOMAIN_PAUSED, ActionType.DOMAIN_RESUMED):
         return Shown(action, str(action.domain), url(request, "domains"))
     name = action.limit or action.domain

@@ -77,7 +77,8 @@ CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
         -- What operators did to something that is neither a command nor a batch: `details` name it.
         'WORKER_ASKED_TO_STOP', 'DOMAIN_PAUSED', 'DOMAIN_RESUMED', 'LIMIT_RESET', 'BUFFER_FLUSHED',
         'OUTBOX_RETRIED', 'OUTBOX_REPAIRED', 'JOB_RESUMED', 'JOB_CANCELED',
-        'SCHEDULE_PAUSED', 'SCHEDULE_RESUMED', 'SCHEDULE_TRIGGERED', 'SCHEDULE_REMOVED'));
+        'SCHEDULE_PAUSED', 'SCHEDULE_RESUMED', 'SCHEDULE_TRIGGERED', 'SCHEDULE_REMOVED',
+        'TRACKER_SWITCHED'));
 CREATE TABLE busload.event (
     event    bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     type     busload.event_type NOT NULL,
