@@ -10,7 +10,6 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 from pgqueuer.adapters.drivers.psycopg import SyncPsycopgDriver
-from pgqueuer.adapters.persistence.qb import QueryBuilderEnvironment
 from pgqueuer.adapters.persistence.queries import SyncQueries
 
 from busload import SyncCommandBus
@@ -20,6 +19,7 @@ from busload.imports import take_over
 from busload.imports.pgqueuer import PgQueuer
 from busload.testing import TestServer, assert_sent, drain
 from tests.given import Database
+from tests.imports.installed import install_pgqueuer
 
 DAY = timedelta(days=1)
 
@@ -31,7 +31,7 @@ def jobs(dsn: str) -> str:
 
 def installed(dsn: str) -> str:
     with psycopg.connect(dsn, autocommit=True) as conn:
-        conn.execute(QueryBuilderEnvironment().build_install_query().encode())
+        install_pgqueuer(conn)
         queue = SyncQueries(SyncPsycopgDriver(conn))
         queue.enqueue("welcome", b'{"user": 7}', priority=5, dedupe_key="welcome:7", headers={"tenant": "acme"})
         queue.enqueue("later", None, execute_after=DAY)

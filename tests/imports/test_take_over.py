@@ -11,7 +11,6 @@ import pytest
 import redis
 from celery import Celery as CeleryApp  # type: ignore[import-untyped,unused-ignore]
 from click.testing import CliRunner
-from procrastinate.schema import SchemaManager
 
 from busload import SyncCommandBus
 from busload.cli import main
@@ -21,6 +20,7 @@ from busload.imports.celery import Celery
 from busload.imports.procrastinate import Procrastinate
 from busload.testing import TestServer, assert_sent, drain
 from tests.given import Database
+from tests.imports.installed import install_procrastinate
 
 TOMORROW = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
 
@@ -32,7 +32,7 @@ def jobs(dsn: str) -> str:
 
 def installed(dsn: str) -> str:
     with psycopg.connect(dsn, autocommit=True) as conn:
-        conn.execute(SchemaManager(connector=None).get_schema().encode())  # type: ignore[arg-type]
+        install_procrastinate(conn)
         conn.execute(
             "INSERT INTO procrastinate_jobs (queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at,"
             " status) VALUES ('mail', 'welcome', 5, 'user:7', 'welcome:7', '{\"user\": 7}', NULL, 'todo'),"

@@ -13,6 +13,7 @@ from busload import WorkerSettings
 from busload.postgres.own_connection import ABOUT
 from busload.postgres.pool import engine_pool
 from busload.testing import TestServer
+from tests.imports.installed import install_queues
 from tests.life import live
 from tests.postgres.test_statements import OWNED, as_prepared
 
@@ -85,6 +86,7 @@ def hostile(request: pytest.FixtureRequest) -> Iterator[str]:
     """A database with rivals of all that our statements call."""
     server: TestServer = request.getfixturevalue("server" if request.param == "18" else "oldest_server")
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        install_queues(conn)
         plant(conn)
         yield dsn
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import psycopg
-from psycopg.rows import tuple_row
-
 from busload.commands.command import BatchCommand
 from busload.commands.payload import PayloadRefusedError, decode_strict
-from busload.errors import InvalidOperationError
+from busload.imports.job_table import JobStatements, JobTable
 from busload.imports.take_over import WaitingTask, command_id_of
-from busload.postgres.connection import Connection
-from busload.postgres.plan import execute
 from busload.postgres.statements import statements
-from busload.sync.plan import perform
 
 SQL = statements(__name__)
 
 
-class PgQueuer:
+class PgQueuer(JobTable):
     """The jobs of PgQueuer in a database. If `joins`, commands are sent in the transaction that removes the jobs.
 
     A payload is bytes of any kind. What is JSON becomes `data`; other payloads stay, or become `{"base64": …}` if
@@ -32,34 +24,14 @@ class PgQueuer:
     """
 
     name = "pgqueuer"
+    statements = JobStatements(SQL.has_jobs, SQL.waiting, SQL.lock_waiting, SQL.cancel)
+    not_found = "There is no table pgqueuer in this database. Name that of PgQueuer as the argument DSN."
 
     def __init__(self, dsn: str, *, joins: bool, entrypoints: Sequence[str] = (), in_base64: bool = False) -> None:
-        self._dsn, self._joins, self._entrypoints, self._in_base64 = dsn, joins, list(entrypoints), in_base64
+        super().__init__(dsn, joins=joins, names=entrypoints)
+        self._in_base64 = in_base64
 
-    def pages(self, size: int, *, locked: bool) -> Iterator[AbstractContextManager[_Page]]:
-        with psycopg.connect(self._dsn, row_factory=tuple_row) as conn:
-            [(found,)] = perform(conn, execute(SQL.has_jobs))
-            if not found:
-                raise InvalidOperationError(
-                    "There is no table pgqueuer in this database. Name that of PgQueuer as the argument DSN."
-                )
-            last = 0
-            while True:
-                conn.rollback()
-                about = {"after": last, "entrypoints": self._entrypoints, "limit": size}
-                rows = perform(conn, execute(SQL.lock_waiting if locked else SQL.waiting, **about))
-                if not rows:
-                    return
-                last = rows[-1][0]
-                yield self._page(conn, rows)
-
-    @contextmanager
-    def _page(self, conn: Connection, rows: Sequence[tuple[Any, ...]]) -> Iterator[_Page]:
-        tasks = [self._task(*row) for row in rows]
-        yield _Page(tasks, conn if self._joins else None, conn)
-        conn.commit()
-
-    def _task(
+    def task(
         self,
         id: int,
         created: str,
@@ -95,14 +67,3 @@ class PgQueuer:
             if not self._in_base64:
                 raise
             return {"base64": base64.b64encode(payload).decode()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    tasks: Sequence[WaitingTask]
-    conn: Connection | None
-    source: Connection
-
-    def remove(self, tasks: Sequence[WaitingTask]) -> int:
-        rows = perform(self.source, execute(SQL.cancel, ids=[task.handle for task in tasks]))
-        return len(rows)

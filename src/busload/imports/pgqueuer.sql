@@ -2,26 +2,23 @@
 -- Whether PgQueuer is installed where its search_path finds it.
 SELECT to_regclass('pgqueuer') IS NOT NULL;
 
--- name: waiting
--- Jobs that wait, oldest first.
+-- fragment: waiting
+-- The next jobs that wait, oldest first.
 SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, payload, headers,
        CASE WHEN execute_after > now() THEN execute_after END
   FROM pgqueuer
  WHERE status = 'queued' AND id > %(after)s::bigint
-   AND (%(entrypoints)s::text[] = '{}' OR entrypoint = ANY (%(entrypoints)s::text[]))
+   AND (%(names)s::text[] = '{}' OR entrypoint = ANY (%(names)s::text[]))
  ORDER BY id
- LIMIT %(limit)s::integer;
+ LIMIT %(limit)s::integer
+
+-- name: waiting
+-- Jobs that wait.
+{waiting};
 
 -- name: lock_waiting
 -- The same, and no worker of PgQueuer takes them before this transaction has ended.
-SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, payload, headers,
-       CASE WHEN execute_after > now() THEN execute_after END
-  FROM pgqueuer
- WHERE status = 'queued' AND id > %(after)s::bigint
-   AND (%(entrypoints)s::text[] = '{}' OR entrypoint = ANY (%(entrypoints)s::text[]))
- ORDER BY id
- LIMIT %(limit)s::integer
-   FOR UPDATE SKIP LOCKED;
+{waiting} FOR UPDATE SKIP LOCKED;
 
 -- name: cancel
 -- Jobs that are commands now: PgQueuer removes canceled jobs, and keeps a line about each in its log.

@@ -2,26 +2,23 @@
 -- Whether procrastinate is installed where its search_path finds it.
 SELECT to_regclass('procrastinate_jobs') IS NOT NULL;
 
--- name: waiting
--- Jobs that wait, oldest first.
+-- fragment: waiting
+-- The next jobs that wait, oldest first.
 SELECT id, (SELECT extract(epoch FROM min(e.at))::text FROM procrastinate_events AS e WHERE e.job_id = j.id),
        queue_name::text, task_name::text, priority, lock, queueing_lock, args, scheduled_at
   FROM procrastinate_jobs AS j
  WHERE status = 'todo' AND id > %(after)s::bigint
-   AND (%(queues)s::text[] = '{}' OR queue_name = ANY (%(queues)s::text[]))
+   AND (%(names)s::text[] = '{}' OR queue_name::text = ANY (%(names)s::text[]))
  ORDER BY id
- LIMIT %(limit)s::integer;
+ LIMIT %(limit)s::integer
+
+-- name: waiting
+-- Jobs that wait.
+{waiting};
 
 -- name: lock_waiting
 -- The same, and no worker of procrastinate takes them before this transaction has ended.
-SELECT id, (SELECT extract(epoch FROM min(e.at))::text FROM procrastinate_events AS e WHERE e.job_id = j.id),
-       queue_name::text, task_name::text, priority, lock, queueing_lock, args, scheduled_at
-  FROM procrastinate_jobs AS j
- WHERE status = 'todo' AND id > %(after)s::bigint
-   AND (%(queues)s::text[] = '{}' OR queue_name = ANY (%(queues)s::text[]))
- ORDER BY id
- LIMIT %(limit)s::integer
-   FOR UPDATE OF j SKIP LOCKED;
+{waiting} FOR UPDATE OF j SKIP LOCKED;
 
 -- name: cancel
 -- Jobs that are commands now: procrastinate keeps them as canceled.
