@@ -7,6 +7,7 @@ import logging
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -213,9 +214,11 @@ async def test_an_outage_of_the_database_is_waited_for_once_in_shadow(
             name = database.value("SELECT current_database()")
             server.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false'.encode())
             server.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+            began = time.monotonic()
             with caplog.at_level(logging.WARNING):
                 for n in range(5):
                     await run_once(tracker, f"away:{n}")
+            assert time.monotonic() - began < 8  # 15 calls, each of which would wait a second for a connection
             server.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true'.encode())
         assert sum("goes on alone" in line.message for line in caplog.records) == 1
         assert old.status() == ["completed"] * 6
