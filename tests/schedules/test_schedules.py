@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID, uuid4
 
 import psycopg
@@ -16,12 +16,14 @@ from busload import BatchCommand, Command, CommandBus, HandlerContext, InvalidCo
 from busload.commands import rescue
 from busload.commands.send import NO_BROKER
 from busload.errors import InvalidOperationError, ScheduleNotFoundError
+from busload.schedules import station
 from busload.schedules.declare import declare, release_of
 from busload.schedules.fire import Fired, fire
 from busload.schedules.planned import DueTime
 from busload.schedules.schedule import Schedule
 from busload.schedules.station import ScheduleStation
 from busload.sync.plan import perform
+from busload.worker import lifecycle
 from tests.given import DOMAIN, Database, Given, at_once, eventually
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -498,18 +500,39 @@ async def test_planners_run_in_threads_return_nothing_or_nonsense(
     assert "returned 'Debit', wanted a list of BatchCommand" in str(parked["INVALID_PLAN"])
 
 
+class NotedStation(ScheduleStation):
+    """Notes how long it is going to rest after each look; None while it looks."""
+
+    rests: ClassVar[list[float | None]]
+
+    async def once(self) -> float:
+        self.rests.append(None)
+        self.rests[-1] = pause = await super().once()
+        return pause
+
+
 async def test_a_running_worker_fires_when_the_time_comes_and_hears_of_a_nearer_schedule(
-    bus: CommandBus, given: Given, database: Database
+    bus: CommandBus, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is due for an hour: without the notification this worker would look again after a minute."""
+    """Nothing is due for hours, so this worker rests for one. Only a notification can end that rest in time."""
+    monkeypatch.setattr(station, "LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(lifecycle, "ScheduleStation", NotedStation)
+    rests: list[float | None] = []
+    monkeypatch.setattr(NotedStation, "rests", rests, raising=False)
     seen = given.handler()
     scheduled(bus)
     async with given.running() as worker:
         await eventually(lambda: getattr(getattr(worker._run, "notifications", None), "has_listened", False))
-        await eventually(lambda: database.count("schedule") == 1)  # the worker has declared it
+        firing = worker._run._firing  # type: ignore[union-attr]
+        await eventually(lambda: not firing._wake.is_set() and (rests or [None])[-1])
+        looks, rest = len(rests), rests[-1]
+        assert database.count("schedule") == 1  # the worker has declared it
         scheduled(bus, "soon", every=timedelta(seconds=1))
         await bus.schedules.sync()
-        await eventually(lambda: len(seen) >= 2, within=20)
+        await eventually(lambda: len(seen) >= 2)
+        known = rests[looks:]
+    assert rest == 3600.0
+    assert known and all(pause is None or pause <= 1 for pause in known)  # to the next second that is due
     rows = await bus.schedules.history("soon")
     assert len({one.due_at for one in rows}) == len(rows) >= 2
 
