@@ -21,7 +21,7 @@ from busload import BatchCommand, CommandBus
 from busload.cli.metrics_server import Address, pages, serve_pages
 from busload.dashboard import app
 from busload.statistics import recorder
-from tests.given import WITHIN, Database, Given
+from tests.given import WITHIN, Database, Given, until
 from tests.metrics.test_metrics import mixed
 from tests.servers import free_ports, running, wait_for_port
 
@@ -278,6 +278,7 @@ def prometheus(home: Path, targets: list[str]) -> Iterator[str]:
     ]
     with running(command, cwd=home, quickly=True) as process:
         wait_for_port(port, process)
+        until(lambda: httpx.get(f"http://127.0.0.1:{port}/-/ready", timeout=WITHIN).is_success)  # it listens earlier
         yield f"http://127.0.0.1:{port}/api/v1"
 
 
