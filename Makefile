@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests, demo and measurements start hundreds of processes: without its cache, Python compiles busload anew in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint package sync figures servers bench chaos mutants docs screenshots clean
+.PHONY: help setup demo test lint style types examples package sync figures servers bench chaos mutants docs screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -23,14 +23,22 @@ setup: .venv/ready  ## Make .venv with busload, embedded PostgreSQL and the test
 demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
+# The checks run side by side, each with its output in one piece; if one fails, make stops before the tests.
 # Tests wait for servers and processes a quarter of their time: three processes keep two cores busy.
-test: lint servers package  ## Lint, check types, run every test
+test: setup  ## Lint, check types, run every test
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint servers package
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
 
-lint: setup  ## ruff, mypy, and the examples as a user's project by mypy and pyright
+lint: style types examples  ## ruff, mypy, and the examples as a user's project by mypy and pyright
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: setup
 	$(BIN)/mypy
+
+examples: setup
 	$(BIN)/python scripts/check_examples.py
 
 package: setup  ## Build sdist and wheel into dist/, and try the wheel in an empty environment; of other Pythons too: PYTHONS="..."
