@@ -16,6 +16,7 @@ from busload.dashboard.access import Role
 from busload.dashboard.draft import MOST_COMMANDS, MOST_TEXT
 from busload.dashboard.pages.new_batch import ROUTES
 from tests.dashboard.site import SAME_ORIGIN, client, known_users, signed_in
+from tests.dashboard.test_pages import Page
 from tests.given import DOMAIN, Database, Given
 
 NEW = "/batches/new"
@@ -49,6 +50,10 @@ async def test_a_previewed_batch_is_created_once(site: httpx.AsyncClient, given:
     batch = await given.batch_now(UUID(form["batch_id"]))
     assert (batch.name, batch.total_count, batch.canary_count, batch.failure_budget) == ("July", 2, 1, 10)
     assert batch.callback_type == "Report" and batch.custom_data is not None and batch.custom_data["created_by"]
+    [created] = (await given.bus.audit.list()).actions
+    assert (created.type, created.operator) == ("BATCH_CREATED", batch.custom_data["created_by"])
+    assert (created.batch_id, created.domain) == (batch.batch_id, batch.domain)
+    assert f"by {created.operator}" in Page((await site.get(f"/batches/{batch.batch_id}")).text).words
     assert batch.expires_at is not None and (batch.expires_at - batch.created_at).total_seconds() == 7200
     commands = (await given.bus.list_commands(batch_id=batch.batch_id)).commands
     assert sorted((one.command_type, one.data["n"], one.priority) for one in commands) == [

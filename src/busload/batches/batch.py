@@ -209,6 +209,8 @@ class BatchOptions(TypedDict, total=False):
     """Texts by name that each of its commands, and its callback, has among its headers. They are kept once."""
     budget: FailureBudget | None
     """Hold the batch when more of it has failed than this. In an open batch it is a share of what was added so far."""
+    operator: str | None
+    """Who creates it, if a person does: the audit of operators keeps the name."""
 
 
 class CreateOptions(BatchOptions, total=False):
@@ -247,6 +249,7 @@ def new_batch(
         custom_data=custom_data,
         fair_by=fair_by,
         headers=headers,
+        **given(operator=options.get("operator")),
     )
     problems += problems_of(limits, expires_in=options.get("expires_in"), **given(priority=options.get("priority")))
     callback, callback_id = None, None
@@ -281,6 +284,7 @@ def new_batch(
         fair_by=fair_by,
         priority=options.get("priority") or 0,
         headers=encode_headers(headers),
+        operator=options.get("operator"),
     )
 
 

@@ -56,6 +56,8 @@ class NewBatch:
     """The priority of commands that have none of their own."""
     headers: str | None = None
     """What all its commands have among their headers, as JSON text."""
+    operator: str | None = None
+    """Who creates it, if that is an operator."""
 
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
@@ -313,7 +315,9 @@ def open_batch(batch: NewBatch) -> Plan[None]:
 
 
 def _guard(batch: NewBatch, via: Via) -> Plan[None]:
-    """Give a new batch its canary and its budget: statements that only batches which have one need."""
+    """Give a new batch its canary and its budget, and note its operator: statements for batches which have one."""
+    if batch.operator is not None:
+        yield from execute(SQL.note_operator, batch_id=batch.batch_id, operator=batch.operator)
     if batch.guards is None:
         return
     about = {"batch_id": batch.batch_id, **batch.guards}

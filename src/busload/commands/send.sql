@@ -249,6 +249,11 @@ WITH opened AS (
 INSERT INTO busload.event (type, batch_id)
 SELECT 'BATCH_SEALED', batch_id FROM opened WHERE sealed_at IS NOT NULL;
 
+-- name: note_operator
+-- Keep which operator has created a batch.
+INSERT INTO busload.event (type, batch_id, operator)
+VALUES ('BATCH_CREATED', %(batch_id)s::uuid, %(operator)s::text);
+
 -- name: give_budget
 -- Give a batch that was just written its failure budget.
 UPDATE busload.batch

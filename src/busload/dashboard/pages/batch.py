@@ -23,7 +23,7 @@ from busload.dashboard.route import Live, action, page
 from busload.explain.blockers import Reason
 from busload.jobs.listing import job_of_batch
 
-COMMANDS = 25
+COMMANDS, CREATED = 25, "BATCH_CREATED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,18 @@ async def live(request: Request) -> Live:
 
 
 def _values(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> Live:
-    return {**progress(batch), "rows": [f"{event.type}:{event.at.isoformat()}" for event in trail]}
+    return {**progress(batch), "rows": [f"{event.type}:{event.at.isoformat()}" for event in _later(trail)]}
 
 
 def _timeline(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> list[Step]:
-    created = AuditEvent("BATCH_CREATED", batch.created_at, None, None, None, None, batch.batch_id, None)
-    return steps([created, *trail])
+    by = next((event.operator for event in trail if event.type == CREATED), None)
+    created = AuditEvent(CREATED, batch.created_at, None, None, None, by, batch.batch_id, None)
+    return steps([created, *_later(trail)])
+
+
+def _later(trail: Sequence[AuditEvent]) -> list[AuditEvent]:
+    """What happened after the creation. There is an event of the creation only if an operator did it."""
+    return [event for event in trail if event.type != CREATED]
 
 
 def whys(request: Request, reasons: Sequence[Reason]) -> list[Why]:

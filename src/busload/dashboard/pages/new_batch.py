@@ -46,7 +46,8 @@ async def create(request: Request) -> Response:
     if fields.get("previewed") != found.digest:
         said = "Nothing was created: the form has changed since its preview. This is the preview of what it says now."
         return _page(request, fields, found, notice=said)
-    found.options["custom_data"] = {"created_by": principal_of(request).name}
+    by = principal_of(request).name
+    found.options["custom_data"], found.options["operator"] = {"created_by": by}, by
     batch_id = UUID(fields["batch_id"])
     try:
         await bus_of(request).create_batch(found.domain, found.commands, on_complete=found.callback, **found.options)

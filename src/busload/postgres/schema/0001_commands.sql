@@ -71,6 +71,7 @@ CREATE DOMAIN busload.event_type AS text CONSTRAINT known_type CHECK (VALUE IN (
         'SNOOZED',           -- its handler has put it off
         'PUBLISHED',         -- a broker has confirmed a message about them
         'PUBLISHED_AGAIN',   -- nobody came for them: another message
+        'BATCH_CREATED',     -- by an operator
         'BATCH_STARTED', 'BATCH_STALLED', 'BATCH_COMPLETED', 'BATCH_SEALED', 'BATCH_CANCELED',
         'BATCH_HELD', 'BATCH_RESUMED', 'BATCH_CANARY_PASSED', 'BATCH_EXPIRED', 'BATCH_REPRIORITIZED',
         'BATCH_BUDGET_CHANGED',
