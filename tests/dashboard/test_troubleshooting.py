@@ -542,6 +542,24 @@ async def test_edited_data_becomes_a_patch_of_all(site: httpx.AsyncClient, story
     assert {one["api_token"] for one in data} == {"canary"}
 
 
+async def test_edits_of_an_example_that_somebody_else_took_are_told_and_do_not_reach_others(
+    site: httpx.AsyncClient, story: Story, bus: CommandBus
+) -> None:
+    batch_id = await story.failed("CLOSED", 3)
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "patch")
+    await bus.troubleshooting.cancel(DOMAIN, UUID(form["example"]), reason="faster", operator="ada")
+    edited = {"mode": "data", "data": '{"code": null, "n": 0}'}
+    refused = await posted(site, f"{path}/decide?action=patch", 409, **form, **edited)
+    assert "1 command was decided on by somebody else, or moved." in refused.words
+    assert "The example that you edited does not wait any more" in refused.words
+    assert '{"code": null, "n": 0}' not in refused.text
+    assert await story.waiting() == 2
+    await posted(site, f"{path}/decide?action=patch", **form_of(refused), mode="data", data='{"code": null, "n": 1}')
+    await story.given.drained()
+    assert [one.data["n"] for one in await bus.list_batch_commands(DOMAIN, batch_id)] == [0, 1, 2]
+
+
 async def test_a_patch_says_to_how_many_it_does_not_apply(
     site: httpx.AsyncClient, story: Story, bus: CommandBus
 ) -> None:
@@ -591,6 +609,7 @@ async def test_what_is_no_patch_is_told_and_does_nothing(
         if "does not apply" not in said:
             refused = await posted(site, f"{path}/decide?action=patch", 400, **form, mode="patch", patch=patch)
             assert said in refused.words, patch
+            assert patch in refused.text  # what was written is there to be corrected
     for data, said in (("{", "not JSON"), ('{"a": 1, "a": 2}', "not JSON")):
         assert said in (await posted(site, f"{path}/diff?action=patch", **form, mode="data", data=data)).words
     answer = await site.post(f"{path}/decide?action=patch", data={**form, "patch": "x" * MOST_BODY})

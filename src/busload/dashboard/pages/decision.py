@@ -113,12 +113,17 @@ async def _shown(
     fields: Mapping[str, str] | None = None,
     changed: Changed | None = None,
     seen: Bound | None = None,
+    wrong: str | None = None,
     status: int = 200,
 ) -> Response:
-    """The preview; after a refusal with what has changed, and with what the person had filled in."""
+    """The preview; after a refusal with what has changed or is wrong, and with what the person had filled in."""
     example = await _oldest(request, chosen) or await _oldest(request, replace(chosen, command_ids=()))
     if example is None:
         raise nothing_waits(chosen)
+    filled_in = {name: (fields or {}).get(name, "") for name in FILLED_IN}
+    edited = filled_in["mode"] == "data" and filled_in["example"] != str(example.command_id)
+    if edited:  # in another example these edits would be the values of the one that is gone
+        filled_in["data"] = ""
     kind = example.last_error_code or example.last_error_type or "No error"
     words = {"patch": ("--patch", "[…]"), "complete": ("--result", "…"), "cancel": ("--reason", "…")}.get(verb, ())
     return render(
@@ -134,7 +139,9 @@ async def _shown(
         now=now,
         changed=changed,
         seen=seen,
-        fields={name: (fields or {}).get(name, "") for name in FILLED_IN},
+        wrong=wrong,
+        fields=filled_in,
+        edited_is_gone=edited,
         example=example,
         example_json=_text_of(request, example) if sees_payloads(request) else None,
         names=names_of(chosen),
@@ -161,7 +168,7 @@ def _text_of(request: Request, example: TroubleshootingItem) -> str:
 
 
 class NotYet(Exception):  # noqa: N818 - it is shown while somebody types
-    """A patch that is not one yet: the message says why."""
+    """A patch that is not one yet, or a result that is no JSON: the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,16 +285,20 @@ class Progress:
 async def decide(request: Request) -> Response:
     fields, verb, chosen, bus = await asked.form(request), _verb(request), _chosen(request), bus_of(request)
     limits, state = bus.settings.limits, _progress(fields)
-    order = await _order(request, verb, chosen, state.seen, fields)
-    if state.after == -1:
+    if state.after == -1:  # first of all: data that was edited may be that of a command which is gone
         leave_newer = fields.get("leave_newer") == "1"
         changed = await bus.database.read(
-            selection.check_seen(limits, chosen, order.decision.action, state.seen, leave_newer=leave_newer)
+            selection.check_seen(limits, chosen, ACTIONS[verb], state.seen, leave_newer=leave_newer)
         )
         if changed is not None:
             return await _shown(
                 request, verb, chosen, changed.now, fields=fields, changed=changed, seen=state.seen, status=409
             )
+    try:
+        order = await _order(request, verb, chosen, state.seen, fields)
+    except NotYet as why:
+        now = await bus.database.read(selection.preview(limits, chosen, ACTIONS[verb]))
+        return await _shown(request, verb, chosen, now, fields=fields, wrong=str(why), status=400)
     trouble, until = None, time.monotonic() + PORTION
     while state.after is not None and state.passed < state.seen.count:
         try:
@@ -323,20 +334,17 @@ async def _portion(request: Request, order: Order, state: Progress) -> Progress:
 
 
 async def _order(request: Request, verb: str, chosen: Selection, seen: Bound, fields: Mapping[str, str]) -> Order:
-    """What the form says is to be done; refuses what cannot be done."""
+    """What the form says is to be done; raises `NotYet` for what cannot be done."""
     limits, patch, result, reason = bus_of(request).settings.limits, None, None, None
     if verb == "patch":
         example = await _example(request, fields, chosen) if fields.get("mode") == "data" else None
-        try:
-            patch = _written(request, fields, example).patch.operations
-        except NotYet as why:
-            raise wrong_input(f"{why} Nothing was done.", "Correct it, and look at what it changes.") from None
+        patch = _written(request, fields, example).patch.operations
     if verb == "complete" and fields.get("result"):
         try:
             result = decode_strict(fields["result"], limits.payload, path="/result")
         except PayloadRefusedError as refused:
-            said = f"The result cannot be stored: {refused.problem}. Nothing was done."
-            raise wrong_input(said, 'Use JSON, such as {"paid": "by hand"}.') from None
+            said = f'The result cannot be stored: {refused.problem}. Use JSON, such as {{"paid": "by hand"}}.'
+            raise NotYet(said) from None
     if verb == "cancel":
         reason = asked.required(fields, "reason")
     operator = principal_of(request).name
