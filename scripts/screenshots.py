@@ -31,8 +31,10 @@ from psycopg import sql
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, Settings, Worker, WorkerSettings
 from busload.batches.guards import Canary, FailureBudget
 from busload.commands.command import Command
+from busload.commands.send import NO_BROKER
 from busload.dashboard import Principal, Role, app
 from busload.jobs.job import Stage
+from busload.schedules.fire import fire
 from busload.testing import TestServer
 
 CHROMIUM = "/usr/bin/chromium"
@@ -118,10 +120,26 @@ async def _tell_the_rest(bus: CommandBus, dsn: str) -> None:
     await bus.troubleshooting.cancel("reports", failed.command_id, reason="not this year", operator="grace")
     for n in range(17):
         await events.add({"contact": n})
+    await _tell_schedules(bus, dsn)
     await bus.create_batch("shipping", [BatchCommand("Label", data={"parcel": n}) for n in range(120)], name="Parcels")
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute(OUTBOX)
         conn.execute(LIMITS)
+
+
+async def _tell_schedules(bus: CommandBus, dsn: str) -> None:
+    """Schedules that were fired, triggered and paused."""
+    report = BatchCommand("Report", data={"to": "finance@example.com"})
+    bus.schedule("nightly-report", cron="0 2 * * *", timezone="Europe/Paris", command=report, domain="payments")
+    remind, push = BatchCommand("Remind", data={"invoice": 7}), BatchCommand("Push", data={"contact": "all"})
+    bus.schedule("reminders", cron="*/15 8-18 * * 1-5", timezone="America/New_York", command=remind, domain="mail")
+    bus.schedule("sync-contacts", every=timedelta(hours=6), command=push, domain="crm", catch_up="skip")
+    await bus.schedules.sync()
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("UPDATE busload.schedule SET next_due_at = now() - interval '2 seconds' WHERE domain <> 'crm'")
+    await bus.database.in_transaction(fire(NO_BROKER))
+    await bus.schedules.trigger("nightly-report", operator="ada")
+    await bus.schedules.pause("sync-contacts", reason="the other side is being upgraded", operator="ada")
 
 
 def _stages() -> list[Stage]:
