@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from datetime import timedelta
+from html import unescape
 from typing import Any
 
+import click
 import httpx
 import psycopg
 import pytest
 from starlette.applications import Starlette
 
 from busload import BatchCommand, CommandBus
+from busload.cli import main as cli
 from busload.dashboard import Role, app
 from busload.dashboard.pages import dispatch
 from busload.dashboard.pages.job import Graph
@@ -84,13 +88,14 @@ async def test_every_page_tells_what_there_is(
         f"/workers/{story.worker}": ["Holds 1 of 10 slots", "Debit payments 1", "busload worker stop given"],
         "/retention": ["0 commands and 0 batches that had ended more than", "busload prune --older-than 30d --dry-run"],
         "/schedules": [
-            "hourly On reports Push every 1:00:00 UTC",
-            "nightly Paused reports Push",
+            "hourly reports · Push On every 1:00:00 UTC",
+            "nightly reports · Push Paused",
             "busload schedule ls",
         ],
         "/schedules/nightly": [
             *("Paused by eve", "year-end closing", "Triggered", "Due 4", "0 2 * * *", "Europe/Paris"),
-            *("02:00:00 in Europe/Paris", "month", "busload schedule show nightly"),
+            *("In Europe/Paris In your time zone", "02:00:00", "the latest is fired", "month"),
+            "busload schedule show nightly",
         ],
         "/audit": ["eve Batch held payments", "the bank complains", "ada Domain paused crm crm", "busload audit ls"],
     }
@@ -103,6 +108,27 @@ async def test_every_page_tells_what_there_is(
             assert part in page.words, path
     assert f"/batches/{job.stages[0].batch.batch_id}" in (await seen(site, f"/jobs/{story.job_id}")).links
     assert f"/jobs/{story.job_id}" in (await seen(site, "/jobs")).links
+
+
+async def test_every_action_has_the_command_line_that_does_the_same(
+    site: httpx.AsyncClient, story: Story, bus: CommandBus
+) -> None:
+    [waits, *_] = await bus.troubleshooting.list(None)
+    others = [f"/batches/{story.batch_id}", f"/commands/{waits.domain}/{waits.command_id}", "/schedules/hourly"]
+    done = set()
+    for path in [*story.paths, *others]:
+        html = (await site.get(path)).text
+        dialogs = html.split("<dialog ")[1:]
+        for dialog in dialogs:
+            line = unescape(dialog.partition('<p class="line quiet">At the shell <code>')[2].partition("</code>")[0])
+            noun, verb, *rest = shlex.split(line)[1:]
+            command = cli.get_command(click.Context(cli), noun)
+            verbs = command.commands if isinstance(command, click.Group) else getattr(command, "verbs", {})
+            verbs[verb].make_context(verb, rest)  # refuses what it does not know, and what is missing
+            done.add((noun, verb))
+    assert {noun for noun, _ in done} == {
+        *("batch", "buffer", "command", "domain", "job", "limit", "outbox", "schedule", "troubleshooting", "worker")
+    }
 
 
 async def test_a_page_and_its_stream_tell_the_same(dashboard: Starlette, story: Story) -> None:
@@ -461,7 +487,13 @@ async def test_a_schedule_is_paused_resumed_and_triggered(
     [more] = [link for link in (await seen(site, "/schedules")).links if "after=" in link]
     assert "s51" in (await seen(site, more)).words
     database.rows("UPDATE busload.schedule SET next_due_at = now() - interval '2 minutes' WHERE name = 's01'")
-    assert "s01 Overdue" in (await seen(site, "/schedules")).words
+    assert "s01 payments · Debit Overdue" in (await seen(site, "/schedules")).words
+    [sent] = await bus.schedules.history("s00")
+    assert sent.command_id is not None
+    assert f"/commands/{DOMAIN}/{sent.command_id}" in (await seen(site, "/schedules")).links
+    assert "Pending" in (await seen(site, "/schedules")).words
+    await bus.cancel_command(DOMAIN, sent.command_id, reason="not today")
+    assert "Canceled" in (await seen(site, "/schedules")).words
     database.rows("UPDATE busload.schedule SET rule = jsonb_build_object('moon', 'full') WHERE name = 's01'")
     assert "moon" in (await seen(site, "/schedules/s01")).words
 

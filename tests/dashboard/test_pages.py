@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from typing import Any
@@ -20,7 +21,9 @@ from busload.batches.guards import FailureBudget
 from busload.commands.command import Command
 from busload.dashboard import Role, app
 from busload.dashboard.app import ROUTES, TIME_LIMIT
+from busload.dashboard.pages import overview
 from busload.errors import InvalidCommandError, InvalidOperationError
+from busload.health.health import HealthCode
 from busload.jobs.job import BatchJob, Stage
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, address, client, known_users, signed_in
@@ -105,6 +108,19 @@ async def test_the_overview_says_what_is_wrong(site: httpx.AsyncClient, given: G
     words = (await seen(site, "/")).words
     assert "Degraded" in words
     assert "3 commands are ready in payments, and no worker serves it." in words
+
+
+async def test_the_overview_leads_to_where_an_operator_acts(site: httpx.AsyncClient, given: Given) -> None:
+    batch_id, _ = await given.in_troubleshooting()
+    await given.batch(3)
+    page = await seen(site, "/")
+    links = page.links
+    assert "See its workers" in page.words
+    assert {"/troubleshooting", "/dispatch", "/workers", f"/workers?domain={DOMAIN}"} <= set(links)
+    assert f"/troubleshooting?domain={DOMAIN}" in links
+    assert f"/troubleshooting?batch={batch_id}" in (await seen(site, "/batches")).links
+    unseen = {"DATABASE_UNREACHABLE", "DATABASE_UNUSABLE", "SCHEMA_OUTDATED", "NOT_RUNNING"}  # there is no page then
+    assert set(overview.WHERE) == set(HealthCode) - unseen
 
 
 async def test_batches_are_filtered_and_paged(site: httpx.AsyncClient, given: Given, bus: CommandBus) -> None:
@@ -337,6 +353,8 @@ async def test_an_action_happens_under_the_name_of_its_operator(bus: CommandBus,
 async def test_a_command_is_retried_and_canceled(site: httpx.AsyncClient, given: Given) -> None:
     _, [command_id] = await given.in_troubleshooting()
     path = f"/commands/{DOMAIN}/{command_id}"
+    for link in [link for link in (await seen(site, path)).links if "action=" in link]:
+        assert re.search("(Patch and retry|Complete) 1 command[?]", (await seen(site, link)).words)
     assert "Put back into the queue" in (await acted(site, f"{path}/retry")).words
     assert (await given.command_now(command_id)).status == "PENDING"
     assert "Not possible now" in (await acted(site, f"{path}/retry", 409)).words

@@ -110,6 +110,7 @@ def render(
         "live": live is not None,
         "asked": request.url.query,
         "cli": None,
+        "shell": cli,
         "notice": None,
     }
     html = _templates().get_template(template).render(page | values)

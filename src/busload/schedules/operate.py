@@ -61,6 +61,11 @@ def remove_one(name: str, *, operator: str | None) -> Plan[None]:
         raise ScheduleNotFoundError(name)
 
 
+def newest_fires(names: Sequence[str]) -> Plan[list[Fire]]:
+    """The last command of each of these schedules, if it has fired one. The batch of a planner is left out."""
+    return many(_fire, SQL.newest_fires, names=list(names))
+
+
 def history(name: str | None, *, limit: int) -> Plan[list[Fire]]:
     """What was fired and skipped, newest first."""
     return many(_fire, SQL.history, name=name, limit=limit)

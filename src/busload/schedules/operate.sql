@@ -4,6 +4,17 @@ SELECT name, domain, rule::text, command::text, next_due_at, last_due_at, paused
        catch_up, catch_up_limit, missed_after, expires_in, declared_at, now()
   FROM busload.schedule
 
+-- name: newest_fires
+-- What each of these schedules has fired last, and how far that command is.
+SELECT f.schedule, f.type, f.due_at, f.fired_at, f.domain, f.command_id, NULL::uuid, s.status, s.finished_at,
+       f.operator, f.skipped
+  FROM unnest(%(names)s::text[]) AS wanted (name)
+ CROSS JOIN LATERAL (SELECT * FROM busload.fire
+                      WHERE schedule = wanted.name AND command_id IS NOT NULL
+                      ORDER BY fire DESC LIMIT 1) AS f
+  LEFT JOIN LATERAL (SELECT status, finished_at FROM busload.command_status AS s
+                      WHERE s.domain = f.domain AND s.command_id = f.command_id OFFSET 0) AS s ON true;
+
 -- name: schedules
 -- Schedules by name, behind the last one of the page before.
 {schedule}

@@ -12,6 +12,7 @@ from playwright.async_api import Page, expect
 
 from busload import BatchCommand, BusinessRuleError, CommandBus, HandlerContext, PermanentCommandError
 from busload.commands.command import Command
+from busload.dashboard import live
 from busload.dashboard.pages import overview
 from tests.dashboard.browser.conftest import PATIENCE, OpenWindow
 from tests.dashboard.hostile import HOSTILE
@@ -89,6 +90,40 @@ async def test_times_are_those_of_the_reader(window: OpenWindow, given: Given) -
         shown.add(await time.text_content())
         assert await time.get_attribute("datetime") == created.isoformat(timespec="milliseconds")
     assert len(shown) == 2
+
+
+async def test_times_that_follow_the_database_are_those_of_the_reader(
+    window: OpenWindow, bus: CommandBus, database: Database
+) -> None:
+    due = "UPDATE busload.schedule SET next_due_at = %s"
+    bus.schedule("nightly", cron="0 2 * * *", command=BatchCommand("Bill"), domain=DOMAIN)
+    await bus.schedules.sync()
+    database.rows(due, "2030-01-31 02:00+00")
+    page = await (await window(timezone_id="Asia/Tokyo", locale="en-GB")).open("/schedules")
+    time, feed = page.locator('[data-live$=".next"]'), page.locator("#feed")
+    await expect(feed).to_have_text("live")
+    await expect(time).to_have_text("31 Jan 2030, 11:00:00")
+    database.rows(due, "2030-02-01 02:00+00")
+    await expect(time).to_have_text("01 Feb 2030, 11:00:00")
+    await expect(time).to_have_attribute("title", "2030-02-01 02:00:00 UTC")
+    database.rows("UPDATE busload.schedule SET next_due_at = NULL")
+    await expect(time).to_have_text("–")
+
+
+async def test_a_stream_that_was_refused_is_asked_for_again(
+    window: OpenWindow, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = await given.batch(4)
+    opened = await window()
+    await opened.page.clock.install()
+    with monkeypatch.context() as full:
+        full.setattr(live, "MOST_STREAMS", 0)
+        page = await opened.open(f"/batches/{batch_id}")
+        await expect(page.locator("#feed")).to_have_text("stands still: no connection")
+    await page.clock.fast_forward(6000)
+    await expect(page.locator("#feed")).to_have_text("live")
+    assert [text for text in opened.wrong if "503" not in text] == []
+    opened.wrong.clear()
 
 
 async def test_times_of_a_filter_are_those_of_the_reader(window: OpenWindow, given: Given) -> None:

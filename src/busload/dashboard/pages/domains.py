@@ -17,6 +17,8 @@ from busload.limits.pause import DomainOverview, Pause
 LIMIT = 50
 """Pauses that are shown."""
 PLACES = ("ready", "scheduled", "running", "in_troubleshooting", "unpublished", "workers")
+LEADS = {"in_troubleshooting": "troubleshooting", "unpublished": "dispatch", "workers": "workers"}
+"""Numbers that lead to a page about them, with its filter by domain."""
 
 
 async def show(request: Request, notice: str | None = None) -> Response:
@@ -28,6 +30,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         title="Domains",
         domains=domains,
         places=PLACES,
+        leads=LEADS,
         history=history,
         live=_values(domains, history),
         cli=cli("domain", "ls"),

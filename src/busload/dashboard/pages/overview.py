@@ -14,11 +14,24 @@ from busload.dashboard.access import Permission
 from busload.dashboard.charts import CHARTS, Drawing, Last, draw
 from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
-from busload.health.health import Health, HealthReason
+from busload.health.health import Health, HealthCode, HealthReason
 from busload.health.overview import Overview, Rates, overview
 from busload.postgres.plan import Plan
 from busload.statistics.statistics import Point, series_until
 
+WHERE = {
+    HealthCode.NO_WORKER: ("workers", "See its workers"),
+    HealthCode.COMMANDS_LATE: ("workers", "See its workers"),
+    HealthCode.WORKER_LOST: ("workers", "See the workers"),
+    HealthCode.FAILURES_IN_A_ROW: ("troubleshooting", "See what fails"),
+    HealthCode.STUCK_THREADS: ("workers", "See the workers"),
+    HealthCode.LOOP_BLOCKED: ("workers", "See the workers"),
+    HealthCode.STATION_ENDED: ("workers", "See the workers"),
+    HealthCode.POOL_EXHAUSTED: ("workers", "See the workers"),
+    HealthCode.PUBLISHING_FAILS: ("dispatch", "See the outbox"),
+    HealthCode.BROKER_UNREACHABLE: ("dispatch", "See the outbox"),
+}
+"""The page on which an operator acts on a reason, and what its link says."""
 AGE = 5.0
 """Seconds for which points are good enough."""
 
@@ -47,6 +60,7 @@ class Seen:
             "slots": number(now.slots),
             "scheduled": number(now.scheduled),
             "troubleshooting": number(now.in_troubleshooting),
+            "troubleshooting.code": "IN_TROUBLESHOOTING_QUEUE" if now.in_troubleshooting else "",
             "troubleshooting.oldest": ago(now.oldest_in_troubleshooting, found),
             "unpublished": number(now.unpublished),
             "unpublished.oldest": ago(now.oldest_unpublished, found),
@@ -93,6 +107,7 @@ async def show(request: Request) -> Response:
         seen=seen,
         live=seen.live,
         key=_key,
+        where=lambda reason: WHERE.get(reason.code),
         charts=CHARTS,
         drawing=seen.drawing,
         lines=lambda chart: msgspec.json.encode(chart.lines).decode(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,10 +13,13 @@ from busload.commands.wording import span
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import Problem, no_such_page
-from busload.dashboard.render import bus_of, cli, live_key, principal_of, render, tree, url, utc, words
+from busload.dashboard.render import bus_of, cli, iso, live_key, principal_of, render, tree, url, words
 from busload.dashboard.route import Live, action, page
+from busload.schedules.operate import newest_fires
 from busload.schedules.schedule import Fire, FireType, ScheduleMetadata
 
+MISSED = {"one": "the latest is fired", "all": "all are fired", "skip": "none is fired"}
+"""What becomes of due times that were missed, by the catch-up of their schedule."""
 LIMIT, FIRES = 50, 50
 """Schedules of a page, and rows of the history that are shown."""
 
@@ -32,26 +36,32 @@ class Filter:
         return cls(asked.text(request, "domain"), asked.text(request, "after"))
 
 
-async def _listed(request: Request) -> tuple[Filter, list[ScheduleMetadata]]:
-    """The schedules of a page, and one more if there is a next page."""
-    wanted = Filter.of(request)
-    found = await bus_of(request).schedules.list(wanted.domain, after=wanted.after, limit=LIMIT + 1)
+Fires: TypeAlias = Mapping[str, Fire]
+"""The last command of each schedule that has fired one, by its name."""
+
+
+async def _listed(request: Request) -> tuple[Filter, list[ScheduleMetadata], Fires]:
+    """The schedules of a page, one more if there is a next page, and what they have fired last."""
+    wanted, bus = Filter.of(request), bus_of(request)
+    found = await bus.schedules.list(wanted.domain, after=wanted.after, limit=LIMIT + 1)
     if not found and wanted.after is not None:
         raise no_such_page()
-    return wanted, found
+    fires = await bus.database.read(newest_fires([one.name for one in found[:LIMIT]]))
+    return wanted, found, {fire.schedule: fire for fire in fires}
 
 
 async def list_page(request: Request) -> Response:
-    wanted, found = await _listed(request)
+    wanted, found, fires = await _listed(request)
     shown, about = found[:LIMIT], {"domain": wanted.domain}
     return render(
         request,
         "schedules.html",
         title="Schedules",
         schedules=shown,
+        fires=fires,
         wanted=wanted,
         key=live_key,
-        live=_values(shown),
+        live=_values(shown, fires),
         first=url(request, "schedules", about) if wanted.after else None,
         next=url(request, "schedules", {**about, "after": shown[-1].name}) if len(found) > LIMIT else None,
         cli=cli("schedule", "ls", *(("--domain", wanted.domain) if wanted.domain else ())),
@@ -59,15 +69,16 @@ async def list_page(request: Request) -> Response:
 
 
 async def live_list(request: Request) -> Live:
-    _, found = await _listed(request)
-    return _values(found[:LIMIT])
+    _, found, fires = await _listed(request)
+    return _values(found[:LIMIT], fires)
 
 
-def _values(schedules: Sequence[ScheduleMetadata]) -> Live:
+def _values(schedules: Sequence[ScheduleMetadata], fires: Fires) -> Live:
     values: dict[str, str | list[str]] = {"rows": [live_key(one.name) for one in schedules]}
     for one in schedules:
         key = live_key(one.name)
         values |= {f"{key}.{name}": value for name, value in _state(one).items()}
+        values |= _status(fires.get(one.name), f"{key}.status")
     return values
 
 
@@ -81,8 +92,7 @@ def _state(one: ScheduleMetadata) -> dict[str, str]:
         if one.overdue
         else ("On", "OPEN")
     )
-    next_due = "–" if one.next_due_at is None else utc(one.next_due_at)
-    last_due = "–" if one.last_due_at is None else utc(one.last_due_at)
+    next_due, last_due = ("" if at is None else iso(at) for at in (one.next_due_at, one.last_due_at))
     return {"state": state, "state.code": code, "next": next_due, "last": last_due}
 
 
@@ -110,6 +120,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         late=_late,
         row=_row,
         span=span,
+        missed=MISSED,
         data=tree(request, found.data),
         limit=FIRES,
         live=_of(found, fires),
@@ -125,9 +136,14 @@ async def live(request: Request) -> Live:
 def _of(found: ScheduleMetadata, fires: Sequence[Fire]) -> Live:
     values: dict[str, str | list[str]] = {"rows": [_row(one) for one in fires], **_state(found)}
     for one in fires:
-        if one.status is not None:
-            values |= {f"{_row(one)}.status": words(one.status), f"{_row(one)}.status.code": one.status.value}
+        values |= _status(one, f"{_row(one)}.status")
     return values
+
+
+def _status(one: Fire | None, key: str) -> dict[str, str]:
+    """How far the command of a fire is; a dash if none was sent, or it was removed."""
+    status = None if one is None else one.status
+    return {key: "–" if status is None else words(status), f"{key}.code": status or ""}
 
 
 def _row(one: Fire) -> str:

@@ -14,11 +14,22 @@
   const calendar = new Intl.DateTimeFormat(undefined, { year: "numeric", ...parts });
   const year = new Date().getFullYear();
 
+  function showTime(element) {
+    const at = new Date(element.dateTime);
+    if (!Number.isNaN(at.getTime())) element.textContent = (at.getFullYear() === year ? clock : calendar).format(at);
+  }
+
   function showTimes(root) {
-    for (const element of root.querySelectorAll("time[datetime]")) {
-      const at = new Date(element.dateTime);
-      if (!Number.isNaN(at.getTime())) element.textContent = (at.getFullYear() === year ? clock : calendar).format(at);
-    }
+    for (const element of root.querySelectorAll("time[datetime]")) showTime(element);
+  }
+
+  // A time that follows the stream, which sends ISO text, or nothing.
+  function setTime(element, value) {
+    if (value === element.dateTime) return;
+    element.dateTime = value;
+    element.title = value && `${value.slice(0, 19).replace("T", " ")} UTC`;
+    element.textContent = "–";
+    showTime(element);
   }
 
   // Times of filters: people see and choose those of their zone, and addresses hold those of UTC.
@@ -51,7 +62,8 @@
     followers = new Map();
     for (const element of root.querySelectorAll("[data-live]")) {
       follow(element.dataset.live, (value) => {
-        if (element.textContent !== value) element.textContent = value;
+        if (element.tagName === "TIME") setTime(element, value);
+        else if (element.textContent !== value) element.textContent = value;
       });
     }
     for (const element of root.querySelectorAll("[data-live-attrs]")) {
@@ -74,6 +86,8 @@
     offer.querySelector("button").textContent = count === 1 ? "Show 1 change" : `Show ${count} changes`;
   }
 
+  const PAUSE = 5000; // milliseconds until a stream that was refused is asked for again
+
   // A page that nobody sees listens to nothing: browsers open six connections to a host, for all tabs together.
   function listen(main) {
     if (source) source.close();
@@ -81,7 +95,8 @@
     feedState.textContent = "";
     if (!main || !main.dataset.liveUrl || document.hidden) return;
     findFollowers(main);
-    source = new EventSource(main.dataset.liveUrl);
+    const opened = new EventSource(main.dataset.liveUrl);
+    source = opened;
     source.addEventListener("values", (event) => {
       const values = JSON.parse(event.data);
       feedState.textContent = "live";
@@ -99,6 +114,10 @@
     source.addEventListener("error", () => {
       feedState.textContent = "stands still: no connection";
       feedState.dataset.state = "still";
+      // Browsers come back by themselves after a broken connection, but never after an answer such as 502 of a proxy.
+      if (opened.readyState === EventSource.CLOSED) {
+        setTimeout(() => { if (source === opened) listen(document.getElementById("main")); }, PAUSE);
+      }
     });
   }
 
