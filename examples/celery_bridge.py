@@ -17,7 +17,7 @@ from busload.integrations.celery import CeleryBridge
 from busload.integrations.self_opening_bus import SelfOpeningBus
 
 app = Celery("celery_bridge", broker="amqp://nowhere")
-app.conf.task_default_queue = "dunning"
+app.conf.task_default_queue = "greetings"
 
 
 @app.task(bind=True, max_retries=3)
@@ -50,8 +50,8 @@ def main() -> None:
         blocked.get(timeout=30)
     except CommandFailedError as error:
         print(f"Nobody: {error.status}, {error.error_type}: {error.error_message}")
-    for one in bus.troubleshooting.list("dunning"):
-        bus.troubleshooting.cancel("dunning", one.command_id, operator="rosa", reason="nobody's name")
+    for one in bus.troubleshooting.list("greetings"):
+        bus.troubleshooting.cancel("greetings", one.command_id, operator="rosa", reason="nobody's name")
     try:
         (remind.s("Ada") | block.si("Ada")).delay()
     except InvalidOperationError as error:

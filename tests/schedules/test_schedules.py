@@ -672,7 +672,7 @@ def test_two_schedules_of_one_name_are_refused() -> None:
         scheduled(bus, "planned", planner=generator)
     for wrong, said in (
         ({"on_complete": print}, "/on_complete: found .*, wanted a BatchCommand, which any worker can run"),
-        ({"on_complete": BatchCommand("Tell", data=[])}, "/on_complete/data: wanted a dict without the key"),
+        ({"on_complete": BatchCommand("Tell", data=[])}, "/on_complete/data: wanted a dict or a model"),
         ({"on_complete": BatchCommand("Tell", uuid4())}, "/on_complete/command_id: found command_id, but each due"),
     ):
         with pytest.raises(InvalidCommandError, match=said):
