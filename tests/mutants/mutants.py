@@ -2664,8 +2664,8 @@ MUTANTS = [
     Mutant(
         "killed-worker-comes-back",
         "testing/faults.py",
-        "    yield from rescue.rescue()\n",
-        "",
+        "returned = yield from rescue.rescue()",
+        "returned = rescue.Returned()",
         f"{KIT}test_faults.py::test_a_killed_worker_has_done_the_work_and_it_is_done_again",
         "A worker that a test has killed would settle its result all the same.",
     ),
@@ -2866,8 +2866,8 @@ MUTANTS = [
     Mutant(
         "on-failure-of-the-wrong-ones",
         "worker/failure_calls.py",
-        "if transition.outcome not in STATUSES:",
-        "if transition.outcome == 'FAILED':",
+        "if transition.outcome in STATUSES:",
+        "if transition.outcome != 'FAILED':",
         "tests/worker/test_lifespan.py::test_on_failure_is_called_for_what_will_not_be_tried_again",
         "a command that is tried again has not failed, and a final no has",
     ),
