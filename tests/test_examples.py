@@ -126,11 +126,6 @@ EXPECTED = {
         "renders:tracker_celery.render:March failed completed",
         "renders:tracker_celery.render:void dlq",
     ],
-    "tracker_phases.py": [
-        "shadow: 12 calls compared, 12 agreed",
-        "dual_write: 12 calls compared, 12 agreed",
-        "cut_over: 0 calls compared, 0 agreed",
-    ],
     "tracker_rabbitmq.py": [
         "flight_logs:…:02220710: completed by attempt 2",
         "flight_logs:…:forgotten: completed by attempt 2",

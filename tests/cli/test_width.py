@@ -145,6 +145,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "batch dispatch": f"{published}",
             "batch hold": f"{open_batch} --reason wrong",
             "batch resume": f"{open_batch}",
+            "batch budget": f"{open_batch} 0.5",
             "batch reprioritize": f"{open_batch} 5",
             "batch cancel": f"{open_batch} --reason wrong",
             "buffer ls": "",

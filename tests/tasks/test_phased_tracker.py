@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import logging
 import sqlite3
 import subprocess
@@ -23,7 +24,7 @@ from busload.retention.prune import Pruning
 from busload.sync import SyncPhasedTracker
 from busload.tasks import OldTracker, Phase, PhasedTracker
 from busload.tasks import phase as phases
-from examples.tracker_phases import SqliteTracker
+from examples.tracker_phases.sqlite_tracker import SqliteTracker
 from tests.given import Database
 
 QUEUE, TASK = "partner_tasks", "partner_tasks:SATLOC:695d"
@@ -298,7 +299,7 @@ async def test_all_processes_switch_at_once(dsn: str, bus: CommandBus, tracker: 
 import asyncio, sys
 from busload import CommandBus
 from busload.tasks import PhasedTracker
-from examples.tracker_phases import SqliteTracker
+from examples.tracker_phases.sqlite_tracker import SqliteTracker
 
 async def main():
     async with CommandBus(sys.argv[1]) as bus, PhasedTracker(bus, SqliteTracker(sys.argv[2])) as tracker:
@@ -440,3 +441,18 @@ def test_the_sync_face_moves_as_well(dsn: str, old: Faulty) -> None:
         counts = bus.database.read(phases.reports("old"))
         assert [(one.compared, one.agreed) for one in counts] == [(4, 4), (4, 4), (0, 0)]
     assert old.status() == ["completed", "completed"]
+
+
+def test_the_example_moves_through_all_phases(dsn: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.tracker_phases.move"],
+        env={**os.environ, "BUSLOAD_DATABASE_URL": dsn},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.splitlines() == [
+        "shadow: 12 calls compared, 12 agreed",
+        "dual_write: 12 calls compared, 12 agreed",
+        "cut_over: 0 calls compared, 0 agreed",
+    ], ran.stderr
