@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError
@@ -258,3 +259,26 @@ def test_only_what_was_done_at_once_and_alike_is_one(earlier: Action, together: 
 async def test_wrong_input_is_refused(bus: CommandBus, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidCommandError):
         await bus.audit.list(**wrong)
+
+
+@pytest.mark.parametrize("way", ["create_batch", "open_batch"])
+async def test_a_batch_that_an_operator_creates_exists_only_with_the_name(
+    bus: CommandBus, database: Database, way: str
+) -> None:
+    """The event is written by a statement of its own, and by the same transaction."""
+
+    async def create() -> None:
+        if way == "create_batch":
+            await bus.create_batch(DOMAIN, [BatchCommand("Debit")], operator="rosa")
+            return
+        async with bus.open_batch(DOMAIN, operator="rosa") as batch:
+            await batch.add("Debit")
+
+    database.rows("ALTER TABLE busload.event ADD CONSTRAINT nobody CHECK (type <> 'BATCH_CREATED')")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        await create()
+    assert (database.count("batch"), database.count("command")) == (0, 0)
+    database.rows("ALTER TABLE busload.event DROP CONSTRAINT nobody")
+    await create()
+    [action] = (await bus.audit.list()).actions
+    assert (action.type, action.operator) == ("BATCH_CREATED", "rosa")

@@ -130,7 +130,7 @@ class OpenBatch:
         return self
 
     async def _open(self) -> None:
-        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.one_row)
         await self._database.write(opening, self._conn)
 
     async def __aexit__(

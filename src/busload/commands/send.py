@@ -59,6 +59,11 @@ class NewBatch:
     operator: str | None = None
     """Who creates it, if that is an operator."""
 
+    @property
+    def one_row(self) -> bool:
+        """Whether nothing but its row is written of it: then one statement writes it with its commands."""
+        return self.guards is None and self.operator is None
+
     def columns(self) -> dict[str, Any]:
         columns = {name: getattr(self, name) for name in self.__slots__}
         if self.job_id is not None:
@@ -197,7 +202,7 @@ def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | 
     ids = [command.command_id for command in commands]
     if dedup is not None:
         return patient(lambda: create_batch_once(batch, commands, dedup), batch.batch_id, ids)
-    one_statement = batch.guards is None and in_one_statement(commands) and not expiring(commands)
+    one_statement = batch.one_row and in_one_statement(commands) and not expiring(commands)
     return Write(create_batch(batch, commands), batch.batch_id, ids, one_statement=one_statement)
 
 

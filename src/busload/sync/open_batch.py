@@ -128,7 +128,7 @@ class SyncOpenBatch:
         return self
 
     def _open(self) -> None:
-        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.guards is None)
+        opening = Write(send.open_batch(self._batch), self.batch_id, one_statement=self._batch.one_row)
         self._database.write(opening, self._conn)
 
     def __exit__(
