@@ -30,6 +30,7 @@ from busload import (
     Worker,
     WorkerSettings,
 )
+from busload.commands import claim, rescue
 from busload.errors import InvalidOperationError
 from busload.handlers.hooks import CommandFailure
 from tests.given import Database, Given, eventually, raising
@@ -288,6 +289,31 @@ async def test_who_serves_the_domain_decides_that_a_command_has_crashed_too_ofte
             assert (await given.command_now(command_id)).status == "IN_TROUBLESHOOTING_QUEUE"
             database.rows("UPDATE busload.worker SET stopped_at = now() WHERE stopped_at IS NULL")
     assert told == ["own", "other"]
+
+
+async def test_workers_that_leave_a_crash_to_each_other_do_so_for_seconds_only(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """A dead worker with crashing commands of two domains, each of which another worker serves"""
+    dead = given.registered_worker()
+    for domain in ("payments", "mails"):
+        await bus.send(domain, "Debit")
+        database.perform(claim.claim(worker=dead, domains=[domain], limit=1, suspects=True))
+    database.rows("UPDATE busload.lease SET crashes = 3")
+    of_payments, of_mails = given.registered_worker(), given.registered_worker()
+    database.rows("UPDATE busload.worker SET domains = '{mails}' WHERE worker = %s", of_mails)
+    given.died(dead)
+
+    def rescued() -> list[int]:
+        rescues = (
+            rescue.rescue(worker=of_payments, domains=["payments"]),
+            rescue.rescue(worker=of_mails, domains=["mails"]),
+        )
+        return [database.perform(each).commands for each in rescues]
+
+    assert rescued() == [0, 0]
+    database.rows("UPDATE busload.worker SET seen_at = seen_at - interval '10 s' WHERE worker = %s", dead)
+    assert rescued() == [2, 0]
 
 
 async def test_what_is_canceled_or_has_expired_has_not_failed(

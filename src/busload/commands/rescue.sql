@@ -59,7 +59,8 @@ UPDATE busload.worker SET stopped_at = now() WHERE worker = %(worker)s::bigint A
 -- arrives now waits for this transaction, and then finds that it is refused. The worker that asks is alive,
 -- so it is left out. If a command is about to wait for a person, because it has taken down so many workers,
 -- its worker is left to those that serve the domain of the command, if one of them is alive: their
--- application is told of the failure. Holds and returns leases of workers that are not alive: declared dead
+-- application is told of the failure. They have as long as its leases last, but no more than 10 s: they may
+-- be busy, or leave it to each other. Holds and returns leases of workers that are not alive: declared dead
 -- now or before, stopped, or without a row. With `free_only`, leases of batches that somebody else holds
 -- right now are left for later.
 WITH dead AS (
@@ -81,6 +82,7 @@ WITH dead AS (
                    AND serving.seen_at >= now() - serving.lease_for
                    AND serving.worker IS DISTINCT FROM %(worker)s::bigint
                  WHERE l.worker = w.worker
+                   AND w.seen_at >= now() - w.lease_for - least(w.lease_for, interval '10 seconds')
                    AND l.crashes >= %(max_crashes)s::integer
                    AND l.domain <> ALL (%(domains)s::text[])
            )
