@@ -10,7 +10,9 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from typing import Any
 
 import django
@@ -23,15 +25,26 @@ django.setup()
 from django.contrib.auth.models import User  # noqa: E402
 from django.core.checks import run_checks  # noqa: E402
 from django.core.management import CommandError, call_command  # noqa: E402
-from django.db import connection, transaction  # noqa: E402
+from django.db import IntegrityError, connection, connections, transaction  # noqa: E402
 from django.db.migrations.recorder import MigrationRecorder  # noqa: E402
 from django.test import Client, override_settings  # noqa: E402
 from django.test.utils import setup_test_environment  # noqa: E402
 from shop.bus import bus  # noqa: E402
 
-from busload import BatchCommand, Command, PermanentCommandError, SyncHandlerContext  # noqa: E402
+from busload import (  # noqa: E402
+    BatchCommand,
+    BatchNotFoundError,
+    Command,
+    InvalidCommandError,
+    PermanentCommandError,
+    Stage,
+    SyncHandlerContext,
+)
+from busload.errors import CommandNotFoundError, InvalidOperationError  # noqa: E402
+from busload.integrations.django_app import DjangoCommandBus  # noqa: E402
 from busload.integrations.django_app.testing import delete_all_commands, run_commands  # noqa: E402
 from busload.postgres.schema.migrate import MIGRATIONS, script  # noqa: E402
+from busload.testing import BreakableTransport, assert_sent, drain  # noqa: E402
 
 KNOWN = [f"{domain}/{name}" for domain, name in bus.handlers.names]
 """What a web process knows, which imports only the bus."""
@@ -42,9 +55,19 @@ def break_it(command: Command, ctx: SyncHandlerContext) -> None:
     raise PermanentCommandError("It is <b>broken</b>.", code="BROKEN")
 
 
-@bus.handler("shop", "Count")
+@bus.command("shop", "Count")
 def count(ctx: SyncHandlerContext, items: int) -> int:
     return items
+
+
+@bus.handler("shop", "SendAndFail")
+def send_and_fail(command: Command, ctx: SyncHandlerContext) -> None:
+    with transaction.atomic():
+        bus.send("elsewhere", "Undone")
+        ctx.send("elsewhere", "Undone")
+        with bus.independent():
+            ctx.send("elsewhere", "Done")
+        raise PermanentCommandError("It has failed.", code="FAILED")
 
 
 def call(*words: str, **options: Any) -> str:
@@ -197,6 +220,201 @@ async def from_a_view_that_is_async() -> str:
     return "" if command is None else command.status
 
 
+class UndoError(Exception):
+    """Rolls a block back."""
+
+
+TABLES = """
+SELECT pg_catalog.string_agg(pg_catalog.format('SELECT %L, t::text FROM %s AS t', relname, oid::regclass), ' UNION ALL ')
+  FROM pg_catalog.pg_class WHERE relnamespace = 'busload'::regnamespace AND relkind = 'r'
+"""
+
+
+def committed(statement: str) -> list[Any]:
+    """What another connection sees."""
+    with psycopg.connect(os.environ["BUSLOAD_DATABASE_URL"], autocommit=True) as conn:
+        return conn.execute(statement.encode()).fetchall()
+
+
+def contents() -> list[Any]:
+    """All rows of our tables, as another connection sees them."""
+    return sorted(committed(committed(TABLES)[0][0]))
+
+
+def sent() -> list[str]:
+    """The commands that are committed, by their type."""
+    found = committed("SELECT command_type FROM busload.command ORDER BY command_type")
+    delete_all_commands()
+    return [command_type for (command_type,) in found]
+
+
+def belongs_to_the_block(write: Callable[[], Any]) -> list[bool]:
+    """Whether nobody sees it before the commit, a rollback undoes it, and a commit keeps it."""
+    before = contents()
+    with suppress(UndoError), transaction.atomic():
+        write()
+        hidden = contents() == before
+        raise UndoError
+    undone = contents() == before
+    with transaction.atomic():
+        write()
+    return [hidden, undone, contents() != before]
+
+
+def whatever_is_written() -> dict[str, list[bool]]:
+    one, events = [BatchCommand("ShipOrder", data={"order": 1})], bus.buffer("events")
+    events.add({"first": 1})
+    bus.send("shop", "Break")
+    run_commands()
+    [stuck] = bus.troubleshooting.list("shop")
+    batch_id = bus.create_batch("shop", one)
+
+    def fill() -> None:
+        with bus.open_batch("shop", checkpoint_size=1) as batch:
+            batch.add("ShipOrder", {"order": 1})
+            batch.add("ShipOrder", {"order": 2})
+
+    return {
+        name: belongs_to_the_block(write)
+        for name, write in {
+            "send": partial(bus.send, "shop", "ShipOrder", {"order": 1}),
+            "send_many": partial(bus.send_many, "shop", one),
+            "create_batch": partial(bus.create_batch, "shop", one),
+            "open_batch": fill,
+            "handle": partial(count.send, items=1),
+            "buffer": partial(events.add, {"second": 2}),
+            "jobs.create": partial(bus.jobs.create, "shop", [Stage("one", one)]),
+            "troubleshooting.retry": partial(bus.troubleshooting.retry, "shop", stuck.command_id),
+            "domains.pause": partial(bus.domains.pause, "shop", reason="because"),
+            "cancel_batch": partial(bus.cancel_batch, "shop", batch_id, reason="because"),
+        }.items()
+    }
+
+
+def joining() -> dict[str, Any]:
+    """What becomes of what is sent without `conn`, in and out of a transaction of Django."""
+    found: dict[str, Any] = {"whatever": whatever_is_written()}
+    delete_all_commands()
+
+    with transaction.atomic():
+        bus.send("shop", "Kept")
+        with suppress(UndoError), transaction.atomic():
+            bus.send("shop", "Undone")
+            raise UndoError
+        with transaction.atomic():
+            bus.send("shop", "KeptToo")
+    found["savepoint"] = sent()
+
+    other = {**connection.settings_dict}
+    with (
+        patch.dict(settings.DATABASES, {"other": other}),
+        patch("django.db.connections.settings", {**connections.settings, "other": other}),
+    ):
+        with suppress(UndoError), transaction.atomic(using="other"):
+            bus.send("shop", "Sent")
+            raise UndoError
+        connections["other"].close()
+    found["other alias"] = sent()
+
+    transaction.set_autocommit(False)
+    bus.send("shop", "Undone")
+    transaction.rollback()
+    bus.send("shop", "Kept")
+    transaction.commit()
+    transaction.set_autocommit(True)
+    connection.close()
+    with patch.dict(connection.settings_dict, {"AUTOCOMMIT": False}):
+        bus.send("shop", "Undone")
+        transaction.rollback()
+        connection.close()
+    found["without autocommit"] = sent()
+
+    connection.close()
+    bus.send("shop", "Sent")
+    made = connection.connection is not None
+    found["outside"] = [sent(), made]
+
+    with suppress(UndoError), transaction.atomic():
+        with bus.independent():
+            bus.send("shop", "Sent")
+        bus.send("shop", "Undone")
+        raise UndoError
+    found["independent"] = sent()
+
+    async def view() -> None:
+        def sends_in_a_block() -> None:
+            with suppress(UndoError), transaction.atomic():
+                bus.send("shop", "Undone")
+                raise UndoError
+            connections.close_all()  # as at the end of a request
+
+        await sync_to_async(sends_in_a_block)()
+        await sync_to_async(bus.send)("shop", "Sent")
+        bus.send("shop", "SentInTheLoop")
+
+    asyncio.run(view())
+    found["async"] = sent()
+
+    bus.send("shop", "SendAndFail")
+    run_commands()
+    found["handler"] = sent()
+
+    with suppress(UndoError), transaction.atomic():
+        command = bus.send("shop", "Count", {"items": 3})
+        job_id = bus.jobs.create("elsewhere", [Stage("one", [BatchCommand("Count")])])
+        batch_id = bus.create_batch("shop", [BatchCommand("Count", data={"items": 2})])
+        seen = bus.get_command("shop", command.command_id), bus.jobs.get("elsewhere", job_id)
+        found["reads"] = [one is not None for one in (*seen, bus.get_batch("shop", batch_id))]
+        found["waits"] = []
+        for wait in (
+            lambda: bus.wait_command("shop", command.command_id, timeout=5),
+            lambda: bus.wait_batch("shop", batch_id, timeout=5),
+        ):
+            try:
+                wait()
+            except (CommandNotFoundError, BatchNotFoundError) as error:
+                found["waits"].append(type(error).__name__)
+        assert_sent(bus, "shop", "Count", {"items": 3}, times=1)
+        found["drained"] = drain(bus, domains=["shop"])
+        raise UndoError
+    found["after the test"] = sent()
+
+    try:
+        with transaction.atomic():
+            with suppress(IntegrityError):
+                User.objects.create(id=User.objects.get().id, username="bob")
+            bus.send("shop", "Undone")
+    except InvalidOperationError as error:
+        found["failed block"] = str(error)
+    found["after a failed block"] = sent()
+    return found
+
+
+def joining_with_a_broker() -> dict[str, Any]:
+    own = DjangoCommandBus(transport=BreakableTransport(os.environ["BUSLOAD_DATABASE_URL"]))
+    commands, found = [BatchCommand("Carried")] * 2, dict[str, Any]()
+    waits = "SELECT count(*) FROM busload.outbox"
+    with transaction.atomic():
+        in_block = own.create_batch("carried", commands)
+        with own.open_batch("carried") as batch:
+            batch.add("Carried")
+        try:
+            own.create_batch("carried", commands, dispatch="two_phase")
+        except InvalidCommandError as error:
+            found["refused"] = str(error)
+        own.recover()
+        found["before the commit"] = committed(waits)[0][0]
+    found["after the commit"] = committed(waits)[0][0]
+    alone = own.create_batch("carried", commands)
+    reports = [own.get_dispatch("carried", one) for one in (in_block, alone)]
+    found["strategies"] = [report and report.strategy for report in reports]
+    own.recover()
+    found["published"] = committed(waits)[0][0]
+    own.close()
+    delete_all_commands()
+    return found
+
+
 TOLD = {
     "known": KNOWN,
     "schema": schema(),
@@ -207,6 +425,8 @@ TOLD = {
     "worker with a wrong option": worker_with_a_wrong_option(),
     "command line": command_line(),
     "async": asyncio.run(from_a_view_that_is_async()),
+    "joining": joining(),
+    "joining with a broker": joining_with_a_broker(),
 }
 delete_all_commands()
 bus.close()

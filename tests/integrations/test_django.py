@@ -155,6 +155,61 @@ def test_an_async_view_calls_the_bus_in_a_thread(told: dict[str, Any]) -> None:
     assert told["async"] == "PENDING"
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["send", "send_many", "create_batch", "open_batch", "handle", "buffer", "jobs.create"]
+    + ["troubleshooting.retry", "domains.pause", "cancel_batch"],
+)
+def test_what_the_bus_writes_in_atomic_belongs_to_the_block(told: dict[str, Any], written: str) -> None:
+    assert told["joining"]["whatever"][written] == [True, True, True], "hidden, undone by a rollback, kept by a commit"
+
+
+def test_a_savepoint_of_a_nested_block_takes_what_was_sent_in_it(told: dict[str, Any]) -> None:
+    assert told["joining"]["savepoint"] == ["Kept", "KeptToo"]
+
+
+def test_only_a_transaction_on_the_database_of_the_bus_is_joined(told: dict[str, Any]) -> None:
+    assert told["joining"]["other alias"] == ["Sent"]
+    assert told["joining"]["outside"] == [["Sent"], False], "and no connection of Django's is made"
+
+
+def test_the_bus_joins_the_transaction_of_a_connection_without_autocommit(told: dict[str, Any]) -> None:
+    assert told["joining"]["without autocommit"] == ["Kept"]
+
+
+def test_what_is_sent_independently_commits_by_itself(told: dict[str, Any]) -> None:
+    assert told["joining"]["independent"] == ["Sent"]
+
+
+def test_an_async_view_joins_the_block_of_its_thread(told: dict[str, Any]) -> None:
+    assert told["joining"]["async"] == ["Sent", "SentInTheLoop"]
+
+
+def test_a_handler_in_a_thread_joins_its_block_by_the_bus_and_by_its_context(told: dict[str, Any]) -> None:
+    assert told["joining"]["handler"] == ["Done", "SendAndFail"]
+
+
+def test_a_block_reads_what_it_has_sent_and_does_not_wait_for_it(told: dict[str, Any]) -> None:
+    assert told["joining"]["reads"] == [True, True, True]
+    assert told["joining"]["waits"] == ["CommandNotFoundError", "BatchNotFoundError"]
+
+
+def test_the_testing_kit_works_in_the_block_of_a_test(told: dict[str, Any]) -> None:
+    assert (told["joining"]["drained"], told["joining"]["after the test"]) == (2, [])
+
+
+def test_a_failed_block_is_refused(told: dict[str, Any]) -> None:
+    assert told["joining"]["failed block"].startswith("The transaction of Django's connection 'default' has failed.")
+    assert told["joining"]["after a failed block"] == []
+
+
+def test_with_a_broker_the_relay_publishes_what_a_block_has_sent_after_the_commit(told: dict[str, Any]) -> None:
+    found = told["joining with a broker"]
+    assert found["strategies"] == ["relay", "two_phase"]
+    assert [found[when] for when in ("before the commit", "after the commit", "published")] == [0, 2, 0]
+    assert "the batch joins your transaction, and nothing is published before your commit" in found["refused"]
+
+
 def test_the_shop_ships_what_was_ordered_by_a_worker_inside(migrated: str, database: Database, tmp_path: Path) -> None:
     words = ["manage.py", "runserver", "--noreload", "127.0.0.1:PORT"]
     with serving(words, migrated, tmp_path / "said.txt", cwd=PROJECT, environment={"SHOP_WORKER": "1"}) as shop:

@@ -2759,6 +2759,22 @@ MUTANTS = [
         "After an update of busload, `manage.py migrate` would leave the schema as it was.",
     ),
     Mutant(
+        "django-bus-commits-by-itself",
+        "integrations/django_app/joining.py",
+        "if _has_transaction(connection) else None",
+        "if False else None",
+        f"{DJANGO}test_a_savepoint_of_a_nested_block_takes_what_was_sent_in_it",
+        "A command would exist though the block that sent it was rolled back.",
+    ),
+    Mutant(
+        "django-bus-publishes-before-the-commit",
+        "integrations/django_app/joining.py",
+        "        conn = self.database.callers_connection(conn)\n        return super()",
+        "        return super()",
+        f"{DJANGO}test_with_a_broker_the_relay_publishes_what_a_block_has_sent_after_the_commit",
+        "Workers would be told of a batch that is not committed, and may never be.",
+    ),
+    Mutant(
         "processes-do-not-know-django",
         "cli/worker.py",
         "program = ctx.meta.get(PROGRAM) or [",

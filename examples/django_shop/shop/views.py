@@ -3,7 +3,7 @@
 import json
 from uuid import UUID
 
-from django.db import connection, transaction
+from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
@@ -23,7 +23,7 @@ def create_order(request: HttpRequest) -> JsonResponse:
     try:
         with transaction.atomic():
             order = Order.objects.create(item=new["item"], amount=new["amount"])
-            sent = bus.send("shop", "ShipOrder", {"order": order.id}, conn=connection)
+            sent = bus.send("shop", "ShipOrder", {"order": order.id})
             if order.amount > 100:
                 raise OutOfStockError(f"There are not {order.amount} of {order.item}.")
     except OutOfStockError as error:

@@ -64,7 +64,7 @@ async def cancel(
     nobody sends into the batch, so the others need not wait for a lock.
     """
     about = {"reason": reason, "operator": operator}
-    if conn is not None:
+    if (conn := database.callers_connection(conn)) is not None:
         whole = at_once(begin, reason=reason, operator=operator)
         return await database.write(Write(whole, batch_id, job_id=job_id), conn)
     begun = await database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))

@@ -115,15 +115,18 @@ class Buffer(AnyBuffer):
         raises, nothing was claimed. It may be async. Workers need none of this.
         """
         _check_claim(callback, limit, awaits=waiting.AWAITS)
-        at = await self._database.in_transaction(_serve(self.settings))
-        async with self._database.pool.connection() as conn, conn.transaction():
-            claimed = await perform_async(conn, claim.claim(self.settings, at, limit or self.settings.size))
-            if claimed is None:
-                return []
-            group_id, ids = claimed
-            answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
-            await waiting.result_of(answer)
-            return ids
+        async with self._database.pool.connection() as conn:
+            await self._database.check_schema(conn)
+            async with conn.transaction():
+                at = await perform_async(conn, _serve(self.settings))
+            async with conn.transaction():
+                claimed = await perform_async(conn, claim.claim(self.settings, at, limit or self.settings.size))
+                if claimed is None:
+                    return []
+                group_id, ids = claimed
+                answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
+                await waiting.result_of(answer)
+                return ids
 
     async def distribute(self) -> int:
         """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""

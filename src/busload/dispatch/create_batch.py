@@ -81,7 +81,7 @@ def published_by(
     elif strategy is Strategy.RELAY:
         return strategy
     elif joins:
-        why = "conn= was given too, and nothing is published before your commit; leave it out, a relay publishes"
+        why = "the batch joins your transaction, and nothing is published before your commit; leave dispatch out"
     elif waits:
         why = f"{waits[0]}= was given too, with which the relay publishes; leave one of them out"
     if why is not None:

@@ -127,6 +127,8 @@ class Handlers:
         """Whether there is a handler with `on_failure`."""
         self.data_types: dict[tuple[str, str], DataType] = {}
         """The types of data that handlers want, by domain and command type."""
+        self.bus_of_threads: type[Any] | None = None
+        """The class of the `ctx.bus` of handlers written with `def`; if None, it is a `SyncCommandBus`."""
 
     def register(
         self,

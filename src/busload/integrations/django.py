@@ -10,7 +10,6 @@ from django.db.utils import DatabaseError
 from django.utils.connection import ConnectionProxy
 
 from busload.errors import InvalidOperationError
-from busload.integrations.other_driver import CLOSED, FAILED
 from busload.postgres.callers_connection import SyncJoined, refuse_unusable, underneath_in_threads
 
 
@@ -48,7 +47,13 @@ def driver_connection(conn: Any) -> Any:
             "could join. Call within `with transaction.atomic():`, or pass no conn."
         )
     if conn.needs_rollback:
-        raise InvalidOperationError(FAILED)
+        raise InvalidOperationError(
+            f"The transaction of Django's connection {conn.alias!r} has failed. Leave the atomic() block before you "
+            "send: that rolls it back."
+        )
     if conn.connection is None or conn.closed_in_transaction:
-        raise InvalidOperationError(CLOSED)
+        raise InvalidOperationError(
+            f"Django's connection {conn.alias!r} was closed within its transaction. Leave the atomic() block before "
+            "you send."
+        )
     return conn.connection

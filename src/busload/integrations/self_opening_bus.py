@@ -32,7 +32,7 @@ class SelfOpeningBus(SyncCommandBus):
         _at_fork(weakref.ref(self))
 
     def _make_database(self) -> Database:
-        return _OpeningDatabase(self._find_dsn, self._opened_for, self.settings, self._open_once)
+        return OpeningDatabase(self._find_dsn, self._opened_for, self.settings, self._open_once)
 
     def _find_dsn(self) -> str | None:
         """Where the database is; asked whenever the bus opens."""
@@ -66,7 +66,7 @@ class SelfOpeningBus(SyncCommandBus):
         """Leave to the process that has forked this one what belongs to it: its connections, threads and locks."""
         if self._opened:
             _of_parents.append((self._sending, self._completions, self._publisher))
-            assert isinstance(self.database, _OpeningDatabase)
+            assert isinstance(self.database, OpeningDatabase)
             self.database.forget_parent()
             atexit.unregister(self.close)
         self._opening, self._opened = threading.RLock(), False
@@ -75,7 +75,7 @@ class SelfOpeningBus(SyncCommandBus):
         self.outbox = SyncOutbox(self.database, self._limits, self._publisher)
 
 
-class _OpeningDatabase(Database):
+class OpeningDatabase(Database):
     """Has its bus opened when somebody needs a connection, or asks whether there is telemetry."""
 
     def __init__(

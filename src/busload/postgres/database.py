@@ -23,7 +23,7 @@ from busload.postgres.callers_connection import AnyConnection, about_to_begin, p
 from busload.postgres.connection import AsyncConnection, refuse_server
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.postgres.own_connection import OwnAsyncConnection, check_server_async, connect_async
-from busload.postgres.plan import Plan, Savepoint, Statement, perform_async
+from busload.postgres.plan import Plan, Savepoint, Statement, perform_async, within_transaction
 from busload.postgres.pool import AsyncPool, async_pool
 from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
@@ -133,9 +133,16 @@ class Database:
         self._pool, self.schema_checked = None, False
         self._close_embedded()
 
+    def callers_connection(self, conn: AnyConnection | None) -> AnyConnection | None:
+        """The connection whose transaction a call joins: `conn`, which the caller has given.
+
+        A database of a framework may know the transaction that its caller is in, also if no connection is given.
+        """
+        return conn
+
     async def migrate(self, conn: AnyConnection | None = None) -> list[Migration]:
         """Bring the schema up to this release, in the caller's transaction if there is one."""
-        if conn is not None:
+        if (conn := self.callers_connection(conn)) is not None:
             return await self._join(conn, migrate.migrate())
         async with await connect_async(self.dsn) as own, own.transaction():
             refuse_server(own)
@@ -166,7 +173,7 @@ class Database:
 
     async def write(self, write: Write[T], conn: AnyConnection | None = None) -> T:
         """Write in the caller's transaction, or in one of our own whose outcome is known when this returns."""
-        if conn is not None:
+        if (conn := self.callers_connection(conn)) is not None:
             return await self._join(conn, self._checked(write.plan))
         if write.again is not None:
             return await self._write_patiently(write, write.again)
@@ -276,5 +283,5 @@ def _connection_lost(error: psycopg.Error) -> bool:
 def _joined(plan: Plan[T], *, begin: bool) -> Plan[T]:
     if begin:
         yield BEGIN
-    result: T = yield Savepoint(plan, begins=True)
+    result: T = yield Savepoint(within_transaction(plan), begins=True)
     return result

@@ -106,6 +106,21 @@ def _performed(plan: Plan[T]) -> Plan[None]:
     raise _TakenBackError((yield from plan))
 
 
+def within_transaction(plan: Plan[T]) -> Plan[T]:
+    """The plan for a transaction that has begun, whose caller has said how much of it is seen at one moment."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                answer = [] if step is ONE_MOMENT else (yield step)
+            except Exception as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
 def kind_of(plan: Plan[Any]) -> object:
     """What all plans have in common that one function makes."""
     return plan.gi_code  # type: ignore[attr-defined]

@@ -66,15 +66,18 @@ class SyncBuffer(AnyBuffer):
         raises, nothing was claimed. It may be async. Workers need none of this.
         """
         _check_claim(callback, limit, awaits=waiting.AWAITS)
-        at = self._database.in_transaction(_serve(self.settings))
-        with self._database.pool.connection() as conn, conn.transaction():
-            claimed = perform(conn, claim.claim(self.settings, at, limit or self.settings.size))
-            if claimed is None:
-                return []
-            group_id, ids = claimed
-            answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
-            waiting.result_of(answer)
-            return ids
+        with self._database.pool.connection() as conn:
+            self._database.check_schema(conn)
+            with conn.transaction():
+                at = perform(conn, _serve(self.settings))
+            with conn.transaction():
+                claimed = perform(conn, claim.claim(self.settings, at, limit or self.settings.size))
+                if claimed is None:
+                    return []
+                group_id, ids = claimed
+                answer = callback(group_id, conn) if _takes_connection(callback) else callback(group_id)
+                waiting.result_of(answer)
+                return ids
 
     def distribute(self) -> int:
         """Make groups of all that is due and has room, as every worker does that serves this buffer; how many."""

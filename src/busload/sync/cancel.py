@@ -42,7 +42,7 @@ def cancel(
     nobody sends into the batch, so the others need not wait for a lock.
     """
     about = {"reason": reason, "operator": operator}
-    if conn is not None:
+    if (conn := database.callers_connection(conn)) is not None:
         whole = at_once(begin, reason=reason, operator=operator)
         return database.write(Write(whole, batch_id, job_id=job_id), conn)
     begun = database.write(patient(partial(begin, **about, in_pages=True), batch_id, job_id=job_id))

@@ -136,9 +136,16 @@ class Database:
         self._pool, self.schema_checked = None, False
         self._close_embedded()
 
+    def callers_connection(self, conn: AnySyncConnection | None) -> AnySyncConnection | None:
+        """The connection whose transaction a call joins: `conn`, which the caller has given.
+
+        A database of a framework may know the transaction that its caller is in, also if no connection is given.
+        """
+        return conn
+
     def migrate(self, conn: AnySyncConnection | None = None) -> list[Migration]:
         """Bring the schema up to this release, in the caller's transaction if there is one."""
-        if conn is not None:
+        if (conn := self.callers_connection(conn)) is not None:
             return self._join(conn, migrate.migrate())
         with connect(self.dsn) as own, own.transaction():
             refuse_server(own)
@@ -169,7 +176,7 @@ class Database:
 
     def write(self, write: Write[T], conn: AnySyncConnection | None = None) -> T:
         """Write in the caller's transaction, or in one of our own whose outcome is known when this returns."""
-        if conn is not None:
+        if (conn := self.callers_connection(conn)) is not None:
             return self._join(conn, self._checked(write.plan))
         if write.again is not None:
             return self._write_patiently(write, write.again)

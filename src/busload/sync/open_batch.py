@@ -144,7 +144,7 @@ class SyncOpenBatch:
 
 def seal(database: Database, domain: str, batch_id: UUID, via: send.Via, conn: AnySyncConnection | None) -> bool:
     """Let an open batch complete. With a broker, its report ends here if all of it was published already."""
-    plan = partial(creation_state.seal, domain, batch_id, via)
+    plan, conn = partial(creation_state.seal, domain, batch_id, via), database.callers_connection(conn)
     sealed = database.write(patient(plan, batch_id), conn)
     if sealed and via.transport is not None and conn is None:
         database.in_transaction(creation_state.close([batch_id]))

@@ -30,8 +30,8 @@ def performed(bus: AnyBus, plan: Plan[T], conn: AnyConnection | None = None) -> 
     The bus is opened if it is closed: an application may have closed it before a test looks at what it has sent.
     """
     if isinstance(bus, SyncCommandBus):
-        if conn is not None:
-            return perform_in_threads(underneath_in_threads(cast("AnySyncConnection", conn)), plan)
+        if (joined := callers_connection(bus, conn)) is not None:
+            return perform_in_threads(underneath_in_threads(joined), plan)
         return bus.open(wait=None).database.in_transaction(plan)
     refuse_no_bus(bus)
     return _performed(bus, plan, conn)
@@ -41,6 +41,11 @@ async def _performed(bus: CommandBus, plan: Plan[T], conn: AnyConnection | None)
     if conn is not None:
         return await perform_any(await underneath(conn), plan)
     return await (await bus.open(wait=None)).database.in_transaction(plan)
+
+
+def callers_connection(bus: SyncCommandBus, conn: AnyConnection | None) -> AnySyncConnection | None:
+    """The connection whose transaction the test is in: `conn`, or one that the bus knows of, as that of Django does."""
+    return bus.database.callers_connection(cast("AnySyncConnection | None", conn))
 
 
 def refuse_no_bus(bus: object) -> None:

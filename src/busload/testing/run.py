@@ -35,7 +35,7 @@ from busload.sync import joined as sync_joined
 from busload.sync.bus import SyncCommandBus
 from busload.sync.context import SyncHandlerContext
 from busload.testing import joined
-from busload.testing.faces import AnyBus, in_own_loop, refuse_no_bus
+from busload.testing.faces import AnyBus, callers_connection, in_own_loop, refuse_no_bus
 from busload.testing.joined import result_of
 from busload.worker.call_handler import Calls, Work, argument_of
 from busload.worker.context import NO_STATE, HandlerContext
@@ -127,6 +127,7 @@ def drain(
     """
     refuse_no_bus(bus)
     if isinstance(bus, SyncCommandBus):
+        conn = callers_connection(bus, conn)
         if conn is None:
             return in_own_loop(DrainingWorker(bus, domains, state).drain)
         with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:
@@ -207,6 +208,7 @@ def run_handler(
         if conn is None:
             return _run(bus, handler, lease, state)
         return _run_joined(bus, handler, lease, conn, state)
+    conn = callers_connection(bus, conn)
     if conn is None:
         return in_own_loop(partial(_run_of_sync, bus, handler, lease, state))
     with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:

@@ -35,7 +35,8 @@ class Threads:
         """The bus of handlers in threads, and the connections for their transactions."""
         if self._connections is None:
             dsn, settings = self._async_bus.dsn, self._async_bus.settings
-            bus = SyncCommandBus(dsn, transport=self._async_bus.given_transport, settings=settings).open(wait=None)
+            make: type[SyncCommandBus] = self._async_bus.handlers.bus_of_threads or SyncCommandBus
+            bus = make(dsn, transport=self._async_bus.given_transport, settings=settings).open(wait=None)
             bus.handlers, bus.hooks = self._async_bus.handlers, self._async_bus.hooks
             transactions = pool(
                 dsn,

@@ -8,21 +8,30 @@ from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
-from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import Conninfo
 
 from busload.handlers.registry import Handlers
+from busload.integrations.django_app.joining import (
+    JoiningBus,
+    OpeningJoiningDatabase,
+    alias_of_bus,
+    connection_of,
+)
 from busload.integrations.self_opening_bus import SelfOpeningBus
 from busload.limits.rate import is_async
+from busload.sync.database import Database
 
 _LIBPQ = frozenset(option.keyword.decode() for option in Conninfo.get_defaults())
 """What of DATABASES is for the server. Other options are for Django or its driver, such as a pool."""
 
 
-class DjangoCommandBus(SelfOpeningBus):
+class DjangoCommandBus(JoiningBus, SelfOpeningBus):
     """A `SyncCommandBus` on a database of DATABASES. It opens itself when it is first used, in each process anew.
+
+    Within `atomic()` of that database, everything that it writes belongs to the block, as what models write: it exists
+    exactly if the block commits. `with bus.independent():` is for what must exist anyway.
 
     Which alias of DATABASES it is, says BUSLOAD["DATABASE"], "default" if it does not. In tests it is the test
     database, as for models. Handlers written with `def` may use models: a worker closes Django's old connections
@@ -34,36 +43,25 @@ class DjangoCommandBus(SelfOpeningBus):
             raise ValueError("A DjangoCommandBus takes no dsn: DATABASES has it, and BUSLOAD['DATABASE'] says which.")
         super().__init__("", **options)
         self.handlers = _DjangoHandlers()
+        self.handlers.bus_of_threads = JoiningBus
+
+    def _make_database(self) -> Database:
+        return OpeningJoiningDatabase(self._find_dsn, self._opened_for, self.settings, self._open_once)
 
     def _find_dsn(self) -> str:
-        return dsn_of(_alias())
+        return dsn_of(alias_of_bus())
 
     def _opened_for(self) -> object:
         """Django's test runner gives a database another name while it runs."""
-        alias = _alias()
+        alias = alias_of_bus()
         return alias, settings.DATABASES[alias]["NAME"]
 
 
 def dsn_of(alias: str) -> str:
     """Where the database is that DATABASES has under this alias."""
-    if alias not in settings.DATABASES:
-        known = ", ".join(map(repr, settings.DATABASES))
-        raise ImproperlyConfigured(f"BUSLOAD['DATABASE'] is {alias!r:.80}, and DATABASES has only {known}.")
-    connection = connections[alias]
-    if connection.vendor != "postgresql":
-        raise ImproperlyConfigured(
-            f"DATABASES[{alias!r}] is {connection.vendor}, and busload needs PostgreSQL. Set its ENGINE to "
-            "'django.db.backends.postgresql', or name another database in BUSLOAD['DATABASE']."
-        )
-    given = connection.get_connection_params()
+    given = connection_of(alias).get_connection_params()
     given.setdefault("dbname", given.pop("database", None))  # as psycopg2 has it
     return make_conninfo(**{name: value for name, value in given.items() if name in _LIBPQ and value is not None})
-
-
-def _alias() -> str:
-    from busload.integrations.django_app.conf import configuration
-
-    return configuration().database
 
 
 class _DjangoHandlers(Handlers):
