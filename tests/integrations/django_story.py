@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ from busload.errors import CommandNotFoundError, InvalidOperationError  # noqa: 
 from busload.integrations.django_app import DjangoCommandBus  # noqa: E402
 from busload.integrations.django_app.testing import delete_all_commands, run_commands  # noqa: E402
 from busload.postgres.schema.migrate import MIGRATIONS, script  # noqa: E402
-from busload.testing import BreakableTransport, assert_sent, drain  # noqa: E402
+from busload.testing import BreakableTransport, assert_sent, broker_down, drain  # noqa: E402
 
 KNOWN = [f"{domain}/{name}" for domain, name in bus.handlers.names]
 """What a web process knows, which imports only the bus."""
@@ -225,7 +226,7 @@ class UndoError(Exception):
 
 
 TABLES = """
-SELECT pg_catalog.string_agg(pg_catalog.format('SELECT %L, t::text FROM %s AS t', relname, oid::regclass), ' UNION ALL ')
+SELECT pg_catalog.string_agg(pg_catalog.format('SELECT %L, t::text FROM %s AS t', relname, oid::regclass), ' UNION ')
   FROM pg_catalog.pg_class WHERE relnamespace = 'busload'::regnamespace AND relkind = 'r'
 """
 
@@ -274,21 +275,19 @@ def whatever_is_written() -> dict[str, list[bool]]:
             batch.add("ShipOrder", {"order": 1})
             batch.add("ShipOrder", {"order": 2})
 
-    return {
-        name: belongs_to_the_block(write)
-        for name, write in {
-            "send": partial(bus.send, "shop", "ShipOrder", {"order": 1}),
-            "send_many": partial(bus.send_many, "shop", one),
-            "create_batch": partial(bus.create_batch, "shop", one),
-            "open_batch": fill,
-            "handle": partial(count.send, items=1),
-            "buffer": partial(events.add, {"second": 2}),
-            "jobs.create": partial(bus.jobs.create, "shop", [Stage("one", one)]),
-            "troubleshooting.retry": partial(bus.troubleshooting.retry, "shop", stuck.command_id),
-            "domains.pause": partial(bus.domains.pause, "shop", reason="because"),
-            "cancel_batch": partial(bus.cancel_batch, "shop", batch_id, reason="because"),
-        }.items()
+    writes: dict[str, Callable[[], Any]] = {
+        "send": partial(bus.send, "shop", "ShipOrder", {"order": 1}),
+        "send_many": partial(bus.send_many, "shop", one),
+        "create_batch": partial(bus.create_batch, "shop", one),
+        "open_batch": fill,
+        "handle": partial(count.send, items=1),
+        "buffer": partial(events.add, {"second": 2}),
+        "jobs.create": partial(bus.jobs.create, "shop", [Stage("one", one)]),
+        "troubleshooting.retry": partial(bus.troubleshooting.retry, "shop", stuck.command_id),
+        "domains.pause": partial(bus.domains.pause, "shop", reason="because"),
+        "cancel_batch": partial(bus.cancel_batch, "shop", batch_id, reason="because"),
     }
+    return {name: belongs_to_the_block(write) for name, write in writes.items()}
 
 
 def joining() -> dict[str, Any]:
@@ -359,6 +358,13 @@ def joining() -> dict[str, Any]:
     run_commands()
     found["handler"] = sent()
 
+    bus.send("shop", "Count", {"items": 1})
+    run_commands()
+    with suppress(UndoError), transaction.atomic():
+        bus.prune(timedelta(microseconds=1))
+        raise UndoError
+    found["pruned"] = sent()
+
     with suppress(UndoError), transaction.atomic():
         command = bus.send("shop", "Count", {"items": 3})
         job_id = bus.jobs.create("elsewhere", [Stage("one", [BatchCommand("Count")])])
@@ -402,14 +408,16 @@ def joining_with_a_broker() -> dict[str, Any]:
             own.create_batch("carried", commands, dispatch="two_phase")
         except InvalidCommandError as error:
             found["refused"] = str(error)
-        own.recover()
         found["before the commit"] = committed(waits)[0][0]
     found["after the commit"] = committed(waits)[0][0]
     alone = own.create_batch("carried", commands)
     reports = [own.get_dispatch("carried", one) for one in (in_block, alone)]
     found["strategies"] = [report and report.strategy for report in reports]
-    own.recover()
-    found["published"] = committed(waits)[0][0]
+    with broker_down(own):
+        own.create_batch("carried", commands)
+    with transaction.atomic():
+        own.recover()
+        found["recovered"] = committed(waits)[0][0]
     own.close()
     delete_all_commands()
     return found
