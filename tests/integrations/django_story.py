@@ -290,9 +290,41 @@ def whatever_is_written() -> dict[str, list[bool]]:
     return {name: belongs_to_the_block(write) for name, write in writes.items()}
 
 
+def whatever_is_read() -> dict[str, bool]:
+    """Whether a read in a block, on the connection that Django has set up, finds the same as one outside of it."""
+    headers = {"of": "a test"}
+    sent = bus.send("shop", "Count", {"items": 3}, task_key="t:1", headers=headers, delay=timedelta(hours=1))
+    batch_id = bus.create_batch("shop", [BatchCommand("Break", data={"a": [1.5, None]})], custom_data={"b": "ü"})
+    job_id = bus.jobs.create("shop", [Stage("one", [BatchCommand("Break")])], custom_data={"c": 1})
+    events = bus.buffer("events")
+    events.add({"first": 1})
+    run_commands()
+    reads: dict[str, Callable[[], Any]] = {
+        "get_command": partial(bus.get_command, "shop", sent.command_id),
+        "list_commands": partial(bus.list_commands, "shop"),
+        "get_audit_trail": partial(bus.get_audit_trail, "shop", sent.command_id),
+        "get_batch": partial(bus.get_batch, "shop", batch_id),
+        "list_batches": partial(bus.list_batches, "shop"),
+        "explain_batch": lambda: [one.code for one in bus.explain_batch("shop", batch_id).reasons],
+        "jobs.get": partial(bus.jobs.get, "shop", job_id),
+        "jobs.list": partial(bus.jobs.list, "shop"),
+        "troubleshooting.list": partial(bus.troubleshooting.list, "shop"),
+        "buffers": lambda: [one.name for one in bus.buffers.list()],
+        "trace": partial(bus.trace, "t:1"),
+    }
+    found = {}
+    for name, read in reads.items():
+        with transaction.atomic():
+            in_block = read()
+        found[name] = bool(in_block) and in_block == read()
+    return found
+
+
 def joining() -> dict[str, Any]:
     """What becomes of what is sent without `conn`, in and out of a transaction of Django."""
     found: dict[str, Any] = {"whatever": whatever_is_written()}
+    delete_all_commands()
+    found["same"] = whatever_is_read()
     delete_all_commands()
 
     with transaction.atomic():

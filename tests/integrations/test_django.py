@@ -191,6 +191,7 @@ def test_a_handler_in_a_thread_joins_its_block_by_the_bus_and_by_its_context(tol
 
 def test_a_block_reads_what_it_has_sent_and_does_not_wait_for_it(told: dict[str, Any]) -> None:
     assert told["joining"]["reads"] == [True, True, True]
+    assert [name for name, same in told["joining"]["same"].items() if not same] == [], "as outside of the block"
     assert told["joining"]["waits"] == ["CommandNotFoundError", "BatchNotFoundError"]
 
 
