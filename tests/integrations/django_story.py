@@ -336,15 +336,10 @@ def joining() -> dict[str, Any]:
             bus.send("shop", "KeptToo")
     found["savepoint"] = sent()
 
-    other = {**connection.settings_dict}
-    with (
-        patch.dict(settings.DATABASES, {"other": other}),
-        patch("django.db.connections.settings", {**connections.settings, "other": other}),
-    ):
-        with suppress(UndoError), transaction.atomic(using="other"):
-            bus.send("shop", "Sent")
-            raise UndoError
-        connections["other"].close()
+    with suppress(UndoError), transaction.atomic(using="second"):
+        bus.send("shop", "Sent")
+        raise UndoError
+    connections["second"].close()
     found["other alias"] = sent()
 
     transaction.set_autocommit(False)
@@ -353,11 +348,10 @@ def joining() -> dict[str, Any]:
     bus.send("shop", "Kept")
     transaction.commit()
     transaction.set_autocommit(True)
-    connection.close()
-    with patch.dict(connection.settings_dict, {"AUTOCOMMIT": False}):
+    with override_settings(BUSLOAD={"BUS": "shop.bus:bus", "DATABASE": "manual"}):
         bus.send("shop", "Undone")
-        transaction.rollback()
-        connection.close()
+        transaction.rollback(using="manual")
+        connections["manual"].close()
     found["without autocommit"] = sent()
 
     connection.close()

@@ -86,7 +86,7 @@ def test_migrate_brings_the_schema_up_to_the_release_and_never_deletes_commands(
         ("no module", "E003 BUSLOAD['BUS'] is 'shop.nowhere:bus', and there is no module 'shop.nowhere'. Name the "),
         ("no attribute", "E003 BUSLOAD['BUS'] is 'shop.bus:buss', and 'shop.bus' has no 'buss'. Name the variable "),
         ("no bus of ours", "E003 BUSLOAD['BUS'] is 'shop.models:Order', which is a django.db.models.base.ModelBase, "),
-        ("no alias", "E002 BUSLOAD['DATABASE'] is 'other', and DATABASES has only 'default', 'lite'."),
+        ("no alias", "E002 BUSLOAD['DATABASE'] is 'other', and DATABASES has only 'default', 'lite', "),
         ("no PostgreSQL", "E002 DATABASES['lite'] is sqlite, and busload needs PostgreSQL. Set its ENGINE to "),
     ],
 )

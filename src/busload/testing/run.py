@@ -26,7 +26,7 @@ from busload.commands.send import NO_BROKER
 from busload.errors import InvalidOperationError
 from busload.handlers.middleware import within_middleware
 from busload.handlers.registry import Handler
-from busload.postgres.callers_connection import AnyConnection, AnySyncConnection
+from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.guarded_connection import GuardedAsyncConnection
 from busload.postgres.plan import Plan, execute
 from busload.postgres.pool import async_pool
@@ -130,7 +130,7 @@ def drain(
         conn = callers_connection(bus, conn)
         if conn is None:
             return in_own_loop(DrainingWorker(bus, domains, state).drain)
-        with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:
+        with sync_joined.JoinedBus(bus, conn) as inside:
             return sync_joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
     return DrainingWorker(bus, domains, state).drain() if conn is None else _drain_joined(bus, domains, conn, state)
 
@@ -211,7 +211,7 @@ def run_handler(
     conn = callers_connection(bus, conn)
     if conn is None:
         return in_own_loop(partial(_run_of_sync, bus, handler, lease, state))
-    with sync_joined.JoinedBus(bus, cast("AnySyncConnection", conn)) as inside:
+    with sync_joined.JoinedBus(bus, conn) as inside:
         worker = sync_joined.JoinedWorker(inside, state)
         worker.register([domain])
         result = worker.run(inside.database.in_transaction(lease(worker.number)), handler)
