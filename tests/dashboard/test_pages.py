@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from datetime import UTC, datetime, timedelta
@@ -21,7 +22,7 @@ from busload.batches.guards import FailureBudget
 from busload.commands.command import Command
 from busload.dashboard import Role, app
 from busload.dashboard.app import ROUTES, TIME_LIMIT
-from busload.dashboard.pages import overview
+from busload.dashboard.pages import commands, overview
 from busload.errors import InvalidCommandError, InvalidOperationError
 from busload.health.health import HealthCode
 from busload.jobs.job import BatchJob, Stage
@@ -222,6 +223,25 @@ async def test_a_command_shows_its_headers_and_its_trace(site: httpx.AsyncClient
     assert "&lt;b&gt;acme&lt;/b&gt;" in page and "<b>acme" not in page
     plain = (await site.get(f"/commands/{DOMAIN}/{await given.sent()}")).text
     assert "Headers</h2>" not in plain and "trace-id" not in plain
+
+
+async def test_a_command_that_has_ended_links_to_its_reply(
+    site: httpx.AsyncClient, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given.handler()
+    ids = [await given.sent(reply_to="shop") for _ in range(3)]
+    waiting = (await site.get(f"/commands/payments/{ids[0]}")).text
+    assert "<dd>shop</dd>" in waiting
+    await given.drained()
+    replies = {one.data["command_id"]: one for one in (await given.bus.list_commands("shop")).commands}
+    for command_id in ids:
+        page = (await site.get(f"/commands/payments/{command_id}")).text
+        assert f'<a href="/commands/shop/{replies[str(command_id)].command_id}">shop</a>' in page
+
+    monkeypatch.setattr(commands, "REPLIES", 1)  # there are too many to look at all
+    page = (await site.get(f"/commands/payments/{ids[0]}")).text
+    [search] = re.findall(r'<dd><a href="([^"]+)">shop</a>', page)
+    assert str(replies[str(ids[0])].command_id) in (await site.get(html.unescape(search))).text
 
 
 async def test_a_command_of_another_domain_links_to_its_batch(site: httpx.AsyncClient, bus: CommandBus) -> None:

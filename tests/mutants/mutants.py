@@ -1818,8 +1818,8 @@ MUTANTS = [
     Mutant(
         "portion-begins-anew",
         "dashboard/pages/decision.py",
-        "    if state.after == -1:\n",
-        "    if state.after is not None:\n",
+        "    if state.after == -1:  # first",
+        "    if state.after is not None:  # first",
         TSQ + "test_a_large_decision_goes_on_portion_by_portion",
         "A large decision would refuse itself after its first portion.",
     ),
@@ -2792,7 +2792,7 @@ MUTANTS = [
     ),
     Mutant(
         "import-leaves-jobs",
-        "imports/procrastinate.py",
+        "imports/job_table.py",
         "        conn.commit()\n",
         "",
         "tests/imports/test_take_over.py::test_jobs_of_procrastinate_are_imported_in_one_transaction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -27,6 +28,7 @@ from busload.dashboard.render import (
     render,
     sees_payloads,
     tree,
+    url,
     words,
 )
 from busload.dashboard.route import Live, action, page
@@ -35,7 +37,9 @@ from busload.jobs.listing import job_of_batch
 from busload.telemetry.logs import trace_id_of
 from busload.troubleshooting.selection import Cause, Selection
 
-LIMIT = 50
+LIMIT, REPLIES = 50, 100
+REPLIED_WITHIN = timedelta(seconds=10)
+"""How far from the end of a command its reply is looked for: results are settled up to 5 seconds later."""
 PLACE_OF = {
     ExecutionStatus.QUEUED: CommandStatus.PENDING,
     ExecutionStatus.PROCESSING: CommandStatus.IN_PROGRESS,
@@ -129,6 +133,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         ended=command.status in ENDED,
         troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
         cause=await _cause(request, command),
+        reply=await _reply(request, command),
         job=None if command.batch_id is None else await bus.database.read(job_of_batch(command.batch_id)),
         live=_values(command, trail),
         cli=cli("command", "show", command.command_id, "--domain", command.domain),
@@ -142,6 +147,22 @@ async def _cause(request: Request, command: CommandMetadata) -> Cause | None:
         return None
     item = await bus_of(request).troubleshooting.get(command.domain, command.command_id)
     return None if item is None else await cause_of(request, Selection(item.domain, item.fingerprint))
+
+
+async def _reply(request: Request, command: CommandMetadata) -> str | None:
+    """The address of the reply of a command that has ended. If there are too many to find it, that of a search."""
+    if command.reply_to is None or command.finished_at is None or command.status not in ENDED:
+        return None
+    command_type = f"{command.command_type}Reply"
+    since, until = command.finished_at - REPLIED_WITHIN, command.finished_at + REPLIED_WITHIN
+    found = await bus_of(request).list_commands(
+        command.reply_to, command_type=command_type, created_after=since, created_before=until, limit=REPLIES
+    )
+    for one in found.commands:
+        if isinstance(one.data, dict) and one.data.get("command_id") == str(command.command_id):
+            return url(request, "command", domain=one.domain, command_id=one.command_id)
+    names = {"domain": command.reply_to, "type": command_type}
+    return url(request, "commands", {**names, "since": since.isoformat(), "until": until.isoformat()})
 
 
 @dataclass(frozen=True, slots=True)
