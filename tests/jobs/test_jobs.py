@@ -609,7 +609,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([Stage("one", debits(1))], {"custom_data": {"x": object()}}, "/custom_data"),
     ([Stage("one", debits(1))], {"continue_after_failures": 1}, "/continue_after_failures"),
     ([Stage("one", debits(1))], {"on_complete": print}, "wanted a BatchCommand"),
-    ([Stage("one", debits(1))], {"on_complete": BatchCommand("Tell", data={"job": 1})}, 'the key "job"'),
+    ([Stage("one", debits(1))], {"on_complete": BatchCommand("Tell", data={"job": 1})}, 'whose "job" is missing'),
 ]  # fmt: skip
 
 

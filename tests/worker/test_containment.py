@@ -511,12 +511,12 @@ async def test_superseded_that_a_limits_key_raises_is_the_failure_of_its_command
     def by(command: Command) -> str:
         raise SupersededError("of another one")
 
-    once = RetryPolicy(max_attempts=1)
-    given.handler("Debit", rate_limit=RateLimit(100, by=by), retry=once)
+    given.handler("Debit", rate_limit=RateLimit(100, by=by))
     await given.sent()
     await given.drained()
     [item] = await bus.troubleshooting.list(DOMAIN)
-    assert (item.reason, item.last_error_type) == ("EXHAUSTED", "SupersededError")
+    assert (item.reason, item.attempts) == ("PERMANENT", 1)
+    assert "raised SupersededError: of another one" in str(item.last_error_message)
     assert given.database.count("lease") == 0
 
 

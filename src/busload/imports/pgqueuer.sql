@@ -8,7 +8,7 @@ SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, 
        CASE WHEN execute_after > now() THEN execute_after END
   FROM pgqueuer
  WHERE status = 'queued' AND id > %(after)s::bigint
-   AND (%(names)s::text[] = '{}' OR entrypoint = ANY (%(names)s::text[]))
+   AND (cardinality(%(names)s::text[]) = 0 OR entrypoint = ANY (%(names)s::text[]))
  ORDER BY id
  LIMIT %(limit)s::integer
 

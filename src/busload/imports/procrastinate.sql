@@ -8,7 +8,7 @@ SELECT id, (SELECT extract(epoch FROM min(e.at))::text FROM procrastinate_events
        queue_name::text, task_name::text, priority, lock, queueing_lock, args, scheduled_at
   FROM procrastinate_jobs AS j
  WHERE status = 'todo' AND id > %(after)s::bigint
-   AND (%(names)s::text[] = '{}' OR queue_name::text = ANY (%(names)s::text[]))
+   AND (cardinality(%(names)s::text[]) = 0 OR queue_name::text = ANY (%(names)s::text[]))
  ORDER BY id
  LIMIT %(limit)s::integer
 

@@ -30,6 +30,7 @@ WHERE = {
     HealthCode.POOL_EXHAUSTED: ("workers", "See the workers"),
     HealthCode.PUBLISHING_FAILS: ("dispatch", "See the outbox"),
     HealthCode.BROKER_UNREACHABLE: ("dispatch", "See the outbox"),
+    HealthCode.SCHEDULES_LATE: ("schedules", "See the schedules"),
 }
 """The page on which an operator acts on a reason, and what its link says."""
 AGE = 5.0
