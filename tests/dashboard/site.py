@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from busload.dashboard.access import Role, User, Users
 from busload.dashboard.app import ROUTES
+from busload.dashboard.export import FORMATS
 from busload.dashboard.route import Route
 
 BASE = "http://localhost"
@@ -51,9 +52,12 @@ def address(route: Route, **params: object) -> str:
 
 
 def every_address() -> list[tuple[str, str, Route]]:
-    """Method and path of everything that the dashboard answers, its streams among it."""
+    """Method and path of everything that the dashboard answers, its streams and files among it."""
     found = [(route.method, address(route), route) for route in ROUTES]
-    return found + [("GET", f"{address(route).rstrip('/')}/live", route) for route in ROUTES if route.live]
+    found += [("GET", f"{address(route).rstrip('/')}/live", route) for route in ROUTES if route.live]
+    return found + [
+        ("GET", f"{address(route)}.{format}", route) for route in ROUTES if route.export for format in FORMATS
+    ]
 
 
 @asynccontextmanager

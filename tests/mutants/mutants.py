@@ -84,6 +84,7 @@ LOGS = "tests/telemetry/test_logs.py::"
 TOP = "tests/cli/test_top.py::"
 NEW_BATCH = "tests/dashboard/test_new_batch.py::"
 CHARTS = "tests/dashboard/test_charts.py::"
+EXPORT = "tests/dashboard/test_export.py::"
 LISTING = "tests/commands/test_listing.py::"
 
 MUTANTS = [
@@ -1814,6 +1815,30 @@ MUTANTS = [
         "    operator = None\n",
         TSQ + "test_all_of_a_cause_are_decided_under_the_name_of_the_operator[retry]",
         "The audit trail would not say who decided.",
+    ),
+    Mutant(
+        "export-shows-what-a-stage-hides",
+        "dashboard/export.py",
+        "for inner in self._fields(value)}",
+        "for inner in [field.name for field in fields(value)]}",
+        EXPORT + "test_files_hide_payloads_as_pages_do[reader-True]",
+        "A reader would find the error of a planner in its job.",
+    ),
+    Mutant(
+        "export-runs-formulas",
+        "dashboard/export.py",
+        """f"'{value}" if value.startswith(FORMULA) else value""",
+        "value",
+        EXPORT + "test_a_spreadsheet_runs_no_cell",
+        "A reason that somebody writes would run in the spreadsheet of whoever opens the file.",
+    ),
+    Mutant(
+        "export-ends-in-silence",
+        "dashboard/export.py",
+        "    yield write.end(cut)",
+        "    yield write.end(None)",
+        EXPORT + "test_a_file_that_is_cut_off_says_so",
+        "A part of the rows would pass for all of them.",
     ),
     Mutant(
         "portion-begins-anew",

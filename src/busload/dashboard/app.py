@@ -6,6 +6,7 @@ import asyncio
 import getpass
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,6 +17,7 @@ from starlette.routing import Route as StarletteRoute
 from busload.bus import CommandBus
 from busload.dashboard import guard
 from busload.dashboard.access import Authenticate, Permission, Users
+from busload.dashboard.export import FORMATS, export
 from busload.dashboard.live import Feeds
 from busload.dashboard.pages import (
     audit,
@@ -152,6 +154,10 @@ def _served(route: Route, feeds: Feeds) -> list[StarletteRoute]:
 
         path = f"{route.path.rstrip('/')}/live"
         found.insert(0, StarletteRoute(path, _checked(route, stream), methods=["GET"], name=f"{route.name}.live"))
+    for format in FORMATS if route.export is not None else ():
+        handler = _checked(route, partial(export, route, format))
+        path, name = f"{route.path}.{format}", f"{route.name}.{format}"
+        found.insert(0, StarletteRoute(path, handler, methods=["GET"], name=name))
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,27 @@ Live: TypeAlias = Mapping[str, str | int | list[str]]
 """The values of a page that change: texts by key. `rows`, if there is one, lists the ids of the rows of its table."""
 
 ReadLive: TypeAlias = Callable[[Request], Awaitable[Live]]
+
+
+class Rows(NamedTuple):
+    """Some rows of a list, and where the next ones begin; None if these are the last."""
+
+    found: Sequence[Any]
+    next: Any
+
+
+ReadRows: TypeAlias = Callable[[Request, Any, int], Awaitable[Rows]]
+"""Reads the rows of a list with the filter of its address: those behind `next` of the rows before, at most so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The rows of a list as a file. Their fields have the names of the dataclass `kind`."""
+
+    kind: type[Any]
+    read: ReadRows
+    leaves_out: frozenset[str] = frozenset()
+    """Fields that are of no use outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +54,8 @@ class Route:
     """What the navigation calls it; None if it is not there."""
     live: ReadLive | None = None
     """Reads the live values of a page: its URL and `/live` streams them."""
+    export: Export | None = None
+    """What a list gives as a file, at its URL and `.csv` or `.json`."""
     most_body: int | None = None
     """Bytes that its form may have, if they are more than usual."""
 
@@ -51,9 +74,10 @@ def page(
     *,
     label: str | None = None,
     live: ReadLive | None = None,
+    export: Export | None = None,
 ) -> Route:
     """A page: it changes nothing."""
-    return Route(name, path, handler, permission, "GET", label, live)
+    return Route(name, path, handler, permission, "GET", label, live, export)
 
 
 def action(name: str, path: str, handler: Handler, permission: Permission, *, most_body: int | None = None) -> Route:

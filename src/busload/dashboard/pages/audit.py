@@ -15,7 +15,7 @@ from busload.dashboard.access import Permission
 from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
 from busload.dashboard.render import bus_of, cli, render, short, url
-from busload.dashboard.route import Live, page
+from busload.dashboard.route import Export, Live, Rows, page
 
 LIMIT = 50
 
@@ -29,8 +29,8 @@ class Shown:
     link: str | None
 
 
-async def _listed(request: Request) -> tuple[Filter, str | None, ActionPage]:
-    wanted = Filter.of(
+def _wanted(request: Request) -> Filter:
+    return Filter.of(
         request,
         operator=asked.text,
         action=asked.choice(ActionType),
@@ -38,11 +38,18 @@ async def _listed(request: Request) -> tuple[Filter, str | None, ActionPage]:
         since=asked.moment,
         until=asked.moment,
     )
-    after = asked.text(request, "after")
+
+
+async def _listed(request: Request) -> tuple[Filter, str | None, ActionPage]:
+    wanted, after = _wanted(request), asked.text(request, "after")
     found = await bus_of(request).audit.list(**wanted, after=after, limit=LIMIT)
     if after is not None and not found.actions and found.next is None:
         raise no_such_page()
     return wanted, after, found
+
+
+async def _exported(request: Request, after: str | None, limit: int) -> Rows:
+    return Rows(*await bus_of(request).audit.list(**_wanted(request), after=after, limit=limit))
 
 
 async def list_page(request: Request) -> Response:
@@ -102,4 +109,5 @@ def _is_id(text: str) -> bool:
         return False
 
 
-ROUTES = (page("audit", "/audit", list_page, Permission.READ, label="Audit", live=live),)
+EXPORT = Export(Action, _exported)
+ROUTES = (page("audit", "/audit", list_page, Permission.READ, label="Audit", live=live, export=EXPORT),)

@@ -14,15 +14,14 @@ from busload.dashboard.access import Permission
 from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
 from busload.dashboard.render import bus_of, cli, dashboard_of, number, render, words
-from busload.dashboard.route import Live, page
+from busload.dashboard.route import Export, Live, Rows, page
 
 LIMIT = 50
 COUNTERS = ("completed", "failed", "canceled", "in_troubleshooting")
 
 
-async def _listed(request: Request) -> tuple[Filter, UUID | None, list[BatchMetadata]]:
-    """The batches of a page, and one more if there is a next page."""
-    wanted = Filter.of(
+def _wanted(request: Request) -> Filter:
+    return Filter.of(
         request,
         domain=asked.text,
         status=asked.choice(BatchStatus),
@@ -31,8 +30,10 @@ async def _listed(request: Request) -> tuple[Filter, UUID | None, list[BatchMeta
         since=asked.moment,
         until=asked.moment,
     )
-    after = asked.id_of(request, "after")
-    found = await bus_of(request).list_batches(
+
+
+async def _found(request: Request, wanted: Filter, after: UUID | None, limit: int) -> list[BatchMetadata]:
+    return await bus_of(request).list_batches(
         wanted["domain"],
         status=wanted["status"],
         batch_type=wanted["type"],
@@ -40,12 +41,23 @@ async def _listed(request: Request) -> tuple[Filter, UUID | None, list[BatchMeta
         created_after=wanted["since"],
         created_before=wanted["until"],
         after=after,
-        limit=LIMIT + 1,
+        limit=limit,
         forecast=True,
     )
+
+
+async def _listed(request: Request) -> tuple[Filter, UUID | None, list[BatchMetadata]]:
+    """The batches of a page, and one more if there is a next page."""
+    wanted, after = _wanted(request), asked.id_of(request, "after")
+    found = await _found(request, wanted, after, LIMIT + 1)
     if not found and after is not None:
         raise no_such_page()
     return wanted, after, found
+
+
+async def _exported(request: Request, after: UUID | None, limit: int) -> Rows:
+    found = await _found(request, _wanted(request), after, limit)
+    return Rows(found, found[-1].batch_id if len(found) == limit else None)
 
 
 async def list_page(request: Request) -> Response:
@@ -114,4 +126,5 @@ def _forecast(batch: BatchMetadata) -> str:
     return str(batch.forecast)
 
 
-ROUTES = (page("batches", "/batches", list_page, Permission.READ, label="Batches", live=live_list),)
+EXPORT = Export(BatchMetadata, _exported)
+ROUTES = (page("batches", "/batches", list_page, Permission.READ, label="Batches", live=live_list, export=EXPORT),)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from busload.commands.command import AuditEvent, CommandMetadata, CommandStatus
 from busload.commands.execution import ExecutionStatus
+from busload.commands.listing import CommandPage
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.filter import Filter
@@ -31,7 +32,7 @@ from busload.dashboard.render import (
     url,
     words,
 )
-from busload.dashboard.route import Live, action, page
+from busload.dashboard.route import Export, Live, Rows, action, page
 from busload.errors import CommandNotFoundError
 from busload.jobs.listing import job_of_batch
 from busload.telemetry.logs import trace_id_of
@@ -53,8 +54,8 @@ PLACE_OF = {
 ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
 
 
-async def search(request: Request) -> Response:
-    wanted = Filter.of(
+def _wanted(request: Request) -> Filter:
+    return Filter.of(
         request,
         domain=asked.text,
         status=asked.choice(CommandStatus),
@@ -65,10 +66,10 @@ async def search(request: Request) -> Response:
         until=asked.moment,
         error=_error_text,
     )
-    after = asked.text(request, "after")
-    if after is not None and not after.isdecimal():
-        raise wrong_input(f"The page begins at {after!r:.80}, which is no cursor.", "Begin with the first page.")
-    found = await bus_of(request).list_commands(
+
+
+async def _found(request: Request, wanted: Filter, after: str | None, limit: int) -> CommandPage:
+    return await bus_of(request).list_commands(
         wanted["domain"],
         status=wanted["status"],
         command_type=wanted["type"],
@@ -77,9 +78,16 @@ async def search(request: Request) -> Response:
         created_after=wanted["since"],
         created_before=wanted["until"],
         error=wanted["error"],
-        limit=LIMIT,
+        limit=limit,
         after=after,
     )
+
+
+async def search(request: Request) -> Response:
+    wanted, after = _wanted(request), asked.text(request, "after")
+    if after is not None and not after.isdecimal():
+        raise wrong_input(f"The page begins at {after!r:.80}, which is no cursor.", "Begin with the first page.")
+    found = await _found(request, wanted, after, LIMIT)
     if after is not None and not found.commands and found.next is None:
         raise no_such_page()
     return render(
@@ -92,6 +100,11 @@ async def search(request: Request) -> Response:
         cli=cli("command", "ls", *wanted.words),
         **wanted.shown(request, "commands", after=after, next=found.next),
     )
+
+
+async def _exported(request: Request, after: str | None, limit: int) -> Rows:
+    found = await _found(request, _wanted(request), after, limit)
+    return Rows(found.commands, found.next)
 
 
 def _error_text(request: Request, name: str) -> str | None:
@@ -235,7 +248,14 @@ async def trace(request: Request) -> Response:
 
 PATH = "/commands/{domain}/{command_id:uuid}"
 ROUTES = (
-    page("commands", "/commands", search, Permission.READ, label="Commands"),
+    page(
+        "commands",
+        "/commands",
+        search,
+        Permission.READ,
+        label="Commands",
+        export=Export(CommandMetadata, _exported),
+    ),
     page("command", PATH, show, Permission.READ, live=live),
     action("command.cancel", f"{PATH}/cancel", cancel, Permission.OPERATE),
     action("command.retry", f"{PATH}/retry", retry, Permission.OPERATE),

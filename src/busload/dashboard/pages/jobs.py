@@ -13,27 +13,39 @@ from busload.dashboard.access import Permission
 from busload.dashboard.filter import Filter
 from busload.dashboard.problem import no_such_page
 from busload.dashboard.render import bus_of, cli, number, render, words
-from busload.dashboard.route import Live, page
+from busload.dashboard.route import Export, Live, Rows, page
 from busload.jobs.job import JobMetadata, JobStatus
 
 LIMIT = 50
 
 
-async def _listed(request: Request) -> tuple[Filter, UUID | None, list[JobMetadata]]:
-    """The jobs of a page, and one more if there is a next page."""
-    wanted = Filter.of(request, domain=asked.text, status=asked.choice(JobStatus), name=asked.text, batch=asked.id_of)
-    after = asked.id_of(request, "after")
-    found = await bus_of(request).jobs.list(
+def _wanted(request: Request) -> Filter:
+    return Filter.of(request, domain=asked.text, status=asked.choice(JobStatus), name=asked.text, batch=asked.id_of)
+
+
+async def _found(request: Request, wanted: Filter, after: UUID | None, limit: int) -> list[JobMetadata]:
+    return await bus_of(request).jobs.list(
         wanted["domain"],
         status=wanted["status"],
         name=wanted["name"],
         batch_id=wanted["batch"],
         after=after,
-        limit=LIMIT + 1,
+        limit=limit,
     )
+
+
+async def _listed(request: Request) -> tuple[Filter, UUID | None, list[JobMetadata]]:
+    """The jobs of a page, and one more if there is a next page."""
+    wanted, after = _wanted(request), asked.id_of(request, "after")
+    found = await _found(request, wanted, after, LIMIT + 1)
     if not found and after is not None:
         raise no_such_page()
     return wanted, after, found
+
+
+async def _exported(request: Request, after: UUID | None, limit: int) -> Rows:
+    found = await _found(request, _wanted(request), after, limit)
+    return Rows(found, found[-1].job_id if len(found) == limit else None)
 
 
 async def list_page(request: Request) -> Response:
@@ -79,4 +91,5 @@ def parked(job: JobMetadata) -> int:
     return sum(batch.in_troubleshooting_count for batch in batches)
 
 
-ROUTES = (page("jobs", "/jobs", list_page, Permission.READ, label="Jobs", live=live_list),)
+EXPORT = Export(JobMetadata, _exported)
+ROUTES = (page("jobs", "/jobs", list_page, Permission.READ, label="Jobs", live=live_list, export=EXPORT),)

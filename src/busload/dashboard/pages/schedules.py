@@ -14,7 +14,7 @@ from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import Problem, no_such_page
 from busload.dashboard.render import bus_of, cli, iso, live_key, principal_of, render, tree, url, words
-from busload.dashboard.route import Live, action, page
+from busload.dashboard.route import Export, Live, Rows, action, page
 from busload.schedules.operate import newest_fires
 from busload.schedules.schedule import Fire, FireType, ScheduleMetadata
 
@@ -48,6 +48,11 @@ async def _listed(request: Request) -> tuple[Filter, list[ScheduleMetadata], Fir
         raise no_such_page()
     fires = await bus.database.read(newest_fires([one.name for one in found[:LIMIT]]))
     return wanted, found, {fire.schedule: fire for fire in fires}
+
+
+async def _exported(request: Request, after: str | None, limit: int) -> Rows:
+    found = await bus_of(request).schedules.list(Filter.of(request).domain, after=after, limit=limit)
+    return Rows(found, found[-1].name if len(found) == limit else None)
 
 
 async def list_page(request: Request) -> Response:
@@ -177,7 +182,15 @@ async def trigger(request: Request) -> Response:
 
 PATH = "/schedules/{name}"
 ROUTES = (
-    page("schedules", "/schedules", list_page, Permission.READ, label="Schedules", live=live_list),
+    page(
+        "schedules",
+        "/schedules",
+        list_page,
+        Permission.READ,
+        label="Schedules",
+        live=live_list,
+        export=Export(ScheduleMetadata, _exported),
+    ),
     page("schedule", PATH, show, Permission.READ, live=live),
     action("schedule.pause", f"{PATH}/pause", pause, Permission.OPERATE),
     action("schedule.resume", f"{PATH}/resume", resume, Permission.OPERATE),

@@ -15,7 +15,7 @@ from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import Problem, no_such_page, wrong_input
 from busload.dashboard.render import ago, bus_of, cli, number, render, sees_payloads, tree, url
-from busload.dashboard.route import Live, page
+from busload.dashboard.route import Export, Live, Rows, page
 from busload.troubleshooting import selection
 from busload.troubleshooting.selection import Cause, Causes, Filter, Item, Place, Reason, Selection
 
@@ -103,13 +103,22 @@ def _place(request: Request) -> Place | None:
     return Place(int(count), domain, fingerprint)
 
 
+async def _found(request: Request, wanted: Filter, after: Place | None, limit: int) -> Causes:
+    bus = bus_of(request)
+    return await bus.database.read(selection.list_causes(bus.settings.limits, wanted, limit=limit, after=after))
+
+
 async def _listed(request: Request) -> tuple[Filter, Causes]:
-    wanted, after, bus = wanted_of(request), _place(request), bus_of(request)
-    plan = selection.list_causes(bus.settings.limits, wanted, limit=LIMIT + 1, after=after)
-    found = await bus.database.read(plan)
+    wanted, after = wanted_of(request), _place(request)
+    found = await _found(request, wanted, after, LIMIT + 1)
     if after is not None and not found.causes:
         raise no_such_page()
     return wanted, found
+
+
+async def _exported_causes(request: Request, after: Place | None, limit: int) -> Rows:
+    found = (await _found(request, wanted_of(request), after, limit)).causes
+    return Rows(found, found[-1].place if len(found) == limit else None)
 
 
 async def list_page(request: Request) -> Response:
@@ -259,8 +268,32 @@ def _cause_values(cause: Cause | None, items: Sequence[Item]) -> Live:
     }
 
 
+async def _exported_commands(request: Request, after: int | None, limit: int) -> Rows:
+    chosen = selection_of(request)
+    if after is None and await cause_of(request, chosen) is None:
+        raise nothing_waits(chosen)
+    items = selection.items(chosen, limit=limit, after=-1 if after is None else after)
+    found = await bus_of(request).database.read(items)
+    return Rows(found, found[-1].command if len(found) == limit else None)
+
+
 PATH = "/troubleshooting/{domain}/{fingerprint}"
 ROUTES = (
-    page("troubleshooting", "/troubleshooting", list_page, Permission.READ, label="Troubleshooting", live=live_list),
-    page("cause", PATH, show, Permission.READ, live=live),
+    page(
+        "troubleshooting",
+        "/troubleshooting",
+        list_page,
+        Permission.READ,
+        label="Troubleshooting",
+        live=live_list,
+        export=Export(Cause, _exported_causes),
+    ),
+    page(
+        "cause",
+        PATH,
+        show,
+        Permission.READ,
+        live=live,
+        export=Export(Item, _exported_commands, leaves_out=frozenset({"command"})),
+    ),
 )
