@@ -42,24 +42,6 @@ async def connections(dsn: str) -> AsyncIterator[AsyncPool]:
         yield connections
 
 
-async def test_the_same_work_gets_the_connection_that_has_done_it(dsn: str) -> None:
-    """The server has planned its statements there. What is new goes where least was done."""
-    async with async_pool(dsn, 3) as connections:
-        async with (
-            connections.connection(work="claim") as claims,
-            connections.connection(work="settle") as settles,
-            connections.connection() as others,
-        ):
-            pass
-        for work, expected in [("claim", claims), ("settle", settles), ("claim", claims), ("free", others)] * 2:
-            async with connections.connection(work=work) as conn:
-                assert conn is expected
-        async with connections.connection(work="claim"), connections.connection(work="claim") as conn:
-            assert conn is not claims
-        async with connections.connection(work="claim") as conn:
-            assert conn is claims or len(conn.done) == 2
-
-
 def test_pauses_grow_to_two_seconds_and_no_further() -> None:
     backoff = Backoff()
     pauses = [backoff.pause() for _ in range(1000)]

@@ -121,11 +121,6 @@ def within_transaction(plan: Plan[T]) -> Plan[T]:
         return done.value  # type: ignore[no-any-return]
 
 
-def kind_of(plan: Plan[Any]) -> object:
-    """What all plans have in common that one function makes."""
-    return plan.gi_code  # type: ignore[attr-defined]
-
-
 async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
     try:
         step = next(plan)

@@ -60,8 +60,6 @@ class OwnConnection(psycopg.Connection[Any]):
     def __init__(self, pgconn: PGconn) -> None:
         super().__init__(pgconn)
         self.made_at = time.monotonic()
-        self.done: set[object] = set()
-        """The kinds of work that it was used for."""
 
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""

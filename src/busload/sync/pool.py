@@ -98,38 +98,25 @@ class Pool:
         self.close()
 
     @contextmanager
-    def connection(self, timeout: float | None = None, work: object = None) -> Iterator[OwnConnection]:
-        """A connection for as long as the block lasts. A transaction that is open then ends as the block does.
-
-        For the same `work` as before, one is preferred that has done it: the server has planned its statements there.
-        """
-        conn = self.getconn(timeout, work)
+    def connection(self, timeout: float | None = None) -> Iterator[OwnConnection]:
+        """A connection for as long as the block lasts. A transaction that is open then ends as the block does."""
+        conn = self.getconn(timeout)
         try:
             with conn:
                 yield conn
         finally:
             self.putconn(conn)
 
-    def getconn(self, timeout: float | None = None, work: object = None) -> OwnConnection:
+    def getconn(self, timeout: float | None = None) -> OwnConnection:
         """A connection that has to be given back by `putconn`."""
         while self._idle:
             with self._lock:
                 if not self._idle:  # another thread was faster
                     break
-                conn = self._idle.pop()[1] if work is None else self._pop_for(work)
+                conn = self._idle.pop()[1]
             if not has_unread_input(conn) or self._still_works(conn):
                 return conn
-        conn = self._wait(self.timeout if timeout is None else timeout)
-        if work is not None:
-            conn.done.add(work)
-        return conn
-
-    def _pop_for(self, work: object) -> OwnConnection:
-        """Take the idle connection that has done this work, and least else; if none has, the one that did least."""
-        chosen = min(self._idle, key=lambda idle: (work not in idle[1].done, len(idle[1].done)))
-        self._idle.remove(chosen)
-        chosen[1].done.add(work)
-        return chosen[1]
+        return self._wait(self.timeout if timeout is None else timeout)
 
     def putconn(self, conn: OwnConnection) -> None:
         """Give a connection of this pool back. A transaction that was left open is rolled back."""

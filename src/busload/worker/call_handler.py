@@ -141,7 +141,7 @@ class Calls:
     async def _conclude(self, work: Work, called: Ended) -> Call:
         """Judge the answer of an awaited handler, and end its transaction."""
         transaction, error = work.context.own_transaction, called.error
-        assert not isinstance(transaction, SyncHandlerTransaction | SyncCallersTransaction)
+        assert not isinstance(transaction, (SyncHandlerTransaction, SyncCallersTransaction))
         if isinstance(transaction, CallersTransaction):
             if self.stopping and isinstance(error, asyncio.CancelledError):
                 raise error
@@ -188,7 +188,7 @@ def _call(work: Work) -> Call:
                 return _look_up(work, work.context.own_transaction, error)
             return work.failed(error)
         transaction = work.context.own_transaction
-        assert not isinstance(transaction, HandlerTransaction | CallersTransaction)
+        assert not isinstance(transaction, (HandlerTransaction, CallersTransaction))
         if isinstance(transaction, SyncCallersTransaction):
             return _look_up(work, transaction, None)
         judged = work.judge(value)

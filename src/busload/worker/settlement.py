@@ -44,7 +44,7 @@ from busload.limits import rate
 from busload.limits.limiter import Entered, LimitedError, PermitLostError, PostponedError, SnoozedError
 from busload.limits.rate import Late
 from busload.postgres.outage import Outage
-from busload.postgres.plan import kind_of, perform_async
+from busload.postgres.plan import perform_async
 from busload.postgres.pool import AsyncPool
 from busload.postgres.waiting import TimeLimit
 from busload.settings import PayloadLimits, WorkerSettings
@@ -316,7 +316,7 @@ class Settlement:
         """
         deadline = self._deadline if len(transitions) > 1 else 4 * self._deadline
         plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
-        async with asyncio.timeout(deadline.total_seconds()), self._pool.connection(work=kind_of(plan)) as conn:
+        async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
             credited = await perform_async(conn, plan)
         await self.look_for_holds(transitions)
         self._held.settled(transition.leased for transition in transitions)

@@ -16,7 +16,7 @@ from busload.handlers.registry import Handler, Handlers
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.outage import Outage
-from busload.postgres.plan import Plan, kind_of, perform_async
+from busload.postgres.plan import Plan, perform_async
 from busload.postgres.pool import AsyncPool
 from busload.settings import WorkerSettings
 from busload.sync.context import SyncChunkContext, SyncHandlerContext
@@ -72,7 +72,7 @@ class Shared:
         self.handlers = self.bus.handlers
 
     async def perform(self, plan: Plan[T]) -> T:
-        async with self.pool.connection(work=kind_of(plan)) as conn:
+        async with self.pool.connection() as conn:
             return await perform_async(conn, plan)
 
     async def in_transaction(self, plan: Plan[T]) -> T:
