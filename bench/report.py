@@ -71,6 +71,7 @@ VARIANTS = {
     "trace": None,
     "traced-none": "drain",
     "traced-tenth": "traced-none",
+    "traced-batch": "traced-none",
     "traced-all": "traced-none",
     "traced-call-none": None,
     "traced-call-tenth": "traced-call-none",

@@ -80,7 +80,7 @@ def server() -> Iterator[TestServer]:
     """One server for the whole run, also when it is spread over processes."""
     home = server_home()
     home.mkdir(mode=0o755, parents=True, exist_ok=True)
-    config = {"deadlock_timeout": "100ms", "log_lock_waits": "on", "max_connections": "300"}
+    config = {"deadlock_timeout": "100ms", "log_lock_waits": "on", "max_connections": "500"}
     with TestServer(home, config=config | {"max_prepared_transactions": "10"} | THROWN_AWAY) as server:
         yield server
 

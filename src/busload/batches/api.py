@@ -161,7 +161,7 @@ class BatchVerbs(ABC):
         operator: str | None = None,
         conn: AnyConnection | None = None,
     ) -> bool:
-        """Give a batch that has not ended another failure budget; returns whether that holds it at once.
+        """Give a batch that has not ended another failure `budget`; returns whether that holds it at once.
 
         What has failed since it was created, or since a resume, counts; of a budget for each cause that it did not have
         before, only what fails from here on. `on_exceeded` stays as it was if the new budget has none. A batch that is

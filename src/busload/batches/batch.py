@@ -425,7 +425,7 @@ def _data_of_callback(given: Any, of: str, path: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get(of) not in (None, {}):
         message = f'wanted a dict or a model whose "{of}" is missing, None or empty: the {of} will be put there'
         raise InvalidCommandError([Problem("INVALID_OPTION", f"/{path}/data", message)])
-    return {name: value for name, value in data.items() if name != of}
+    return {name: value for name, value in data.items() if name != of} if of in data else data
 
 
 _COUNTS = {"total_count": 1, "completed_count": 1, "failed_count": 0, "canceled_count": 0}
