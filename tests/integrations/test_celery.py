@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from functools import partial
@@ -432,6 +434,21 @@ def test_a_send_joins_the_transaction_that_is_offered(app: Any, sync_bus: SyncCo
     assert (lost.state, lost.exists()) == ("PENDING", False)
 
 
+@contextmanager
+def logging_left_alone() -> Iterator[None]:
+    """A worker of Celery sets the level of all loggers, unless somebody says that they are set up."""
+
+    def set_up(**_: Any) -> None: ...
+
+    level = logging.getLogger().level
+    signals.setup_logging.connect(set_up, weak=False)
+    try:
+        yield
+    finally:
+        signals.setup_logging.disconnect(set_up)
+    assert logging.getLogger().level == level
+
+
 def test_some_tasks_stay_with_the_broker(app_on_redis: Any, sync_bus: SyncCommandBus) -> None:
     """A worker of Celery runs and retries one that stays, and one that was sent before there was a bridge."""
     app, done = app_on_redis, threading.Barrier(3)
@@ -456,7 +473,8 @@ def test_some_tasks_stay_with_the_broker(app_on_redis: Any, sync_bus: SyncComman
     assert not isinstance(stays.delay(), CommandResult)
     with pytest.raises(InvalidOperationError, match="goes to Celery's broker, which cannot join"):
         stays.apply_async(conn=object())
-    with start_worker(app, pool="threads", concurrency=2, perform_ping_check=False, shutdown_timeout=30):
+    worker = start_worker(app, pool="threads", concurrency=2, perform_ping_check=False, shutdown_timeout=30)
+    with logging_left_alone(), worker:
         done.wait(30)
     assert drain(sync_bus) == 3
     assert first.get(timeout=5) == 7
