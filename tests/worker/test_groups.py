@@ -835,7 +835,10 @@ async def test_a_limit_that_cannot_say_whose_turn_it_is_does_not_end_a_group(
     await events.add_many(["a", "b"])
     await drain(given)
     [item] = await parked(bus)
-    assert item.reason == "PERMANENT" and left(database) == ["a", "b"]
+    assert (item.reason, item.last_error_code) == ("PERMANENT", "INVALID_RATE_LIMIT_KEY") and left(database) == [
+        "a",
+        "b",
+    ]
     assert "BusinessRuleError: no such tenant" in str(item.last_error_message)
     database.check_invariants()
 
