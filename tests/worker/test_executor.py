@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from uuid import UUID
@@ -22,6 +24,7 @@ from busload import (
     SyncHandlerContext,
     TransientCommandError,
 )
+from busload.worker.executor import LONGEST_TURN
 from tests.given import DOMAIN, Database, Given, counts, eventually, raising
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -412,3 +415,29 @@ async def test_peer_oban_1022_and_good_job_832(given: Given, size: int) -> None:
     await given.batch(commands=size, on_complete=BatchCommand("Done"))
     await given.drained()
     assert len(done) == 1
+
+
+async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given) -> None:
+    loop = asyncio.get_running_loop()
+    rounds, begun_in = 0, Counter[int]()
+    counting: asyncio.Handle
+
+    def count_round() -> None:
+        nonlocal rounds, counting
+        rounds += 1
+        counting = loop.call_soon(count_round)
+
+    async def busy(command: Command, ctx: HandlerContext) -> None:
+        begun_in[rounds] += 1
+        until = time.monotonic() + 2 * LONGEST_TURN
+        while time.monotonic() < until:
+            pass
+
+    given.handler("Debit", busy)
+    await given.batch(commands=60)
+    counting = loop.call_soon(count_round)
+    try:
+        assert await given.drained() == 60
+    finally:
+        counting.cancel()
+    assert max(begun_in.values()) <= 2  # the second one finds that the turn is over

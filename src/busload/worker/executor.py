@@ -42,8 +42,11 @@ log = logging.getLogger("busload")
 Rest: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do for a command once its handler has begun or ended."""
 
-LONGEST_TURN = 0.001
-"""Seconds after which a slot yields, even if no handler waits: claims and settlement need the event loop too."""
+LONGEST_TURN = 0.0005
+"""Seconds for which slots run commands in one round of the event loop, all together, if no handler waits.
+
+Claims, settlement and notifications need the event loop too.
+"""
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -84,7 +87,9 @@ class Executor:
         self._bus, self._handlers, self._transactions = shared.bus, shared.handlers, shared.transactions
         self._limits, self._state = shared.bus.settings.limits.payload, shared.state
         self._slots = [Slot(f"busload-slot-{n}") for n in range(shared.settings.concurrency)]
-        self._yielded_at = 0.0
+        self._turn_began: float | None = None
+        """When the first command began in this round of the event loop; None before that."""
+        self._turn_is_over = False
         self.calls = Calls(shared.threads)
         self._outcomes = outcomes
         self._stations = Stations(shared, self.calls, outcomes, settlement)
@@ -137,9 +142,10 @@ class Executor:
         if rest is not None:
             await self._finish(slot, rest)
         while not calls.stopping:  # a handler may have swallowed the cancellation
-            if not ready:
+            if self._turn_is_over or not ready:
                 await line.rest()
-                line.wake_two()
+                if not self._turn_is_over:
+                    line.wake_two()
                 continue
             taken = slot.taken = ready.popleft()
             if handlers.threaded and self._needs_thread(taken):
@@ -149,6 +155,11 @@ class Executor:
                     continue
             try:
                 begun = self._begin(taken)
+                if self._turn_began is None:
+                    self._turn_began = taken.started
+                    asyncio.get_running_loop().call_soon(self._begin_turn)
+                elif taken.started - self._turn_began > LONGEST_TURN:
+                    self._turn_is_over = True
                 if isinstance(begun, Waiting):
                     ended = await begun.suspended
                     begun = self._conclude(
@@ -164,9 +175,13 @@ class Executor:
                 return
             if rest is not None:
                 await self._finish(slot, rest)
-            if taken.started - self._yielded_at > LONGEST_TURN:
-                self._yielded_at = taken.started
-                await asyncio.sleep(0)
+
+    def _begin_turn(self) -> None:
+        """The event loop has gone round: slots may go on."""
+        self._turn_began = None
+        if self._turn_is_over:
+            self._turn_is_over = False
+            self._line.wake_two()
 
     def _give_task(self, slot: Slot, rest: Rest | None = None) -> None:
         """Give a slot a new task. The application's task factory does not make it: it must not begin at once."""
