@@ -46,7 +46,7 @@ STATEMENTS = {
     "pg_stat_statements.track_planning": "on",
 }
 PACKAGE = Path(busload.__file__).parent
-FILES = ("send", "claim", "settle", "rescue", "cancel", "operate", "report")
+FILES = ("send", "task_keys", "claim", "settle", "rescue", "cancel", "search")
 CONSTANT = re.compile(r"[%$']|\b\d")
 COMMENT = re.compile(r"--.*")
 
@@ -196,7 +196,7 @@ def _name(query: str) -> str:
     known = {
         " ".join(CONSTANT.split(COMMENT.sub("", sql.decode()), maxsplit=1)[0].split()): f"{file}.{name}"
         for file in FILES
-        for name, sql in statements(file).by_name.items()
+        for name, sql in statements(f"busload.commands.{file}").by_name.items()
     }
     matches = [beginning for beginning in known if len(beginning) > 12 and text.startswith(beginning)]
     return f"{known[max(matches, key=len)]}" if matches else text[:90]

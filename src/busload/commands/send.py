@@ -18,7 +18,7 @@ from busload.commands.dedup import Dedup
 from busload.commands.expire import expiring, note_expiry
 from busload.commands.ids import JobId
 from busload.commands.load import Load, LoadToPublish, NewLoad, arrays, blocks, cut, cut_together
-from busload.commands.task_keys import duplicate_results, hold_task_keys, holders_of
+from busload.commands.task_keys import duplicate_results, find_duplicates, hold_task_keys, holders_of
 from busload.errors import BatchNotFoundError, BatchSealedError, DuplicateCommandError, InvalidOperationError
 from busload.postgres.arrays import unless_all_null
 from busload.postgres.plan import Copy, Plan, Row, Savepoint, Statement, execute
@@ -301,8 +301,11 @@ def create_batch_once(
 
     If none is left, the batch completes at once.
     """
-    results = yield from hold_task_keys(batch.domain, commands, dedup)
-    if kept := _created(commands, results):
+    duplicates = yield from find_duplicates(batch.domain, commands, dedup)
+    kept = commands
+    if duplicates:
+        kept = [one for one in commands if (one.domain or batch.domain, one.command_id) not in duplicates]
+    if kept:
         yield from create(batch, kept)
     else:
         yield from open_batch(batch)

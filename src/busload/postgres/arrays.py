@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypeVar
+from uuid import UUID
 
 from psycopg import adapters
 from psycopg.adapt import Buffer, Dumper
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 _HEADER = struct.Struct("!iiIii")
 _NULL = b"\xff\xff\xff\xff"
+_SIXTEEN = (16).to_bytes(4)
 
 
 class Packed(bytes):
@@ -104,6 +106,18 @@ class Texts(Packed):
         return len(raw).to_bytes(4) + raw
 
 
+class Uuids(Packed):
+    array, element = 2951, 2950
+
+    @classmethod
+    def of(cls, values: Sequence[UUID]) -> Packed:  # type: ignore[override]
+        return cls._of([_SIXTEEN + value.int.to_bytes(16) for value in values])
+
+    @classmethod
+    def _unpacked(cls, field: bytes) -> Any:
+        return UUID(bytes=field)
+
+
 def unless_all_null(values: Iterable[T]) -> list[T]:
     """A column, or an empty one if all its values are null: `unnest` fills up what is missing.
 
@@ -121,5 +135,5 @@ class _AsIs(Dumper):
         return obj
 
 
-for kind in (Integers, Bigints, Floats, Texts):
+for kind in (Integers, Bigints, Floats, Texts, Uuids):
     adapters.register_dumper(kind, type(f"{kind.__name__}Dumper", (_AsIs,), {"oid": kind.array}))
