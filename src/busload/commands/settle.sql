@@ -6,11 +6,11 @@
 lease_id BETWEEN '00000000-0000-0000-0000-000000000000' AND 'ffffffff-ffff-ffff-ffff-ffffffffffff'
 
 -- fragment: attempts
--- The attempts that have ended, with their leases. OFFSET 0 keeps a plan that was made while tables were
--- empty from reading all of them later.
+-- The attempts that have ended, with their leases. An attempt that goes on elsewhere takes along all of its
+-- lease: so nothing is joined later, when PostgreSQL would go through all of one side for each row of the
+-- other. OFFSET 0 keeps a plan that was made while tables were empty from reading all of them later.
 held AS MATERIALIZED (
-    SELECT l.lease_id, l.domain, l.batch_id, l.priority, l.attempt, l.forgiven, l.replies, l.fair, l.worker,
-           l.open
+    SELECT l.lease_id, l.batch_id, l.attempt, l.forgiven, l.replies, l.worker, l.open, l AS lease
       FROM (
         SELECT CASE WHEN %(patience)s::integer IS NOT NULL
                     THEN set_config('lock_timeout', %(patience)s::integer::text, true)
@@ -20,8 +20,8 @@ held AS MATERIALIZED (
      WHERE l.lease_id = ANY (%(leases)b::uuid[]) AND {by_key}
      ORDER BY l.lease_id
        FOR UPDATE OF l
-), outcome AS MATERIALIZED (
-    SELECT o.id, h.attempt, h.lease_id, h.batch_id, h.replies, h.worker, o.delay, o.reason,
+), outcome AS MATERIALIZED (   -- the statement closes it
+    SELECT o.id, h.attempt, h.lease_id, h.batch_id, h.replies, h.worker, h.open, o.delay, o.reason,
            CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
                 WHEN o.outcome = 'FAILED_ATTEMPT' AND (
                      EXISTS (
@@ -39,6 +39,7 @@ held AS MATERIALIZED (
                 ) THEN 'CANCELED'
                 ELSE o.outcome
            END AS outcome,
+           CASE WHEN o.outcome IN ('FAILED_ATTEMPT', 'TROUBLESHOOTING') THEN h.lease END AS lease,
            statement_timestamp() - o.started_ago * interval '1 second' AS started_at,
            statement_timestamp() - o.finished_ago * interval '1 second' AS finished_at,
            o.details::json AS details
@@ -47,46 +48,34 @@ held AS MATERIALIZED (
         AS o (ordinal, id, outcome, started_ago, finished_ago, details, delay, reason)
       JOIN unnest(%(leases)b::uuid[]) WITH ORDINALITY AS n (lease_id, ordinal) ON n.ordinal = o.ordinal
       JOIN held AS h ON h.lease_id = n.lease_id
-)
-
--- fragment: record_attempts
-INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at,
-                               details)
-SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details
-  FROM outcome AS o
 
 -- fragment: without_traceback
 -- The traceback is kept with the execution. It is not repeated elsewhere, and strangers do not get it.
 (SELECT json_object_agg(key, value) FROM json_each(o.details) WHERE key <> 'traceback')
 
--- fragment: move_commands
--- Where the commands go whose attempts were recorded, and what becomes of their leases. `progress` counts
--- from the row as it was locked: the snapshot of this statement may be older than the lock.
-unfinished AS (
-    SELECT o.id, h.domain, h.batch_id, h.priority, h.attempt, h.forgiven, h.replies, h.fair,
-           o.outcome, o.delay, o.reason, o.details
-      FROM outcome AS o
-      JOIN settled AS s ON s.command = o.id
-      JOIN held AS h ON h.lease_id = o.lease_id
-     WHERE o.outcome IN ('FAILED_ATTEMPT', 'TROUBLESHOOTING')
+-- fragment: record_and_move
+-- Record these attempts. Move the commands that go on elsewhere, and see what becomes of the leases. `progress`
+-- counts from the row as it was locked: the snapshot of this statement may be older than the lock.
+recorded AS (
+    INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at,
+                                   finished_at, details)
+    SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details FROM outcome
 ), waiting_again AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair,
                                    run_at, reason)
-    SELECT id, id, domain, batch_id, priority, attempt + 1, forgiven, replies, fair,
-           statement_timestamp() + delay * interval '1 second', 'RETRY'
-      FROM unfinished
+    SELECT id, id, (lease).domain, batch_id, (lease).priority, attempt + 1, (lease).forgiven, replies,
+           (lease).fair, statement_timestamp() + delay * interval '1 second', 'RETRY'
+      FROM outcome
      WHERE outcome = 'FAILED_ATTEMPT'
 ), parked AS (
     INSERT INTO busload.troubleshooting (command, domain, command_type, batch_id, priority, attempt, forgiven,
                                          fair, reason, error)
-    SELECT id, domain, (SELECT command_type FROM busload.command WHERE id = o.id),
-           batch_id, priority, attempt, forgiven, fair, reason, {without_traceback}
-      FROM unfinished AS o
+    SELECT id, (lease).domain, (SELECT command_type FROM busload.command WHERE id = o.id),
+           batch_id, (lease).priority, attempt, (lease).forgiven, (lease).fair, reason, {without_traceback}
+      FROM outcome AS o
      WHERE outcome = 'TROUBLESHOOTING'
 ), progress AS (
-    SELECT h.lease_id, h.open - s.count AS open
-      FROM (SELECT lease_id, count(*)::integer FROM settled GROUP BY lease_id) AS s
-      JOIN held AS h USING (lease_id)
+    SELECT lease_id, open - count(*)::integer AS open FROM outcome GROUP BY lease_id, open
 ), closed AS (
     DELETE FROM busload.lease
      WHERE lease_id = ANY (ARRAY(SELECT lease_id FROM progress WHERE open <= 0)) AND {by_key}
@@ -103,10 +92,9 @@ unfinished AS (
                CASE o.outcome WHEN 'COMPLETED' THEN o.details ELSE {without_traceback} END
            ) AS domain
       FROM outcome AS o
-      JOIN settled AS s ON s.command = o.id
      WHERE o.replies AND o.outcome IN ('COMPLETED', 'FAILED', 'CANCELED')
 )
-SELECT (SELECT count(*) FROM settled)::integer,
+SELECT (SELECT count(*) FROM outcome)::integer,
        CASE WHEN %(delays)b::float8[] IS NOT NULL
             THEN ARRAY(SELECT id FROM outcome WHERE outcome = 'CANCELED' AND delay >= 0::float8)
        END,
@@ -121,21 +109,17 @@ SELECT (SELECT count(*) FROM settled)::integer,
 -- closed with its last command. If somebody else holds a row that this statement needs for longer than
 -- `patience`, in milliseconds, it fails and has changed nothing. It also fails if an attempt is recorded
 -- already.
-WITH {attempts}, settled AS (
-    {record_attempts}
-    RETURNING command, lease_id
-), {move_commands};
+WITH {attempts}
+), {record_and_move};
 
 -- name: settle_again
 -- The same for attempts that may be recorded already: those are looked up first, and skipped. So to repeat it
 -- is harmless. The lock on the lease keeps others out meanwhile.
-WITH {attempts}, settled AS (
-    {record_attempts}
+WITH {attempts}
      WHERE NOT EXISTS (
-        SELECT FROM busload.execution AS e WHERE e.command = o.id AND e.attempt = o.attempt OFFSET 0
+        SELECT FROM busload.execution AS e WHERE e.command = o.id AND e.attempt = h.attempt OFFSET 0
      )
-    RETURNING command, lease_id
-), {move_commands};
+), {record_and_move};
 
 -- name: credited
 -- Which of these attempts are recorded as they ended, under the lease that ran them: asked when a settlement
