@@ -253,3 +253,21 @@ async def test_two_workers_share_batches_and_count_everything_once(given: Given)
     assert len(seen) == len({command.command_id for command in seen}) == 600
     for batch_id in batches:
         assert counts(await given.batch_now(batch_id)) == (150, 120, 15, 0, 15)
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_a_settlement_reads_the_batches_that_it_counts_in_and_no_others(
+    given: Given, dsn: str, mode: str
+) -> None:
+    """Also while the database knows nothing about many batches that are new"""
+    await given.batch(commands=2)
+    given.database.rows(
+        "INSERT INTO busload.batch (batch_id, domain) SELECT gen_random_uuid(), 'others' FROM generate_series(1, 1000)"
+    )
+    leased = given.claimed(limit=2)
+    async with await psycopg.AsyncConnection.connect(dsn) as conn, conn.transaction(force_rollback=True):
+        await conn.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+        for one in leased:  # the last one completes the batch
+            assert await perform_async(conn, settle.settle([Transition(one, COMPLETED)], now=0.0)) == {one.id}
+        read = await conn.execute("SELECT seq_tup_read FROM pg_stat_xact_user_tables WHERE relname = 'batch'")
+        assert await read.fetchall() == [(0,)]

@@ -29,6 +29,7 @@ from busload import (
     SyncHandlerContext,
     task_key,
 )
+from busload.commands.task_keys import MANY
 from busload.errors import DuplicateTaskError
 from tests.given import DOMAIN, Database, Given, counts, eventually, short_and_long
 
@@ -350,10 +351,13 @@ async def test_a_winner_that_rolls_back_is_followed_by_another(dsn: str, databas
     assert database.count("command") == rounds
 
 
+@pytest.mark.parametrize("size", [50, 2 * MANY], ids=["some", "many"])
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
-async def test_lists_of_the_same_keys_in_any_order_do_not_deadlock(dsn: str, database: Database, joined: bool) -> None:
+async def test_lists_of_the_same_keys_in_any_order_do_not_deadlock(
+    dsn: str, database: Database, joined: bool, size: int
+) -> None:
     """Each key has one winner, and everybody is told the same one. No wait of a joined transaction is cut short"""
-    keys = [f"k{n}" for n in range(50)]
+    keys = [f"k{n}" for n in range(size)]
 
     async def send_all(order: list[str], conn: psycopg.AsyncConnection[Any]) -> list[SendResult]:
         commands = [BatchCommand("Debit", task_key=key) for key in order]
@@ -378,8 +382,43 @@ async def test_lists_of_the_same_keys_in_any_order_do_not_deadlock(dsn: str, dat
                     winners.setdefault(key, set()).add(result.command_id)
                     created += result.created
             assert created == len(keys) and all(len(ids) == 1 for ids in winners.values())
-    assert database.count("command") == 1000
+    assert database.count("command") == 20 * size
     database.check_invariants()
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
+async def test_many_new_keys_wait_for_a_sender_that_holds_one_of_them(
+    bus: CommandBus, conn: psycopg.AsyncConnection, given: Given, commits: bool
+) -> None:
+    """Nobody can see that key yet. If its sender commits, the key is a duplicate, and all others are held"""
+    keys = [f"k{n}" for n in range(2 * MANY)]
+    async with conn.transaction() as transaction:
+        winner = await sent(bus, keys[MANY], conn=conn)
+        commands = [BatchCommand("Debit", task_key=key) for key in keys]
+        waiting = asyncio.create_task(bus.create_batch(DOMAIN, commands, dedup=ONCE))
+        await eventually(lambda: given.database.value(BLOCKED) > 0)
+        if not commits:
+            raise psycopg.Rollback(transaction)
+    batch_id = await waiting
+    assert (await given.batch_now(batch_id)).total_count == len(keys) - commits
+    holders = dict(given.database.rows("SELECT task_key, command_id FROM busload.task"))
+    assert holders.keys() == set(keys) and (holders[keys[MANY]] == winner.command_id) is commits
+    assert given.database.value(
+        "SELECT count(*) FROM busload.task JOIN busload.command USING (domain, task_key, command_id)"
+    ) == len(keys)
+
+
+async def test_keys_that_were_held_before_are_held_again_among_many_new_ones(bus: CommandBus, given: Given) -> None:
+    """Of two whose windows are over, one command is still open"""
+    given.handler()
+    await sent(bus, "ended", NO_WINDOW)
+    await given.drained()
+    await sent(bus, "open", NO_WINDOW)
+    keys = ["ended", "open", *(f"k{n}" for n in range(MANY))]
+    results = await bus.send_many(DOMAIN, [BatchCommand("Debit", task_key=key) for key in keys], dedup=NO_WINDOW)
+    assert [key for key, result in zip(keys, results, strict=True) if not result.created] == ["open"]
+    holders = dict(given.database.rows("SELECT task_key, command_id FROM busload.task"))
+    assert holders == {key: result.command_id for key, result in zip(keys, results, strict=True)}
 
 
 async def test_a_repeated_send_whose_answer_was_lost_gets_its_own_command(bus: CommandBus, given: Given) -> None:

@@ -425,6 +425,11 @@ CREATE FUNCTION busload.start_batches(batches uuid[], by bigint) RETURNS void
     INSERT INTO busload.event (type, batch_id, worker) SELECT 'BATCH_STARTED', batch_id, by FROM started
 $$;
 
+-- What is left of a count that fades over so many seconds, since a time that may be null.
+CREATE FUNCTION busload.fading(since timestamptz, over integer) RETURNS float8
+    LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN exp(-least(greatest(date_part('epoch', now() - since), 0) / over, 500));
+
 -- How many commands of a batch may fail before its budget is exceeded; null without a budget.
 CREATE FUNCTION busload.failures_allowed(share numeric, at_least integer, total integer) RETURNS integer
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -735,7 +740,7 @@ DECLARE
     heard uuid[];
 BEGIN
     WITH before AS MATERIALIZED (
-        SELECT batch_id, status, greatest(date_part('epoch', now() - paced_at), 0) AS idle FROM busload.batch
+        SELECT batch_id, status FROM busload.batch
          WHERE batch_id = ANY (batches) ORDER BY batch_id FOR NO KEY UPDATE
     ), counted AS (
         UPDATE busload.batch AS b
@@ -743,9 +748,9 @@ BEGIN
                failed_count             = b.failed_count + d.failed,
                canceled_count           = b.canceled_count + d.canceled,
                in_troubleshooting_count = b.in_troubleshooting_count + d.troubleshooting,
-               status      = CASE WHEN ran AND before.status = 'PENDING' THEN 'IN_PROGRESS'
+               status      = CASE WHEN ran AND b.status = 'PENDING' THEN 'IN_PROGRESS'
                                   ELSE b.status END,
-               started_at  = CASE WHEN ran AND before.status = 'PENDING' THEN statement_timestamp()
+               started_at  = CASE WHEN ran AND b.status = 'PENDING' THEN statement_timestamp()
                                   ELSE b.started_at END,
                stalled_at  = CASE WHEN d.completed + d.canceled + d.troubleshooting < 0 THEN NULL
                                   ELSE b.stalled_at END,
@@ -756,20 +761,22 @@ BEGIN
                                              + b.in_troubleshooting_count + d.troubleshooting)
                                   ELSE b.budget_from END,
                paced_at    = greatest(b.paced_at, now()),
-               pace_1      = b.pace_1 * exp(-least(before.idle, 500)) + d.ended,
-               pace_10     = b.pace_10 * exp(-least(before.idle / 10, 500)) + d.ended,
-               pace_100    = b.pace_100 * exp(-least(before.idle / 100, 500)) + d.ended,
-               pace_1000   = b.pace_1000 * exp(-least(before.idle / 1000, 500)) + d.ended
-          FROM before
-          JOIN (
+               pace_1      = b.pace_1 * busload.fading(b.paced_at, 1) + d.ended,
+               pace_10     = b.pace_10 * busload.fading(b.paced_at, 10) + d.ended,
+               pace_100    = b.pace_100 * busload.fading(b.paced_at, 100) + d.ended,
+               pace_1000   = b.pace_1000 * busload.fading(b.paced_at, 1000) + d.ended
+          FROM (
             SELECT u.*, (CASE WHEN ran THEN u.completed + u.failed + u.canceled + u.troubleshooting
                               ELSE 0 END)::float8 AS ended
               FROM unnest(batches, completed, failed, canceled, troubleshooting)
                    AS u (batch_id, completed, failed, canceled, troubleshooting)
             OFFSET 0   -- else it would be computed, and planned, once for each of its uses
-          ) AS d ON d.batch_id = before.batch_id
-         WHERE b.batch_id = before.batch_id
-        RETURNING b.batch_id, ran AND before.status = 'PENDING' AS begins,
+          ) AS d
+         -- An array, and no join with `before`: else all batches would be read while they are few or new.
+         WHERE b.batch_id = d.batch_id AND b.batch_id = ANY (ARRAY(SELECT batch_id FROM before))
+        RETURNING b.batch_id,
+                  ran AND b.batch_id = ANY (ARRAY(SELECT batch_id FROM before WHERE status = 'PENDING'))
+                  AS begins,
                   b.completed_count + b.failed_count + b.canceled_count + b.in_troubleshooting_count
                   = b.total_count AS ends,
                   b.held_at IS NULL
