@@ -719,8 +719,8 @@ MUTANTS = [
     Mutant(
         "a-retry-belongs-to-nobody",
         "commands/settle.sql",
-        "attempt + 1, forgiven, replies, fair,",
-        "attempt + 1, forgiven, replies, 0,",
+        "(lease).fair, statement_timestamp() + delay",
+        "0, statement_timestamp() + delay",
         FAIR + "test_a_command_that_comes_back_has_the_same_owner",
         "Retries of all batches would share one turn.",
     ),
@@ -894,9 +894,9 @@ MUTANTS = [
     Mutant(
         "keys-are-held-in-any-order",
         "commands/task_keys.sql",
-        ' ORDER BY task_key COLLATE "C"\n',
+        '     ORDER BY task_key COLLATE "C"\n',
         "",
-        DEDUP + "test_lists_of_the_same_keys_in_any_order_do_not_deadlock[joined]",
+        DEDUP + "test_lists_of_the_same_keys_in_any_order_do_not_deadlock[joined-some]",
         "Two lists with the same keys wait for each other.",
     ),
     Mutant(

@@ -5,7 +5,11 @@ t.held_until <= statement_timestamp() AND NOT busload.is_open(t.domain, t.comman
 -- fragment: keys_in_order
 -- In order, so that two such statements cannot wait for each other.
 SELECT %(domain)s::text, task_key, command_id, statement_timestamp() + %(window)s::interval
-  FROM unnest(%(task_keys)b::text[], %(command_ids)b::uuid[]) AS wanted (task_key, command_id)
+  FROM (
+    SELECT *
+      FROM unnest(%(task_keys)b::text[], %(command_ids)b::uuid[]) AS key (task_key, command_id)
+     ORDER BY task_key COLLATE "C"
+  ) AS wanted
 
 -- name: hold_new
 -- Hold these keys if none of them has ever been held: half the price of `hold`, which has to be ready for each
@@ -25,7 +29,6 @@ WITH known AS MATERIALIZED (
     INSERT INTO busload.task (domain, task_key, command_id, held_until)
     {keys_in_order}
      WHERE NOT (SELECT any_is_held FROM known)
-     ORDER BY task_key COLLATE "C"
 )
 SELECT NOT any_is_held FROM known;
 
@@ -34,7 +37,6 @@ SELECT NOT any_is_held FROM known;
 -- their holders stay the same meanwhile.
 INSERT INTO busload.task AS t (domain, task_key, command_id, held_until)
 {keys_in_order}
- ORDER BY task_key COLLATE "C"
     ON CONFLICT (domain, task_key) DO UPDATE
    SET command_id = excluded.command_id, held_until = excluded.held_until
  WHERE {key_is_free}
