@@ -79,6 +79,7 @@ STATISTICS = "tests/statistics/test_statistics.py::"
 METRICS = "tests/metrics/test_metrics.py::"
 PROMETHEUS = "tests/metrics/test_prometheus.py::"
 HEADERS = "tests/commands/test_headers.py::"
+SAMPLING = "tests/telemetry/test_sampling.py::"
 SPANS = "tests/telemetry/test_spans.py::"
 LOGS = "tests/telemetry/test_logs.py::"
 TOP = "tests/cli/test_top.py::"
@@ -2277,34 +2278,74 @@ MUTANTS = [
     Mutant(
         "batch-is-the-parent",
         "telemetry/opentelemetry.py",
-        '        span = self._start(f"process {domain}", context, SpanKind',
-        '        span = self._start(f"process {domain}", batches[0] if batches else context, SpanKind',
+        "AboutAttempt(attempt), sender.context, batch.links",
+        "AboutAttempt(attempt), decided.context, batch.links",
         SPANS + "test_the_commands_of_a_batch_are_linked_to_its_creation_and_its_callback_is_below_it",
         "All commands of a batch would be in one trace.",
     ),
     Mutant(
         "worker-is-the-parent",
         "telemetry/opentelemetry.py",
-        "        context = propagate.extract(own, NOTHING) if own else NOTHING\n        sender",
-        "        context = propagate.extract(own) if own else None\n        sender",
+        '        span = self._start(f"process {domain}", parent, SpanKind',
+        '        span = self._start(f"process {domain}", parent or None, SpanKind',
         SPANS + "test_a_command_whose_sender_had_no_span_begins_a_trace_of_its_own_even_beside_a_current_span",
         "What runs around the worker would be the parent of all.",
     ),
     Mutant(
         "unsampled-sender-is-traced",
         "telemetry/opentelemetry.py",
-        "            if not sender.trace_flags.sampled:\n                attach(context)",
-        "            if sender.trace_id == 0:\n                attach(context)",
+        "        if decided.is_valid and not decided.sampled:\n",
+        "        if decided is not sender and not decided.sampled:\n",
         SPANS + "test_a_sampler_that_heeds_no_parent_makes_no_span_below_a_sender_that_is_not_sampled",
         "Who is not sampled would pay for a span, and send on by another trace.",
     ),
     Mutant(
         "unsampled-batch-is-traced",
         "telemetry/opentelemetry.py",
-        "            return False\n        attach(sender.context)\n        return True",
-        "            return False\n        return True",
+        "            attach(decided.context)\n",
+        "            pass\n",
         SPANS + "test_what_was_sent_by_a_span_that_is_not_sampled_has_no_spans_and_sends_on_likewise",
         "What a handler of an unsampled batch sends would begin a trace.",
+    ),
+    Mutant(
+        "sampler-is-told-little",
+        "telemetry/opentelemetry.py",
+        "AboutAttempt(attempt), sender.context, batch.links",
+        '_shared("process", "process", domain), sender.context, batch.links',
+        SAMPLING + "test_a_sampler_sees_what_is_known_of_a_command_and_its_span_has_it",
+        "A sampler could not decide by the type of a command.",
+    ),
+    Mutant(
+        "collision-begins-another-span",
+        "worker/tracing.py",
+        "        if (span := self.open.get(leased)) is not None:\n",
+        "        if (span := self.open.get(leased)) is not None and leased.settled:\n",
+        SAMPLING + "test_an_attempt_that_collides_is_one_attempt",
+        "The first span of an attempt that is made again would never end.",
+    ),
+    Mutant(
+        "unsampled-settlement-unmeasured",
+        "worker/tracing.py",
+        "        if not links and not telemetry.measures:\n",
+        "        if not links:\n",
+        SAMPLING + "test_settlements_are_measured_also_where_nobody_gets_their_spans",
+        "Metrics would count what is sampled alone.",
+    ),
+    Mutant(
+        "metrics-need-a-span",
+        "worker/tracing.py",
+        "        if span is not None or telemetry.measures:\n",
+        "        if span is not None:\n",
+        SAMPLING + "test_a_worker_with_metrics_alone_counts_everything_and_hands_the_context_on",
+        "Metrics would count what is sampled alone.",
+    ),
+    Mutant(
+        "metrics-for-nobody",
+        "telemetry/opentelemetry.py",
+        "measures=not no_metrics)",
+        "measures=False)",
+        SPANS + "test_metrics_count_what_was_sent_and_consumed_and_how_long_it_took",
+        "A meter provider would get nothing from workers.",
     ),
     Mutant(
         "error-message-in-span",

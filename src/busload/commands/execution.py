@@ -164,16 +164,19 @@ class Leased(msgspec.Struct, eq=False, gc=False):  # a struct is made in a fifth
 
     def facts(self) -> dict[str, Any]:
         """What log lines and spans of its handler say about it."""
-        facts = {
+        lease = self.lease
+        facts: dict[str, Any] = {
             "command_id": self.command_id,
             "command_type": self.command_type,
-            "domain": self.lease.domain,
-            "batch_id": self.lease.batch_id,
-            "task_key": self.task_key,
-            "attempt": self.lease.round_attempt,
-            "execution_id": self.execution_id,
+            "domain": lease.domain,
         }
-        return {name: value for name, value in facts.items() if value is not None}
+        if lease.batch_id is not None:
+            facts["batch_id"] = lease.batch_id
+        if self.task_key is not None:
+            facts["task_key"] = self.task_key
+        facts["attempt"] = lease.attempt - lease.forgiven
+        facts["execution_id"] = ids.execution_id(lease.lease_id, self.id)
+        return facts
 
     def traceparent(self) -> str | None:
         """The trace that its sender, or the creator of its batch, was in."""

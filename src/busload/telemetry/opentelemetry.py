@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from opentelemetry import propagate
 from opentelemetry.context import Context, attach
 from opentelemetry.metrics import MeterProvider, get_meter_provider
@@ -34,6 +33,9 @@ from opentelemetry.trace import (
     set_span_in_context,
     use_span,
 )
+
+from busload.commands.headers import decode_headers
+from busload.telemetry.running import Attempt
 
 NAME = "busload"
 UNIT = "s"
@@ -74,12 +76,14 @@ def _frames(error: BaseException) -> str:
 class Telemetry:
     """The spans and metrics of one bus and its workers.
 
-    A span that is not sampled costs what the sampler costs, and makes no more work: nobody reads its errors, and no
-    span is begun below it.
+    A span that is not sampled costs what the sampler costs, and makes no more work: nobody reads its attributes and
+    errors, and no span is begun below it.
     """
 
-    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider) -> None:
+    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider, *, measures: bool) -> None:
         self._start = tracer_provider.get_tracer(NAME).start_span
+        self.measures = measures
+        """Whether somebody gets the metrics. If not, a worker does not count for them."""
         meter = meter_provider.get_meter(NAME)
         boundaries = {"explicit_bucket_boundaries_advisory": BUCKETS}
         self._operation_duration = meter.create_histogram(
@@ -138,6 +142,16 @@ class Telemetry:
             yield
 
     @contextmanager
+    def settling(self, domain: str | None, count: int, links: Sequence[SpanContext]) -> Iterator[None]:
+        """Results go to the database. Without `links` nobody gets spans of the attempts, so the settlement has none."""
+        if links:
+            with self.working("settle", "settle", domain, count, links):
+                yield
+        else:
+            with self._measured(INVALID_SPAN, time.perf_counter(), _shared("settle", "settle", domain)):
+                yield
+
+    @contextmanager
     def _measured(self, span: Span, began: float, told: Mapping[str, str]) -> Iterator[None]:
         with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
@@ -149,49 +163,41 @@ class Telemetry:
             finally:
                 self._operation_duration.record(time.perf_counter() - began, told)
 
-    @staticmethod
-    def goes_on_unsampled(headers: str) -> bool:
-        """Whether these headers of a batch say that nobody gets its spans; if so, this context goes on likewise."""
-        sender = _sender_of(headers)
-        if sender is None or sender.sampled:
-            return False
-        attach(sender.context)
-        return True
-
-    def begin(
-        self,
-        domain: str,
-        *,
-        own: Mapping[str, str] | None,
-        of_batches: Sequence[str | None] = (),
-        count: int | None = None,
-        **about: object,
-    ) -> Span | None:
+    def begin(self, attempt: Attempt, domain: str, own: str | None, of_batch: str | None) -> Span | None:
         """Begin the span of a handler, and make it the current one of this context, which is the handler's own.
 
         The sender of a command is the parent. A batch is linked: a trace of a hundred thousand spans helps nobody.
         If the sender was not sampled there is no span, and what the handler sends is not sampled either. `own` are the
-        headers of the command itself, `of_batches` those of batches, as JSON text.
+        headers of the command itself, `of_batch` those of its batch, both as JSON text.
+
+        Returns the span if it records anything: of all others nothing has to be remembered, and they need no end.
         """
-        context = propagate.extract(own, NOTHING) if own else NOTHING
-        sender = _span_context(context) if own else None
-        batches = [found for text in dict.fromkeys(of_batches) if text and (found := _sender_of(text)) is not None]
-        links = [found.link for found in batches if found.sampled]
-        around = batches[0].context if len(batches) == 1 else context  # whose baggage goes on
-        if sender is not None and sender.is_valid:
-            around = context
-            if not sender.trace_flags.sampled:
-                attach(context)
-                return None
-        elif batches and not links:
-            attach(batches[0].context)
+        sender = NOBODY if own is None else _sender_of(own)
+        batch = NOBODY if of_batch is None else _sender_of(of_batch)
+        decided = sender if sender.is_valid or not batch.is_valid else batch
+        if decided.is_valid and not decided.sampled:
+            attach(decided.context)
             return None
-        attributes = _attributes("process", "process", domain, about)
-        if count is not None:
-            attributes["messaging.batch.message_count"] = count
-        span = self._start(f"process {domain}", context, SpanKind.CONSUMER, attributes, links[:MOST_LINKS])
+        return self._begin(domain, AboutAttempt(attempt), sender.context, batch.links, decided.context)
+
+    def begin_many(self, attempt: Attempt, domain: str, senders: Iterable[str | None], count: int) -> Span | None:
+        """As `begin`, for one call with so many commands or events. Their senders and their batches are all linked."""
+        found = [_sender_of(text) for text in dict.fromkeys(senders) if text is not None]
+        valid = [sender for sender in found if sender.is_valid]
+        links = [link for sender in valid for link in sender.links]
+        if valid and not links:
+            attach(valid[0].context)
+            return None
+        around = valid[0].context if len(valid) == 1 else NOTHING
+        return self._begin(domain, AboutAttempt(attempt, count), NOTHING, links[:MOST_LINKS], around)
+
+    def _begin(
+        self, domain: str, about: Mapping[str, Any], parent: Context, links: Sequence[Link], around: Context
+    ) -> Span | None:
+        """`around` is the context whose baggage goes on."""
+        span = self._start(f"process {domain}", parent, SpanKind.CONSUMER, about, links)
         attach(set_span_in_context(span, around))
-        return span
+        return span if span.is_recording() else None
 
     @staticmethod
     def go_on(span: Span) -> None:
@@ -220,7 +226,7 @@ def configured(tracer_provider: TracerProvider | None, meter_provider: MeterProv
     no_metrics = type(meters).__name__ in ("_ProxyMeterProvider", "NoOpMeterProvider")
     if no_spans and no_metrics:
         return None
-    return Telemetry(tracers, meters)
+    return Telemetry(tracers, meters, measures=not no_metrics)
 
 
 def trace_id_here() -> str | None:
@@ -229,14 +235,49 @@ def trace_id_here() -> str | None:
     return f"{found.trace_id:032x}" if found.is_valid else None
 
 
+class AboutAttempt(Mapping[str, Any]):
+    """The attributes of a handler's span. They are put together when somebody reads them.
+
+    A sampler may read them, and a span that records does. Where a sampler says no without a look, nobody does.
+    """
+
+    __slots__ = ("_attempt", "_attributes", "_count")
+
+    def __init__(self, attempt: Attempt, count: int | None = None) -> None:
+        self._attempt = attempt
+        self._count = count
+        self._attributes: dict[str, Any] | None = None
+
+    def _read(self) -> dict[str, Any]:
+        if self._attributes is None:
+            facts = self._attempt.facts()
+            self._attributes = _attributes("process", "process", facts["domain"], facts)
+            if self._count is not None:
+                self._attributes["messaging.batch.message_count"] = self._count
+        return self._attributes
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._read().items()
+
+
 def _attributes(operation: str, kind: str, domain: str | None, about: Mapping[str, object]) -> dict[str, Any]:
     attributes: dict[str, Any] = {**_shared(operation, kind, domain)}
     for name, value in about.items():
-        if value is not None:
-            attributes[_NAMES[name]] = value if isinstance(value, int) else str(value)
+        if name in _NAMES and value is not None:
+            attributes[_NAMES[name]] = value if isinstance(value, _AS_THEY_ARE) else str(value)
     return attributes
 
 
+_AS_THEY_ARE = (str, int)
 _NAMES = {
     "command_id": "messaging.message.id",
     "correlation_id": "messaging.message.conversation_id",
@@ -261,26 +302,27 @@ def _shared(operation: str, kind: str, domain: str | None) -> Mapping[str, str]:
 
 
 class Sender(NamedTuple):
-    """The span that created a batch."""
+    """The span that sent a command or created a batch, and the context that goes on from there."""
 
     context: Context
+    is_valid: bool
+    """Whether there is such a span. If not, the context may still have baggage."""
     sampled: bool
-    link: Link
+    links: tuple[Link, ...]
+    """The link to that span, if somebody gets it."""
+
+
+def _sender_in(context: Context) -> Sender:
+    found = get_current_span(context).get_span_context()
+    sampled = found.is_valid and found.trace_flags.sampled
+    return Sender(context, found.is_valid, sampled, (Link(found),) if sampled else ())
+
+
+NOBODY = _sender_in(NOTHING)
 
 
 @lru_cache(maxsize=1024)
-def _sender_of(headers: str) -> Sender | None:
-    """Who is in the headers of a batch. Its commands come one after the other, so they are read once."""
-    try:
-        context = propagate.extract(_decode(headers), NOTHING)
-    except (msgspec.MsgspecError, ValueError, RecursionError):  # other hands wrote it
-        return None
-    found = _span_context(context)
-    return Sender(context, found.trace_flags.sampled, Link(found)) if found.is_valid else None
-
-
-_decode = msgspec.json.Decoder(dict[str, str]).decode
-
-
-def _span_context(context: Context) -> SpanContext:
-    return get_current_span(context).get_span_context()
+def _sender_of(headers: str) -> Sender:
+    """Who is in these headers. Commands that were sent together come one after the other, so they are read once."""
+    found = decode_headers(headers)
+    return NOBODY if found is None else _sender_in(propagate.extract(found, NOTHING))

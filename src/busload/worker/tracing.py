@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from busload.commands.execution import Leased, Outcome, Several, Succeeded, Transition
-from busload.commands.headers import decode_headers
 from busload.commands.retry import RetryPolicy
 from busload.handlers.registry import Handler, Handlers
 from busload.limits.limiter import PostponedError
@@ -35,27 +34,22 @@ class Spans:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
-        self._open: dict[Leased, Span | None] = {}
-        """Attempts that run; those without a span have a sender that was not sampled."""
+        self.open: dict[Leased, Span | None] = {}
+        """Attempts that run, with the span that records them. Those without one are here for the metrics alone."""
         self._errors: dict[Leased, BaseException] = {}
         self._ended: dict[Leased, SpanContext] = {}
         """Spans of attempts that are not settled yet, for the span of their settlement."""
 
     def begin(self) -> None:
         """Begin the span of the attempt that is about to run in this context. It goes on until `end`."""
-        leased = running.get()
+        leased, telemetry = running.get(), self.telemetry
         assert isinstance(leased, Leased)
-        if leased in self._open:  # its transaction has collided with others, and the same attempt is made again
-            if (span := self._open[leased]) is not None:
-                self.telemetry.go_on(span)
+        if (span := self.open.get(leased)) is not None:
+            telemetry.go_on(span)  # its transaction has collided with others, and the same attempt is made again
             return
-        own, of_batch = leased.headers, leased.lease.headers
-        if own is None and of_batch is not None and self.telemetry.goes_on_unsampled(of_batch):
-            self._open[leased] = None
-            return
-        facts = leased.facts()
-        domain = facts.pop("domain")
-        self._open[leased] = self.telemetry.begin(domain, own=decode_headers(own), of_batches=[of_batch], **facts)
+        span = telemetry.begin(leased, leased.lease.domain, leased.headers, leased.lease.headers)
+        if span is not None or telemetry.measures:
+            self.open[leased] = span
 
     @contextmanager
     def of_many(self, count: int) -> Iterator[None]:
@@ -63,10 +57,9 @@ class Spans:
         what, began = running.get(), time.monotonic()
         assert what is not None
         leased = what.leased if isinstance(what, Several) else [what] if isinstance(what, Leased) else []
-        facts = {name: value for name, value in what.facts().items() if name != "commands"}
-        domain = facts.pop("domain")
+        domain = what.facts()["domain"]
         senders = [text for one in leased for text in (one.headers, one.lease.headers)]
-        span = self.telemetry.begin(domain, own=None, of_batches=senders, count=count, **facts)
+        span = self.telemetry.begin_many(what, domain, senders, count)
         error: BaseException | None = None
         try:
             yield
@@ -74,7 +67,8 @@ class Spans:
             error = raised
             raise
         finally:
-            self.telemetry.processed(domain, time.monotonic() - began, error)
+            if self.telemetry.measures:
+                self.telemetry.processed(domain, time.monotonic() - began, error)
             if span is not None:
                 if error is not None:
                     self.telemetry.note_error(span, error)
@@ -88,22 +82,23 @@ class Spans:
     def end(self, leased: Leased, outcome: str, reason: str | None = None, seconds: float | None = None) -> None:
         """The attempt has ended so, after so many seconds."""
         error = self._errors.pop(leased, None) if self._errors else None
-        if leased not in self._open:  # it has not begun, or was one of many
+        if leased not in self.open:  # it has not begun, was one of many, or nobody wants to know
             return
-        took = time.monotonic() - leased.started if seconds is None else seconds
-        self.telemetry.processed(leased.lease.domain, took, error)
-        if (span := self._open.pop(leased)) is None:
+        if self.telemetry.measures:
+            took = time.monotonic() - leased.started if seconds is None else seconds
+            self.telemetry.processed(leased.lease.domain, took, error)
+        span = self.open.pop(leased)
+        if span is None or not span.is_recording():
             return
-        if span.is_recording():
-            span.set_attribute("busload.outcome", outcome)
-            if reason is not None:
-                span.set_attribute("busload.reason", reason)
-            if error is not None:
-                self.telemetry.note_error(span, error)
-            self._ended[leased] = span.get_span_context()
+        span.set_attribute("busload.outcome", outcome)
+        if reason is not None:
+            span.set_attribute("busload.reason", reason)
+        if error is not None:
+            self.telemetry.note_error(span, error)
+        self._ended[leased] = span.get_span_context()
         span.end()
 
-    def settled(self, leased: Sequence[Leased]) -> None:
+    def settled(self, leased: Iterable[Leased]) -> None:
         """These have a result in the database, or never will."""
         if self._ended:
             for one in leased:
@@ -118,7 +113,7 @@ class Spans:
 
     def close(self) -> None:
         """End what is left when the worker has stopped: its commands were handed back."""
-        for leased in list(self._open):
+        for leased in list(self.open):
             self.end(leased, HANDED_BACK)
 
 
@@ -178,7 +173,8 @@ class TracedSettlement(Settlement):
     def offer(self, transition: Transition) -> bool:
         if not super().offer(transition):
             return False
-        self._end(transition)
+        if self._spans.open:
+            self._end(transition)
         return True
 
     async def put(self, transition: Transition) -> None:
@@ -202,16 +198,15 @@ class TracedSettlement(Settlement):
         self._spans.end(leased, transition.outcome, transition.reason, transition.finished - leased.started)
 
     async def _settle(self, transitions: Sequence[Transition], patience: float) -> int:
+        links, telemetry = self._spans.linked(transitions), self._spans.telemetry
+        if not links and not telemetry.measures:
+            return await super()._settle(transitions, patience)
         domains = Counter(transition.leased.lease.domain for transition in transitions)
-        if links := self._spans.linked(transitions):
-            domain = next(iter(domains)) if len(domains) == 1 else None
-            with self._spans.telemetry.working("settle", "settle", domain, len(transitions), links):
-                settled = await super()._settle(transitions, patience)
-        else:
+        with telemetry.settling(next(iter(domains)) if len(domains) == 1 else None, len(transitions), links):
             settled = await super()._settle(transitions, patience)
-        self._spans.settled([transition.leased for transition in transitions])
-        for domain, count in domains.items():
-            self._spans.telemetry.consumed(domain, count)
+        self._spans.settled(transition.leased for transition in transitions)
+        for domain, count in domains.items() if telemetry.measures else ():
+            telemetry.consumed(domain, count)
         return settled
 
 
