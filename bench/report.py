@@ -73,6 +73,8 @@ VARIANTS = {
     "traced-tenth": "traced-none",
     "traced-batch": "traced-none",
     "traced-all": "traced-none",
+    "traced-sdk": None,
+    "traced-sdk-tenth": None,
     "traced-call-none": None,
     "traced-call-tenth": "traced-call-none",
     "traced-call-all": "traced-call-none",

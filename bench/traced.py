@@ -1,4 +1,7 @@
-"""A drain with spans of OpenTelemetry: of all commands, of one in ten, and where handlers wait for somebody."""
+"""A drain with spans of OpenTelemetry: of all commands, of one in ten, and where handlers wait for somebody.
+
+Beside it, the same number of spans without any command: that is the SDK's part, which busload cannot make smaller.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,21 @@ async def drain_traced(dsn: str, size: int, *, share: float, waits: bool) -> Mea
     return lap.measured(size)
 
 
+async def spans_alone(dsn: str, size: int, *, share: float) -> Measured:
+    """As many spans as a drain has, with as many attributes, begun and ended one after the other."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
+
+    provider, first_of_its_trace = _provider(share), Context()
+    start = provider.get_tracer("bench").start_span
+    attributes = {f"busload.attribute.{n}": f"01a1ef28-0247-7a92-850f-0bc5aa6f0b4{n}" for n in range(9)}
+    with timed(dsn) as lap:
+        for _ in range(size):
+            start(f"process {DOMAIN}", first_of_its_trace, SpanKind.CONSUMER, attributes).end()
+    provider.shutdown()
+    return lap.measured(size)
+
+
 def _provider(share: float) -> TracerProvider:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -76,6 +94,8 @@ CASES = [
     _case("traced-tenth", "drain, one command in ten has a span", share=0.1, waits=False),
     _case("traced-batch", "drain, one batch in ten and there one command in ten", fill_sampled, share=0.1, waits=False),
     _case("traced-all", "drain, each command has a span", share=1.0, waits=False),
+    Case("busload", "traced-sdk", "spans of the SDK alone, no commands", partial(spans_alone, share=1.0)),
+    Case("busload", "traced-sdk-tenth", "spans of the SDK alone, one in ten sampled", partial(spans_alone, share=0.1)),
     _case("traced-call-none", "drain, handlers wait 1 ms, no spans", share=0.0, waits=True),
     _case("traced-call-tenth", "drain, handlers wait 1 ms, one command in ten has a span", share=0.1, waits=True),
     _case("traced-call-all", "drain, handlers wait 1 ms, each command has a span", share=1.0, waits=True),
