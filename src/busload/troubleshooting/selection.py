@@ -216,10 +216,11 @@ def list_causes(limits: InputLimits, wanted: Filter, *, limit: int, after: Place
 
 
 def _list_causes(wanted: Filter, limit: int, after: Place | None) -> Plan[Causes]:
+    one = {} if wanted.fingerprint is None else {"fingerprint": wanted.fingerprint}
     rows = yield from execute(
-        SQL.causes,
+        SQL.cause if one else SQL.causes,
+        **one,
         domain=wanted.domain,
-        fingerprint=wanted.fingerprint,
         command_type=wanted.command_type,
         reason=wanted.reason,
         batch_id=wanted.batch_id,

@@ -1,35 +1,36 @@
 -- fragments of: busload.troubleshooting.decisions
 
+-- fragment: filtered
+-- The server keeps one plan for every filter, and guesses how many rows pass. Of one CASE it guesses half; of
+-- `IS NULL OR`, several times, nearly none. It would then sort and join 100,000 rows as if they were a few.
+CASE WHEN t.command_type <> %(command_type)s::text THEN false
+     WHEN t.reason <> %(reason)s::text THEN false
+     WHEN %(batch_id)s::uuid IS NOT NULL AND t.batch_id IS DISTINCT FROM %(batch_id)s::uuid THEN false
+     ELSE true END
+
 -- fragment: selected
 -- What a decision is about: commands of one cause, or those of them that are named.
-t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text
-AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
-AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
-AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
-AND (%(command_ids)s::uuid[] IS NULL OR t.command = ANY (ARRAY(
+t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND {filtered}
+AND CASE WHEN %(command_ids)s::uuid[] IS NULL THEN true ELSE t.command = ANY (ARRAY(
         SELECT n.id FROM busload.command AS n
-         WHERE n.domain = %(domain)s::text AND n.command_id = ANY (%(command_ids)s::uuid[]))))
+         WHERE n.domain = %(domain)s::text AND n.command_id = ANY (%(command_ids)s::uuid[]))) END
 
 -- fragment: seen
 t.since <= %(until)s::timestamptz AND t.command <= %(last)s::bigint
 
--- name: causes
--- The causes for which commands wait, in one domain or in all, the largest first. `text` is looked for in the
--- error of the oldest command. The two arrays are the hours of the last day in which some failed, from 1 to
--- 24, and how many. All rows have the totals of all pages. The table is read once, whatever is asked.
-WITH kind AS (
-    SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
-           max(t.since) AS newest, min(t.command) AS first,
-           CASE WHEN t.since >= now() - interval '24 hours' AND t.since < now()
-                THEN date_bin('1 hour', t.since, now()) END AS hour
-      FROM busload.troubleshooting AS t
-     WHERE (%(domain)s::text IS NULL OR t.domain = %(domain)s::text)
-       AND (%(fingerprint)s::text IS NULL OR t.fingerprint = %(fingerprint)s::text)
-       AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s::text)
-       AND (%(reason)s::text IS NULL OR t.reason = %(reason)s::text)
-       AND (%(batch_id)s::uuid IS NULL OR t.batch_id = %(batch_id)s::uuid)
-     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type, hour
-), cause AS (
+-- fragment: kind
+-- How many of each kind wait, with the hour of the last day in which they failed.
+SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min(t.since) AS oldest,
+       max(t.since) AS newest, min(t.command) AS first,
+       CASE WHEN t.since >= now() - interval '24 hours' AND t.since < now()
+            THEN date_bin('1 hour', t.since, now()) END AS hour
+  FROM busload.troubleshooting AS t
+
+-- fragment: caused
+-- The causes of these kinds, the largest first. `text` is looked for in the error of the oldest command. The
+-- two arrays are the hours of the last day in which some failed, from 1 to 24, and how many. All rows have the
+-- totals of all pages.
+cause AS (
     SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons,
            array_agg(DISTINCT command_type) AS types, sum(count)::bigint AS count, min(oldest) AS oldest,
            max(newest) AS newest, min(first) AS first
@@ -65,7 +66,23 @@ SELECT s.domain, s.fingerprint, s.reasons, s.error_type, s.error_code, s.message
               WHERE h.domain = s.domain AND h.fingerprint = s.fingerprint ORDER BY h.hour),
        (SELECT count(*) FROM told), (SELECT sum(count)::bigint FROM told)
   FROM shown AS s
- ORDER BY s.count DESC, s.domain, s.fingerprint;
+ ORDER BY s.count DESC, s.domain, s.fingerprint
+
+-- name: causes
+-- The causes for which commands wait, in one domain or in all. The table is read once, whatever is asked.
+WITH kind AS MATERIALIZED (
+    {kind}
+     WHERE CASE WHEN %(domain)s::text IS NULL THEN true ELSE t.domain = %(domain)s::text END AND {filtered}
+     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type, hour
+), {caused};
+
+-- name: cause
+-- One cause, as far as its filter lets it through: only its own commands are read.
+WITH kind AS MATERIALIZED (
+    {kind}
+     WHERE t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND {filtered}
+     GROUP BY t.domain, t.fingerprint, t.reason, t.command_type, hour
+), {caused};
 
 -- name: items
 -- The commands of a cause, in their order, from the one after the cursor on.
@@ -90,26 +107,30 @@ WITH kind AS MATERIALIZED (
       FROM busload.troubleshooting AS t
      WHERE {selected}
      GROUP BY t.batch_id, t.command_type, t.reason
-), batch AS MATERIALIZED (
-    SELECT p.batch_id, p.count, b.name, b.canceled_at IS NOT NULL AND %(again)s::boolean AS kept,
+), placed AS MATERIALIZED (
+    SELECT k.*, b.name, b.canceled_at IS NOT NULL AND %(again)s::boolean AS kept,
+           b.batch_id IS NOT NULL AND row_number() OVER of_batch = 1 AS is_batch,
+           (sum(k.count) OVER of_batch)::bigint AS together,
            b.sealed_at IS NOT NULL AND b.completed_at IS NULL
-           AND b.total_count - b.completed_count - b.failed_count - b.canceled_count = p.count AS completing
-      FROM (SELECT batch_id, sum(count)::bigint AS count FROM kind GROUP BY batch_id) AS p
-      JOIN busload.batch AS b USING (batch_id)
-), touched AS MATERIALIZED (
-    SELECT k.* FROM kind AS k LEFT JOIN batch AS b USING (batch_id) WHERE b.kept IS NOT TRUE
+           AND b.total_count - b.completed_count - b.failed_count - b.canceled_count
+               = (sum(k.count) OVER of_batch)::bigint AS completing
+      FROM kind AS k LEFT JOIN busload.batch AS b ON b.batch_id = k.batch_id
+    WINDOW of_batch AS (PARTITION BY k.batch_id)
+), batch AS MATERIALIZED (
+    SELECT batch_id, name, together AS count, completing FROM placed WHERE is_batch AND NOT kept
 )
 SELECT coalesce(sum(count), 0)::bigint,
-       (SELECT coalesce(sum(count), 0)::bigint FROM batch WHERE kept),
+       (SELECT coalesce(sum(count), 0)::bigint FROM placed WHERE kept),
        min(oldest), max(newest), max(last), coalesce(bit_xor(digest), 0),
        coalesce(sum(seen), 0)::bigint, coalesce(bit_xor(seen_digest), 0),
        coalesce(array_agg(DISTINCT command_type), '{}'), coalesce(array_agg(DISTINCT reason), '{}'),
        coalesce(sum(count) FILTER (WHERE batch_id IS NULL), 0)::bigint,
-       (SELECT count(*) FROM batch WHERE NOT kept),
+       (SELECT count(*) FROM batch),
        (SELECT count(*) FROM batch WHERE completing),
        (SELECT coalesce(json_agg(json_build_array(batch_id, name, count, completing)), '[]')::text
-          FROM (SELECT * FROM batch WHERE NOT kept ORDER BY count DESC, batch_id LIMIT 5) AS largest)
-  FROM touched;
+          FROM (SELECT * FROM batch ORDER BY count DESC, batch_id LIMIT 5) AS largest)
+  FROM placed
+ WHERE NOT kept;
 
 -- name: portion
 -- The next commands of what was seen, with the bytes of their data if the decision patches it.
