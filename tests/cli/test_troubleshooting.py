@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import getpass
 import json
+import re
+import shlex
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import psycopg
 import pytest
 
-from busload import BatchStatus, CommandStatus
+from busload import BatchStatus, Command, CommandStatus, HandlerContext, RetryPolicy
+from busload.dashboard import app
 from tests.cli.conftest import Busload, Spawn, Until
+from tests.dashboard.site import client
+from tests.dashboard.test_pages import seen
 from tests.given import DOMAIN, WITHIN, Given
 
 
@@ -221,6 +226,45 @@ async def test_commands_are_held_in_one_order_whatever_the_order_of_their_ids(
             second.execute(hold, [high])
     said = await retry
     assert said.stdout == f"Retried {high} in payments.\nRetried {low} in payments.\n"
+
+
+async def test_the_line_that_the_page_of_causes_shows_finds_what_the_page_shows(busload: Busload, given: Given) -> None:
+    """With each filter of the page, and with all of them."""
+    batch_id, _ = await given.in_troubleshooting(2)
+
+    async def fail(command: Command, ctx: HandlerContext) -> None:
+        raise RuntimeError("timed out")
+
+    given.handler("Debit", fail, retry=RetryPolicy(max_attempts=1))
+    bad = await given.batch(1)
+    given.bus.handler("crm", "Push")(fail)
+    await given.bus.send("crm", "Push", {}, max_attempts=1)
+    await given.drained(domains=[DOMAIN, "crm"])
+    of_each = {
+        "": 3,
+        "domain=crm": 1,
+        "type=Refuse": 1,
+        "reason=EXHAUSTED": 2,
+        "reason=PERMANENT": 1,
+        f"batch={bad}": 1,
+        "text=TIMED+out": 2,
+        "text=--it's": 0,
+        f"domain={DOMAIN}&type=Refuse&reason=PERMANENT&batch={batch_id}&text=closed": 1,
+        f"domain={DOMAIN}&type=Refuse&reason=PERMANENT&batch={bad}&text=closed": 0,
+    }
+    async with client(app(given.bus)) as site:
+        for query, count in of_each.items():
+            page = await seen(site, f"/troubleshooting?{query}")
+            rows = [attributes["data-row"] for _, attributes in page.tags if "data-row" in attributes]
+            [line] = re.findall("busload troubleshooting groups.*", page.text)
+            words = shlex.split(line)[1:]
+            found = json.loads(busload(*words, "--json").stdout)
+            assert [f"{one['domain']}/{one['fingerprint']}" for one in found] == rows, query
+            assert len(rows) == count, query
+
+
+def test_groups_of_a_reason_that_there_is_not_are_refused(busload: Busload) -> None:
+    assert busload("troubleshooting", "groups", "--reason", "BAD").exit_code == 2
 
 
 async def test_groups_shows_in_what_messages_differ(busload: Busload, given: Given) -> None:

@@ -17,7 +17,19 @@ async def test_workers_are_listed_with_what_they_hold(busload: Busload, given: G
     said = busload("worker", "ls")
     assert said.exit_code == 0, said.stderr
     assert said.stdout.split("\n")[0].split() == [
-        *("NAME", "STATE", "DOMAINS", "CONCURRENCY", "COMMANDS", "LEASES", "VERSION", "SEEN", "STARTED")
+        *(
+            "NAME",
+            "STATE",
+            "DOMAINS",
+            "CONCURRENCY",
+            "COMMANDS",
+            "LEASES",
+            "HOST",
+            "PROCESS",
+            "VERSION",
+            "SEEN",
+            "STARTED",
+        )
     ]
     first, second = json.loads(busload("worker", "ls", "--json").stdout)
     assert (first["name"], first["state"], first["domains"], first["concurrency"]) == ("given", "ALIVE", [DOMAIN], 10)

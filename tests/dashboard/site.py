@@ -38,12 +38,12 @@ def known_users() -> Users:
     return Users(USERS)
 
 
-def address(route: Route, **params: object) -> str:
-    """The path of a route; what is not given is something that does not exist."""
+def address(route: Route, *, export: bool = False, **params: object) -> str:
+    """The path of a route, or of its export; what is not given is something that does not exist."""
     from busload.dashboard.render import assets
 
     known = {"domain": "payments", "digest": assets()["app.css"].digest, "file": "app.css", "name": "nobody"}
-    path = route.path
+    path = route.export_path if export else route.path
     for part in [word.partition("}")[0] for word in route.path.split("{")[1:]]:
         name, _, kind = part.partition(":")
         value = params.get(name, known.get(name, NOWHERE if kind == "uuid" else "1"))
@@ -56,7 +56,10 @@ def every_address() -> list[tuple[str, str, Route]]:
     found = [(route.method, address(route), route) for route in ROUTES]
     found += [("GET", f"{address(route).rstrip('/')}/live", route) for route in ROUTES if route.live]
     return found + [
-        ("GET", f"{address(route)}.{format}", route) for route in ROUTES if route.export for format in FORMATS
+        ("GET", f"{address(route, export=True)}.{format}", route)
+        for route in ROUTES
+        if route.export
+        for format in FORMATS
     ]
 
 

@@ -7,6 +7,7 @@ import csv
 import io
 from datetime import UTC, timedelta
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import psycopg
@@ -88,7 +89,11 @@ async def test_every_list_gives_all_its_rows_by_two_links(
 ) -> None:
     cause = await fill(bus, given)
     exported = {path: await rows_of(site, path) for path in (*LISTS, cause)}
-    assert {route.path for route in ROUTES if route.export} == {*LISTS, "/troubleshooting/{domain}/{fingerprint}"}
+    assert {route.export_path for route in ROUTES if route.export} == {
+        *LISTS,
+        "/troubleshooting/{domain}/{fingerprint}",
+        "/schedules/{name}/history",
+    }
     assert [row["name"] for row in exported["/batches"] if row["name"] not in ("only", "load")] == [
         f"batch {n}" for n in (4, 3, 2, 1, 0)
     ]
@@ -100,6 +105,23 @@ async def test_every_list_gives_all_its_rows_by_two_links(
     assert [row["name"] for row in exported["/schedules"]] == [f"schedule-{number}" for number in range(5)]
     for path in exported:
         assert {f"{path}.csv", f"{path}.json"} <= set((await seen(site, path)).links)
+
+
+@pytest.mark.parametrize("name", ["nightly", "nightly.csv"])
+async def test_the_history_of_a_schedule_is_a_file(site: httpx.AsyncClient, bus: CommandBus, name: str) -> None:
+    for one in (name, "another"):
+        bus.schedule(one, every=timedelta(hours=1), command=BatchCommand("Pay"), domain=DOMAIN)
+    await bus.schedules.sync()
+    sent = [str(await bus.schedules.trigger(name, operator="ada")) for _ in range(5)]
+    await bus.schedules.trigger("another", operator="eve")
+    path = f"/schedules/{quote(name)}"
+    rows = await rows_of(site, f"{path}/history")
+    assert [row["command_id"] for row in rows] == sent[::-1]
+    assert {(row["schedule"], row["type"], row["operator"]) for row in rows} == {(name, "TRIGGERED", "ada")}
+    page = await seen(site, path)
+    assert {f"{path}/history.csv", f"{path}/history.json"} <= set(page.links)
+    unknown = await site.get("/schedules/nobody/history.csv")
+    assert (unknown.status_code, "There is no schedule" in unknown.text) == (404, True)
 
 
 async def test_a_file_has_what_the_filter_selects(site: httpx.AsyncClient, bus: CommandBus, given: Given) -> None:

@@ -261,7 +261,9 @@ async def test_a_batch_links_to_what_waits_for_a_person_in_another_domain(
 
     batch_id = await bus.create_batch(DOMAIN, [BatchCommand("Push", domain="crm"), BatchCommand("Debit")])
     await given.drained(domains=["crm"])
-    [cause] = [link for link in (await seen(site, f"/batches/{batch_id}/why")).links if "troubleshooting" in link]
+    links = (await seen(site, f"/batches/{batch_id}/why")).links
+    [cause, retry] = [link for link in links if "troubleshooting" in link]
+    assert retry == f"{cause.replace('?', '/preview?')}&action=retry"
     assert cause.startswith("/troubleshooting/crm/")
     assert cause.endswith(f"?batch={batch_id}")
     assert "no such contact" in (await seen(site, cause)).words

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from datetime import timedelta
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -39,6 +42,22 @@ async def test_workers_are_listed_with_how_they_are(
     assert "given Stopped" in (await seen(site, "/workers?all=yes")).words
     assert "No worker serves this domain" in (await seen(site, "/workers?domain=crm")).words
     assert "busload worker ls --domain crm --all" in (await seen(site, "/workers?domain=crm&all=yes")).text
+
+
+async def test_a_worker_shows_host_process_and_version_whatever_its_name_is(
+    site: httpx.AsyncClient, bus: CommandBus, given: Given
+) -> None:
+    async with given.running(name="the nightly one"):
+        while not (found := await bus.workers.list()):
+            await asyncio.sleep(0.01)
+        [worker] = found
+        host, process, release = socket.gethostname(), os.getpid(), version("busload")
+        assert (worker.host, worker.process_id, worker.version) == (host, process, release)
+        page = await seen(site, "/workers")
+        assert "Host Process Version" in page.words
+        assert f"{host} {process} {release}" in page.words
+        own = await seen(site, f"/workers/{worker.worker}")
+        assert f"Host {host} Process {process}" in own.words
 
 
 async def test_workers_are_paged(site: httpx.AsyncClient, given: Given) -> None:

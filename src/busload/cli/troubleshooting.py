@@ -26,7 +26,7 @@ from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 from busload.troubleshooting import causes
-from busload.troubleshooting.causes import CauseGroup, GroupAction
+from busload.troubleshooting.causes import CauseGroup, GroupAction, Reason
 
 Verb = Literal["retry", "complete", "cancel"]
 DONE: dict[Verb, str] = {"retry": "retried", "complete": "completed", "cancel": "canceled"}
@@ -59,18 +59,25 @@ troubleshooting = noun(
 @troubleshooting.command()
 @options.domain
 @options.command_type
+@click.option("--reason", type=click.Choice(list(Reason)), metavar="REASON", help="Only commands that wait for this.")
+@click.option("--error", "text", metavar="TEXT", help="Only causes in whose oldest error this text occurs.")
+@options.batch
 @options.limit(100)
 @answers
-def groups(bus: SyncCommandBus, domain: str | None, command_type: str | None, limit: int) -> Answer:
+def groups(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, limit: int, **wanted: Any) -> Answer:
     """List what waits for a person by cause, the largest group first.
 
-    busload troubleshooting groups
-    busload troubleshooting groups --json | jq -r '.[0].fingerprint'
+    REASON is PERMANENT, EXHAUSTED, CRASHED, UNDECODABLE or RESULT_INVALID.
+
+        busload troubleshooting groups
+        busload troubleshooting groups --reason EXHAUSTED --error 'timed out'
+        busload troubleshooting groups --json | jq -r '.[0].fingerprint'
     """
+    wanted["batch_id"] = None if batch is None else find_one(bus, "batch", batch, None)[1]
     found = [
         (each, group)
         for each in ([domain] if domain is not None else bus.database.read(search.domains()))
-        for group in bus.troubleshooting.groups(each, command_type=command_type, limit=limit)
+        for group in bus.troubleshooting.groups(each, limit=limit, **wanted)
     ]
     largest = sorted(found, key=lambda one: -one[1].count)[:limit]
     value = [{"domain": each, **asdict(group)} for each, group in largest]

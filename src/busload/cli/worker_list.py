@@ -12,11 +12,11 @@ from busload.health.workers import KnownWorker
 from busload.sync.bus import SyncCommandBus
 
 WORKERS = View[KnownWorker](
-    "NAME STATE DOMAINS CONCURRENCY COMMANDS LEASES VERSION SEEN=seen_at STARTED=started_at",
+    "NAME STATE DOMAINS CONCURRENCY COMMANDS LEASES HOST PROCESS=process_id VERSION SEEN=seen_at STARTED=started_at",
     {"DOMAINS": lambda worker: ", ".join(worker.domains)},
     nothing="No worker runs.",
     elastic="DOMAINS",
-    spare=("STARTED", "LEASES", "VERSION"),
+    spare=("STARTED", "LEASES", "HOST", "PROCESS", "VERSION"),
 )
 
 

@@ -286,6 +286,7 @@ RULES: Mapping[str, Rule] = {
     "headers": wrong_headers,
     "operator": _short_text,
     "reason": _text(lambda limits: 4096),
+    "text": _text(lambda limits: 4096),
     "by": _text(lambda limits: 512),
     "limit_name": lambda value, _, limits: wrong_text(value, "name", 2 * limits.name_bytes + 1),
     "run_at": wrong_time,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +81,8 @@ def register(
         concurrency=concurrency,
         lease_for=lease_for,
         version=version,
+        host=socket.gethostname(),
+        process_id=os.getpid(),
         release=release,
         dead=list(dead),
     )

@@ -156,7 +156,7 @@ def _served(route: Route, feeds: Feeds) -> list[StarletteRoute]:
         found.insert(0, StarletteRoute(path, _checked(route, stream), methods=["GET"], name=f"{route.name}.live"))
     for format in FORMATS if route.export is not None else ():
         handler = _checked(route, partial(export, route, format))
-        path, name = f"{route.path}.{format}", f"{route.name}.{format}"
+        path, name = f"{route.export_path}.{format}", f"{route.name}.{format}"
         found.insert(0, StarletteRoute(path, handler, methods=["GET"], name=name))
     return found
 

@@ -84,10 +84,10 @@ def page_of(request: Request) -> str:
     return path.rpartition("/")[0] if request.method == "POST" else path
 
 
-def export_of(request: Request, format: str) -> str:
-    """The address of the page as a file: all that its filter selects, from the first row on."""
+def export_of(request: Request, format: str, part: str = "") -> str:
+    """The address of the page, or of a part of it, as a file: all that its filter selects, from the first row on."""
     given = [(name, value) for name, value in request.query_params.multi_items() if name != "after" and value]
-    return f"{quote(page_of(request))}.{format}" + (f"?{urlencode(given)}" if given else "")
+    return f"{quote(page_of(request))}{part and '/'}{part}.{format}" + (f"?{urlencode(given)}" if given else "")
 
 
 def render(
@@ -117,7 +117,7 @@ def render(
         "asked": request.url.query,
         "cli": None,
         "shell": cli,
-        "export": lambda format: export_of(request, format),
+        "export": lambda format, part="": export_of(request, format, part),
         "notice": None,
     }
     html = _templates().get_template(template).render(page | values)

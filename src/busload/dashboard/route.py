@@ -38,6 +38,8 @@ class Export:
     read: ReadRows
     leaves_out: frozenset[str] = frozenset()
     """Fields that are of no use outside."""
+    part: str = ""
+    """The part of a page that it has, where a page is more than one list or its own name may end like a file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,14 @@ class Route:
     live: ReadLive | None = None
     """Reads the live values of a page: its URL and `/live` streams them."""
     export: Export | None = None
-    """What a list gives as a file, at its URL and `.csv` or `.json`."""
+    """What a list gives as a file, at `export_path` and `.csv` or `.json`."""
     most_body: int | None = None
     """Bytes that its form may have, if they are more than usual."""
+
+    @property
+    def export_path(self) -> str:
+        """Where its rows are, without the end that names the format."""
+        return f"{self.path}/{self.export.part}" if self.export is not None and self.export.part else self.path
 
     def __post_init__(self) -> None:
         if not isinstance(self.permission, Permission):

@@ -46,6 +46,10 @@ class KnownWorker:
     commands: int
     version: str | None = None
     """The release of busload that it runs."""
+    host: str | None = None
+    """The machine or container that it runs on, whatever its name is."""
+    process_id: int | None = None
+    """By which its host knows its process."""
     stop_requested_at: datetime | None = None
     stop_requested_by: str | None = None
     at: datetime | None = None

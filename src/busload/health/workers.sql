@@ -6,7 +6,8 @@ SELECT w.worker, w.name, w.domains, w.concurrency, w.started_at, w.seen_at, w.st
             WHEN w.seen_at <= now() - w.lease_for THEN 'SILENT'
             WHEN w.stop_requested_at IS NOT NULL THEN 'STOPPING'
             ELSE 'ALIVE' END,
-       l.leases, l.commands, w.version, w.stop_requested_at, w.stop_requested_by, now(), w.condition
+       l.leases, l.commands, w.version, w.host, w.process_id, w.stop_requested_at, w.stop_requested_by,
+       now(), w.condition
   FROM busload.worker AS w
  CROSS JOIN LATERAL (SELECT count(*)::integer AS leases, coalesce(sum(open), 0)::integer AS commands
                        FROM busload.lease WHERE worker = w.worker) AS l

@@ -25,6 +25,9 @@ from busload.schedules.schedule import (
 
 SQL = statements(__name__)
 
+NEWEST = 2**63 - 1
+"""The number that is behind all rows of the history."""
+
 SHOWN = 5
 """Due times to come that are shown of a schedule."""
 
@@ -68,7 +71,14 @@ def newest_fires(names: Sequence[str]) -> Plan[list[Fire]]:
 
 def history(name: str | None, *, limit: int) -> Plan[list[Fire]]:
     """What was fired and skipped, newest first."""
-    return many(_fire, SQL.history, name=name, limit=limit)
+    found = yield from history_before(NEWEST, name, limit=limit)
+    return [fire for _, fire in found]
+
+
+def history_before(before: int, name: str | None, *, limit: int) -> Plan[list[tuple[int, Fire]]]:
+    """What was fired and skipped before a row of that number, newest first, each with its own number."""
+    rows = yield from execute(SQL.history, name=name, before=before, limit=limit)
+    return [(number, _fire(*row)) for number, *row in rows]
 
 
 def _changed(name: str, sql: bytes, **about: Any) -> Plan[bool]:

@@ -76,11 +76,11 @@ SELECT name FROM removed ORDER BY name;
 -- name: history
 -- What a schedule, or all of them, has fired and skipped, the newest first, with how far the commands are.
 -- The id of a batch is known before its planner has created it.
-SELECT f.schedule, f.type, f.due_at, f.fired_at, f.domain, f.command_id,
+SELECT f.fire, f.schedule, f.type, f.due_at, f.fired_at, f.domain, f.command_id,
        (SELECT b.batch_id FROM busload.batch AS b WHERE b.batch_id = f.batch_id) AS batch_id,
        s.status, s.finished_at, f.operator, f.skipped
   FROM (SELECT * FROM busload.fire
-         WHERE %(name)s::text IS NULL OR schedule = %(name)s::text
+         WHERE (%(name)s::text IS NULL OR schedule = %(name)s::text) AND fire < %(before)s::bigint
          ORDER BY fire DESC
          LIMIT %(limit)s::bigint) AS f
   LEFT JOIN LATERAL (SELECT status, finished_at FROM busload.command_status AS s

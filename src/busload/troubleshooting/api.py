@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from uuid import UUID
 
 from busload.commands import search
-from busload.commands.checks import check, encoded, given
+from busload.commands.checks import check, choice, encoded, given
 from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode
 from busload.postgres.callers_connection import AnyConnection
@@ -16,7 +16,7 @@ from busload.postgres.database import Database
 from busload.postgres.write import patient
 from busload.settings import InputLimits
 from busload.troubleshooting import causes, decisions
-from busload.troubleshooting.causes import CauseGroup, GroupAction, GroupOptions
+from busload.troubleshooting.causes import CauseGroup, GroupAction, GroupOptions, Reason
 from busload.troubleshooting.decisions import Decision
 
 
@@ -30,13 +30,25 @@ class Troubleshooting:
     def __init__(self, database: Database, limits: InputLimits) -> None:
         self._database, self._limits = database, limits
 
-    async def groups(self, domain: str, *, command_type: str | None = None, limit: int = 100) -> list[CauseGroup]:
+    async def groups(
+        self,
+        domain: str,
+        *,
+        command_type: str | None = None,
+        reason: Reason | None = None,
+        batch_id: UUID | None = None,
+        text: str | None = None,
+        limit: int = 100,
+    ) -> list[CauseGroup]:
         """What waits for a person by cause, the largest group first, at most `limit` of them.
 
-        With `command_type` only commands of that type count.
+        With `command_type`, `reason` or `batch_id` only such commands count. With `text` only groups whose oldest
+        command has it in the type, the code or the message of its error.
         """
-        check(self._limits, writes=False, domain=domain, command_type=command_type, limit=limit)
-        return await self._database.read(causes.groups(domain, command_type=command_type, limit=limit))
+        named: dict[str, Any] = {"domain": domain, "command_type": command_type, "limit": limit}
+        check(self._limits, writes=False, **named, **given(batch_id=batch_id, text=text))
+        why = choice(Reason, reason, "reason")
+        return await self._database.read(causes.groups(**named, reason=why, batch_id=batch_id, text=text))
 
     async def list(
         self, domain: str | None, *, command_type: str | None = None, limit: int = 100, offset: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, TypedDict
 from uuid import UUID
 
@@ -30,6 +31,16 @@ SAMPLE = 3
 """Items that a dry run shows."""
 MOST_PROBLEMS = 100
 """Commands to which a patch does not apply that the error names."""
+
+
+class Reason(StrEnum):
+    """Why a command waits for a person."""
+
+    PERMANENT = "PERMANENT"
+    EXHAUSTED = "EXHAUSTED"
+    CRASHED = "CRASHED"
+    UNDECODABLE = "UNDECODABLE"
+    RESULT_INVALID = "RESULT_INVALID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +100,17 @@ class GroupAction:
     sample: tuple[GroupItem, ...] = ()
 
 
-def groups(domain: str, *, command_type: str | None, limit: int) -> Plan[list[CauseGroup]]:
-    return many(_group, SQL.groups, domain=domain, command_type=command_type, limit=limit)
+def groups(
+    domain: str,
+    *,
+    command_type: str | None,
+    reason: Reason | None = None,
+    batch_id: UUID | None = None,
+    text: str | None = None,
+    limit: int,
+) -> Plan[list[CauseGroup]]:
+    wanted = {"command_type": command_type, "reason": reason, "batch_id": batch_id, "text": text}
+    return many(_group, SQL.groups, domain=domain, **wanted, limit=limit)
 
 
 def _group(*row: Any) -> CauseGroup:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -23,7 +22,7 @@ from busload.postgres.statements import statements
 from busload.postgres.write import Write, patient
 from busload.settings import InputLimits, PayloadLimits
 from busload.troubleshooting import decisions
-from busload.troubleshooting.causes import checked_patch
+from busload.troubleshooting.causes import Reason, checked_patch
 from busload.troubleshooting.decisions import PART, PART_BYTES, Action, Decision
 from busload.troubleshooting.patch import Patch
 
@@ -33,16 +32,6 @@ HOURS = 24
 """Of the last day: how many failed in each is counted."""
 MOST_KEPT = 100
 """Commands that a portion has not moved of which it says why."""
-
-
-class Reason(StrEnum):
-    """Why a command waits for a person."""
-
-    PERMANENT = "PERMANENT"
-    EXHAUSTED = "EXHAUSTED"
-    CRASHED = "CRASHED"
-    UNDECODABLE = "UNDECODABLE"
-    RESULT_INVALID = "RESULT_INVALID"
 
 
 @dataclass(frozen=True, slots=True)

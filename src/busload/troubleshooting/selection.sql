@@ -1,12 +1,4 @@
--- fragments of: busload.troubleshooting.decisions
-
--- fragment: filtered
--- The server keeps one plan for every filter, and guesses how many rows pass. Of one CASE it guesses half; of
--- `IS NULL OR`, several times, nearly none. It would then sort and join 100,000 rows as if they were a few.
-CASE WHEN t.command_type <> %(command_type)s::text THEN false
-     WHEN t.reason <> %(reason)s::text THEN false
-     WHEN %(batch_id)s::uuid IS NOT NULL AND t.batch_id IS DISTINCT FROM %(batch_id)s::uuid THEN false
-     ELSE true END
+-- fragments of: busload.troubleshooting.causes
 
 -- fragment: selected
 -- What a decision is about: commands of one cause, or those of them that are named.
@@ -41,9 +33,7 @@ cause AS (
            t.error ->> 'message' AS message
       FROM cause AS c CROSS JOIN LATERAL (
             SELECT error FROM busload.troubleshooting WHERE command = c.first OFFSET 0) AS t
-     WHERE %(text)s::text IS NULL
-        OR strpos(lower(concat_ws(' ', t.error ->> 'type', t.error ->> 'code', t.error ->> 'message')),
-                  lower(%(text)s::text)) > 0
+     WHERE {said}
 ), shown AS MATERIALIZED (
     SELECT * FROM told
      WHERE %(after_count)s::bigint IS NULL OR count < %(after_count)s::bigint

@@ -150,6 +150,48 @@ async def test_a_page_that_nobody_sees_holds_no_connection(window: OpenWindow, g
     await expect(completed).to_have_text("3")
 
 
+async def test_more_windows_than_a_browser_has_connections_all_follow_the_database(
+    window: OpenWindow, given: Given
+) -> None:
+    """A browser opens six connections to a host for all its windows, and each of these shows another batch."""
+    batch_ids = [await given.batch(2) for _ in range(9)]
+    first = await window()
+    pages = [first.page, *[await first.page.context.new_page() for _ in batch_ids[1:]]]
+    for page, batch_id in zip(pages, batch_ids, strict=True):
+        await page.goto(f"{first.base}/batches/{batch_id}")
+    for page in pages:
+        await expect(page.locator("#feed")).to_have_text("live")
+    given.settled(given.claimed(18))
+    for page in pages:
+        await expect(page.locator('[data-live="completed"]')).to_have_text("2")
+
+
+async def test_windows_that_show_the_same_page_share_one_stream(
+    window: OpenWindow, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MOST_STREAMS", 1)
+    batch_id = await given.batch(2)
+    first = await window()
+    pages = [first.page, *[await first.page.context.new_page() for _ in range(2)]]
+    for page in pages:
+        await page.goto(f"{first.base}/batches/{batch_id}")
+        await expect(page.locator("#feed")).to_have_text("live")
+    await pages[0].close()
+    given.settled(given.claimed(2))
+    for page in pages[1:]:
+        await expect(page.locator('[data-live="completed"]')).to_have_text("2")
+
+
+async def test_a_browser_without_shared_workers_follows_the_database(window: OpenWindow, given: Given) -> None:
+    batch_id = await given.batch(2)
+    opened = await window()
+    await opened.page.add_init_script("delete window.SharedWorker;")
+    page = await opened.open(f"/batches/{batch_id}")
+    await expect(page.locator("#feed")).to_have_text("live")
+    given.settled(given.claimed(2))
+    await expect(page.locator('[data-live="completed"]')).to_have_text("2")
+
+
 async def test_a_batch_is_written_previewed_and_created(window: OpenWindow, given: Given, tmp_path: Path) -> None:
     opened = await window()
     page = await opened.open("/batches")

@@ -51,6 +51,22 @@ async def test_a_cause_is_retried_by_keyboard_alone(
     assert await bus.troubleshooting.count(DOMAIN) == 0
 
 
+async def test_a_failed_batch_is_two_clicks_from_being_mended(
+    window: OpenWindow, cause: str, bus: CommandBus, given: Given
+) -> None:
+    """From the list of causes, and from the page of the batch: one click to the preview, and one that confirms it."""
+    [batch] = await bus.list_batches(DOMAIN)
+    for start in ("/troubleshooting", f"/batches/{batch.batch_id}"):
+        page = await (await window()).open(start)
+        await page.get_by_role("link", name="Retry all…").click()
+        await page.get_by_role("heading", name="Retry 6 commands?").wait_for()
+        assert await bus.troubleshooting.count(DOMAIN) == 6
+        await page.get_by_role("button", name="Retry 6 commands").click()
+        await page.get_by_text("6 retried.").wait_for()
+        assert await bus.troubleshooting.count(DOMAIN) == 0
+        await given.drained()  # they fail again
+
+
 async def test_ticked_commands_are_patched_with_a_live_diff(
     window: OpenWindow, cause: str, bus: CommandBus, given: Given
 ) -> None:

@@ -15,7 +15,7 @@ from busload.dashboard.access import Permission
 from busload.dashboard.problem import Problem, no_such_page
 from busload.dashboard.render import bus_of, cli, iso, live_key, principal_of, render, tree, url, words
 from busload.dashboard.route import Export, Live, Rows, action, page
-from busload.schedules.operate import newest_fires
+from busload.schedules.operate import NEWEST, history_before, newest_fires
 from busload.schedules.schedule import Fire, FireType, ScheduleMetadata
 
 MISSED = {"one": "the latest is fired", "all": "all are fired", "skip": "none is fired"}
@@ -114,6 +114,14 @@ async def _schedule(request: Request) -> tuple[ScheduleMetadata, list[Fire]]:
     return found, await schedules.history(name, limit=FIRES)
 
 
+async def _exported_history(request: Request, before: int | None, limit: int) -> Rows:
+    name, bus = request.path_params["name"], bus_of(request)
+    if before is None:
+        await _schedule(request)
+    found = await bus.database.read(history_before(before or NEWEST, name, limit=limit))
+    return Rows([fire for _, fire in found], found[-1][0] if len(found) == limit else None)
+
+
 async def show(request: Request, notice: str | None = None) -> Response:
     found, fires = await _schedule(request)
     return render(
@@ -191,7 +199,7 @@ ROUTES = (
         live=live_list,
         export=Export(ScheduleMetadata, _exported),
     ),
-    page("schedule", PATH, show, Permission.READ, live=live),
+    page("schedule", PATH, show, Permission.READ, live=live, export=Export(Fire, _exported_history, part="history")),
     action("schedule.pause", f"{PATH}/pause", pause, Permission.OPERATE),
     action("schedule.resume", f"{PATH}/resume", resume, Permission.OPERATE),
     action("schedule.trigger", f"{PATH}/trigger", trigger, Permission.OPERATE),

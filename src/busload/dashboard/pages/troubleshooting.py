@@ -126,7 +126,7 @@ async def list_page(request: Request) -> Response:
     names, shown = names_of(wanted), found.causes[:LIMIT]
     last = shown[-1].place if len(found.causes) > LIMIT else None
     after = None if last is None else f"{last.count}-{last.fingerprint}-{last.domain}"
-    options = [word for name in ("domain", "type") if names[name] for word in (f"--{name}", names[name])]
+    options = {**names, "error": names["text"], "text": None}
     return render(
         request,
         "troubleshooting.html",
@@ -140,7 +140,7 @@ async def list_page(request: Request) -> Response:
         live=_values(found),
         first=url(request, "troubleshooting", names) if asked.text(request, "after") else None,
         next=url(request, "troubleshooting", {**names, "after": after}) if after else None,
-        cli=cli("troubleshooting", "groups", *options),
+        cli=cli("troubleshooting", "groups", *(f"--{name}={value}" for name, value in options.items() if value)),
     )
 
 

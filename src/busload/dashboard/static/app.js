@@ -5,6 +5,8 @@
   const ATTRIBUTES = new Set(["aria-label", "data-state", "width", "x"]);
   const feedState = document.getElementById("feed");
   let source = null;
+  let shared = null;
+  let shares = Boolean(window.SharedWorker);
   let followers = new Map();
 
   // -- times -----------------------------------------------------------------------------------------------------------
@@ -87,38 +89,68 @@
   }
 
   const PAUSE = 5000; // milliseconds until a stream that was refused is asked for again
+  const HERE = 15000; // milliseconds after which a window says again that it is there
 
-  // A page that nobody sees listens to nothing: browsers open six connections to a host, for all tabs together.
+  function showValues(values) {
+    feedState.textContent = "live";
+    feedState.dataset.state = "live";
+    for (const [key, value] of Object.entries(values)) {
+      if (key === "rows") showChanges(value);
+      else if (key === "chart") document.dispatchEvent(new CustomEvent("busload:value", { detail: { key, value } }));
+      else for (const show of followers.get(key) || []) show(String(value));
+    }
+  }
+
+  function showStill(why) {
+    feedState.textContent = `stands still: ${why}`;
+    feedState.dataset.state = "still";
+  }
+
+  function show(opened, { name, data, closed }) {
+    if (source !== opened) return;
+    if (name === "values") showValues(data);
+    else if (name === "trouble") showStill(data.message);
+    else showStill("no connection");
+    // Browsers come back by themselves after a broken connection, but never after an answer such as 502 of a proxy.
+    if (closed) setTimeout(() => { if (source === opened) listen(document.getElementById("main")); }, PAUSE);
+  }
+
+  // The streams of all windows of a browser are held by one shared worker: see live.js.
+  function openShared(address) {
+    if (!shared) {
+      const worker = new SharedWorker(document.body.dataset.liveWorker);
+      worker.onerror = () => { shares = false; listen(document.getElementById("main")); };
+      shared = worker.port;
+    }
+    const opened = { close: () => { clearInterval(opened.here); shared.postMessage(null); } };
+    const follow = () => shared.postMessage(address);
+    shared.onmessage = (event) => { if (event.data.address === address) show(opened, event.data); };
+    opened.here = setInterval(follow, HERE);
+    follow();
+    return opened;
+  }
+
+  // Where there are no shared workers, as on some phones, a window holds its own stream.
+  function openOwn(address) {
+    const opened = new EventSource(address);
+    for (const name of ["values", "trouble"]) {
+      opened.addEventListener(name, (event) => show(opened, { name, data: JSON.parse(event.data) }));
+    }
+    opened.addEventListener("error", () => {
+      show(opened, { name: "error", closed: opened.readyState === EventSource.CLOSED });
+    });
+    return opened;
+  }
+
+  // A page that nobody sees listens to nothing.
   function listen(main) {
     if (source) source.close();
     source = null;
     feedState.textContent = "";
     if (!main || !main.dataset.liveUrl || document.hidden) return;
     findFollowers(main);
-    const opened = new EventSource(main.dataset.liveUrl);
-    source = opened;
-    source.addEventListener("values", (event) => {
-      const values = JSON.parse(event.data);
-      feedState.textContent = "live";
-      feedState.dataset.state = "live";
-      for (const [key, value] of Object.entries(values)) {
-        if (key === "rows") showChanges(value);
-        else if (key === "chart") document.dispatchEvent(new CustomEvent("busload:value", { detail: { key, value } }));
-        else for (const show of followers.get(key) || []) show(String(value));
-      }
-    });
-    source.addEventListener("trouble", (event) => {
-      feedState.textContent = `stands still: ${JSON.parse(event.data).message}`;
-      feedState.dataset.state = "still";
-    });
-    source.addEventListener("error", () => {
-      feedState.textContent = "stands still: no connection";
-      feedState.dataset.state = "still";
-      // Browsers come back by themselves after a broken connection, but never after an answer such as 502 of a proxy.
-      if (opened.readyState === EventSource.CLOSED) {
-        setTimeout(() => { if (source === opened) listen(document.getElementById("main")); }, PAUSE);
-      }
-    });
+    const address = new URL(main.dataset.liveUrl, window.location.href).href;
+    source = (shares ? openShared : openOwn)(address);
   }
 
   // -- what people do --------------------------------------------------------------------------------------------------

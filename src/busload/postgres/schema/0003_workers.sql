@@ -12,6 +12,8 @@ CREATE TABLE busload.worker (
     lost        boolean     NOT NULL DEFAULT false,
     condition   json,                 -- how it is, as its last heartbeat has told: for bus.health()
     version     text,                 -- of busload, as the worker runs it
+    host        text,                 -- the machine or container it runs on
+    process_id  integer,              -- by which that machine knows its process
     release     text,                 -- a fingerprint of all schedules that its application declares
     stop_requested_at timestamptz,    -- an operator has asked it to stop: its next heartbeat tells it
     stop_requested_by text
