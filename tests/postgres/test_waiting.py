@@ -19,7 +19,8 @@ def _discard(result: object) -> None:
 def test_both_ways_to_wait_offer_the_same_names() -> None:
     modules = ("asyncio", "math", "threading", "time", "waiting")
     in_threads = {name for name in vars(waiting_in_threads) if name[0] not in "_@" and name not in modules}
-    imported = {"Any", "Callable", "Generic", "Self", "T", "TracebackType", "TypeVar", "annotations"}
+    imported = {"Any", "Callable", "Generator", "Generic", "PGconn", "Self", "T", "TracebackType", "TransactionStatus"}
+    imported |= {"TypeVar", "annotations"}
     assert set(waiting.__all__) == in_threads - imported
 
 

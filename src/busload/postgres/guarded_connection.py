@@ -40,6 +40,8 @@ class GuardedAsyncConnection(OwnAsyncConnection):
     guarded = False
     clean = True
     """Whether nothing is left of the last handler."""
+    takes_statements = False
+    """The handler may have changed how values are read, and how rows are made: a cursor of psycopg knows."""
 
     async def begin_guarded(self) -> None:
         """Begin a transaction, and forget how the last handler wanted its rows, values and notices."""

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 
 from busload.errors import DatabaseUnavailableError
@@ -25,6 +25,7 @@ from busload.postgres.connection import (
     is_refused,
     refuse_server,
 )
+from busload.postgres.prepared import Prepared
 
 log = logging.getLogger("busload")
 T = TypeVar("T")
@@ -81,6 +82,21 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
     def __init__(self, pgconn: PGconn) -> None:
         super().__init__(pgconn)
         self.made_at = time.monotonic()
+        self._prepared_by_us = Prepared(self)
+
+    @property
+    def takes_statements(self) -> bool:
+        """Whether a statement can be sent as it is: nobody has to begin a transaction for it, or to open a pipeline."""
+        return self.autocommit and self.pgconn.pipeline_status == PipelineStatus.OFF
+
+    async def answer(self, sql: bytes, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """Run a statement of ours, and return its rows."""
+        async with self.lock:
+            return await self.wait(self._prepared_by_us.answer(sql, params))
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepared_by_us.used_by_others()
+        return super().cursor(*args, **kwargs)
 
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
@@ -89,13 +105,14 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
     async def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
         silent = 0.0
         while True:
-            watched = gen if self.response_timeout is None else _watch(gen, self.pgconn, self.response_timeout)
             try:
-                return await waiting.for_socket(watched, self.pgconn.socket, interval=interval, timeout=timeout)
+                if timeout is None and self.response_timeout is not None:
+                    return await waiting.for_answer(gen, self.pgconn, self.response_timeout)
+                return await waiting.for_socket(gen, self.pgconn.socket, interval=interval, timeout=timeout)
             except waiting.INTERRUPTION:
                 await self._cancel(gen)
                 raise
-            except _SilenceError:
+            except waiting.SilenceError:
                 silent += self.response_timeout or 0.0
                 if not (self.asks and (await self._is_served(silent) or has_unread_input(self))):
                     raise _give_up(self) from None
@@ -125,25 +142,6 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
                 return bool(served)
         except psycopg.Error as error:
             return is_full(error) or (busy and isinstance(error, DatabaseUnavailableError))
-
-
-class _SilenceError(Exception):
-    """No byte has come for too long."""
-
-
-def _watch(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> Generator[Any, Any, T]:
-    """Wait for what psycopg waits for, but not for ever. After a `_SilenceError`, `gen` can be waited for again."""
-    ready: Any = None
-    since = time.monotonic()
-    try:
-        while True:
-            ready = yield gen.send(ready)
-            if ready:
-                since = time.monotonic()
-            elif time.monotonic() - since > seconds and pgconn.transaction_status == TransactionStatus.ACTIVE:
-                raise _SilenceError
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
 
 
 async def connect_async(dsn: str, *, response_timeout: float | None = None) -> OwnAsyncConnection:

@@ -17,6 +17,8 @@ from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg.waiting import Ready, Wait
 
+from busload.postgres.own_connection import OwnAsyncConnection
+
 T = TypeVar("T")
 MOST_UNSENT = 1024 * 1024
 """Bytes of a COPY that libpq may hold: it keeps all that the server has not taken, and moves it with every send."""
@@ -136,6 +138,8 @@ async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
 
 
 async def _answer(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
+    if isinstance(step, Statement) and step.binary and isinstance(conn, OwnAsyncConnection) and conn.takes_statements:
+        return await conn.answer(step.sql, step.params)
     if isinstance(step, Savepoint):
         if not step.begins and _in_no_transaction(conn):
             return await perform_async(conn, step.plan)

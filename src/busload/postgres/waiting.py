@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from asyncio import Future, Lock, Semaphore, sleep
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.pq.abc import PGconn
+from psycopg.waiting import Ready, Wait
 from psycopg.waiting import wait_async as for_socket
 
 from busload.postgres import waiting_in_threads
+from busload.postgres.waiting_in_threads import SilenceError
 
 __all__ = [
     "AWAITS",
@@ -27,7 +33,9 @@ __all__ = [
     "Future",
     "Lock",
     "Semaphore",
+    "SilenceError",
     "TimeLimit",
+    "for_answer",
     "for_socket",
     "in_thread",
     "result_of",
@@ -48,6 +56,93 @@ FAILURES: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError)
 
 INTERRUPTION = asyncio.CancelledError
 """What ends a wait from outside."""
+
+
+LONGEST_STRETCH = 0.005
+"""Seconds after which work that never has to wait lets others go first."""
+
+_let_others_go_at = 0.0
+
+
+async def for_answer(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> T:
+    """Wait for what psycopg waits for, in less time of the processor; `SilenceError` if no byte comes for so long.
+
+    After that error, `gen` can be waited for again.
+    """
+    global _let_others_go_at
+    try:
+        try:
+            wanted = gen.send(None)
+        except StopIteration as done:
+            if time.monotonic() - _let_others_go_at > LONGEST_STRETCH:
+                await asyncio.sleep(0)
+                _let_others_go_at = time.monotonic()
+            return done.value  # type: ignore[no-any-return]
+        answer: T = await _Answer(gen, pgconn, seconds).wait(wanted)
+        _let_others_go_at = time.monotonic()
+        return answer
+    except OSError as error:
+        raise psycopg.OperationalError(f"the socket of the connection is closed: {error}") from error
+
+
+class _Answer:
+    """An answer that is read as its bytes come: the task that waits for it is woken once, by its end."""
+
+    __slots__ = ("_ended", "_gen", "_loop", "_pgconn", "_seconds", "_since", "_socket", "_timer", "_wanted")
+
+    def __init__(self, gen: Generator[Any, Any, Any], pgconn: PGconn, seconds: float) -> None:
+        self._gen, self._pgconn, self._socket, self._seconds = gen, pgconn, pgconn.socket, seconds
+        self._loop = asyncio.get_running_loop()
+        self._ended: Future[Any] = self._loop.create_future()
+        self._wanted = 0
+
+    async def wait(self, wanted: int) -> Any:
+        self._since = self._loop.time()
+        self._timer = self._loop.call_at(self._since + self._seconds, self._look)
+        try:
+            self._watch(wanted)
+            return await self._ended
+        finally:
+            self._timer.cancel()
+            self._watch(0)
+
+    def _watch(self, wanted: int) -> None:
+        """Have the loop tell of these kinds of readiness, and of no others."""
+        more, less = wanted & ~self._wanted, self._wanted & ~wanted
+        self._wanted = wanted
+        if more & Wait.R:
+            self._loop.add_reader(self._socket, self._go_on, Ready.R)
+        if more & Wait.W:
+            self._loop.add_writer(self._socket, self._go_on, Ready.W)
+        if less & Wait.R:
+            self._loop.remove_reader(self._socket)
+        if less & Wait.W:
+            self._loop.remove_writer(self._socket)
+
+    def _go_on(self, ready: int) -> None:
+        if self._ended.done():  # its task was cancelled in the same moment, and goes on by itself
+            return
+        self._since = self._loop.time()
+        try:
+            wanted = self._gen.send(ready)
+            if wanted != self._wanted:
+                self._watch(wanted)
+        except StopIteration as done:
+            self._watch(0)
+            self._ended.set_result(done.value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            self._ended.set_exception(error)
+            raise
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    def _look(self) -> None:
+        """See how long no byte has come, and look again when that can be too long."""
+        silent = self._loop.time() - self._since
+        if silent < self._seconds or self._pgconn.transaction_status != TransactionStatus.ACTIVE:
+            self._timer = self._loop.call_later(max(self._seconds - silent, 0.1), self._look)
+        elif not self._ended.done():
+            self._ended.set_exception(SilenceError())
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future as Future
 from typing import Any, Self, TypeVar
 
 from psycopg import waiting
+from psycopg.pq import TransactionStatus
+from psycopg.pq.abc import PGconn
 
 T = TypeVar("T")
 
@@ -30,6 +32,32 @@ FAILURES: tuple[type[BaseException], ...] = (BaseException,)
 
 INTERRUPTION = KeyboardInterrupt
 """What ends a wait from outside."""
+
+
+class SilenceError(Exception):
+    """No byte has come for too long."""
+
+
+def for_answer(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> T:
+    """Wait for what psycopg waits for; `SilenceError` if no byte comes for so long.
+
+    After that error, `gen` can be waited for again.
+    """
+    return for_socket(_watch(gen, pgconn, seconds), pgconn.socket, interval=0.1)
+
+
+def _watch(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float) -> Generator[Any, Any, T]:
+    ready: Any = None
+    since = time.monotonic()
+    try:
+        while True:
+            ready = yield gen.send(ready)
+            if ready:
+                since = time.monotonic()
+            elif time.monotonic() - since > seconds and pgconn.transaction_status == TransactionStatus.ACTIVE:
+                raise SilenceError
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
 
 
 def in_thread(function: Callable[..., T], *args: Any) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Any
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 
 from busload.errors import DatabaseUnavailableError
@@ -34,10 +34,9 @@ from busload.postgres.own_connection import (
     RESPONSE_TIMEOUT,
     SERVED,
     T,
-    _SilenceError,
-    _watch,
     log,
 )
+from busload.postgres.prepared import Prepared
 
 
 class OwnConnection(psycopg.Connection[Any]):
@@ -60,6 +59,21 @@ class OwnConnection(psycopg.Connection[Any]):
     def __init__(self, pgconn: PGconn) -> None:
         super().__init__(pgconn)
         self.made_at = time.monotonic()
+        self._prepared_by_us = Prepared(self)
+
+    @property
+    def takes_statements(self) -> bool:
+        """Whether a statement can be sent as it is: nobody has to begin a transaction for it, or to open a pipeline."""
+        return self.autocommit and self.pgconn.pipeline_status == PipelineStatus.OFF
+
+    def answer(self, sql: bytes, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """Run a statement of ours, and return its rows."""
+        with self.lock:
+            return self.wait(self._prepared_by_us.answer(sql, params))
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepared_by_us.used_by_others()
+        return super().cursor(*args, **kwargs)
 
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
@@ -68,13 +82,14 @@ class OwnConnection(psycopg.Connection[Any]):
     def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
         silent = 0.0
         while True:
-            watched = gen if self.response_timeout is None else _watch(gen, self.pgconn, self.response_timeout)
             try:
-                return waiting.for_socket(watched, self.pgconn.socket, interval=interval, timeout=timeout)
+                if timeout is None and self.response_timeout is not None:
+                    return waiting.for_answer(gen, self.pgconn, self.response_timeout)
+                return waiting.for_socket(gen, self.pgconn.socket, interval=interval, timeout=timeout)
             except waiting.INTERRUPTION:
                 self._cancel(gen)
                 raise
-            except _SilenceError:
+            except waiting.SilenceError:
                 silent += self.response_timeout or 0.0
                 if not (self.asks and (self._is_served(silent) or has_unread_input(self))):
                     raise _give_up(self) from None

@@ -14,12 +14,14 @@ from busload.postgres.plan import (
     Plan,
     Savepoint,
     Script,
+    Statement,
     Step,
     T,
     _as_lost,
     _flush,
     _in_no_transaction,
 )
+from busload.sync.connection import OwnConnection
 
 
 def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
@@ -37,6 +39,8 @@ def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
 
 
 def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
+    if isinstance(step, Statement) and step.binary and isinstance(conn, OwnConnection) and conn.takes_statements:
+        return conn.answer(step.sql, step.params)
     if isinstance(step, Savepoint):
         if not step.begins and _in_no_transaction(conn):
             return perform(conn, step.plan)
