@@ -16,7 +16,8 @@ from tests.given import Database
 
 def pages(conn: psycopg.Connection[Any], plan: Plan[Any]) -> int:
     """The pages of memory that the largest statement of a plan touches."""
-    return max(node["Shared Hit Blocks"] + node["Shared Read Blocks"] for node in _explained(conn, plan))
+    nodes = _explained(conn, plan)
+    return max(int(node["Shared Hit Blocks"]) + int(node["Shared Read Blocks"]) for node in nodes)
 
 
 def rows(conn: psycopg.Connection[Any], plan: Plan[Any]) -> int:
@@ -32,7 +33,8 @@ def _rows(node: dict[str, Any]) -> int:
     found = node["Actual Rows"] + sum(count for name, count in node.items() if name.startswith("Rows Removed by"))
     if node["Node Type"] == "Sort":
         found *= max(math.log2(max(found, 1)), 1)
-    return round(node["Actual Loops"] * found) + sum(map(_rows, node.get("Plans", ())))
+    looked_at: int = round(node["Actual Loops"] * found)
+    return looked_at + sum(map(_rows, node.get("Plans", ())))
 
 
 def _explained(

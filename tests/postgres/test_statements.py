@@ -278,7 +278,7 @@ def explained(
         try:
             values = sql.SQL(", ").join(sql.Literal(plain(statement.params[name])) for name in names)
             call = sql.SQL("EXECUTE hot ({})").format(values) if names else sql.SQL("EXECUTE hot")
-            asked = sql.SQL("EXPLAIN ({}) {}").format(sql.SQL(options), call)  # type: ignore[arg-type]
+            asked = sql.SQL("EXPLAIN ({}) {}").format(sql.SQL(options), call)
             [(found,)] = conn.execute(asked).fetchall()
         finally:
             conn.execute("DEALLOCATE hot")

@@ -17,7 +17,8 @@ from busload.dashboard.problem import Problem, no_such_page, wrong_input
 from busload.dashboard.render import ago, bus_of, cli, number, render, sees_payloads, tree, url
 from busload.dashboard.route import Export, Live, Rows, page
 from busload.troubleshooting import selection
-from busload.troubleshooting.selection import Cause, Causes, Filter, Item, Place, Reason, Selection
+from busload.troubleshooting.causes import Reason
+from busload.troubleshooting.selection import Cause, Causes, Filter, Item, Place, Selection
 
 LIMIT, COMMANDS = 25, 25
 HEIGHT, STEP = 20, 4
