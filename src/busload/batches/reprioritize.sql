@@ -8,7 +8,7 @@ hi BETWEEN i.first AND i.last AND batch_id = i.batch_id AND priority <> %(priori
 WITH i AS MATERIALIZED (
     SELECT * FROM busload.ids_of(ARRAY[%(batch_id)s::uuid])
 ), ready AS (
-    UPDATE busload.queue SET priority = %(priority)s::smallint
+    UPDATE busload.queue SET priority = %(priority)s::smallint, entered = pg_current_xact_id()
      WHERE hi = ANY (ARRAY(SELECT q.hi FROM i CROSS JOIN LATERAL (
                             SELECT hi FROM busload.queue WHERE {of_batch} ORDER BY hi FOR UPDATE) AS q))
     RETURNING hi - lo + 1 AS commands

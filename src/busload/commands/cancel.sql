@@ -9,14 +9,16 @@ FOR UPDATE
 
 -- fragment: others
 -- What is left of a load `p` without the command: the part before it is a load of its own. The part after it
--- keeps the key of the load, so the command becomes a load of its own. The rest is as `p` has it.
+-- keeps the key of the load, so the command becomes a load of its own. The rest is as `p` has it; in the
+-- queue, both have entered now.
 CROSS JOIN LATERAL (
     SELECT jsonb_build_object('hi', %(command)s::bigint - 1) AS range WHERE p.lo < %(command)s::bigint
     UNION ALL
     SELECT jsonb_build_object('lo', %(command)s::bigint, 'hi', %(command)s::bigint)
      WHERE p.hi > %(command)s::bigint
 ) AS part
-CROSS JOIN LATERAL jsonb_populate_record(p.load, part.range) AS new
+CROSS JOIN LATERAL jsonb_populate_record(
+    p.load, part.range || jsonb_build_object('entered', pg_current_xact_id()::text)) AS new
 
 -- fragment: first_left
 -- Where the load begins that keeps the key: at the command if the command is its last one, or behind it.

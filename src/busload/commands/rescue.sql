@@ -313,7 +313,7 @@ WITH left_alone AS MATERIALIZED (
     RETURNING lease_id
 ), cleared AS (
     UPDATE busload.queue AS q
-       SET crashes = w.before
+       SET crashes = w.before, entered = pg_current_xact_id()
       FROM waiting AS w
      WHERE q.hi = w.hi AND q.crashes > w.before AND w.lease_id NOT IN (SELECT lease_id FROM again)
 ), cleared_later AS (

@@ -19,6 +19,7 @@ from busload.worker.budget_gate import BudgetGate, one_flush
 from busload.worker.chunks import Gatherer
 from busload.worker.hand_back import HandBack
 from busload.worker.line import Claimed, Line, commands_of
+from busload.worker.marks import Marks
 from busload.worker.newcomers import Newcomers, split_off_few
 from busload.worker.order import may_run, parts_in_turn
 from busload.worker.pace import Look, Pace
@@ -73,6 +74,7 @@ class Claimer:
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self.room = Room(shared, line, gatherer, settlement, self._pace)
         self.newcomers = Newcomers(self._claim_few)
+        self.marks = Marks()
         self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)
         self._gate = BudgetGate(
             self._held, one_flush(shared.settings), lambda: gatherer.gathered, settlement.flush_soon
@@ -319,9 +321,16 @@ class Claimer:
                 self._until_oldest = (self._until_oldest or OLDEST_EVERY) - 1
                 turns = self._turns if self._until_oldest else None
                 no_turns = self._all_fits or self._alone
-                look = partial(claim.claim, worker=number, domains=domains, limit=limit, suspects=suspects)
+                if self.marks.is_due(self._domains):
+                    await self._shared.perform(self.marks.survey(self._domains))
+                known = self.marks.known
+                look = self.marks.claim if known else partial(claim.claim, no_turns=no_turns)
                 self._alone = True  # unless a notification comes meanwhile
-                taken = await self._shared.perform(look(turns=turns, no_turns=no_turns))
+                taken = await self._shared.perform(
+                    look(worker=number, domains=domains, limit=limit, turns=turns, suspects=suspects)
+                )
+                if not known:
+                    self.marks.claimed(taken)
                 if self._until_oldest:
                     self._turns |= taken.turns
                 self._all_fits = len(taken.leased) < limit and not taken.contended
@@ -341,7 +350,7 @@ class Claimer:
         paused, limit = self._pauses.paused, self.room.few()
         others = {*paused, *self._handlers.ordered, *self._rests.resting()}
         domains = [domain for domain in self._domains if domain not in others]
-        if limit <= 0 or not domains or self._handlers.concurrency_limits:
+        if limit <= 0 or not domains or self._handlers.concurrency_limits or self.marks.known:
             return 0
         with self._under_way.sending(paused) as under_way:
             plan = claim.claim_few(worker=self._shared.number, domains=domains, limit=limit, turns=self._turns)

@@ -43,11 +43,15 @@ CREATE TABLE busload.queue (
     transport     text,
     published_at  timestamptz,
     publications  smallint,
+    -- The transaction that has made the load ready here. A worker that has looked at the queue finds what became
+    -- ready since then by the transactions that its look could not see: see commands/marks.sql.
+    entered       xid8 NOT NULL DEFAULT pg_current_xact_id(),
     PRIMARY KEY (hi)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX queue_ready     ON busload.queue (domain, priority DESC, fair, hi) WHERE crashes = 0;
 CREATE INDEX queue_suspect   ON busload.queue (domain, priority DESC, hi) WHERE crashes > 0;
 CREATE INDEX queue_published ON busload.queue (transport, published_at, hi) WHERE published_at IS NOT NULL;
+CREATE INDEX queue_entered   ON busload.queue (entered);
 
 CREATE TABLE busload.scheduled (
     LIKE busload.load INCLUDING DEFAULTS INCLUDING CONSTRAINTS,

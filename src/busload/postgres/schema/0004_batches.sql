@@ -234,6 +234,94 @@ BEGIN ATOMIC
      WHERE gets > 0;
 END;
 
+-- The same for a worker that has looked at the queue before, and knows who owns ready loads there. It has the
+-- first load of each of these owners, so nothing is read that lies before that load: while somebody holds a
+-- snapshot, dead entries of the index cannot be removed, and there may be a million of them.
+--
+-- `fresh` is what became ready since that look: the loads that were written by transactions which the look at
+-- `since` could not see, because they began later or were under way. So nothing is missed, however late it was
+-- committed. Owners of all domains that the worker serves are returned, and loads of the domains it asks for.
+--
+-- Each domain has an equal share, and within it each owner. Loads that fit whole into a share come first, and
+-- then the others, in the order in which the worker gave the owners. `ahead` is how many commands come before.
+--
+-- `places` are those of the owners' domains among the `served` ones.
+CREATE FUNCTION busload.known_turns(served text[], domains text[], since pg_snapshot, places integer[],
+                                    priorities smallint[], fairs bigint[], his bigint[], most integer)
+    RETURNS TABLE (domain text, priority smallint, fair bigint, first bigint, hi bigint, commands bigint,
+                   split boolean, ahead bigint)
+    LANGUAGE sql STABLE
+BEGIN ATOMIC
+    WITH fresh AS MATERIALIZED (
+        SELECT r.domain, r.priority, r.fair, min(r.hi) AS hi
+          FROM (
+            SELECT *
+              FROM (
+                SELECT q.* FROM busload.ready AS q WHERE q.entered >= pg_snapshot_xmax(since)
+                OFFSET 0   -- else a plan could go by the domain, and read all that is dead
+              ) AS later
+            UNION ALL
+            SELECT q.*
+              FROM (
+                SELECT pg_snapshot_xip(since) AS entered
+                UNION   -- a snapshot does not name the transaction that it belongs to, which may be a test's
+                SELECT pg_current_xact_id_if_assigned()
+              ) AS x
+             CROSS JOIN LATERAL (
+                SELECT q.* FROM busload.ready AS q
+                 WHERE q.entered = x.entered AND q.entered < pg_snapshot_xmax(since)
+                OFFSET 0
+             ) AS q
+          ) AS r
+         WHERE r.crashes = 0 AND r.domain = ANY (served)
+         GROUP BY 1, 2, 3
+    ), owner AS MATERIALIZED (
+        SELECT o.domain, o.priority, o.fair, min(o.hi) AS hi, min(o.nth) AS nth
+          FROM (
+            SELECT served[k.place] AS domain, k.priority, k.fair, k.hi, k.nth
+              FROM unnest(places, priorities, fairs, his) WITH ORDINALITY
+                   AS k (place, priority, fair, hi, nth)
+            UNION ALL
+            SELECT f.*, NULL FROM fresh AS f
+          ) AS o
+         GROUP BY 1, 2, 3
+    ), load AS MATERIALIZED (
+        SELECT o.domain, o.priority, o.fair, o.nth, q.hi, q.size, q.before
+          FROM owner AS o
+         CROSS JOIN LATERAL (
+            SELECT r.hi, r.hi - r.lo + 1 AS size,
+                   sum((r.hi - r.lo + 1)::integer) OVER (
+                       ORDER BY r.fair, r.hi
+                       ROWS UNBOUNDED PRECEDING
+                   ) - (r.hi - r.lo + 1) AS before
+              FROM busload.ready AS r
+             WHERE r.domain = o.domain AND r.crashes = 0 AND r.priority = o.priority
+               AND r.fair BETWEEN o.fair AND o.fair AND r.hi >= o.hi   -- not `=`: see claim.sql
+             ORDER BY r.fair, r.hi
+             LIMIT most
+         ) AS q
+         WHERE q.before < most AND o.domain = ANY (domains)
+    ), part AS (
+        SELECT l.*, l.before + l.size > most / (d.domains * d.owners) AS split
+          FROM load AS l
+          JOIN (
+            SELECT one.priority, one.domain, count(*) AS owners,
+                   count(*) OVER (PARTITION BY one.priority) AS domains
+              FROM (SELECT DISTINCT l.priority, l.domain, l.fair FROM load AS l) AS one
+             GROUP BY 1, 2
+          ) AS d USING (priority, domain)
+    )
+    SELECT o.domain, o.priority, o.fair,
+           CASE WHEN o.domain = ANY (domains) THEN p.hi ELSE o.hi END,
+           p.hi, p.size, p.split,
+           (sum(p.size) OVER (
+               ORDER BY -p.priority, p.split, p.nth, p.hi
+               ROWS UNBOUNDED PRECEDING
+           ) - p.size)::bigint
+      FROM owner AS o
+      LEFT JOIN part AS p USING (domain, priority, fair);
+END;
+
 -- The first and the last id that commands of these batches can have. Between them the loads of a batch are
 -- found in a place by its key, whatever else waits there.
 CREATE FUNCTION busload.ids_of(batches uuid[]) RETURNS TABLE (batch_id uuid, first bigint, last bigint)
@@ -303,6 +391,11 @@ DECLARE
     b record;
 BEGIN
     FOR b IN SELECT * FROM busload.ids_of(batches) LOOP
+        -- What was handed back meanwhile lies in the queue, and claims pass it by until the batch goes on.
+        UPDATE busload.queue SET entered = pg_current_xact_id()
+         WHERE hi = ANY (ARRAY(SELECT hi FROM busload.queue
+                                WHERE hi BETWEEN b.first AND b.last AND batch_id = b.batch_id
+                                ORDER BY hi FOR UPDATE));
         WITH held AS (
             DELETE FROM busload.scheduled
              WHERE hi = ANY (ARRAY(SELECT hi FROM busload.scheduled
