@@ -17,15 +17,15 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import report
+from bench import report, torture
 from bench.brokers import Brokers, own_brokers
 from bench.case import Case
-from bench.chart import draw
+from bench.chart import draw, draw_torture
 from bench.run import Result, Run, measure
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.testing import TestServer
 
-CONFIG = {"max_connections": "400"}
+CONFIG = {"max_connections": "400", **torture.SETTINGS}
 """Room for a crowd of workers; nothing that makes PostgreSQL faster or less durable."""
 
 
@@ -49,12 +49,13 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--singles", default=10_000, show_default=True, help="Commands sent one by one and then drained.")
 @click.option("--hot", default=20_000, show_default=True, help="Commands for the crowd of small workers.")
 @click.option("--many", default=1_000_000, show_default=True, help="Commands of a large backlog, and for memory.")
+@click.option("--torture", "tortured", default=60, show_default=True, help="Seconds for which a snapshot is held.")
 @click.option("--samples", default=200, show_default=True, help="Latencies taken.")
 @click.option("--repeat", default=3, show_default=True, help="Runs of which the median counts.")
 @click.option("--peers/--no-peers", default=True, help="Measure the other queues that `bench.install` installed.")
 @click.option("--only", multiple=True, metavar="PART", help="Cases whose name holds this, such as busload/drain.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write everything here.")
-@click.option("--chart", type=click.Path(file_okay=False, path_type=Path), help="Write bench.svg and bench.png here.")
+@click.option("--chart", type=click.Path(file_okay=False, path_type=Path), help="Write the pictures here.")
 def main(
     sizes: list[int],
     batch: int,
@@ -62,6 +63,7 @@ def main(
     singles: int,
     hot: int,
     many: int,
+    tortured: int,
     samples: int,
     repeat: int,
     peers: bool,
@@ -76,7 +78,7 @@ def main(
         python -m bench --sizes 20000 --repeat 1 --no-peers --only busload/drain
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is stopped
-    run = Run(sizes, sends, singles, samples, batch, hot, many, repeat, peers, only)
+    run = Run(sizes, sends, singles, samples, batch, hot, many, tortured, repeat, peers, only)
     console = Console()
     beside = sorted({case.server for case, _ in run.jobs() if case.server})
     with own_server(CONFIG) as server, own_brokers(beside) as brokers:
@@ -87,7 +89,7 @@ def main(
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(run, results, machine), indent=2) + "\n")
     if chart is not None:
-        for path in draw(results, chart, _caption(machine)):
+        for path in (*draw(results, chart, _caption(machine)), *draw_torture(results, chart)):
             console.print(f"Wrote {path}", highlight=False)
     broken = [result.case for result in results if result.failure and result.case.server not in brokers.missing]
     if any(case.subject == report.OURS for case in broken):

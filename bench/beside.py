@@ -197,6 +197,13 @@ async def _sender_and_workers(peer: Peer, url: str, count: int = 1) -> AsyncIter
         yield sender, await stack.enter_async_context(_role(peer, "work", url, count))
 
 
+@asynccontextmanager
+async def peer_at_work(peer: Peer, url: str) -> AsyncIterator[tuple[Voice, Voice]]:
+    """Its sender and one worker process, which begins when it is told to."""
+    async with _sender_and_workers(peer, url) as (sender, [worker]):
+        yield sender, worker
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """When workers first said that they had handled something, and how much."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Extent = Literal["size", "sends", "singles", "samples", "batch", "hot", "few", "many"]
+Extent = Literal["size", "sends", "singles", "samples", "batch", "hot", "few", "many", "torture"]
 Store = Literal["postgresql", "redis", "rabbitmq"]
 
 

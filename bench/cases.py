@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from bench import beside, buffers, connections, dispatch, fairness, identity, limits, ours, traced, variants, watched
+from bench import (
+    beside,
+    buffers,
+    connections,
+    dispatch,
+    fairness,
+    identity,
+    limits,
+    ours,
+    torture,
+    traced,
+    variants,
+    watched,
+)
 
 ALL = [
     *limits.CASES,
@@ -16,4 +29,5 @@ ALL = [
     *buffers.CASES,
     *dispatch.CASES,
     *beside.CASES,
+    *torture.CASES,
 ]

@@ -1,11 +1,13 @@
-"""The picture of a run: four rates, a bar for each subject, readable on light and on dark pages."""
+"""The pictures of a run, readable on light and on dark pages: four rates, and what a held snapshot costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bench import torture
 from bench.beside import TITLES
 from bench.report import OURS
 from bench.run import Result
@@ -47,18 +49,23 @@ def label(rate: float | None) -> str:
     return f"{rate / 1000:,.0f}k" if rate >= 10_000 else f"{rate / 1000:,.1f}k" if rate >= 100 else f"{rate:,.0f}"
 
 
-def draw(results: Sequence[Result], folder: Path, caption: str = "") -> list[Path]:
-    """Write bench.svg and bench.png, and return their paths; nothing where there is nothing to draw."""
-    found = bars(results)
-    subjects = found["create"]
-    if not subjects:
-        return []
+def _pyplot() -> Any:
     import matplotlib  # type: ignore[import, unused-ignore]
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "busload", "text.color": INK})
     from matplotlib import pyplot  # type: ignore[import, unused-ignore]
 
+    return pyplot
+
+
+def draw(results: Sequence[Result], folder: Path, caption: str = "") -> list[Path]:
+    """Write bench.svg and bench.png, and return their paths; nothing where there is nothing to draw."""
+    found = bars(results)
+    subjects = found["create"]
+    if not subjects:
+        return []
+    pyplot = _pyplot()
     height = 1.1 + 0.36 * len(subjects)
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(11, height), sharey=True)
     for axis, (metric, title) in zip(axes, PANELS.items(), strict=True):
@@ -93,3 +100,48 @@ def draw(results: Sequence[Result], folder: Path, caption: str = "") -> list[Pat
     figure.savefig(written[1], transparent=True, dpi=160)
     pyplot.close(figure)
     return written
+
+
+TORTURE = {"claim": "claim", "settle": "settle"}
+DASHES = ("--", ":", "-.", (0, (5, 1)))
+
+
+def draw_torture(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Write torture.svg: what claims and settlements take while a snapshot is held, over the minutes."""
+    found = {
+        result.case.subject: result.runs[-1].facts
+        for result in results
+        if result.case.metric == torture.METRIC and result.runs
+    }
+    if OURS not in found:
+        return []
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(TORTURE), figsize=(11, 3.6))
+    for axis, (kind, title) in zip(axes, TORTURE.items(), strict=True):
+        others = iter(DASHES)
+        for subject, facts in sorted(found.items(), key=lambda one: one[0] != OURS):
+            taken = torture.series(facts, kind)
+            ours = subject == OURS
+            axis.plot(
+                [seconds / 60 for seconds, _ in taken],
+                [cost / 1000 for _, cost in taken],
+                color=ACCENT if ours else OTHERS,
+                linestyle="-" if ours else next(others),
+                linewidth=2.4 if ours else 1.6,
+                label=TITLES.get(subject, OURS),
+            )
+        axis.set_title(f"{title}: ms of the server per command", loc="left", fontsize=11, color=INK, fontweight="bold")
+        axis.set_xlabel("minutes that the snapshot is held", fontsize=9, color=INK)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(colors=INK, labelsize=9)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axis.spines[side].set_color(INK)
+    axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
+    figure.tight_layout(w_pad=2)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "torture.svg"
+    figure.savefig(written, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+    return [written]

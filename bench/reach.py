@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.beside import TITLES
 from bench.run import Result
 
 Found = Callable[["Figures"], float | None]
@@ -97,6 +98,10 @@ def _fact(key: str, name: str) -> Found:
     return lambda figures: figures.fact(key, name)
 
 
+def _ratio_of_facts(key: str, beside: str, name: str, figures: Figures) -> float | None:
+    return _ratio(figures.fact(key, name), figures.fact(beside, name))
+
+
 def _best_batch(figures: Figures) -> float | None:
     peers = [figures.rate(f"{subject}/batch") for subject in figures.subjects if subject != "busload"]
     return _ratio(figures.rate("busload/batch"), max((rate for rate in peers if rate is not None), default=None))
@@ -150,6 +155,16 @@ GOALS = [
         "relay to RabbitMQ in envelopes, beside a message per command",
         5,
         _rates("busload/dispatch-relay-envelopes", "busload/dispatch-relay-singles"),
+    ),
+    AtMost("a claim under a held snapshot, end beside start", 1.2, _fact("busload/torture", "claim_ms_growth")),
+    AtMost("a settlement under a held snapshot, end beside start", 1.2, _fact("busload/torture", "settle_ms_growth")),
+    *(
+        AtMost(
+            f"a claim under a held snapshot, growth beside {TITLES[peer]}'s",
+            1,
+            partial(_ratio_of_facts, "busload/torture", f"{peer}/torture", "claim_ms_growth"),
+        )
+        for peer in ("graphile-worker", "pg-boss", "pgqueuer")
     ),
     AtMost("memory of a worker after a tenth", 120, _fact("busload/memory", "tenth_peak_mb"), unit="MB"),
     AtMost("memory of a worker, all beside a tenth", 1.1, _growth),

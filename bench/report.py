@@ -97,6 +97,7 @@ VARIANTS = {
     "buffer-many": "buffer-few",
     "dispatch-relay-singles": None,
     "dispatch-relay-envelopes": "dispatch-relay-singles",
+    "torture": None,
     "memory": None,
     "stream": None,
 }

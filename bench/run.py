@@ -29,7 +29,8 @@ FEW = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What to measure: sizes of batches, and how many times to send, to sample a latency, and to repeat it all."""
+    """What to measure: sizes of batches, and how many times to send, to sample a latency, and to repeat it all;
+    `torture` is in seconds."""
 
     sizes: Sequence[int] = (100_000,)
     sends: int = 1_000
@@ -38,6 +39,7 @@ class Run:
     batch: int = 10_000
     hot: int = 20_000
     many: int = 1_000_000
+    torture: int = 60
     repeat: int = 1
     peers: bool = True
     only: Sequence[str] = ()
@@ -69,6 +71,7 @@ class Run:
             "hot": [self.hot],
             "few": [min(FEW, self.many)],
             "many": [self.many],
+            "torture": [self.torture],
         }
         return [min(size, case.most or size) for size in extents[case.extent]]
 

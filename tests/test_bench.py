@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import psycopg
 import pytest
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from bench import (
     ours,
     reach,
     report,
+    torture,
     variants,
 )
 from bench.beside import PEERS, Peer, Voice
@@ -385,3 +387,40 @@ async def left(count):
 
 asyncio.run(talk.answer({"make": make, "left": left}))
 """
+
+
+def test_what_a_held_snapshot_costs_is_the_last_tenth_beside_the_first(tmp_path: Path) -> None:
+    windows = [
+        torture.Window(
+            float(n + 1),
+            100,
+            {"claim": torture.Cost(10, 10.0 + n, 300.0), "settle": torture.Cost(5, 5.0, 50.0)},
+        )
+        for n in range(20)
+    ]
+    facts = torture.facts_of(windows)
+    assert facts["claim_ms_start"] == pytest.approx(1.05) and facts["claim_ms_end"] == pytest.approx(2.85)
+    assert facts["claim_ms_growth"] == pytest.approx(2.85 / 1.05)
+    assert (facts["settle_ms_growth"], facts["claim_pages_growth"], facts["per_second_end"]) == (1, 1, 100)
+    assert torture.series(facts, "claim")[:2] == [(1.0, 100.0), (2.0, 110.0)]
+    [ours] = [case for case in torture.CASES if case.subject == "busload"]
+    result = Result(ours, 20, [Measured(2000, 20.0, 1.0, 1.0, facts=facts)])
+    checks = {check.goal.name: check for check in reach.check([result])}
+    assert checks["a claim under a held snapshot, end beside start"].verdict == "missed"
+    assert checks["a settlement under a held snapshot, end beside start"].verdict == "met"
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in chart.draw_torture([result], tmp_path)] == ["torture.svg"]
+
+
+async def test_torture_holds_a_snapshot_and_a_slot_and_lets_go_of_both(dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+        with torture.held(dsn):
+            slots = await conn.execute("SELECT count(*) FROM pg_replication_slots WHERE slot_name LIKE 'torture_%'")
+            assert await slots.fetchone() == (1,)
+            held = await conn.execute(
+                "SELECT count(*) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND backend_xmin IS NOT NULL AND state = 'idle in transaction'"
+            )
+            assert await held.fetchone() == (1,)
+        slots = await conn.execute("SELECT count(*) FROM pg_replication_slots WHERE slot_name LIKE 'torture_%'")
+        assert await slots.fetchone() == (0,)

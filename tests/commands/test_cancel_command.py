@@ -76,13 +76,13 @@ async def test_a_load_is_split_around_the_command(bus: CommandBus, given: Given,
 
 
 async def test_what_is_left_of_a_load_keeps_all_else(bus: CommandBus, given: Given) -> None:
-    """Priority, attempt, transport: every column but the range"""
+    """Priority, attempt, transport: every column but the range, and the transaction that made the load ready."""
     commands = [BatchCommand("Debit", priority=7, reply_to="answers") for _ in range(3)]
     batch_id = await bus.create_batch(DOMAIN, commands)
     given.database.rows("UPDATE busload.queue SET crashes = 1, transport = 'x', published_at = now(), publications = 3")
     columns = given.database.value(
         """SELECT string_agg(column_name, ', ') FROM information_schema.columns
-            WHERE table_schema = 'busload' AND table_name = 'queue' AND column_name NOT IN ('lo', 'hi')"""
+            WHERE table_schema = 'busload' AND table_name = 'queue' AND column_name NOT IN ('lo', 'hi', 'entered')"""
     )
     [before] = given.database.rows(f"SELECT {columns} FROM busload.queue")
     middle = (await bus.list_batch_commands(DOMAIN, batch_id))[1]

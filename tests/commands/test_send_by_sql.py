@@ -61,7 +61,7 @@ def everything_about(database: Database, command_id: UUID) -> dict[str, Any]:
             {
                 name: value
                 for name, value in row.items()
-                if name not in ("id", "lo", "hi", "command_id", "created_at", "since", "due_at")
+                if name not in ("id", "lo", "hi", "command_id", "created_at", "since", "due_at", "entered")
             }
             for (row,) in database.rows(query, id)
         ]

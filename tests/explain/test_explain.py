@@ -32,6 +32,7 @@ from busload.commands.execution import COMPLETED, TROUBLESHOOTING
 from busload.errors import CommandNotFoundError
 from busload.explain import Blocker, Explanation
 from busload.explain import explanation as explain
+from busload.explain import reading as explain_reading
 from busload.sync.plan import perform
 from tests.given import DOMAIN, Database, Given, eventually, raising
 
@@ -662,3 +663,28 @@ async def test_a_command_that_was_asked_to_stop_is_being_canceled(bus: CommandBu
     explanation = await bus.explain_command(DOMAIN, command_id)
     assert found(explanation) == {Blocker.CANCELING: 1}
     assert "The command was canceled" in explanation.reasons[0].message
+
+
+async def test_a_snapshot_that_makes_claims_slow_is_named(
+    bus: CommandBus, given: Given, database: Database, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given.registered_worker()
+    batch_id = await given.batch(commands=3)
+    with psycopg.connect(dsn, application_name="nightly report") as report:
+        report.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        report.execute("SELECT count(*) FROM busload.batch")
+        dead = explain_reading.MANY_DEAD
+        database.rows(
+            "INSERT INTO busload.queue (lo, hi, domain)"
+            " SELECT -n << 10, -n << 10, 'old' FROM generate_series(1, %s) AS n",
+            dead,
+        )
+        database.rows("DELETE FROM busload.queue WHERE hi < 0")
+        database.rows("SELECT pg_stat_force_next_flush()")
+        assert found(await bus.explain_batch(DOMAIN, batch_id)) == {}  # it is not old yet
+        monkeypatch.setattr(explain_reading, "SNAPSHOT_AFTER", timedelta(0))
+        [reason] = (await bus.explain_batch(DOMAIN, batch_id)).reasons
+        assert (reason.code, reason.count) == (Blocker.OLD_SNAPSHOT, 3)
+        assert reason.details["pid"] == report.info.backend_pid and reason.details["dead_rows"] >= dead
+        assert "'nightly report'" in reason.message and str(report.info.backend_pid) in reason.advice
+    given.claimed(9)

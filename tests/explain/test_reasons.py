@@ -20,6 +20,7 @@ from busload.explain.facts import (
     Places,
     Ready,
     Running,
+    Snapshot,
     Surroundings,
     Unconfirmed,
     Waiting,
@@ -57,6 +58,7 @@ def codes(explanation: Explanation) -> list[tuple[Blocker, int]]:
 
 
 READY = Places(ready=(Ready(0, 4, NOW - MINUTE),))
+SNAPSHOT = Snapshot(4711, "report", NOW - 9 * MINUTE, 120_000)
 PAUSE = Pause("payments", NOW - 2 * MINUTE, "rosa", "the bank is down")
 
 
@@ -80,6 +82,9 @@ def running(**more: Any) -> Places:
         (facts(running(), Surroundings(workers=0, pause=PAUSE)), []),
         (facts(READY, Surroundings(workers=1, ahead=5, ahead_priority=1)), [(Blocker.BEHIND_PRIORITY, 4)]),
         (facts(READY, Surroundings(workers=1, ahead=5, ahead_priority=1, pause=PAUSE)), [(Blocker.PAUSED, 4)]),
+        (facts(READY, Surroundings(workers=1, snapshot=SNAPSHOT)), [(Blocker.OLD_SNAPSHOT, 4)]),
+        (facts(READY, Surroundings(workers=0, snapshot=SNAPSHOT)), [(Blocker.NO_WORKER, 4)]),
+        (facts(running(), Surroundings(workers=1, snapshot=SNAPSHOT)), []),
         (facts(waiting("RUN_AT")), [(Blocker.RUN_AT, 2)]),
         (facts(waiting("RETRY")), [(Blocker.BACKOFF, 2)]),
         (facts(waiting("NO_HANDLER", command_types=("Refund",))), [(Blocker.NO_HANDLER, 2)]),

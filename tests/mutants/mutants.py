@@ -44,6 +44,7 @@ SIGNALS = "tests/worker/test_os_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
 CLAIM = "tests/commands/test_claim.py::"
+MARKS = "tests/worker/test_marks.py::"
 GATE = "tests/batches/test_budget_gate.py::"
 FAIR = "tests/commands/test_fair_turns.py::"
 FORECAST = "tests/batches/test_forecast.py::"
@@ -716,6 +717,30 @@ MUTANTS = [
         "pass\n",
         FAIR + "test_an_owner_who_comes_later_has_its_turn_soon_even_if_no_notification_tells_of_it",
         "Notifications may be lost, so each claim looks for other owners.",
+    ),
+    Mutant(
+        "what-was-under-way-at-the-last-look-is-missed",
+        "postgres/schema/0004_batches.sql",
+        "SELECT pg_snapshot_xip(since) AS entered",
+        "SELECT pg_snapshot_xip(since) AS entered WHERE false",
+        MARKS + "test_what_is_committed_late_is_found_at_once",
+        "A late commit would wait for the next survey.",
+    ),
+    Mutant(
+        "a-resumed-batch-does-not-enter-the-queue-again",
+        "postgres/schema/0004_batches.sql",
+        "        UPDATE busload.queue SET entered = pg_current_xact_id()\n",
+        "        UPDATE busload.queue SET entered = entered\n",
+        MARKS + "test_what_was_handed_back_while_its_batch_was_held_is_found_when_it_is_resumed",
+        "Claims that begin where the last one ended would pass it by.",
+    ),
+    Mutant(
+        "a-claim-reads-what-is-dead-before-its-mark",
+        "postgres/schema/0004_batches.sql",
+        "AND r.fair BETWEEN o.fair AND o.fair AND r.hi >= o.hi",
+        "AND r.fair BETWEEN o.fair AND o.fair AND r.hi >= o.hi - 999999999999",
+        MARKS + "test_a_claim_reads_no_more_when_a_hundred_times_as_much_is_dead",
+        "Claims would become slower as long as somebody holds a snapshot.",
     ),
     Mutant(
         "a-retry-belongs-to-nobody",

@@ -35,6 +35,11 @@ def held_snapshot(dsn: str) -> Iterator[psycopg.Connection[Any]]:
         yield conn
 
 
+@pytest.fixture(autouse=True)
+def planned_as_by_a_worker(database: Database) -> None:
+    database.rows(PLAN_ONCE)
+
+
 @pytest.fixture
 def snapshot(dsn: str, database: Database) -> Iterator[psycopg.Connection[Any]]:
     """A snapshot, and more dead entries than a usual claim is worth."""

@@ -40,6 +40,7 @@ class Blocker(StrEnum):
     BACKOFF = "BACKOFF", "waiting for the next attempt"
     RUN_AT = "RUN_AT", "waiting for their time"
     BEHIND_PRIORITY = "BEHIND_PRIORITY", "behind higher priority"
+    OLD_SNAPSHOT = "OLD_SNAPSHOT", "claimed slowly because of a held snapshot"
     CALLBACK_FAILING = "CALLBACK_FAILING", "callback failing"
     CALLBACK_WAITING = "CALLBACK_WAITING", "callback waiting"
 

@@ -160,6 +160,16 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session that has had a snapshot for long, and how many dead rows of the queue are kept meanwhile."""
+
+    pid: int
+    application: str
+    since: datetime
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """The domain of the commands: who serves it, and what else it has to do."""
 
@@ -179,6 +189,7 @@ class Surroundings:
     ordered: bool = False
     """Whether the domain is claimed in the order of sending."""
     barrier: Barrier | None = None
+    snapshot: Snapshot | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

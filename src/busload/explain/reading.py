@@ -21,6 +21,7 @@ from busload.explain.facts import (
     Places,
     Ready,
     Running,
+    Snapshot,
     Surroundings,
     Unconfirmed,
     Waiting,
@@ -31,6 +32,12 @@ from busload.postgres.plan import ONE_MOMENT, Plan, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
+
+SNAPSHOT_AFTER = timedelta(minutes=1)
+"""A session may have a snapshot for this long before an explanation names it."""
+
+MANY_DEAD = 10_000
+"""Dead rows of the queue that make claims slower."""
 
 CAUSES = ("RETRY", "NO_HANDLER", "RATE_LIMITED", "LIMITED")
 """Reasons to wait that have a cause of their own."""
@@ -274,10 +281,20 @@ def _surroundings(
     own = [each.facts.batch_id if each.facts.command_id is None else None for each in asked]
     params = _params(asked, range(len(asked)))
     found = []
-    for number, workers, last_seen, anybody, ordered, since, operator, reason, ahead, highest, *barrier in (
-        yield from execute(SQL.surroundings, **params, priorities=lowest, own_batch_ids=own)
-    ):
+    rows = yield from execute(
+        SQL.surroundings,
+        **params,
+        priorities=lowest,
+        own_batch_ids=own,
+        snapshot_after=SNAPSHOT_AFTER,
+        dead=MANY_DEAD,
+    )
+    for number, workers, last_seen, anybody, ordered, since, operator, reason, ahead, highest, *others in rows:
+        holder, barrier = others[:4], others[4:]
         pause = Pause(asked[number].facts.domain, since, operator, reason) if since else None
         before = Barrier(*barrier) if barrier[0] is not None else None
-        found.append(Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual[number], ordered, before))
+        held = Snapshot(*holder) if holder[0] is not None else None
+        found.append(
+            Surroundings(workers, last_seen, anybody, pause, ahead, highest, usual[number], ordered, before, held)
+        )
     return found

@@ -199,9 +199,9 @@ SELECT asked.number, coalesce(
 -- paused. A tracker has no concurrency, and takes only what it is told to. And the ready commands of others
 -- with a higher priority than the one that is given, as many as the next ten thousand loads hold. And, in a
 -- domain that is claimed in order, its oldest load that is not published, if what is asked about is ready and
--- was sent later.
+-- was sent later. And the oldest snapshot that somebody holds, if dead rows of the queue pile up behind it.
 SELECT asked.number, w.*, ordered, p.since, p.operator, p.reason, coalesce(a.commands, 0), a.highest,
-       barrier.*
+       s.pid, s.application_name, s.xact_start, s.dead, barrier.*
   FROM unnest({columns}, %(priorities)s::smallint[], %(own_batch_ids)s::uuid[])
     AS asked (number, batch_id, domain, first, last, command_type, priority, own_batch_id)
  CROSS JOIN LATERAL (
@@ -233,4 +233,18 @@ SELECT asked.number, w.*, ordered, p.since, p.operator, p.reason, coalesce(a.com
       JOIN busload.command AS c ON c.id = o.lo
      WHERE q.behind > 0
  ) AS barrier ON true
+  LEFT JOIN LATERAL (
+    SELECT h.pid, h.application_name, h.xact_start, dead
+      FROM pg_stat_get_dead_tuples('busload.queue'::regclass) AS dead
+     CROSS JOIN LATERAL (
+        SELECT pid, application_name, xact_start
+          FROM pg_stat_activity
+         WHERE datname = current_database() AND pid <> pg_backend_pid()
+           AND coalesce(backend_xmin, backend_xid) IS NOT NULL
+           AND xact_start < now() - %(snapshot_after)s::interval
+         ORDER BY xact_start
+         LIMIT 1
+     ) AS h
+     WHERE dead >= %(dead)s::bigint
+  ) AS s ON true
  ORDER BY asked.number;

@@ -8,7 +8,7 @@ from typing import Any
 
 from busload.commands.wording import counted, span
 from busload.explain.blockers import Blocker, Reason
-from busload.explain.facts import Barrier, Facts, Hold, Ready, Running, Unconfirmed, Waiting
+from busload.explain.facts import Barrier, Facts, Hold, Ready, Running, Snapshot, Unconfirmed, Waiting
 from busload.explain.words import (
     ago,
     are,
@@ -203,6 +203,8 @@ def _not_taken(facts: Facts) -> Iterator[Reason]:
         behind = [one for one in ready if one.priority < around.ahead_priority]
         if behind:
             yield _behind_priority(facts, behind)
+    if around.workers and around.snapshot is not None:
+        yield _old_snapshot(facts, around.snapshot, count, sent)
 
 
 def _not_claimed(facts: Facts) -> Iterator[Reason]:
@@ -281,6 +283,19 @@ def _behind_priority(facts: Facts, behind: Sequence[Ready]) -> Reason:
         f"{are(count)} ready, behind {counted(ahead, 'command')} of higher priority in domain {facts.domain!r}.",
         f"Nothing to do if that is meant. More workers get there sooner: `{worker_line(facts)}`.",
         {"ahead": ahead, "priority": max(ready.priority for ready in behind)},
+    )
+
+
+def _old_snapshot(facts: Facts, held: Snapshot, count: int, sent: datetime) -> Reason:
+    by = f", application {held.application!r}," if held.application else ""
+    return Reason(
+        Blocker.OLD_SNAPSHOT,
+        count,
+        sent,
+        f"{are(count)} ready. Session {held.pid}{by} has had a transaction open for {span(facts.now - held.since)}, so "
+        f"{counted(held.dead, 'dead row')} of the queue cannot be removed, and workers claim more slowly.",
+        f"End that transaction: `SELECT pg_terminate_backend({held.pid});`. `busload doctor` names all that are old.",
+        {"pid": held.pid, "application": held.application, "since": held.since, "dead_rows": held.dead},
     )
 
 
