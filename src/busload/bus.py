@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self, Unpack
+from importlib import import_module
+from typing import Any, ClassVar, Self, Unpack
 from uuid import UUID
 
 from busload.audit.actions import Audit
@@ -88,9 +89,19 @@ from busload.troubleshooting.api import Troubleshooting
 class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
     """What both faces share: where the database is, the handlers, and the checks."""
 
+    _over_several: ClassVar[str]
+    """The name of the class in `busload.shards` that is this bus over several databases."""
+
+    def __new__(cls, dsn: object = None, **_: Any) -> Self:
+        """A bus over several databases, each for some domains, if a mapping names them."""
+        if isinstance(dsn, Mapping) and "_over_several" in vars(cls):
+            # It is made of buses like this one, so it knows this module, and not the other way round.
+            cls = getattr(import_module("busload.shards"), cls._over_several)
+        return super().__new__(cls)
+
     def __init__(
         self,
-        dsn: str | None = None,
+        dsn: str | Mapping[str, str] | None = None,
         *,
         transport: Transport | str | None = None,
         dispatch: Strategy | DispatchName | None = None,
@@ -99,6 +110,8 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
     ) -> None:
         """A bus of the database at `dsn`; nothing is connected before it is opened.
 
+        A mapping names several databases by domain, `{"payments": dsn1, "*": dsn2}`: each domain lives in one of them,
+        and `"*"` is for all domains that are not named. `shards` are the buses of these databases.
         `transport` is the broker that tells workers of commands, or its URL, and `dispatch` how batches are published
         to it. `queues` names, by domain, queues that exist at the broker: other domains have queues of their own. What
         is not given here comes from the `settings`.
@@ -114,12 +127,13 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
         message.check_settings(self.settings)
         if queues and self.transport is None:
             raise ValueError(f"queues={dict(queues)!r:.80} needs a transport: CommandBus(dsn, transport=URL).")
-        self._given_dsn = self.settings.database_url if dsn is None else dsn
-        if not isinstance(self._given_dsn, str | None):
+        named = self.settings.database_url if dsn is None else dsn
+        if not isinstance(named, str | None):
             raise ValueError(
-                f"The DSN must be text, found {kind_of(self._given_dsn)}. Pass "
-                f"{'it as settings=' if isinstance(self._given_dsn, Settings) else 'the text of it'}."
+                f"The DSN must be text, found {kind_of(named)}. Pass "
+                f"{'it as settings=' if isinstance(named, Settings) else 'the text of it'}."
             )
+        self._given_dsn = named
         self._limits: InputLimits = self.settings.limits
         self.declared_buffers: dict[str, BufferSettings] = {}
         """The buffers that were declared on this bus, by name."""
@@ -137,6 +151,15 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
     def around_sends(self) -> Sequence[SendMiddleware]:
         """The middleware around every call that sends commands."""
         return self.hooks.sending
+
+    @property
+    def shards(self) -> Sequence[Self]:
+        """The buses of the databases that this one is over, one for each: of one database, this bus itself."""
+        return (self,)
+
+    def shard_of(self, domain: str) -> Self:
+        """The bus of the database in which a `domain` lives: of one database, this bus itself."""
+        return self
 
     @abstractmethod
     def _make_database(self) -> Any:
@@ -197,7 +220,8 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
 class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
-    Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
+    Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL. With a mapping of domains to
+    DSNs it is one bus over several databases.
 
     What its methods share: `domain` names the queue that commands wait in, and the handlers that run them. `batch_id`
     and `command_id` name a batch and a command of that domain. `operator` is whoever acts, and `reason` why: the audit
@@ -207,6 +231,8 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Metric
     """
 
     _give_up = staticmethod(decisions.give_up)
+
+    _over_several = "ShardedBus"
 
     database: Database
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +62,8 @@ class InputLimits:
     name_bytes: int = 255
     task_key_bytes: int = 512
     headers_bytes: int = 8192
+    other_database: Callable[[str], str | None] | None = field(default=None, repr=False, compare=False)
+    """Of a bus over several databases: names the database in which a domain lives, if that is not the own one."""
 
 
 @dataclass(frozen=True, slots=True)

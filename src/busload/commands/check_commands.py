@@ -19,6 +19,7 @@ from busload.commands.checks import (
     problems_of,
     refuse,
     shown,
+    wrong_domain,
     wrong_headers,
     wrong_id,
     wrong_list,
@@ -49,7 +50,7 @@ def check_all(
 
     `types` are those of data that are known, because handlers want them.
     """
-    problems = wrong_name(domain, "domain", limits)
+    problems = wrong_domain(domain, "domain", limits)
     if type(commands) is not list:
         refuse(problems + wrong_list(commands, "commands", "a list of BatchCommand"))
     if types:
@@ -159,7 +160,7 @@ def _problems_of_command(command: object, known_names: set[str], limits: InputLi
     if command.run_at is not None:
         problems += problems_of(limits, run_at=command.run_at)
     if command.domain is not None:
-        problems += wrong_name(command.domain, "domain", limits)
+        problems += wrong_domain(command.domain, "domain", limits)
     if command.delay is not None:
         problems += _wrong_delay(command)
     if command.expires_at is not None:

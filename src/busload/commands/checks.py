@@ -105,6 +105,18 @@ def wrong_name(name: object, path: str, limits: InputLimits) -> list[Problem]:
     return []
 
 
+def wrong_domain(name: object, path: str, limits: InputLimits) -> list[Problem]:
+    """Names of domains. A database of several refuses the domains that live in another one."""
+    problems = wrong_name(name, path, limits)
+    if limits.other_database is None or problems or (place := limits.other_database(str(name))) is None:
+        return problems
+    message = (
+        f"found {name!r}, which lives in another database: {place}. A call writes to one database; wanted a domain of "
+        "the same database, or a call for each"
+    )
+    return [Problem("OTHER_DATABASE", f"/{path}", message)]
+
+
 def wrong_text(text: object, path: str, max_bytes: int) -> list[Problem]:
     """Free text that is stored in a column: task keys, batch names, reasons, operators."""
     if not isinstance(text, str) or not text or "\0" in text:
@@ -267,10 +279,10 @@ _key = _text(lambda limits: limits.task_key_bytes)
 _page, _age = whole(0, 2**31 - 1), between(ZERO, LONGEST)
 
 RULES: Mapping[str, Rule] = {
-    "domain": wrong_name,
+    "domain": wrong_domain,
     "queue": wrong_name,
     "command_type": wrong_name,
-    "reply_to": wrong_name,
+    "reply_to": wrong_domain,
     "batch_id": wrong_id,
     "command_id": wrong_id,
     "correlation_id": wrong_id,

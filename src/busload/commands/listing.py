@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, TypedDict
 from uuid import UUID
@@ -55,6 +55,8 @@ class CommandPage:
     commands: tuple[CommandMetadata, ...]
     next: str | None
     """What to pass as `after` for the next page."""
+    ids: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Where the next page would begin if it began behind each of the commands."""
 
     def __iter__(self) -> Iterator[CommandMetadata]:
         return iter(self.commands)
@@ -122,7 +124,8 @@ def _page(statement: bytes, filters: dict[str, Any], limit: int, after: int) -> 
         begin = found[-1][0] if found else after
     elif examined == most and not _is_past(newest, filters["created_after"]):
         begin = last
-    return CommandPage(tuple(command for _, command in found), None if begin is None else str(begin))
+    ids = tuple(id for id, _ in found)
+    return CommandPage(tuple(command for _, command in found), None if begin is None else str(begin), ids)
 
 
 def _is_past(newest: datetime | None, created_after: datetime | None) -> bool:

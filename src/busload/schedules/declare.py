@@ -14,7 +14,17 @@ import msgspec
 
 from busload.batches.batch import callback_of
 from busload.commands.check_commands import check_all
-from busload.commands.checks import EXPIRES_IN, between, choice, refuse, seconds_of, whole, wrong, wrong_name
+from busload.commands.checks import (
+    EXPIRES_IN,
+    between,
+    choice,
+    refuse,
+    seconds_of,
+    whole,
+    wrong,
+    wrong_domain,
+    wrong_name,
+)
 from busload.commands.command import BatchCommand, Command, refuse_unknown
 from busload.commands.data_type import DataTypes
 from busload.commands.headers import decode_headers
@@ -123,7 +133,7 @@ def schedule(name: str, options: ScheduleOptions, limits: InputLimits, types: Da
     if domain is None:
         problems.append(wrong(None, "domain", "the domain that runs it: domain=..."))
     else:
-        problems += wrong_name(domain, "domain", limits)
+        problems += wrong_domain(domain, "domain", limits)
     policy = Policy()
     limit = options.get("catch_up_limit", policy.limit)
     problems += whole(1, MOST_AT_ONCE)(limit, "catch_up_limit")

@@ -73,7 +73,8 @@ from busload.troubleshooting import decisions
 class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, MetricsVerbs):
     """Send commands and follow their batches.
 
-    Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL.
+    Without a DSN it uses `BUSLOAD_DATABASE_URL`, and without that an embedded PostgreSQL. With a mapping of domains to
+    DSNs it is one bus over several databases.
 
     What its methods share: `domain` names the queue that commands wait in, and the handlers that run them. `batch_id`
     and `command_id` name a batch and a command of that domain. `operator` is whoever acts, and `reason` why: the audit
@@ -83,6 +84,8 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Me
     """
 
     _give_up = staticmethod(decisions.give_up)
+
+    _over_several = "SyncShardedBus"
 
     database: Database
 

@@ -64,7 +64,9 @@ class SyncTaskTracker(Tracker):
         name: str | None = None,
     ) -> None:
         if not isinstance(getattr(bus, "database", None), Database):
-            raise ValueError(f"SyncTaskTracker needs a SyncCommandBus, found {kind_of(bus)}.")
+            several = len(getattr(bus, "shards", ())) > 1
+            hint = " It is over several databases: pass the bus of one of them, bus.shard_of(queue)." if several else ""
+            raise ValueError(f"SyncTaskTracker needs a SyncCommandBus, found {kind_of(bus)}.{hint}")
         super().__init__(prefixes, lease_for, name, bus.settings.limits)
         self._bus = bus
         self._opened: Database | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import accumulate, islice
 from typing import ClassVar
 
@@ -129,6 +129,20 @@ class CoalescerStats:
         now = time.monotonic() if self._at is None else self._at
         return replace(self, _marks=deque(), _waits=self._waits.copy(), _seconds=self._seconds.copy(), _at=now)
 
+    def plus(self, other: CoalescerStats) -> CoalescerStats:
+        """The figures of this one and another one of this moment together, as if they were one coalescer."""
+        whole, other = self.snapshot(), other.snapshot()
+        for name in figures_of(CoalescerStats):
+            mine, its = (getattr(one, name) for one in (whole, other))
+            if name in _LARGEST:
+                setattr(whole, name, max(mine, its))
+            elif name in _ADDED and None not in (mine, its):
+                setattr(whole, name, mine + its)
+        whole._waits = deque((*whole._waits, *other._waits), maxlen=SAMPLES)
+        whole._seconds = deque(sorted((Counter(dict(whole._seconds)) + Counter(dict(other._seconds))).items()), RECENT)
+        whole._born, whole._samples = min(whole._born, other._born), whole._samples + other._samples
+        return whole
+
     def since(self, earlier: CoalescerStats) -> CoalescerStats:
         """What was done after an earlier snapshot of the same coalescer; its latencies are of that time too."""
         period = self.snapshot()
@@ -181,6 +195,8 @@ class CoalescerStats:
             self.measured_seconds += count * wait
 
 
+_LARGEST = ("most_waiting", "last_flush")
+_ADDED = {one.name for one in fields(CoalescerStats) if not one.name.startswith("_")} - {*_LARGEST}
 _COUNTED = [
     name
     for name, one in figures_of(CoalescerStats).items()

@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 from uuid import UUID
 
 from busload.bus import CommandBus
@@ -20,6 +20,7 @@ from busload.errors import InvalidOperationError, kind_of
 from busload.handlers.hooks import generator_of
 from busload.health.health import Health
 from busload.settings import WorkerSettings
+from busload.shards import ShardedBus, SyncShardedBus
 from busload.sync.bus import SyncCommandBus
 from busload.worker.condition import not_running
 from busload.worker.find_database import StoppedEarlyError
@@ -42,7 +43,18 @@ class Worker:
     until nothing is ready or due: for tests and scripts. To stop means: claim no more, let what runs finish within the
     grace time, settle every result, and hand the rest back without burning an attempt. Signals are left to your
     program, unless it asks for them by `run(signals=True)`.
+
+    On a bus over several databases it is a worker for each of them, which start and stop together: `concurrency` and
+    `threads` are for each.
     """
+
+    def __new__(cls, bus: object, **_: Any) -> Self:
+        """A worker for each database, all in one, if the bus is over several."""
+        if cls is Worker and isinstance(bus, ShardedBus | SyncShardedBus):
+            from busload.worker.sharded import ShardedWorker
+
+            return cast(Self, super().__new__(ShardedWorker))
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -225,8 +237,12 @@ class Worker:
 
 
 def async_face(bus: SyncCommandBus) -> CommandBus:
-    dsn, transport = bus.database.given_dsn, bus.given_transport
-    face = CommandBus(dsn, transport=transport, dispatch=bus.dispatch, settings=bus.settings)
+    dsn = bus.routes.mapping if isinstance(bus, SyncShardedBus) else bus.database.given_dsn
+    face = CommandBus(dsn, transport=bus.given_transport, dispatch=bus.dispatch, settings=bus.settings)
+    if isinstance(bus, SyncShardedBus):
+        for one, shard in zip(bus.shards, face.shards, strict=True):
+            shard.handlers, shard.hooks = bus.handlers, bus.hooks
+            shard.declared_buffers, shard.declared_schedules = one.declared_buffers, one.declared_schedules
     face.handlers, face.declared_buffers, face.hooks = bus.handlers, bus.declared_buffers, bus.hooks
     face.declared_schedules = bus.declared_schedules
     return face
