@@ -209,4 +209,6 @@ async def test_a_domain_without_a_database_is_refused_before_a_worker_starts(thr
     _handlers(bus)
     with pytest.raises(InvalidCommandError, match="found 'crm', but the databases are of 'payments', 'orders'"):
         Worker(bus)
-    assert [worker.domains for worker in Worker(bus, domains=["orders"]).workers] == [["orders"]]
+    worker = Worker(bus, domains=["orders"])
+    assert isinstance(worker, ShardedWorker)
+    assert [one.domains for one in worker.workers] == [["orders"]]

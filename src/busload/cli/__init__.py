@@ -48,7 +48,7 @@ NOUNS = {
 MODULES = {"import": "import_tasks"}
 """Nouns whose name no module can have."""
 
-WAIT, DEBUG = "busload.wait", "busload.debug"
+BUS, WAIT, DEBUG = "busload.bus", "busload.wait", "busload.debug"
 """Where the context keeps what was given for the options that every command takes."""
 
 
@@ -236,6 +236,13 @@ def _prepare(command: click.Command) -> None:
             callback=sets_variable("BUSLOAD_DATABASE_URL", check_dsn),
             expose_value=False,
             help="The PostgreSQL to use; default BUSLOAD_DATABASE_URL, else an embedded one.",
+        ),
+        click.Option(
+            ["--bus"],
+            metavar="MODULE:BUS",
+            callback=_keep,
+            expose_value=False,
+            help="The bus of an application, whose databases to use: one that is over several is shown as one.",
         ),
         click.Option(
             ["--wait"],

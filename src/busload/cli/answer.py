@@ -10,17 +10,21 @@ from typing import Any, TypeAlias
 
 import click
 
-from busload.cli import WAIT, options
+from busload.cli import BUS, WAIT, options
 from busload.cli.find import find_one, note_unknown_domain
 from busload.cli.output import echo_json, paragraph
 from busload.commands.search import Noun
 from busload.errors import DatabaseUnavailableError, DatabaseUnusableError
 from busload.postgres.embedded.server import EmbeddedPostgres
 from busload.settings import Settings
+from busload.shards import ShardedBus, SyncShardedBus
 from busload.sync.bus import SyncCommandBus
 from busload.sync.connection import check_server
 
 Command: TypeAlias = Callable[..., Any]
+
+SEVERAL = (ShardedBus, SyncShardedBus)
+"""Buses over several databases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,32 @@ def about(noun: Noun, **how: bool) -> Callable[[Command], Command]:
     return decorate
 
 
+def of_application(
+    application: str, *, transport: bool = False, **changed: Any
+) -> tuple[Settings, str | dict[str, str] | None]:
+    """The settings of the bus that `--bus` names, and its DSN, or those of its databases by domain."""
+    from busload.cli.worker import load_bus
+
+    found = load_bus(application, handlers=False)
+    kept: dict[str, Any] = {} if transport else {"transport_url": None}
+    settings = replace(found.settings, **kept, **changed)
+    return settings, found.routes.mapping if isinstance(found, SEVERAL) else found.database.given_dsn
+
+
+def _check_servers(bus: SyncCommandBus, wait: float) -> None:
+    """Refuse a database that cannot be used. Of several, those that are away are named if another one answers."""
+    away: list[DatabaseUnavailableError] = []
+    for shard in bus.shards:
+        try:
+            check_server(shard.dsn, wait, "`busload --wait 30` waits for it that many seconds")
+        except DatabaseUnavailableError as error:
+            away.append(error)
+    if len(away) == len(bus.shards):
+        raise away[0]
+    for one in away:
+        click.echo(f"Warning: {one}", err=True)
+
+
 @contextmanager
 def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> Iterator[SyncCommandBus]:
     """A bus on the database of `--dsn` or `BUSLOAD_DATABASE_URL`, else on the embedded one, which says so once.
@@ -99,12 +129,17 @@ def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> 
     `changed` are settings that differ from those of other commands.
     """
     settings = replace(Settings(), **changed) if transport else replace(Settings(), transport_url=None, **changed)
-    if settings.database_url is not None:
-        with SyncCommandBus(settings.database_url, settings=settings).open(wait=None) as bus:
+    application = click.get_current_context().meta.get(BUS)
+    if application is not None:
+        settings, dsn = of_application(application, transport=transport, **changed)
+    else:
+        dsn = settings.database_url
+    if dsn is not None:
+        with SyncCommandBus(dsn, settings=settings).open(wait=None) as bus:
             wait = click.get_current_context().meta.get(WAIT, 0.0)
             with nullcontext() if check else suppress(DatabaseUnavailableError, DatabaseUnusableError):
                 if check or wait:
-                    check_server(bus.dsn, wait, "`busload --wait 30` waits for it that many seconds")
+                    _check_servers(bus, wait)
             yield bus
         return
     with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:

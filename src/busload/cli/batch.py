@@ -153,10 +153,10 @@ def cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, ope
 def _would_cancel(bus: SyncCommandBus, domain: str, batch_id: UUID, *, of_jobs: bool) -> Answer:
     about = {"batch_id": batch_id, "domain": domain}
     if of_jobs:
-        jobs = bus.database.read(of_cancel_jobs(domain, batch_id))
+        jobs = bus.shard_of(domain).database.read(of_cancel_jobs(domain, batch_id))
         commands = counted(jobs.commands.commands, "command")
         return would(f"cancel {counted(jobs.jobs, 'job')} with {commands}", **about, canceled=jobs.jobs)
-    found = bus.database.read(preview.of_cancel(domain, batch_id))
+    found = bus.shard_of(domain).database.read(preview.of_cancel(domain, batch_id))
     stop = f", and ask {counted(found.running, 'running one')} to stop" if found.running else ""
     what = f"cancel {counted(found.commands, 'command')}{stop}"
     return would(what, **about, canceled=found.commands, asked_to_stop=found.running)
@@ -175,7 +175,7 @@ def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, opera
     busload batch resume 0198c5d2-7f3a
     """
     if dry_run:
-        waiting = bus.database.read(preview.of_hold(domain, batch_id)).commands
+        waiting = bus.shard_of(domain).database.read(preview.of_hold(domain, batch_id)).commands
         return would(f"hold {counted(waiting, 'command')}", batch_id=batch_id, domain=domain, commands=waiting)
     held = bus.hold_batch(domain, batch_id, reason=reason, operator=operator)
     said = "Held. Nothing more of it starts." if held else "It was held already."
@@ -211,7 +211,7 @@ def resume(
     raised = None if budget is None else FailureBudget(budget, at_least)
     if dry_run:
         columns = None if raised is None else raised.columns(None)
-        waiting, again = bus.database.read(preview.of_resume(domain, batch_id, columns))
+        waiting, again = bus.shard_of(domain).database.read(preview.of_resume(domain, batch_id, columns))
         what = f"let {counted(waiting.commands, 'command')} go on"
         if again is not None:
             what += f", as the batch would be held again at once ({again.rstrip('.')})"
@@ -275,7 +275,9 @@ def reprioritize(
     busload batch reprioritize 0198c5d2-7f3a -5 --dry-run
     """
     if dry_run:
-        changed = bus.database.read(preview.of_reprioritize(domain, batch_id, priority)).of_other_priority
+        changed = (
+            bus.shard_of(domain).database.read(preview.of_reprioritize(domain, batch_id, priority)).of_other_priority
+        )
         what = f"give {counted(changed, 'command')} the priority {priority}"
         return would(what, batch_id=batch_id, domain=domain, priority=priority, changed=changed)
     changed = bus.reprioritize_batch(domain, batch_id, priority, operator=operator)

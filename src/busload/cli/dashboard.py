@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import click
 
 from busload.bus import CommandBus
-from busload.cli import WrongInputError, options
-from busload.cli.answer import Answer
+from busload.cli import BUS, WrongInputError, options
+from busload.cli.answer import Answer, of_application
 from busload.cli.with_verbs import WithVerbs
 from busload.settings import Settings, from_environment
 
@@ -61,6 +61,7 @@ class _WithUser(WithVerbs):
 
 
 @click.command(cls=_WithUser)
+@click.argument("application", metavar="[MODULE:BUS]", required=False)
 @click.option("--host", default="127.0.0.1", help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="The port to listen on; 0 is any free one.")
 @click.option(
@@ -73,14 +74,25 @@ class _WithUser(WithVerbs):
 @click.option("--allow-create", "create", is_flag=True, help="Let operators create batches by a form.")
 @click.option("--title", default="busload", help="What the pages are called, to tell several dashboards apart.")
 def dashboard(
-    host: str, port: int, hosts: tuple[str, ...], hide_payloads: bool, mask: tuple[str, ...], create: bool, title: str
+    application: str | None,
+    host: str,
+    port: int,
+    hosts: tuple[str, ...],
+    hide_payloads: bool,
+    mask: tuple[str, ...],
+    create: bool,
+    title: str,
 ) -> None:
     """Serve the dashboard to a browser, and make its users.
+
+    With MODULE:BUS it is that of the bus of an application. If the bus is over several databases, lists have all of
+    them together, and the navigation offers each by itself.
 
     Without users it serves only this machine, where everybody may do everything. For others, make users with
     `busload dashboard user`, put them into BUSLOAD_DASHBOARD_USERS, and let a proxy add TLS.
 
         busload dashboard
+        busload dashboard app:bus
         busload dashboard --port 9000 --hide-payloads
         busload dashboard --host 0.0.0.0 --allow-host ops.example.com
         busload dashboard user ada --role operator
@@ -95,10 +107,14 @@ def dashboard(
     from busload.dashboard.app import MASK
     from busload.dashboard.guard import LOOPBACK
 
+    application = application or click.get_current_context().meta.get(BUS)
     settings = replace(Settings(), transport_url=None, pool_timeout=PATIENCE)
+    dsn: str | dict[str, str] | None = settings.database_url
+    if application is not None:
+        settings, dsn = of_application(application, pool_timeout=PATIENCE)
     try:
         served = app(
-            CommandBus(settings.database_url, settings=settings),
+            CommandBus(dsn, settings=settings),
             hosts=(*LOOPBACK, *hosts, *([] if _is_any(host) else [_bracketed(host)])),
             hide_payloads=hide_payloads,
             mask=(*MASK, *mask),

@@ -14,7 +14,7 @@ from busload.cli.output import aligned, shown
 from busload.commands import search
 from busload.commands.checks import check
 from busload.commands.ids import JobId
-from busload.commands.search import IdRange, Noun
+from busload.commands.search import Found, IdRange, Noun
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
 
@@ -50,7 +50,7 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
     if domain is not None and ids.whole is not None:
         return domain, ids.whole
     name = noun.partition(" ")[0]
-    found = bus.database.read(search.find(noun, ids, domain=domain, limit=MOST_CANDIDATES + 1))
+    found = candidates(bus, noun, ids, domain, limit=MOST_CANDIDATES + 1)
     if not found:
         where = "in any domain" if domain is None else f"in domain {domain!r}"
         which = ids if ids.whole else f"that begins with {ids}"
@@ -67,6 +67,13 @@ def find_one(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None) 
     return found[0].domain, found[0].id
 
 
+def candidates(bus: SyncCommandBus, noun: Noun, ids: IdRange, domain: str | None, *, limit: int) -> list[Found]:
+    """What the id, or the beginning of it, may mean: in the database of the domain or, without one, in any."""
+    shards = bus.shards if domain is None else [bus.shard_of(domain)]
+    plans = ((shard, search.find(noun, ids, domain=domain, limit=limit)) for shard in shards)
+    return [one for shard, plan in plans for one in shard.database.read(plan)]
+
+
 def newest(
     bus: SyncCommandBus, ask: Callable[..., list[T]], *by: str, domain: str | None, limit: int, offset: int
 ) -> list[T]:
@@ -79,13 +86,15 @@ def newest(
 
 def domains_of(bus: SyncCommandBus, domain: str | None) -> list[str]:
     """The domain that was named or, if none was, all of them."""
-    return bus.database.read(search.domains()) if domain is None else [domain]
+    if domain is not None:
+        return [domain]
+    return sorted({each for shard in bus.shards for each in shard.database.read(search.domains())})
 
 
 def unknown_domain(bus: SyncCommandBus, domain: str) -> str | None:
     """What to say about a domain that nobody has heard of; most likely it is mistyped."""
     check(bus.settings.limits, writes=False, domain=domain)
-    known = bus.database.read(search.known_domains())
+    known = bus.shard_of(domain).database.read(search.known_domains())
     if domain in known:
         return None
     return f"No command was ever sent to {domain!r:.80}, and no worker serves it.{did_you_mean(domain, known)}"

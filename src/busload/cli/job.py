@@ -117,7 +117,7 @@ def resume(bus: SyncCommandBus, domain: str, job_id: UUID, *, operator: str, dry
     busload job resume 0198c5d2-7f3a --dry-run
     """
     if dry_run:
-        job = bus.database.in_transaction(of_resume(domain, job_id))
+        job = bus.shard_of(domain).database.in_transaction(of_resume(domain, job_id))
         commands = sum(stage.batch.remaining_count for stage in job.stages if stage.batch)
         what = f"make job {job_id} {job.status}, {_stage(job)}, with {counted(commands, 'command')}"
         return would(what, job_id=job_id, status=job.status, stage=_stage(job), commands=commands)
@@ -138,7 +138,7 @@ def cancel(bus: SyncCommandBus, domain: str, job_id: UUID, *, reason: str, opera
     busload job cancel 0198c5d2-7f3a --reason 'wrong list' --dry-run
     """
     if dry_run:
-        waiting = bus.database.read(of_cancel(_get(bus, domain, job_id)))
+        waiting = bus.shard_of(domain).database.read(of_cancel(_get(bus, domain, job_id)))
         what = f"cancel job {job_id} with {counted(waiting.commands, 'command')}"
         return would(what, job_id=job_id, canceled=waiting.commands, asked_to_stop=waiting.running)
     canceled = bus.jobs.cancel(domain, job_id, reason=reason, operator=operator)

@@ -85,7 +85,8 @@ def reset(bus: SyncCommandBus, name: str, by: str | None, operator: str, dry_run
     busload limit reset crm
     busload limit reset crm --by 'tenant 1' --dry-run
     """
-    limits, commands = bus.database.read(rate.would_reset(name, by)) if dry_run else (0, 0)
+    found = [shard.database.read(rate.would_reset(name, by)) for shard in bus.shards] if dry_run else []
+    limits, commands = sum(one for one, _ in found), sum(more for _, more in found)
     count = limits if dry_run else bus.limits.reset(name, by, operator=operator)
     if not count:
         raise _unknown(bus, name, by)

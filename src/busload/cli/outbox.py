@@ -11,9 +11,8 @@ import click
 
 from busload.cli import noun, options
 from busload.cli.answer import Answer, answers, would
-from busload.cli.find import find_one
+from busload.cli.find import domains_of, find_one
 from busload.cli.text_table import View
-from busload.commands import search
 from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.dispatch import OutboxEntry, Reconciliation
@@ -122,7 +121,7 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, operator: s
         raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
     repair = repair and not dry_run
-    known = bus.database.read(search.domains())
+    known = domains_of(bus, domain)
     compared = bus.outbox.reconcile(domain=domain, repair=repair, operator=operator)
     found = [each for each in compared if each.domain in known or each.depth or each.messages]
     closed = [each for each in found if not each.looked_into]

@@ -56,8 +56,11 @@ def status(bus: SyncCommandBus) -> Answer:
 
 
 def _status(bus: SyncCommandBus) -> list[migrations.Migration]:
-    with bus.pool.connection() as conn:
-        return perform(conn, migrations.status())
+    found = list[migrations.Migration]()
+    for shard in bus.shards:
+        with shard.pool.connection() as conn:
+            found += perform(conn, migrations.status())
+    return found
 
 
 @schema.command("print")

@@ -12,9 +12,8 @@ from rich.cells import cell_len
 
 from busload.cli import options
 from busload.cli.answer import Answer, answers
-from busload.cli.find import find_one, id_or_beginning
+from busload.cli.find import candidates, find_one, id_or_beginning
 from busload.cli.output import NOTHING, aligned, joined, shown, tracebacks, width, wrapped
-from busload.commands import search
 from busload.commands.execution import Execution, ExecutionStatus
 from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
@@ -68,7 +67,7 @@ def _task_of_command(bus: SyncCommandBus, text: str, domain: str | None) -> str 
         ids = id_or_beginning(text)
     except click.BadParameter:
         return None
-    if not bus.database.read(search.find("command", ids, domain=domain, limit=1)):
+    if not candidates(bus, "command", ids, domain, limit=1):
         return None
     domain, command_id = find_one(bus, "command", ids, domain)
     command = bus.get_command(domain, command_id)

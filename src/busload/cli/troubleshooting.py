@@ -14,10 +14,9 @@ from busload.cli import noun, options
 from busload.cli.answer import Answer, about, answers, would
 from busload.cli.batch import follow
 from busload.cli.complete import completes
-from busload.cli.find import find_one, id_or_beginning
+from busload.cli.find import domains_of, find_one, id_or_beginning
 from busload.cli.output import joined, paragraph, shown, tracebacks
 from busload.cli.text_table import View, table
-from busload.commands import search
 from busload.commands.checks import FINGERPRINT
 from busload.commands.command import TroubledDomain, TroubleshootingItem
 from busload.commands.payload import decode_strict
@@ -76,7 +75,7 @@ def groups(bus: SyncCommandBus, domain: str | None, batch: IdRange | None, limit
     wanted["batch_id"] = None if batch is None else find_one(bus, "batch", batch, None)[1]
     found = [
         (each, group)
-        for each in ([domain] if domain is not None else bus.database.read(search.domains()))
+        for each in domains_of(bus, domain)
         for group in bus.troubleshooting.groups(each, limit=limit, **wanted)
     ]
     largest = sorted(found, key=lambda one: -one[1].count)[:limit]
@@ -256,7 +255,11 @@ def _does_not_wait(domain: str, command_id: UUID) -> InvalidOperationError:
 def _resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]], **how: Any) -> Answer:
     """Resolve all of them in one transaction: if one is refused, none has moved."""
     act, done = getattr(bus.troubleshooting, verb), DONE[verb]
-    with bus.pool.connection() as conn, conn.transaction():
+    homes = {shard.database.given_dsn: shard for each, _ in places if (shard := bus.shard_of(each))}
+    if len(homes) > 1:
+        raise click.UsageError("These commands live in different databases: resolve those of each by themselves.")
+    [home] = homes.values()
+    with home.pool.connection() as conn, conn.transaction():
         for each, command_id in sorted(places):  # as everybody does, so that nobody waits in a circle
             act(each, command_id, conn=conn, **how)
     value = [{"domain": each, "command_id": command_id, "done": done} for each, command_id in places]
@@ -265,7 +268,10 @@ def _resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]]
 
 
 def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
-    domains = bus.database.read(causes.domains_of_group(fingerprint)) if FINGERPRINT.match(fingerprint) else []
+    domains = list[str]()
+    if FINGERPRINT.match(fingerprint):
+        for shard in bus.shards:
+            domains += shard.database.read(causes.domains_of_group(fingerprint))
     if not domains:
         raise InvalidOperationError(
             f"Nothing waits for the cause {shown(fingerprint):.80} in any domain. "

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from busload.cli.options import Decorator
 from busload.cli.processes import ASKED_TO_STOP, Processes, end_with_parent
 from busload.cli.with_verbs import WithVerbs
 from busload.cli.worker_list import ls, stop
-from busload.errors import InvalidOperationError, kind_of
+from busload.errors import DatabaseUnavailableError, InvalidOperationError, kind_of
 from busload.postgres.connection import connection_errors_explained
 from busload.settings import WorkerSettings, from_environment
 from busload.sync.bus import SyncCommandBus
@@ -174,15 +174,26 @@ def worker(
     def command_line(number: int) -> list[str]:
         return words if metrics_at is None else [*words, "--metrics", str(metrics_at.after(number))]
 
-    with SyncCommandBus(bus.database.given_dsn, settings=bus.settings).open(wait=None) as probe:
+    with ExitStack() as stack:
         # Refuse here what every process would refuse, and keep an embedded server while one of them is replaced.
-        with (
-            connection_errors_explained(probe.dsn, "--wait says how long a worker waits for it"),
-            connect_within(probe.dsn, given["wait_for_database"].total_seconds()) as conn,
-        ):
-            probe.database.check_schema(conn)
+        shards = [shard for shard in bus.shards if any(bus.shard_of(domain) is shard for domain in served)]
+        for shard in shards:
+            probe = stack.enter_context(
+                SyncCommandBus(shard.database.given_dsn, settings=shard.settings).open(wait=None)
+            )
+            # Of several databases, one that is away keeps only its own domains waiting.
+            with suppress(*([DatabaseUnavailableError] if len(shards) > 1 else [])):
+                _refuse_database(probe, 0.0 if len(shards) > 1 else given["wait_for_database"].total_seconds())
         code = asyncio.run(Processes(processes, command_line, _time_to_stop(settings)).run())
     raise click.exceptions.Exit(code)
+
+
+def _refuse_database(probe: SyncCommandBus, wait: float) -> None:
+    with (
+        connection_errors_explained(probe.dsn, "--wait says how long a worker waits for it"),
+        connect_within(probe.dsn, wait) as conn,
+    ):
+        probe.database.check_schema(conn)
 
 
 def _command_line(ctx: click.Context, values: dict[str, Any]) -> list[str]:

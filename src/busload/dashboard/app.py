@@ -25,6 +25,7 @@ from busload.dashboard.pages import (
     batches,
     buffers,
     commands,
+    databases,
     decision,
     dispatch,
     domains,
@@ -106,7 +107,8 @@ def app(
     the dashboard is mounted, the outer application opens the bus.
     """
     authenticate = authenticate or Users.read(from_environment("BUSLOAD_DASHBOARD_USERS") or "")
-    routes = [*(new_batch.ROUTES if create else ()), *routes]
+    several = databases.ROUTES if len(bus.shards) > 1 else ()
+    routes = [*(new_batch.ROUTES if create else ()), *several, *routes]
     named = {route.name: route for route in routes}
     if len(named) < len(routes):
         raise ValueError("Several routes have the same name.")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from busload.dashboard.problem import Problem, as_problem
-from busload.dashboard.render import sees_payloads
+from busload.dashboard.render import chosen_database, sees_payloads
 from busload.dashboard.route import Live, Route
 
 log = logging.getLogger("busload")
@@ -92,7 +92,7 @@ class Feeds:
         return StreamingResponse(self._events(route, request), media_type="text/event-stream", headers=headers)
 
     async def _events(self, route: Route, request: Request) -> AsyncIterator[bytes]:
-        key = (route.name, request.url.path, request.url.query, sees_payloads(request))
+        key = (route.name, request.url.path, request.url.query, sees_payloads(request), chosen_database(request))
         self._streams += 1
         feed = self._feeds.get(key)
         if feed is None:

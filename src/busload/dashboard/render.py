@@ -24,8 +24,11 @@ from busload.commands.payload import WIDEST, encode
 from busload.commands.wording import counted, span
 from busload.dashboard.access import Permission, Principal, Role
 from busload.dashboard.route import Live, Route
+from busload.shards.databases import place
 
 MASKED = "••••••"
+DATABASE = "busload_database"
+"""The cookie that keeps which database of several a browser has chosen."""
 MOST_NODES, MOST_DEPTH = 2000, 50
 """How many values of one payload are drawn, and how deep; the copy has all of them."""
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
@@ -40,8 +43,14 @@ class Dashboard:
     routes: Mapping[str, Route]
     hide_payloads: bool
     mask: Sequence[str]
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
     """What pages remember between two requests, such as counts that make a rate."""
+
+    @property
+    def databases(self) -> list[str]:
+        """The databases to choose from; none if there is only one."""
+        shards = self.bus.shards
+        return [place(shard) for shard in shards] if len(shards) > 1 else []
 
     @property
     def navigation(self) -> list[Route]:
@@ -54,7 +63,17 @@ def dashboard_of(request: Request) -> Dashboard:
 
 
 def bus_of(request: Request) -> CommandBus:
-    return dashboard_of(request).bus
+    """The bus, or that of the database which this browser has chosen among several."""
+    bus, chosen = dashboard_of(request).bus, chosen_database(request)
+    return bus if chosen is None else bus.shards[chosen]
+
+
+def chosen_database(request: Request) -> int | None:
+    """The number of the database that this browser has chosen among those of the bus; None if it sees all of them."""
+    text, shards = request.cookies.get(DATABASE, ""), dashboard_of(request).bus.shards
+    if len(shards) == 1 or not (text.isascii() and text.isdecimal() and len(text) < 4 and int(text) < len(shards)):
+        return None
+    return int(text)
 
 
 def principal_of(request: Request) -> Principal:
@@ -109,6 +128,8 @@ def render(
         "principal": principal,
         "operates": principal is not None and principal.may(Permission.OPERATE),
         "navigation": dashboard.navigation if principal else [],
+        "databases": dashboard.databases if principal else [],
+        "database": chosen_database(request),
         "here": page_of(request),
         "url": address,
         "static": lambda name: f"{request.scope.get('root_path', '')}/static/{assets()[name].digest}/{name}",

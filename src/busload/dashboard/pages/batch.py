@@ -63,7 +63,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
     batch, bus = await _batch(request), bus_of(request)
     domain, batch_id = batch.domain, batch.batch_id
     trail = await bus.get_batch_audit_trail(domain, batch_id)
-    commands = await bus.list_commands(batch_id=batch_id, status=chosen, limit=COMMANDS, after=after)
+    commands = await bus.shard_of(domain).list_commands(batch_id=batch_id, status=chosen, limit=COMMANDS, after=after)
     callback = None if batch.callback_id is None else await bus.get_command(domain, batch.callback_id)
     return render(
         request,
@@ -72,7 +72,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         batch=batch,
         timeline=_timeline(batch, trail),
         callback=callback,
-        job=await bus.database.read(job_of_batch(batch_id)) if batch.job_id is not None else None,
+        job=await bus.shard_of(domain).database.read(job_of_batch(batch_id)) if batch.job_id is not None else None,
         custom_data=tree(request, batch.custom_data),
         commands=commands.commands,
         sees=sees_payloads(request),

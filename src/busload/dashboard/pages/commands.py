@@ -130,6 +130,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
     bus, command = bus_of(request), await _command(request)
     trail = await bus.get_audit_trail(*_named(request))
     explanation = await bus.explain_command(*_named(request))
+    home = bus.shard_of(command.domain)
     return render(
         request,
         "command.html",
@@ -147,7 +148,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         troubled=command.status is CommandStatus.IN_TROUBLESHOOTING_QUEUE,
         cause=await _cause(request, command),
         reply=await _reply(request, command),
-        job=None if command.batch_id is None else await bus.database.read(job_of_batch(command.batch_id)),
+        job=None if command.batch_id is None else await home.database.read(job_of_batch(command.batch_id)),
         live=_values(command, trail),
         cli=cli("command", "show", command.command_id, "--domain", command.domain),
         notice=notice,

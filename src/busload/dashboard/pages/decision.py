@@ -99,7 +99,8 @@ def _address(request: Request, name: str, chosen: Selection, verb: str) -> str:
 
 
 async def preview(request: Request) -> Response:
-    verb, chosen, bus = _verb(request), _chosen(request), bus_of(request)
+    verb, chosen = _verb(request), _chosen(request)
+    bus = bus_of(request).shard_of(chosen.domain)
     now = await bus.database.read(selection.preview(bus.settings.limits, chosen, ACTIONS[verb]))
     return await _shown(request, verb, chosen, now)
 
@@ -154,7 +155,7 @@ async def _shown(
 
 
 async def _oldest(request: Request, chosen: Selection) -> TroubleshootingItem | None:
-    bus = bus_of(request)
+    bus = bus_of(request).shard_of(chosen.domain)
     found = await bus.database.read(selection.items(chosen, limit=1))
     return await bus.troubleshooting.get(chosen.domain, found[0].command_id) if found else None
 
@@ -230,7 +231,8 @@ async def _example(request: Request, fields: Mapping[str, str], chosen: Selectio
 
 async def diff(request: Request) -> Response:
     """What a patch makes of the example, and whether it applies to the others: a part of the preview."""
-    fields, chosen, bus = await asked.form(request), _chosen(request), bus_of(request)
+    fields, chosen = await asked.form(request), _chosen(request)
+    bus = bus_of(request).shard_of(chosen.domain)
     example = await _example(request, fields, chosen)
     written, lines, problem, tried = None, [], None, None
     try:
@@ -283,7 +285,8 @@ class Progress:
 
 
 async def decide(request: Request) -> Response:
-    fields, verb, chosen, bus = await asked.form(request), _verb(request), _chosen(request), bus_of(request)
+    fields, verb, chosen = await asked.form(request), _verb(request), _chosen(request)
+    bus = bus_of(request).shard_of(chosen.domain)
     limits, state = bus.settings.limits, _progress(fields)
     if state.after == -1:  # first of all: data that was edited may be that of a command which is gone
         leave_newer = fields.get("leave_newer") == "1"

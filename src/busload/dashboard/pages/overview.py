@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from busload.bus import CommandBus
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.charts import CHARTS, Drawing, Last, draw
-from busload.dashboard.render import ago, bus_of, cli, dashboard_of, number, render, words
+from busload.dashboard.render import ago, bus_of, chosen_database, cli, dashboard_of, number, render, words
 from busload.dashboard.route import Live, page
+from busload.errors import DatabaseUnavailableError
 from busload.health.health import Health, HealthCode, HealthReason
 from busload.health.overview import Overview, Rates, overview
 from busload.postgres.plan import Plan
+from busload.shards import merge
 from busload.statistics.statistics import Point, series_until
 
 WHERE = {
@@ -79,16 +83,32 @@ class Seen:
 
 async def _see(request: Request) -> Seen:
     bus, last = bus_of(request), asked.one_of(request, "last", Last) or Last.HOUR
-    memory = dashboard_of(request).memory
+    memory = dashboard_of(request).memory.setdefault(chosen_database(request), {})
     known: dict[Last, tuple[float, list[Point]]] = memory.setdefault("points", {})
     until, points = known.get(last, (0.0, []))
     due = time.monotonic() >= until
-    now, newer = await bus.database.in_transaction(_looked(last if due else None))
+    now, newer = await _looked_at_all(bus.shards, last if due else None)
     if newer is not None:
         points = newer
         known[last] = time.monotonic() + AGE, points
     rates: Rates = memory.setdefault("rates", Rates())
     return Seen(now, await bus.health(timeout=4), rates.of(now), draw(points, now, last.step))
+
+
+async def _looked_at_all(shards: Sequence[CommandBus], last: Last | None) -> tuple[Overview, list[Point] | None]:
+    """All databases together. One of several that is away is left out: the health says which."""
+    found, away = [], None
+    for shard in shards:
+        try:
+            found.append(await shard.database.in_transaction(_looked(last)))
+        except DatabaseUnavailableError as error:
+            away = error
+    if not found:
+        raise away or AssertionError
+    if len(shards) == 1:
+        return found[0]
+    points = [newer for _, newer in found if newer is not None]
+    return merge.overview([now for now, _ in found]), merge.series(points) if points else None
 
 
 def _looked(last: Last | None) -> Plan[tuple[Overview, list[Point] | None]]:

@@ -46,7 +46,8 @@ async def _listed(request: Request) -> tuple[Filter, list[ScheduleMetadata], Fir
     found = await bus.schedules.list(wanted.domain, after=wanted.after, limit=LIMIT + 1)
     if not found and wanted.after is not None:
         raise no_such_page()
-    fires = await bus.database.read(newest_fires([one.name for one in found[:LIMIT]]))
+    names = [one.name for one in found[:LIMIT]]
+    fires = [fire for shard in bus.shards for fire in await shard.database.read(newest_fires(names))]
     return wanted, found, {fire.schedule: fire for fire in fires}
 
 

@@ -106,7 +106,17 @@ def _place(request: Request) -> Place | None:
 
 async def _found(request: Request, wanted: Filter, after: Place | None, limit: int) -> Causes:
     bus = bus_of(request)
-    return await bus.database.read(selection.list_causes(bus.settings.limits, wanted, limit=limit, after=after))
+    found = [
+        await shard.database.read(selection.list_causes(shard.settings.limits, wanted, limit=limit, after=after))
+        for shard in (bus.shards if wanted.domain is None else [bus.shard_of(wanted.domain)])
+    ]
+    causes = sorted((cause for one in found for cause in one.causes), key=_order)[:limit]
+    return Causes(causes, sum(one.total for one in found), sum(one.commands for one in found))
+
+
+def _order(cause: Cause) -> tuple[int, str, str]:
+    """As a database lists them: the largest first."""
+    return -cause.count, cause.domain, cause.fingerprint
 
 
 async def _listed(request: Request) -> tuple[Filter, Causes]:
@@ -180,12 +190,12 @@ def selection_of(request: Request, command_ids: Sequence[UUID] = ()) -> Selectio
 
 async def cause_of(request: Request, chosen: Selection) -> Cause | None:
     """The cause, as far as its filter lets it through; None if nothing waits for it."""
-    bus = bus_of(request)
+    bus = bus_of(request).shard_of(chosen.domain)
     return await bus.database.read(selection.find_cause(bus.settings.limits, chosen))
 
 
 async def _cause_with_items(request: Request, chosen: Selection, limit: int) -> tuple[Cause | None, list[Item]]:
-    bus, after = bus_of(request), _cursor(request)
+    bus, after = bus_of(request).shard_of(chosen.domain), _cursor(request)
     plan = selection.cause_with_items(bus.settings.limits, chosen, limit=limit, after=after)
     return await bus.database.in_transaction(plan)
 
@@ -274,7 +284,7 @@ async def _exported_commands(request: Request, after: int | None, limit: int) ->
     if after is None and await cause_of(request, chosen) is None:
         raise nothing_waits(chosen)
     items = selection.items(chosen, limit=limit, after=-1 if after is None else after)
-    found = await bus_of(request).database.read(items)
+    found = await bus_of(request).shard_of(chosen.domain).database.read(items)
     return Rows(found, found[-1].command if len(found) == limit else None)
 
 

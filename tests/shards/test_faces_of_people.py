@@ -1,0 +1,146 @@
+"""The dashboard and the command line over three databases: one view, and a choice of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from busload import BatchCommand, Command, CommandBus, HandlerContext, PermanentCommandError, Settings, Worker
+from busload.cli import main
+from busload.dashboard import app
+from tests.dashboard.site import SAME_ORIGIN, client
+from tests.shards.conftest import Three
+
+DOMAINS = ("payments", "orders", "crm")
+
+
+@pytest.fixture(autouse=True)
+def no_users_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BUSLOAD_DASHBOARD_USERS", raising=False)
+
+
+async def _story(bus: CommandBus) -> dict[str, str]:
+    """A batch in each database, a command of each in troubleshooting, and the id of that command by its domain."""
+
+    async def fail(command: Command, ctx: HandlerContext) -> None:
+        raise PermanentCommandError("the till is closed")
+
+    failed = {}
+    for domain in DOMAINS:
+        bus.handler(domain, "Fail")(fail)
+        await bus.create_batch(domain, [BatchCommand("Do"), BatchCommand("Do")], name=f"batch of {domain}")
+        failed[domain] = str((await bus.send(domain, "Fail")).command_id)
+    await Worker(bus).drain()
+    return failed
+
+
+async def test_lists_of_the_dashboard_have_all_databases(sharded: CommandBus) -> None:
+    failed = await _story(sharded)
+    async with client(app(sharded), **SAME_ORIGIN) as site, Worker(sharded) as worker:
+        for path in ("/", "/batches", "/commands", "/troubleshooting", "/domains"):
+            page = await site.get(path)
+            assert page.status_code == 200, page.text
+            assert [domain for domain in DOMAINS if domain not in page.text] == [], path
+        for path in ("/jobs", "/schedules", "/limits", "/buffers", "/dispatch", "/retention", "/audit", "/workers"):
+            assert (await site.get(path)).status_code == 200, path
+        assert (await site.get("/workers")).text.count(worker.name) >= 3
+        for known in await sharded.workers.list():
+            assert (await site.get(f"/workers/{known.worker}")).status_code == 200
+        for batch in await sharded.list_batches(None):
+            page = await site.get(f"/batches/{batch.batch_id}")
+            assert page.status_code == 200
+            assert f"batch of {batch.domain}" in page.text
+        for domain, command_id in failed.items():
+            assert (await site.get(f"/commands/{domain}/{command_id}")).status_code == 200
+        [cause] = await sharded.troubleshooting.groups("crm")
+        assert (await site.get(f"/troubleshooting/crm/{cause.fingerprint}")).status_code == 200
+        metrics = await site.get("/metrics")
+        assert 'database="' in metrics.text
+
+
+async def test_a_browser_chooses_one_database_and_goes_back_to_all(sharded: CommandBus, three: Three) -> None:
+    await _story(sharded)
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        chosen = await site.get("/database/1")
+        assert (chosen.status_code, chosen.headers["location"]) == (303, "/")
+        page = (await site.get("/batches")).text
+        assert "batch of orders" in page
+        assert "batch of crm" not in page
+        await site.get("/database/all")
+        assert "batch of crm" in (await site.get("/batches")).text
+        for wrong in ("3", "x", "-1", "٣"):
+            assert (await site.get(f"/database/{wrong}")).status_code == 404
+
+
+async def test_a_dashboard_of_one_database_offers_no_choice(bus: CommandBus) -> None:
+    async with client(app(bus), **SAME_ORIGIN) as site:
+        assert "Databases" not in (await site.get("/")).text
+        assert (await site.get("/database/0")).status_code == 404
+
+
+async def test_an_operator_acts_where_the_command_lives(sharded: CommandBus) -> None:
+    failed = await _story(sharded)
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        done = await site.post(f"/commands/crm/{failed['crm']}/retry", data={})
+        assert done.status_code == 200, done.text
+    assert await sharded.troubleshooting.count("crm") == 0
+    assert await sharded.troubleshooting.count() == 2
+
+
+async def test_the_overview_tells_the_rest_while_one_server_is_away(three: Three) -> None:
+    settings = replace(Settings(), pool_timeout=timedelta(seconds=1))
+    async with CommandBus(three.mapping, settings=settings) as bus:
+        await _story(bus)
+        three.third.stop()
+        async with client(app(bus), **SAME_ORIGIN) as site:
+            page = await site.get("/")
+            assert page.status_code == 200
+            assert "payments" in page.text
+            assert "cannot be reached" in page.text
+            assert (await site.get("/batches")).status_code == 503
+            await site.get("/database/0")
+            assert "batch of payments" in (await site.get("/batches")).text
+
+
+@pytest.fixture
+def application(three: Three, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`MODULE:BUS` of an application over the three databases, as a file in the current folder."""
+    (tmp_path / "sharded_shop.py").write_text(f"from busload import CommandBus\nbus = CommandBus({three.mapping!r})\n")
+    monkeypatch.chdir(tmp_path)
+    yield "sharded_shop:bus"
+    sys.modules.pop("sharded_shop", None)
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+
+
+def test_the_command_line_shows_one_view_of_the_bus_of_an_application(three: Three, application: str) -> None:
+    async def story() -> dict[str, str]:
+        async with CommandBus(three.mapping) as bus:
+            return await _story(bus)
+
+    failed = asyncio.run(story())
+
+    def run(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(main, [*words, "--bus", application])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    assert {one["domain"] for one in json.loads(run("batch", "ls", "--json"))} == set(DOMAINS)
+    assert {one["domain"] for one in json.loads(run("domain", "ls", "--json"))} == set(DOMAINS)
+    assert len(json.loads(run("troubleshooting", "ls", "--json"))) == 3
+    assert json.loads(run("command", "show", failed["crm"], "--json"))["domain"] == "crm"
+    run("troubleshooting", "retry", failed["crm"])
+    assert len(json.loads(run("troubleshooting", "ls", "--json"))) == 2
+    refused = run("troubleshooting", "retry", failed["orders"], failed["payments"], code=2)
+    assert "live in different databases" in refused
+    assert len(json.loads(run("schema", "status", "--json"))) % 3 == 0
+    three.third.stop()
+    assert "batch of orders" in run("batch", "ls", "--domain", "orders")
+    assert "CRITICAL" in run("health", code=1)
