@@ -56,6 +56,13 @@ EXPECTED = {
         "COMPLETED_WITH_FAILURES: 900 completed, 100 canceled",
         "OPERATOR_RETRIED by rosa: {'account': 4, 'cents': 400} -> {'account': 4, 'cents': 400, 'currency': 'EUR'}",
     ],
+    "shards.py": [
+        "Refused: OTHER_DATABASE",
+        "A mail says thank you.",
+        "101 commands ran; the batch of payments: COMPLETED, 100 of 100",
+        "A database with 100 commands",
+        "A database with 1 commands",
+    ],
     "coalescer.py": [
         "Refused: -1000.0 of a broken one, CheckViolation",
         "5001 readings in … flushes, 9…% of transactions saved",

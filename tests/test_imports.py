@@ -39,6 +39,7 @@ LAYERS = (
     {"handlers"},
     {"schedules"},
     {"bus"},
+    {"shards"},
     {"worker"},
     {"dashboard", "testing", "imports", "integrations"},
     {"cli"},

@@ -45,6 +45,9 @@ NOUNS = {
     "worker": "Run the commands of an application.",
 }
 
+NO_BUS = ("worker", "db", "demo", "completion")
+"""Nouns that ask no bus, or name it otherwise."""
+
 MODULES = {"import": "import_tasks"}
 """Nouns whose name no module can have."""
 
@@ -64,7 +67,7 @@ class _Nouns(click.Group):
         module = MODULES.get(name, name)
         command: click.Command = getattr(import_module(f"busload.cli.{module}"), module)
         for one in (command, *getattr(command, "verbs", {}).values()):
-            _prepare(one)
+            _prepare(one, bus=one.name not in NO_BUS)
         return command
 
     def resolve_command(
@@ -227,7 +230,7 @@ def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
         ctx.meta[f"busload.{param.name}"] = value
 
 
-def _prepare(command: click.Command) -> None:
+def _prepare(command: click.Command, *, bus: bool = True) -> None:
     """Give a noun and its verbs lines to copy and the options of `busload`: people add --dsn at the end of a line."""
     common = (
         click.Option(
@@ -258,10 +261,11 @@ def _prepare(command: click.Command) -> None:
     )
     command.help = _with_lines_to_copy(command.help or "")
     known = {name for param in command.params for name in param.opts}  # some verbs wait for something else
+    known |= set() if bus else {"--bus"}
     command.params += [option for option in common if option.opts[0] not in known]
     if isinstance(command, click.Group):
         for verb in command.commands.values():
-            _prepare(verb)
+            _prepare(verb, bus=bus)
 
 
 def _with_lines_to_copy(help: str) -> str:
