@@ -388,7 +388,11 @@ def table_of_costs(calibration: Calibration) -> str:
 def text(calibration: Calibration) -> str:
     """All tables, as docs/scaling.md has them."""
     busy = calibration.load > calibration.cores
-    note = " The machine was busy with other work, so times are longer than the model says." if busy else ""
+    note = (
+        " Other work kept the machine busy: trust the costs and the bytes, not the rates, and calibrate on a quiet one."
+        if busy
+        else ""
+    )
     about = (
         f"Measured on {calibration.date}, on {calibration.cores} cores, with a load of {calibration.load:.1f}.{note}"
     )
