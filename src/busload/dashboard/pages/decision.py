@@ -320,7 +320,7 @@ async def decide(request: Request) -> Response:
 
 
 async def _portion(request: Request, order: Order, state: Progress) -> Progress:
-    bus = bus_of(request)
+    bus = bus_of(request).shard_of(order.selection.domain)
     assert state.after is not None
     left = state.seen.count - state.passed
     write = selection.carry_out(order, bus.settings.limits.payload, after=state.after, left=left)

@@ -117,9 +117,8 @@ async def _schedule(request: Request) -> tuple[ScheduleMetadata, list[Fire]]:
 
 async def _exported_history(request: Request, before: int | None, limit: int) -> Rows:
     name, bus = request.path_params["name"], bus_of(request)
-    if before is None:
-        await _schedule(request)
-    found = await bus.database.read(history_before(before or NEWEST, name, limit=limit))
+    schedule, _ = await _schedule(request)
+    found = await bus.shard_of(schedule.domain).database.read(history_before(before or NEWEST, name, limit=limit))
     return Rows([fire for _, fire in found], found[-1][0] if len(found) == limit else None)
 
 
