@@ -17,6 +17,7 @@ from busload import BatchCommand, Command, CommandBus, HandlerContext, Permanent
 from busload.cli import main
 from busload.dashboard import app
 from tests.dashboard.site import SAME_ORIGIN, client
+from tests.dashboard.test_troubleshooting import posted, previewed
 from tests.shards.conftest import Three
 
 DOMAINS = ("payments", "orders", "crm")
@@ -92,6 +93,17 @@ async def test_an_operator_acts_where_the_command_lives(sharded: CommandBus) -> 
         done = await site.post(f"/commands/crm/{failed['crm']}/retry", data={"again": "1"})
         assert done.status_code == 200, done.text
     assert await sharded.troubleshooting.count("crm") == 0
+    assert await sharded.troubleshooting.count() == 2
+
+
+async def test_a_cause_is_decided_in_the_database_of_its_domain(sharded: CommandBus) -> None:
+    await _story(sharded)
+    [cause] = await sharded.troubleshooting.groups("orders")
+    path = f"/troubleshooting/orders/{cause.fingerprint}"
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        form = await previewed(site, path, "retry")
+        await posted(site, f"{path}/decide?action=retry", **form)
+    assert await sharded.troubleshooting.count("orders") == 0
     assert await sharded.troubleshooting.count() == 2
 
 
