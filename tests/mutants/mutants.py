@@ -2497,8 +2497,8 @@ MUTANTS = [
     Mutant(
         "create-where-it-is-not-allowed",
         "dashboard/app.py",
-        "routes = [*(new_batch.ROUTES if create else ()), *routes]",
-        "routes = [*new_batch.ROUTES, *routes]",
+        "routes = [*(new_batch.ROUTES if create else ()), *several, *routes]",
+        "routes = [*new_batch.ROUTES, *several, *routes]",
         f"{NEW_BATCH}test_creating_is_only_for_operators_and_only_where_it_is_allowed",
         "Operators could create batches on every dashboard.",
     ),
