@@ -14,6 +14,7 @@ from bench import (
     torture,
     traced,
     variants,
+    wake,
     watched,
 )
 
@@ -22,6 +23,7 @@ ALL = [
     *ours.CASES,
     *variants.CASES,
     *watched.CASES,
+    *wake.CASES,
     *traced.CASES,
     *identity.CASES,
     *connections.CASES,

@@ -128,6 +128,19 @@ GOALS = [
     AtMost("latency p50, beside PgQueuer", 1, _latencies("busload/latency", "pgqueuer/latency")),
     AtMost("latency p50, beside Graphile Worker", 2, _latencies("busload/latency", "graphile-worker/latency")),
     AtMost("latency p99", 15, _latency("busload/latency", 99), unit="ms"),
+    *(
+        AtMost(
+            f"transactions per send, {workers} idle",
+            most,
+            _fact(f"busload/wake-{workers}", "transactions_per_send"),
+            unit="",
+        )
+        for workers, most in ((1, 3), (12, 3.5), (50, 4))
+    ),
+    AtMost("latency p50 with 12 idle workers, beside one", 1.3, _latencies("busload/wake-12", "busload/wake-1")),
+    AtMost(
+        "transactions of an idle worker per second", 1, _fact("busload/idle", "idle_transactions_per_second"), unit=""
+    ),
     Goal("drain of one batch, beside none", 0.9, _rates("busload/drain", "busload/drain-unbatched")),
     Goal("drain of 1,000 batches, beside none", 0.85, _rates("busload/drain-1000-batches", "busload/drain-unbatched")),
     Goal("drain with a concurrency limit, beside none", 0.6, _rates("busload/drain-limited", "busload/drain")),

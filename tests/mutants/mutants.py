@@ -40,6 +40,7 @@ JOINING = "tests/integrations/test_joining.py::"
 COMPLETING = "tests/integrations/test_completing.py::"
 REFUSED_CONNECTIONS = "tests/integrations/test_refused_connections.py::"
 SEND_BY_SQL = "tests/commands/test_send_by_sql.py::"
+WAKE_UPS = "tests/worker/test_wake_ups.py::"
 SIGNALS = "tests/worker/test_os_signals.py::"
 OUTAGES = "tests/worker/test_outages.py::"
 SETTLE = "tests/commands/test_settle.py::"
@@ -2618,10 +2619,59 @@ MUTANTS = [
     Mutant(
         "sql-send-without-notice",
         "postgres/schema/0017_send.sql",
-        "PERFORM pg_notify('busload_ready', send.domain);",
-        "",
+        "WHERE l.domain = send.domain), 'busload_ready'), send.domain);",
+        "WHERE false), 'busload_nobody'), send.domain);",
         f"{SEND_BY_SQL}test_a_worker_runs_what_was_sent_and_hears_of_it_at_once",
         "Commands that triggers send would wait until somebody looks.",
+    ),
+    # -- wake-ups
+    Mutant(
+        "a-dead-session-is-woken",
+        "postgres/schema/0003_workers.sql",
+        "WHEN pg_advisory_unlock_shared(27711008, chosen.session) THEN NULL END",
+        "WHEN pg_advisory_unlock_shared(27711008, chosen.session) THEN 'busload_wake_' || chosen.session END",
+        f"{WAKE_UPS}test_if_the_session_of_the_chosen_worker_is_gone_all_are_told",
+        "A command would wait for a poll whenever a worker that was killed is chosen.",
+    ),
+    Mutant(
+        "a-burst-wakes-one",
+        "worker/wake_ups.py",
+        "        await self._perform(wake.tell_all(sorted(domains)))\n",
+        "",
+        f"{WAKE_UPS}test_a_burst_wakes_all_that_it_can_feed",
+        "One worker would take what fits, and the others would learn of the rest when they poll.",
+    ),
+    Mutant(
+        "who-sleeps-does-not-see",
+        "worker/claimer.py",
+        "        if promotion.ready:\n",
+        "        if False:\n",
+        f"{WAKE_UPS}test_what_a_frozen_worker_was_woken_for_is_found_by_the_others[True]",
+        "Commands for a worker that is frozen would wait until it is declared dead.",
+    ),
+    Mutant(
+        "a-lost-listener-is-not-noticed",
+        "worker/wake_ups.py",
+        "            self._on_lost()\n",
+        "",
+        f"{WAKE_UPS}test_a_worker_whose_listener_is_lost_looks_as_often_as_if_it_had_none",
+        "A worker that slept when its listener was lost would go on sleeping.",
+    ),
+    Mutant(
+        "what-is-due-soon-is-not-told",
+        "commands/send.sql",
+        "SELECT DISTINCT domain, '', 1 FROM scheduled WHERE {is_soon}) AS ready),",
+        "SELECT DISTINCT domain, '', 1 FROM scheduled WHERE false) AS ready),",
+        f"{WAKE_UPS}test_a_worker_that_sleeps_starts_in_time_what_is_due_soon[_by_batch]",
+        "A command that is due in a second would start when a sleeping worker looks.",
+    ),
+    Mutant(
+        "who-stops-keeps-its-wake-ups",
+        "worker/notifications.py",
+        "                self._hand_on()\n",
+        "                pass\n",
+        f"{WAKE_UPS}test_a_worker_that_stops_is_found_no_more_and_hands_its_wake_ups_on",
+        "A worker that stops would be woken, and nobody else.",
     ),
     # -- schedules
     Mutant(

@@ -1,3 +1,5 @@
+-- fragments of: busload.commands.load
+
 -- name: room
 -- How many more groups may stand in the queue, and when the buffer was flushed last.
 SELECT %(max_groups)s::integer - (SELECT count(*) FROM (
@@ -163,7 +165,7 @@ SELECT (SELECT count(*)::integer FROM taken),
        (SELECT max(at)::text FROM taken),
        coalesce((SELECT is_full FROM due), false),
        CASE WHEN %(anyway)s::boolean THEN ARRAY(SELECT id FROM taken ORDER BY at, id) END,
-       (SELECT pg_notify('busload_ready', domain) FROM queued)
+       (SELECT pg_notify({channel}, domain) FROM queued AS ready)
 
 -- name: claim
 -- A slice of one partition becomes a group, and its command is sent: one never exists without the other.

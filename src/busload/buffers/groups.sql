@@ -1,3 +1,5 @@
+-- fragments of: busload.commands.load
+
 -- fragment: in_group
 {filter} AND b.{group_id} = %(group_id)s::uuid
 
@@ -155,4 +157,4 @@ WITH sent AS (
     INSERT INTO busload.queue (lo, hi, domain, priority) SELECT id, id, domain, priority FROM sent
     RETURNING domain
 )
-SELECT count(pg_notify('busload_ready', domain)) FROM queued;
+SELECT count(pg_notify({channel}, domain)) FROM queued AS ready;

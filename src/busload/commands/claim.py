@@ -71,11 +71,15 @@ class DeliveredClaim(Claim):
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """How many loads became ready, the seconds until the next one is due, and which batches of the worker are held."""
+    """How many loads became ready, the seconds until the next one is due, and which batches of the worker are held.
+
+    `ready` tells whether anything was ready before, in the domains that were asked about.
+    """
 
     loads: int
     next_due: float | None
     held: frozenset[UUID] = frozenset()
+    ready: bool = False
 
 
 def claim(
@@ -145,10 +149,10 @@ def claim_delivered(*, worker: int, domains: list[str], wanted: Mapping[int, int
     )
 
 
-def promote(batches: Iterable[UUID] = ()) -> Plan[Promotion]:
-    """Make ready what is due, and say which of these batches are held."""
-    [(loads, next_due, held)] = yield from execute(SQL.promote, batches=list(batches))
-    return Promotion(loads, next_due, frozenset(held))
+def promote(batches: Iterable[UUID] = (), domains: Sequence[str] = ()) -> Plan[Promotion]:
+    """Make ready what is due. Say which of these batches are held, and whether these domains have something ready."""
+    [(loads, next_due, held, ready)] = yield from execute(SQL.promote, batches=list(batches), domains=list(domains))
+    return Promotion(loads, next_due, frozenset(held), ready)
 
 
 def give_back(

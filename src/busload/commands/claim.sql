@@ -305,7 +305,8 @@ SELECT EXISTS (SELECT FROM alive),
 
 -- name: promote
 -- Move loads that have become due into the queue. Every worker that polls does it. Returns how many loads
--- moved, the seconds until the next one is due, and those of the given batches that are held.
+-- moved, the seconds until the next one is due, those of the given batches that are held, and whether
+-- anything was ready before in the given domains.
 WITH due AS (
     DELETE FROM busload.scheduled
      WHERE hi IN (
@@ -320,15 +321,22 @@ WITH due AS (
 ), queued AS (
     INSERT INTO busload.queue ({load})
     SELECT {load} FROM due
-    RETURNING domain
+    RETURNING lo, hi, domain
 ), told AS (
-    SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS domains
+    SELECT count(pg_notify(CASE WHEN commands > 100::numeric THEN 'busload_ready' ELSE {channel} END, domain))
+      FROM (SELECT domain, sum(hi - lo + 1) AS commands FROM queued GROUP BY domain) AS ready
 )
 SELECT (SELECT count(*) FROM due)::integer,
        extract(epoch FROM (SELECT min(run_at) FROM busload.scheduled
                             WHERE run_at > now() AND run_at < 'infinity') - now())::float8,
        ARRAY(SELECT batch_id FROM busload.batch
-              WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL)
+              WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL),
+       EXISTS (
+        SELECT
+          FROM unnest(%(domains)b::text[]) AS d (domain)
+         WHERE EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes = 0 OFFSET 0)
+            OR EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes > 0 OFFSET 0)
+       )
   FROM told;
 
 -- fragment: returned_parts

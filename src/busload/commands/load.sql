@@ -39,3 +39,11 @@ SELECT ARRAY(SELECT domain FROM busload.ordered_domain WHERE domain = ANY (%(dom
 -- name: now
 -- The time of the transaction by the clock of the database.
 SELECT now();
+
+-- fragment: is_soon
+-- A worker that has nothing to do looks every few seconds for what is due: it is told of what is due sooner.
+run_at < now() + interval '5 seconds'
+
+-- fragment: channel
+-- Whom to tell that some commands of the domain in `ready` are ready: one worker, or all.
+coalesce((SELECT channel FROM busload.one_listener AS l WHERE l.domain = ready.domain), 'busload_ready')

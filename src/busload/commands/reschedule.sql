@@ -14,11 +14,13 @@ WITH unqueued AS (
     INSERT INTO busload.scheduled ({load}, run_at, reason)
     SELECT {load}, %(run_at)s::timestamptz, 'RUN_AT'
       FROM (SELECT * FROM unqueued UNION ALL SELECT {load} FROM unboxed) AS load
+    RETURNING domain, run_at
 ), moved AS (
     UPDATE busload.scheduled
        SET run_at = %(run_at)s::timestamptz,
            reason = CASE WHEN reason IN ('LIMITED', 'HELD') THEN 'RUN_AT' ELSE reason END
      WHERE hi = %(command)s::bigint AND {later}
+    RETURNING domain, run_at
 ), due AS (
     DELETE FROM busload.scheduled WHERE hi = %(command)s::bigint AND NOT {later} RETURNING {load}
 ), queued AS (
@@ -36,4 +38,9 @@ WITH unqueued AS (
            json_build_object('transport', transport, 'attempts', rounds, 'last_error', error)
       FROM unboxed WHERE rounds > 0
 )
-SELECT count(pg_notify('busload_ready', domain)) FROM queued;
+SELECT count(pg_notify({channel}, told))
+  FROM (SELECT domain, domain AS told FROM queued
+         UNION ALL
+        SELECT domain, ''
+          FROM (SELECT * FROM put_off UNION ALL SELECT * FROM moved) AS later
+         WHERE {is_soon}) AS ready;

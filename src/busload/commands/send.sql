@@ -1,3 +1,4 @@
+-- fragments of: busload.commands.load
 -- fragments of: busload.commands.task_keys
 
 -- fragment: lock_timeout_is_set
@@ -87,7 +88,7 @@ queued AS (
            CASE WHEN %(optimistic)s::boolean THEN now() END
       FROM load
      WHERE (%(transport)s::text IS NULL OR %(optimistic)s::boolean) AND {is_due}
-    RETURNING domain
+    RETURNING lo, hi, domain
 ), published AS (
     INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, fair, transport, relay, due_at)
     SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, fair, %(transport)s::text,
@@ -101,16 +102,23 @@ queued AS (
     SELECT lo, hi, domain, %(batch_id)s::uuid, priority, replies, fair, run_at, 'RUN_AT'
       FROM load
      WHERE run_at > now()
+    RETURNING domain, run_at
 )
 
 -- fragment: due_loads
 -- The loads that are due now, in the order of their numbers, as all of them were numbered, and a notification
--- to whoever is waiting for them.
+-- to whoever is waiting for them: to all workers if there are more commands than one of them would take. What
+-- is due soon has a notification without a domain.
 ARRAY(SELECT lo FROM load WHERE {is_due}),
 ARRAY(SELECT hi FROM load WHERE {is_due}),
 ARRAY(SELECT domain FROM load WHERE {is_due}),
-(SELECT count(pg_notify('busload_ready', domain))
-   FROM (SELECT DISTINCT domain FROM queued WHERE NOT %(optimistic)s::boolean) AS ready),
+(SELECT count(pg_notify(CASE WHEN commands > 100::numeric THEN 'busload_ready' ELSE {channel} END, told))
+   FROM (SELECT domain, domain AS told, sum(hi - lo + 1) AS commands
+           FROM queued
+          WHERE NOT %(optimistic)s::boolean
+          GROUP BY domain
+          UNION ALL
+         SELECT DISTINCT domain, '', 1 FROM scheduled WHERE {is_soon}) AS ready),
 (SELECT pg_notify('busload_outbox', %(transport)s::text)
   WHERE %(relay)s::uuid IS NULL AND EXISTS (SELECT FROM published))
 
@@ -131,7 +139,7 @@ WITH sent AS (
       FROM sent
     RETURNING domain
 )
-SELECT id, (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean) FROM sent;
+SELECT id, (SELECT pg_notify({channel}, domain) FROM queued AS ready WHERE %(notify)s::boolean) FROM sent;
 
 -- name: send
 -- Send one command, as `send_ready` does, with everything that a command can have. A time that has passed
@@ -160,7 +168,10 @@ WITH held AS (
       FROM sent
 ), {placed}
 SELECT id,
-       (SELECT pg_notify('busload_ready', domain) FROM queued WHERE %(notify)s::boolean),
+       (SELECT pg_notify({channel}, told)
+          FROM (SELECT domain, domain AS told FROM queued WHERE %(notify)s::boolean
+                 UNION ALL
+                SELECT domain, '' FROM scheduled WHERE {is_soon}) AS ready),
        (SELECT pg_notify('busload_outbox', transport) FROM published WHERE %(notify)s::boolean)
   FROM sent;
 
@@ -228,10 +239,10 @@ SELECT {due_loads};
 -- name: notify
 -- Tell workers that commands are ready, or relays that loads wait in the outbox.
 SELECT CASE WHEN %(transport)s::text IS NULL
-            THEN pg_notify('busload_ready', domain)
+            THEN pg_notify({channel}, domain)
             ELSE pg_notify('busload_outbox', %(transport)s::text)
        END
-  FROM unnest(%(domains)b::text[]) AS domain;
+  FROM unnest(%(domains)b::text[]) AS ready (domain);
 
 -- name: existing_commands
 -- Which of these ids are taken: asked only after a duplicate was found.

@@ -1,3 +1,5 @@
+-- fragments of: busload.commands.load
+
 -- name: create
 -- Sealed batches with all their commands. A command knows the load that it lies in by the place of that load
 -- in the arrays. Each load is ready at once or, if there is a `transport`, waits for any relay; if its time
@@ -41,7 +43,7 @@ WITH batch AS (
     SELECT lo, hi, domain, batch_id, priority, replies, fair
       FROM load
      WHERE %(transport)s::text IS NULL AND (run_at IS NULL OR run_at <= now())
-    RETURNING domain
+    RETURNING lo, hi, domain
 ), published AS (
     INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, fair, transport, due_at)
     SELECT lo, hi, domain, batch_id, priority, replies, fair, %(transport)s::text, now()
@@ -53,6 +55,11 @@ WITH batch AS (
     SELECT lo, hi, domain, batch_id, priority, replies, fair, run_at, 'RUN_AT'
       FROM load
      WHERE run_at > now()
+    RETURNING domain, run_at
 )
-SELECT (SELECT count(pg_notify('busload_ready', domain)) FROM (SELECT DISTINCT domain FROM queued) AS ready),
+SELECT (SELECT count(pg_notify(
+                   CASE WHEN commands > 100::numeric THEN 'busload_ready' ELSE {channel} END, told))
+          FROM (SELECT domain, domain AS told, sum(hi - lo + 1) AS commands FROM queued GROUP BY domain
+                 UNION ALL
+                SELECT DISTINCT domain, '', 1 FROM scheduled WHERE {is_soon}) AS ready),
        (SELECT pg_notify('busload_outbox', %(transport)s::text) WHERE EXISTS (SELECT FROM published));

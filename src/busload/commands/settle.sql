@@ -98,8 +98,8 @@ SELECT (SELECT count(*) FROM outcome)::integer,
        CASE WHEN %(delays)b::float8[] IS NOT NULL
             THEN ARRAY(SELECT id FROM outcome WHERE outcome = 'CANCELED' AND delay >= 0::float8)
        END,
-       (SELECT count(pg_notify('busload_ready', domain))
-          FROM (SELECT DISTINCT domain FROM replied) AS told
+       (SELECT count(pg_notify({channel}, domain))
+          FROM (SELECT DISTINCT domain FROM replied) AS ready
          WHERE domain IS NOT NULL)
 
 -- name: settle

@@ -17,7 +17,7 @@ from busload.postgres.own_connection import RESPONSE_TIMEOUT, connect_async
 LISTENING = "Listening for notifications"
 
 READY = "busload_ready"
-"""Commands of a domain became ready; the payload is the domain."""
+"""Commands of a domain became ready, and all its workers are told; the payload is the domain."""
 BATCH = "busload_batch"
 """A batch's counters changed, or it completed; the payload is its id. At most ten a second for one batch."""
 CANCEL = "busload_cancel"
@@ -75,21 +75,33 @@ class AsyncListener:
                         await self._listen(conn)
                 except psycopg.Error as error:
                     self._outage.failed(LISTENING, error)
+                self.end()
                 await self._stopped.wait(backoff.pause())
         finally:
             if self._outage_is_mine:
                 self._outage.close()
 
-    async def _listen(self, conn: AsyncConnection) -> None:
+    async def begin(self, conn: AsyncConnection) -> None:
+        """Begin to listen on a new connection."""
         for channel in self._channels:
             await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+
+    async def check(self, conn: AsyncConnection) -> None:
+        """Ask the server for a sign of life."""
+        await conn.execute("SELECT")
+
+    def end(self) -> None:
+        """Take note that the connection is gone."""
+
+    async def _listen(self, conn: AsyncConnection) -> None:
+        await self.begin(conn)
         self._outage.worked(LISTENING, reached=True)
         self._hear(None, None)
         check_at = time.monotonic() + self._check_every
         while not self._stopped.is_set():
             left = check_at - time.monotonic()
             if left <= 0:
-                await conn.execute("SELECT")
+                await self.check(conn)
                 check_at = time.monotonic() + self._check_every
                 continue
             async for notification in conn.notifies(timeout=min(left, waiting.NAP)):

@@ -54,21 +54,33 @@ class Listener:
                         self._listen(conn)
                 except psycopg.Error as error:
                     self._outage.failed(LISTENING, error)
+                self.end()
                 self._stopped.wait(backoff.pause())
         finally:
             if self._outage_is_mine:
                 self._outage.close()
 
-    def _listen(self, conn: Connection) -> None:
+    def begin(self, conn: Connection) -> None:
+        """Begin to listen on a new connection."""
         for channel in self._channels:
             conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+
+    def check(self, conn: Connection) -> None:
+        """Ask the server for a sign of life."""
+        conn.execute("SELECT")
+
+    def end(self) -> None:
+        """Take note that the connection is gone."""
+
+    def _listen(self, conn: Connection) -> None:
+        self.begin(conn)
         self._outage.worked(LISTENING, reached=True)
         self._hear(None, None)
         check_at = time.monotonic() + self._check_every
         while not self._stopped.is_set():
             left = check_at - time.monotonic()
             if left <= 0:
-                conn.execute("SELECT")
+                self.check(conn)
                 check_at = time.monotonic() + self._check_every
                 continue
             for notification in conn.notifies(timeout=min(left, waiting.NAP)):

@@ -22,12 +22,13 @@ from busload.worker.line import Claimed, Line, commands_of
 from busload.worker.marks import Marks
 from busload.worker.newcomers import Newcomers, split_off_few
 from busload.worker.order import may_run, parts_in_turn
-from busload.worker.pace import Look, Pace
+from busload.worker.pace import Look, Pace, sooner
 from busload.worker.room import LONGEST_EMPTY, Room
 from busload.worker.settlement import Settlement
 from busload.worker.shared import Shared
 from busload.worker.stuck_line import StuckLine
 from busload.worker.under_way import ClaimsUnderWay, UnderWay
+from busload.worker.wake_ups import WakeUps
 
 log = logging.getLogger("busload")
 
@@ -38,6 +39,15 @@ SMALLEST_GAP = 0.002
 
 SMALLEST_TICK = 0.02
 """Seconds between two promotions that find something: retries become due one by one."""
+
+ASLEEP_AFTER = 10.0
+"""Seconds without a command after which a worker that is found by those who send looks less often by itself."""
+
+ASLEEP_CLAIMS = 30.0
+"""Seconds between two claims of such a worker, if nobody wakes it: its looks for what is due see what is ready, too."""
+
+ASLEEP_POLLS = 2.0, 4.0
+"""Then it looks at a random time of so many times `poll_every`: so the looks of all workers spread out."""
 
 OLDEST_EVERY = 16
 """One claim in so many begins with the oldest batches, which else would wait as long as ever more new ones come."""
@@ -75,12 +85,13 @@ class Claimer:
         self.room = Room(shared, line, gatherer, settlement, self._pace)
         self.newcomers = Newcomers(self._claim_few)
         self.marks = Marks()
+        self.wake_ups = WakeUps(shared.perform)
         self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)
         self._gate = BudgetGate(
             self._held, one_flush(shared.settings), lambda: gatherer.gathered, settlement.flush_soon
         )
         settlement.heed_holds = self.heed_holds
-        self._promoted_at = time.monotonic()
+        self._promoted_at = self._claimed_at = time.monotonic()
         self._empty_at = 0.0
         self._turns: dict[str, int] = {}
         """Who was the last to have a turn, for each domain."""
@@ -96,6 +107,8 @@ class Claimer:
         self._first_part = 0
         self.wake: Callable[[], None] = lambda: None
         """Has the next round begin at once."""
+        self.is_found: Callable[[], bool] = lambda: False
+        """Tells whether those who send find this worker, and wake it."""
         self._under_way = ClaimsUnderWay()
         self._asking: dict[asyncio.Task[None], set[UUID]] = {}
         """Claims whose permits are asked for, and the batches that were held since."""
@@ -114,6 +127,12 @@ class Claimer:
     def look_at_queue(self) -> None:
         """Look at the queue itself in the next round: something may be ready that no message tells of."""
         self._queue_wanted, self._alone = True, False
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the worker has had nothing to do for a while, and will be woken."""
+        long_ago = time.monotonic() - self._claimed_at >= ASLEEP_AFTER
+        return long_ago and self.emptied and self._line.in_hand == 0 and self.is_found()
 
     async def once(self, *, everywhere: bool = False) -> Look:
         """Claim what is missing, in one statement.
@@ -134,7 +153,7 @@ class Claimer:
         limit = self.room.limit(waiting)
         wanted, left_out = self.room.wanted(limit)
         if not wanted:
-            return Look(await self._watch_line())
+            return Look(sooner(await self._watch_line(), await self.wake_ups.hand_on()))
         rest = math.inf
         if self._rests and (self._line.in_hand or not everywhere):
             wanted, rest = self.room.without_resting(wanted)
@@ -153,6 +172,7 @@ class Claimer:
         for (_, every), want in zip(claims, wanted, strict=True):
             if every:
                 self.room.was_empty(want)
+                self.wake_ups.taken(want[0])
             else:
                 taken_all = False
         found_nothing = not any(taken.leased or taken.contended or taken.refused for taken in found)
@@ -169,8 +189,10 @@ class Claimer:
             pause = 0
         else:
             self._empty_at = time.monotonic()
-            pause = min(self._settings.poll_every.total_seconds(), rest)
-            if self._broker is not None and not any(taken.refused for taken in found):
+            refused = any(taken.refused for taken in found)
+            poll = ASLEEP_CLAIMS if self.asleep and not refused else self._settings.poll_every.total_seconds()
+            pause = min(poll, rest)
+            if self._broker is not None and not refused:
                 pause = min(self._pause(self._broker, [domain for domains, _ in wanted for domain in domains]), rest)
             if limit:
                 self._line.low_water = 0
@@ -180,6 +202,8 @@ class Claimer:
                 pause = min(pause, self._quarter_lease / 4)
             if left_out:
                 pause = min(pause, LONGEST_EMPTY)
+        if not contended:
+            pause = sooner(pause, await self.wake_ups.hand_on())
         return Look(pause, found_nothing)
 
     def empty_line(self) -> None:
@@ -225,14 +249,22 @@ class Claimer:
     async def promote(self) -> float:
         """Make ready what is due; return the seconds until the next promotion, so that some come together.
 
-        It also finds holds of which no notification came.
+        It also finds holds of which no notification came, and commands for a worker that is not woken for them.
         """
         waits = len(self._line) > 0 or next(self._gatherer.gathered, None) is not None
-        promotion = await self._shared.perform(claim.promote(self._held.batches if waits else ()))
+        asleep = self.asleep
+        unwoken = self._domains if asleep and self._broker is None else ()
+        plan = claim.promote(self._held.batches if waits else (), unwoken)
+        promotion = await self._shared.perform(plan)
         self._promoted_at = time.monotonic()
         if promotion.held:
             self.heed_holds(promotion.held)
+        if promotion.ready:
+            self.look_at_queue()
+            self.wake()
         poll = self._settings.poll_every.total_seconds()
+        if asleep:
+            poll *= random.uniform(*ASLEEP_POLLS)  # noqa: S311 - spreads workers out, hides nothing
         pause = poll if promotion.next_due is None else min(poll, promotion.next_due)
         return max(pause, SMALLEST_TICK) if promotion.loads else max(pause, 0.001)
 
@@ -356,6 +388,7 @@ class Claimer:
             plan = claim.claim_few(worker=self._shared.number, domains=domains, limit=limit, turns=self._turns)
             taken = await self._shared.perform(plan)
             await self._bring(taken, under_way, [], [], first=True)
+        self.wake_ups.taken({lease.domain for lease in taken.leases})
         return len(taken.leased)
 
     async def _bring(
@@ -374,6 +407,8 @@ class Claimer:
             self._line.gate = self._gate
         self.claims += 1
         self.claimed += len(taken.leased)
+        if taken.leased:
+            self._claimed_at = time.monotonic()
         self.empty_claims += not taken.leased
         try:
             known = await self._hand_back.without_unknown(may_run(taken.leased, waiting, refused, self._held))

@@ -24,7 +24,7 @@ from busload.handlers.middleware import HandlersInMiddleware
 from busload.limits.limiter import Limiter
 from busload.limits.pause import Pauses
 from busload.postgres.guarded_connection import GuardedAsyncConnection
-from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, SCHEDULE, STOP, AsyncListener
+from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, READY, SCHEDULE, STOP
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.waiting import Event, TimeLimit
 from busload.retention.prune import Prune
@@ -55,6 +55,7 @@ from busload.worker.stats import Report, WorkerStats, handler_stats
 from busload.worker.stop_log import log_left_behind, log_stopping
 from busload.worker.sweep import sweep
 from busload.worker.tracing import Spans, TracedHandlers, TracedOutcomes, TracedSettlement
+from busload.worker.wake_ups import WakeListener
 
 log = logging.getLogger("busload")
 
@@ -64,6 +65,9 @@ limits are asked, and one for a relay."""
 
 BRIEFLY = 1.0
 """Seconds that a stopping worker waits for the database at least: for a claim under way, and to hand back."""
+
+ASLEEP_PAUSES = 6
+"""A worker that nothing was sent to for a while is told of pauses, and looks for them this many times less often."""
 
 PATIENCE = 24 * 3600.0
 """Seconds that a handler waits for a connection: a day, as other handlers give theirs back sooner or later."""
@@ -256,13 +260,15 @@ class Run:
             self._heartbeat,
             self._broker,
             self._ask_to_stop,
+            self._hand_on_soon,
             claiming=self._claiming,
             claiming_newcomers=self._claiming_newcomers,
             promoting=self._promoting,
             firing=self._firing,
             watching_pauses=self._watching_pauses,
         )
-        self._listener = AsyncListener(bus.dsn, channels, self.notifications.hear, self._outage)
+        self._listener = WakeListener(shared, channels, self.notifications.hear, self._outage, self._look_often)
+        self._claimer.is_found = lambda: self._listener.is_found
 
     def _assemble_stations(self, shared: Shared) -> None:
         settings, telemetry = self._settings, shared.bus.database.telemetry
@@ -339,7 +345,7 @@ class Run:
             self._moved.set()
             for loop in (self._claiming, self._sweeping, *self._distribution.loops):
                 loop.wake()
-        return self._settings.sweep_every.total_seconds()
+        return self._settings.sweep_every.total_seconds() * (ASLEEP_PAUSES if self._claimer.asleep else 1)
 
     async def _hand_back_deserted(self) -> float:
         """Hand back attempts that nobody works at any more, whatever the fault.
@@ -360,6 +366,14 @@ class Run:
         self._held.ask_to_stop(commands)
         if stopped := self._claimer.take_out_stopping():
             self._tasks.append(asyncio.create_task(self._outcomes.stop(stopped)))
+
+    def _hand_on_soon(self) -> None:
+        self._tasks.append(asyncio.create_task(self._claimer.wake_ups.hand_on_at_once()))
+
+    def _look_often(self) -> None:
+        """Nobody finds this worker any more: look for everything by itself."""
+        for loop in (self._claiming, self._promoting, self._watching_pauses):
+            loop.wake()
 
     def _on_settled(self, room_wanted: bool) -> None:
         self._moved.set()
@@ -414,6 +428,11 @@ class Run:
         first = TimeLimit(min(deadline, max(grace, BRIEFLY)))  # part of the grace time: handlers go on meanwhile
         if self._broker is not None:
             await self._broker.stop_receiving(first.left)
+        try:
+            async with asyncio.timeout(first.left):
+                await self._listener.leave()
+        except (psycopg.Error, TimeoutError) as error:
+            log.debug("Others take this worker for one that listens until they look again: %r", error)
         if self._rounds:  # a claim under way still brings commands, and only what we know of can be handed back
             await asyncio.wait(self._rounds, timeout=first.left)
         try:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from uuid import UUID
 
+from busload.commands.wake import WAKE
 from busload.postgres.listen import CANCEL, HOLD, LIMIT, OUTBOX, PAUSE, SCHEDULE, STOP
 from busload.worker.broker_stations import Broker
 from busload.worker.claimer import Claimer
@@ -26,6 +27,7 @@ class Notifications:
         heartbeat: Heartbeat,
         broker: Broker | None,
         ask_to_stop: Callable[[Iterable[int]], None],
+        hand_on: Callable[[], None],
         *,
         claiming: Loop,
         claiming_newcomers: Loop,
@@ -34,7 +36,7 @@ class Notifications:
         watching_pauses: Loop,
     ) -> None:
         self._shared, self._claimer, self._heartbeat, self._broker = shared, claimer, heartbeat, broker
-        self._ask_to_stop = ask_to_stop
+        self._ask_to_stop, self._hand_on = ask_to_stop, hand_on
         self._claiming, self._claiming_newcomers = claiming, claiming_newcomers
         self._promoting, self._firing, self._watching_pauses = promoting, firing, watching_pauses
         self.has_listened = False
@@ -58,7 +60,13 @@ class Notifications:
             self._heartbeat.renew_soon()  # it tells whether that is so
         elif channel == OUTBOX and self._broker is not None:
             self._broker.hear(payload)
+        elif payload == "":
+            self._promoting.wake()  # something is due soon
         elif payload in self._shared.domains:
+            if channel.startswith(WAKE):
+                self._claimer.wake_ups.came(payload)
+            if self._claimer.stopping:
+                self._hand_on()
             self._claimer.look_at_queue()
             if self._claimer.emptied:
                 self._claiming.wake()

@@ -18,6 +18,13 @@ class Look:
     """Whether nothing is ready in any domain."""
 
 
+def sooner(pause: float | None, other: float | None) -> float | None:
+    """The shorter of two pauses; None is one that has no end."""
+    if pause is None or other is None:
+        return other if pause is None else pause
+    return min(pause, other)
+
+
 class Pace:
     """How many commands to hold ahead of the slots: as many as finish here within the horizon.
 

@@ -32,8 +32,10 @@ SQL = statements(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RareWork:
-    """Whether a sweep may find work that most databases never have."""
+    """Whether a sweep may find work: what most databases never have, or only now and then."""
 
+    dead: bool
+    leases: bool
     cancels: bool
     expires: bool
     canary_overdue: bool
@@ -50,15 +52,21 @@ async def sweep(pool: AsyncPool, *, worker: int, judge: bool, domains: Sequence[
     Returns the commands that went to troubleshooting because they have taken down their workers.
     """
     async with pool.connection() as conn:
-        returned = await _rescue(conn, worker, domains, judge)
-        [rare] = await perform_async(conn, many(RareWork, SQL.rare_work))
+        look = many(RareWork, SQL.rare_work, worker=worker, judge=judge)
+        [rare] = await perform_async(conn, look)
+        returned = rescue.Returned()
+        if rare.dead:
+            returned = await _rescue(conn, worker, domains, judge)
+            look = many(RareWork, SQL.rare_work, worker=worker, judge=judge)
+            [rare] = await perform_async(conn, look)
         canceled = await _cancel_stragglers(conn) if rare.cancels else 0
         expired = await _expire(conn) if rare.expires else 0
         overdue = await _try(conn, guards.hold_overdue()) if rare.canary_overdue else 0
         if rare.holds:
             await _try(conn, hold.withhold_stragglers())
         stopped = await _try(conn, cancel_command.cancel_stopping()) if rare.stops else 0
-        await _try(conn, rescue.start_batches(worker=worker))
+        if rare.leases:
+            await _try(conn, rescue.start_batches(worker=worker))
         if rare.limits:
             await _try(conn, concurrency.free_of_dead())
             await _try(conn, concurrency.wake_forgotten())

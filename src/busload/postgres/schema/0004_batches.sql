@@ -746,7 +746,8 @@ BEGIN
         ON CONFLICT ON CONSTRAINT command_once DO NOTHING;
     INSERT INTO busload.queue (lo, hi, domain, priority, replies)
     SELECT id, id, domain, priority, reply_to IS NOT NULL FROM busload.command WHERE id = callback;
-    PERFORM pg_notify('busload_ready', done.domain);
+    PERFORM pg_notify(coalesce((SELECT l.channel FROM busload.one_listener AS l
+                                 WHERE l.domain = done.domain), 'busload_ready'), done.domain);
 END $$;
 
 -- Completion is decided here and nowhere else, in the transaction of the transition that ended the last

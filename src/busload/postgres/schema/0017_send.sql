@@ -196,11 +196,16 @@ BEGIN
         INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, replies, fair, run_at, reason)
         VALUES (mine.id, mine.id, send.domain, send.batch_id, send.priority, send.reply_to IS NOT NULL,
                 mine.fair, due, 'RUN_AT');
+        IF due < now() + interval '5 seconds' THEN   -- sooner than a worker without work looks by itself
+            PERFORM pg_notify(coalesce((SELECT l.channel FROM busload.one_listener AS l
+                                         WHERE l.domain = send.domain), 'busload_ready'), '');
+        END IF;
     ELSIF send.transport IS NULL THEN
         INSERT INTO busload.queue (lo, hi, domain, batch_id, priority, replies, fair)
         VALUES (mine.id, mine.id, send.domain, send.batch_id, send.priority, send.reply_to IS NOT NULL,
                 mine.fair);
-        PERFORM pg_notify('busload_ready', send.domain);
+        PERFORM pg_notify(coalesce((SELECT l.channel FROM busload.one_listener AS l
+                                     WHERE l.domain = send.domain), 'busload_ready'), send.domain);
     ELSE
         INSERT INTO busload.outbox (lo, hi, domain, batch_id, priority, replies, fair, transport)
         VALUES (mine.id, mine.id, send.domain, send.batch_id, send.priority, send.reply_to IS NOT NULL,
