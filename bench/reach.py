@@ -179,6 +179,7 @@ GOALS = [
         )
         for peer in ("graphile-worker", "pg-boss", "pgqueuer")
     ),
+    AtMost("bytes of a finished command, with indexes", 230, _fact("busload/bytes", "bytes"), unit="bytes"),
     AtMost("memory of a worker after a tenth", 120, _fact("busload/memory", "tenth_peak_mb"), unit="MB"),
     AtMost("memory of a worker, all beside a tenth", 1.1, _growth),
     AtMost("memory of open_batch", 150, _fact("busload/stream", "peak_mb"), unit="MB"),

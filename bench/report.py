@@ -98,6 +98,7 @@ VARIANTS = {
     "dispatch-relay-singles": None,
     "dispatch-relay-envelopes": "dispatch-relay-singles",
     "torture": None,
+    "bytes": None,
     "memory": None,
     "stream": None,
 }

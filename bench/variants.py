@@ -1,4 +1,4 @@
-"""What changes busload's figures, and what must not: batches, payloads, failures, crowds, backlogs, and memory."""
+"""What changes busload's figures, and what must not: batches, payloads, failures, crowds, backlogs, disk and memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,26 @@ async def stream(dsn: str, size: int) -> Measured:
     return lap.measured(size, facts={"end_mb": now, "peak_mb": peak})
 
 
+# -- disk ----------------------------------------------------------------------------------------------------------
+
+
+async def fill_small(dsn: str, size: int) -> None:
+    async with CommandBus(dsn) as bus:
+        await bus.create_batch(DOMAIN, [BatchCommand("Nothing", data={"i": 1}) for _ in range(size)])
+
+
+async def drain_for_bytes(dsn: str, size: int) -> Measured:
+    """What a finished command takes on the disk: all tables of history and their indexes, after a vacuum."""
+    drained = await drain(dsn, size)
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("VACUUM busload.command, busload.execution, busload.event")
+        [taken] = conn.execute(
+            "SELECT sum(pg_total_relation_size(name::regclass))"
+            "  FROM unnest('{busload.command,busload.execution,busload.event}'::text[]) AS name"
+        ).fetchone() or [0]
+    return replace(drained, facts={"bytes": float(taken) / size})
+
+
 LENGTHS = {"100b": (100, "100 B"), "1kb": (1_000, "1 kB"), "10kb": (10_000, "10 kB")}
 
 BACKLOGS: dict[str, Any] = {"few": {"extent": "few"}, "many": {"extent": "many", "rounds": 1, "seconds": 600}}
@@ -310,6 +331,7 @@ CASES = [
         )
         for much, how in BACKLOGS.items()
     ),
+    our_case("bytes", "bytes of a finished command", drain_for_bytes, prepare=fill_small),
     our_case(
         "memory", "memory of a worker", drain_for_memory, prepare=fill_for_memory, extent="many", rounds=1, seconds=900
     ),
