@@ -62,7 +62,7 @@ async def fill_traces(dsn: str, size: int) -> None:
         await bus.send(DOMAIN, "Nothing", task_key=TRACED)
     attempt = """
         INSERT INTO busload.execution (command, attempt, outcome, lease_id, worker, started_at, finished_at, details)
-        SELECT id, attempt, {outcome}, gen_random_uuid(), 0, now(), now(), '{{"message": "timeout"}}'
+        SELECT id, attempt, ({outcome})::busload.outcome, gen_random_uuid(), 0, now(), now(), '{{"message": "timeout"}}'
           FROM busload.command, generate_series(1, {attempts}) AS attempt WHERE task_key {which}
     """
     with psycopg.connect(dsn, autocommit=True) as conn:

@@ -358,7 +358,7 @@ WITH ended AS (
     SELECT batch_id, count(*) FILTER (WHERE outcome = 'COMPLETED') AS completed,
            count(*) FILTER (WHERE outcome = 'FAILED') AS failed,
            count(*) FILTER (WHERE outcome = 'CANCELED') AS canceled
-      FROM busload.execution GROUP BY batch_id
+      FROM busload.execution JOIN busload.command ON id = command GROUP BY batch_id
 ), acted AS (
     SELECT batch_id, coalesce(sum(hi - lo + 1) FILTER (WHERE type = 'OPERATOR_COMPLETED'), 0) AS completed,
            coalesce(sum(hi - lo + 1) FILTER (WHERE type IN ('CANCELED', 'OPERATOR_CANCELED')), 0) AS canceled,

@@ -188,7 +188,7 @@ def test_a_frozen_worker_that_wakes_up_is_not_credited(server: TestServer, zombi
             assert set(workers.stop()) == {0}, workers.last_words()
             winners = database.rows(
                 "SELECT c.command_id, e.lease_id"
-                "  FROM busload.execution AS e JOIN busload.command AS c ON c.id = e.command WHERE e.batch_id = %s",
+                "  FROM busload.execution AS e JOIN busload.command AS c ON c.id = e.command WHERE c.batch_id = %s",
                 batch_id,
             )
             taken_over = {command for _, command, _, pid in workers.notes() if pid not in pids}

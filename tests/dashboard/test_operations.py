@@ -428,7 +428,8 @@ async def test_the_last_prune_is_told(
             "UPDATE busload.batch SET completed_at = now() - %s * interval '1 day' WHERE batch_id = %s", age, batch_id
         )
         database.rows(
-            "UPDATE busload.execution SET finished_at = now() - %s * interval '1 day' WHERE batch_id = %s",
+            "UPDATE busload.execution SET finished_at = now() - %s * interval '1 day'"
+            "  FROM busload.command WHERE id = command AND batch_id = %s",
             age,
             batch_id,
         )

@@ -582,7 +582,10 @@ async def test_a_decision_by_cause_leaves_behind_the_group_that_cannot_be_delete
     [item] = await parked(bus)
     assert database.rows("SELECT id, group_id FROM contact_event") == [(2, item.command_id)]
     assert decided.batch_id is not None
-    result = database.value("SELECT details FROM busload.execution WHERE batch_id = %s", decided.batch_id)
+    result = database.value(
+        "SELECT details FROM busload.execution JOIN busload.command ON id = command WHERE batch_id = %s",
+        decided.batch_id,
+    )
     assert result["moved"] == 4 and list(result["left"]) == [str(item.command_id)]
     assert "contact_event" in result["left"][str(item.command_id)]
     database.check_invariants()
@@ -701,7 +704,10 @@ async def test_a_column_dropped_under_a_running_worker_fails_the_attempt_clearly
         await eventually(lambda: len(seen.calls) == 1)
         [item] = await parked(bus)
         assert "busload buffer ddl" in item.last_error_message
-        errors = database.rows("SELECT details ->> 'code' FROM busload.execution WHERE batch_id IS NULL")
+        errors = database.rows(
+            "SELECT details ->> 'code' FROM busload.execution JOIN busload.command ON id = command"
+            "  WHERE batch_id IS NULL"
+        )
         assert ("BUFFER_REFUSED",) in errors
         await altered(database, "RENAME COLUMN gone TO group_id")
         await bus.troubleshooting.retry(EVENTS, item.command_id, operator="ann")

@@ -34,7 +34,7 @@ found AS MATERIALIZED (
            WHEN %(status)s::text IS NULL THEN true
            WHEN %(status)s::text IN ('COMPLETED', 'FAILED', 'CANCELED')
                 AND NOT EXISTS (SELECT FROM busload.execution AS x
-                                 WHERE x.command = c.id AND x.outcome = %(status)s::text OFFSET 0)
+                                 WHERE x.command = c.id AND x.outcome::text = %(status)s::text OFFSET 0)
                 AND NOT EXISTS (SELECT FROM busload.event AS v
                                  WHERE v.lo >> 10 = c.id >> 10 AND c.id BETWEEN v.lo AND v.hi
                                    AND v.type IN ('CANCELED', 'OPERATOR_COMPLETED', 'OPERATOR_CANCELED')

@@ -68,7 +68,7 @@ e.attempt, e.lease_id, e.worker, e.started_at, e.finished_at,
 CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'message' END AS error,
 CASE e.outcome WHEN 'FAILED_ATTEMPT' THEN 'failed'
                WHEN 'TROUBLESHOOTING' THEN 'dlq'
-               ELSE lower(e.outcome)
+               ELSE lower(e.outcome::text)
 END AS status,
 CASE WHEN e.outcome <> 'COMPLETED' THEN e.details ->> 'traceback' END AS traceback,
 e.outcome = 'FAILED_ATTEMPT' AS again

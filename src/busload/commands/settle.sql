@@ -22,7 +22,7 @@ held AS MATERIALIZED (
        FOR UPDATE OF l
 ), outcome AS MATERIALIZED (   -- the statement closes it
     SELECT o.id, h.attempt, h.lease_id, h.batch_id, h.replies, h.worker, h.open, o.delay, o.reason,
-           CASE WHEN o.outcome IS NULL THEN 'COMPLETED'
+           CASE WHEN o.outcome IS NULL THEN 'COMPLETED'::busload.outcome
                 WHEN o.outcome = 'FAILED_ATTEMPT' AND (
                      EXISTS (
                         SELECT
@@ -37,7 +37,7 @@ held AS MATERIALIZED (
                         OFFSET 0
                      )
                 ) THEN 'CANCELED'
-                ELSE o.outcome
+                ELSE o.outcome::busload.outcome
            END AS outcome,
            CASE WHEN o.outcome IN ('FAILED_ATTEMPT', 'TROUBLESHOOTING') THEN h.lease END AS lease,
            statement_timestamp() - o.started_ago * interval '1 second' AS started_at,
@@ -54,12 +54,12 @@ held AS MATERIALIZED (
 (SELECT json_object_agg(key, value) FROM json_each(o.details) WHERE key <> 'traceback')
 
 -- fragment: record_and_move
--- Record these attempts. Move the commands that go on elsewhere, and see what becomes of the leases. `progress`
--- counts from the row as it was locked: the snapshot of this statement may be older than the lock.
+-- Record these attempts. Move the commands that go on elsewhere, and see what becomes of the leases.
+-- `progress` counts from the row as it was locked: the snapshot of this statement may be older than the lock.
 recorded AS (
-    INSERT INTO busload.execution (command, attempt, outcome, lease_id, batch_id, worker, started_at,
-                                   finished_at, details)
-    SELECT id, attempt, outcome, lease_id, batch_id, worker, started_at, finished_at, details FROM outcome
+    INSERT INTO busload.execution (command, started_at, finished_at, worker, lease_id, attempt, outcome,
+                                   details)
+    SELECT id, started_at, finished_at, worker, lease_id, attempt, outcome, details FROM outcome
 ), waiting_again AS (
     INSERT INTO busload.scheduled (lo, hi, domain, batch_id, priority, attempt, forgiven, replies, fair,
                                    run_at, reason)
@@ -88,7 +88,7 @@ recorded AS (
 ), replied AS (
     SELECT busload.reply(
                o.id,
-               CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome END,
+               CASE o.outcome WHEN 'COMPLETED' THEN 'SUCCESS' ELSE o.outcome::text END,
                CASE o.outcome WHEN 'COMPLETED' THEN o.details ELSE {without_traceback} END
            ) AS domain
       FROM outcome AS o
@@ -125,11 +125,11 @@ WITH {attempts}
 -- Which of these attempts are recorded as they ended, under the lease that ran them: asked when a settlement
 -- has moved fewer attempts than it sent. A retry that a canceled batch has turned into a cancel is recorded
 -- too.
-SELECT e.command, e.outcome <> coalesce(mine.outcome, 'COMPLETED')
+SELECT e.command, e.outcome <> coalesce(mine.outcome, 'COMPLETED')::busload.outcome
   FROM unnest(%(ids)b::bigint[], %(lease_ids)b::uuid[], %(outcomes)b::text[]) AS mine (id, lease_id, outcome)
   JOIN busload.execution AS e ON e.command = mine.id AND e.lease_id = mine.lease_id
    AND (
-        e.outcome = coalesce(mine.outcome, 'COMPLETED')
+        e.outcome = coalesce(mine.outcome, 'COMPLETED')::busload.outcome
         OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED'
    );
 

@@ -235,6 +235,7 @@ SELECT least(
     (SELECT completed_at FROM busload.batch
       WHERE completed_at IS NOT NULL AND pruned_at IS NULL ORDER BY completed_at LIMIT 1),
     (SELECT min(e.finished_at)
-       FROM (SELECT outcome, finished_at, batch_id
+       FROM (SELECT command, outcome, finished_at
              FROM busload.execution ORDER BY command, attempt LIMIT 100) AS e
-      WHERE e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') AND e.batch_id IS NULL));
+       JOIN busload.command AS c ON c.id = e.command
+      WHERE e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') AND c.batch_id IS NULL));

@@ -902,8 +902,10 @@ BEGIN
     END IF;
 END $$;
 
+-- All commands of a load have the same batch, so that of its first command is looked up once for all of them.
+-- A plan that was made while there were no commands would read all of them later, so none may.
 CREATE FUNCTION busload.fold_executions() RETURNS trigger
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     d record;
 BEGIN
@@ -911,21 +913,31 @@ BEGIN
            array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting,
            bool_or(failed + troubleshooting > 0) AS failing
       INTO d
-      FROM (SELECT batch_id,
-                   count(*) FILTER (WHERE outcome = 'COMPLETED')       AS completed,
-                   count(*) FILTER (WHERE outcome = 'FAILED')          AS failed,
-                   count(*) FILTER (WHERE outcome = 'CANCELED')        AS canceled,
-                   count(*) FILTER (WHERE outcome = 'TROUBLESHOOTING') AS troubleshooting
-              FROM fresh
-             WHERE batch_id IS NOT NULL AND outcome <> 'FAILED_ATTEMPT'
-             GROUP BY batch_id) AS delta;
+      FROM (SELECT first.batch_id,
+                   sum(completed)::bigint       AS completed,
+                   sum(failed)::bigint          AS failed,
+                   sum(canceled)::bigint        AS canceled,
+                   sum(troubleshooting)::bigint AS troubleshooting
+              FROM (SELECT command >> 10 AS load,
+                           count(*) FILTER (WHERE outcome = 'COMPLETED')       AS completed,
+                           count(*) FILTER (WHERE outcome = 'FAILED')          AS failed,
+                           count(*) FILTER (WHERE outcome = 'CANCELED')        AS canceled,
+                           count(*) FILTER (WHERE outcome = 'TROUBLESHOOTING') AS troubleshooting
+                      FROM fresh
+                     WHERE outcome <> 'FAILED_ATTEMPT'
+                     GROUP BY 1) AS l
+             CROSS JOIN LATERAL (SELECT batch_id FROM busload.command
+                                  WHERE id = l.load << 10 AND batch_id IS NOT NULL OFFSET 0) AS first
+             GROUP BY first.batch_id) AS delta;
     IF d.batches IS NOT NULL THEN
         PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, true);
     END IF;
     IF d.failing THEN   -- few batches have a budget for each cause, and nothing is written for the others
         INSERT INTO busload.batch_cause AS c (batch_id, fingerprint, failed)
-        SELECT f.batch_id, busload.fingerprint(f.details), count(*)
-          FROM fresh AS f JOIN busload.batch AS b USING (batch_id)
+        SELECT b.batch_id, busload.fingerprint(f.details), count(*)
+          FROM fresh AS f
+         CROSS JOIN LATERAL (SELECT batch_id FROM busload.command WHERE id = f.command OFFSET 0) AS c
+          JOIN busload.batch AS b ON b.batch_id = c.batch_id
          WHERE b.budget_per_cause AND f.outcome IN ('FAILED', 'TROUBLESHOOTING')
          GROUP BY 1, 2 ORDER BY 1, 2
             ON CONFLICT (batch_id, fingerprint) DO UPDATE SET failed = c.failed + excluded.failed;

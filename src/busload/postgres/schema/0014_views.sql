@@ -22,7 +22,7 @@ SELECT c.id,
             WHEN s.hi IS NOT NULL THEN 'SCHEDULED'
             WHEN o.hi IS NOT NULL THEN CASE WHEN o.rounds > 0 THEN 'PENDING_RETRY' ELSE 'PENDING_QUEUE' END
             WHEN l.lease_id IS NOT NULL THEN 'IN_PROGRESS'
-            WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome
+            WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome::text
             WHEN f.type = 'OPERATOR_COMPLETED' THEN 'COMPLETED'
             WHEN f.type IN ('CANCELED', 'OPERATOR_CANCELED') THEN 'CANCELED'
             ELSE 'PENDING_QUEUE' END AS status,
@@ -115,7 +115,7 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
       FROM busload.execution AS e WHERE e.command = c.id
     UNION ALL
     SELECT e.finished_at, 2,
-           CASE e.outcome WHEN 'TROUBLESHOOTING' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE e.outcome END,
+           CASE e.outcome WHEN 'TROUBLESHOOTING' THEN 'MOVED_TO_TROUBLESHOOTING' ELSE e.outcome::text END,
            e.attempt, busload.execution_id(e.lease_id, c.id), e.worker, NULL, e.details
       FROM busload.execution AS e WHERE e.command = c.id
     UNION ALL   -- a lease that ended without a result: the event remembers when it began
@@ -266,7 +266,7 @@ SELECT domain,
                count(*) FILTER (WHERE status = 'COMPLETED'),
                count(*) FILTER (WHERE status IN ('FAILED', 'CANCELED', 'IN_TROUBLESHOOTING_QUEUE'))
           FROM (SELECT c.domain,
-                       CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome
+                       CASE WHEN e.outcome IN ('COMPLETED', 'FAILED', 'CANCELED') THEN e.outcome::text
                             ELSE (SELECT s.status FROM busload.command_status AS s WHERE s.id = c.id)
                             END AS status
                   FROM busload.command AS c
