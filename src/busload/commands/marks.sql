@@ -2,8 +2,8 @@
 
 -- name: survey
 -- Who owns ready loads in these domains, and the first load of each owner: higher priorities first, up to one
--- owner more than `most`. The first column is the snapshot of this look. The second one is how many entries of
--- the index it has read: nearly one for each owner, unless dead entries lie between them.
+-- owner more than `most`. The first column is the snapshot of this look. The second one is how many entries
+-- of the index it has read: nearly one for each owner, unless dead entries lie between them.
 WITH RECURSIVE before AS MATERIALIZED (
     SELECT pg_stat_get_xact_tuples_returned('busload.queue_ready'::regclass) AS entries
 ), walk AS (
@@ -37,8 +37,8 @@ SELECT pg_current_snapshot()::text,
 
 -- name: claim_known
 -- Take ready commands of owners that the worker knows, and of those that came since its last look:
--- `busload.known_turns` says whose turn it is, and which loads that are. The third column has all these owners:
--- the first load of each, or null if there is none, and whether the owner got more than its share.
+-- `busload.known_turns` says whose turn it is, and which loads that are. The third column has all these
+-- owners: the first load of each, or null if there is none, and whether the owner got more than its share.
 WITH {alive}, wanted AS MATERIALIZED (
     SELECT t.*
       FROM alive

@@ -5,7 +5,8 @@
 INSERT INTO busload.worker (name, domains, concurrency, lease_for, version, host, process_id, release,
                             stop_requested_at, stop_requested_by)
 SELECT %(name)s::text, %(domains)s::text[], %(concurrency)s::integer, %(lease_for)s::interval,
-       %(version)s::text, %(host)s::text, %(process_id)s::integer, %(release)s::text, asked.stop_requested_at, asked.stop_requested_by
+       %(version)s::text, %(host)s::text, %(process_id)s::integer, %(release)s::text,
+       asked.stop_requested_at, asked.stop_requested_by
   FROM (SELECT) AS new
   LEFT JOIN LATERAL (
     SELECT w.stop_requested_at, w.stop_requested_by

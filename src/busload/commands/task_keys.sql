@@ -12,9 +12,9 @@ SELECT %(domain)s::text, task_key, command_id, statement_timestamp() + %(window)
   ) AS wanted
 
 -- name: hold_new
--- Hold these keys if none of them has ever been held: half the price of `hold`, which has to be ready for each
--- row that is there already. If there is one, this holds nothing and says so. If somebody else has held one
--- since this statement began, it fails. So all keys are always held by one statement in their order.
+-- Hold these keys if none of them has ever been held: half the price of `hold`, which has to be ready for
+-- each row that is there already. If there is one, this holds nothing and says so. If somebody else has held
+-- one since this statement began, it fails. So all keys are always held by one statement in their order.
 WITH known AS MATERIALIZED (
     SELECT EXISTS (
         SELECT

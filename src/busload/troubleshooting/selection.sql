@@ -20,8 +20,8 @@ SELECT t.domain, t.fingerprint, t.reason, t.command_type, count(*) AS count, min
 
 -- fragment: caused
 -- The causes of these kinds, the largest first. `text` is looked for in the error of the oldest command. The
--- two arrays are the hours of the last day in which some failed, from 1 to 24, and how many. All rows have the
--- totals of all pages.
+-- two arrays are the hours of the last day in which some failed, from 1 to 24, and how many. All rows have
+-- the totals of all pages.
 cause AS (
     SELECT domain, fingerprint, array_agg(DISTINCT reason) AS reasons,
            array_agg(DISTINCT command_type) AS types, sum(count)::bigint AS count, min(oldest) AS oldest,

@@ -1,9 +1,10 @@
 -- name: rare_work
 -- Whether there may be work: workers to be declared dead and leases of dead ones, and leases of this worker,
--- whose batches may have to be started. Then work that most databases never have: canceled batches that have not ended, commands
--- and batches that have expired, canaries whose time is over, held batches, commands that were asked to stop,
--- permits and commands that wait for one, keys whose commands run in order, and limits and orders that nobody
--- uses any more. The statements that do this work are long to plan, and each is a transaction.
+-- whose batches may have to be started. Then work that most databases never have: canceled batches that have
+-- not ended, commands and batches that have expired, canaries whose time is over, held batches, commands that
+-- were asked to stop, permits and commands that wait for one, keys whose commands run in order, and limits
+-- and orders that nobody uses any more. The statements that do this work are long to plan, and each is a
+-- transaction.
 SELECT EXISTS (
         SELECT
           FROM busload.worker

@@ -43,8 +43,8 @@ CREATE TABLE busload.queue (
     transport     text,
     published_at  timestamptz,
     publications  smallint,
-    -- The transaction that has made the load ready here. A worker that has looked at the queue finds what became
-    -- ready since then by the transactions that its look could not see: see commands/marks.sql.
+    -- The transaction that has made the load ready here. A worker that has looked at the queue finds what
+    -- became ready since then by the transactions that its look could not see: see commands/marks.sql.
     entered       xid8 NOT NULL DEFAULT pg_current_xact_id(),
     PRIMARY KEY (hi)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);

@@ -238,12 +238,14 @@ END;
 -- first load of each of these owners, so nothing is read that lies before that load: while somebody holds a
 -- snapshot, dead entries of the index cannot be removed, and there may be a million of them.
 --
--- `fresh` is what became ready since that look: the loads that were written by transactions which the look at
--- `since` could not see, because they began later or were under way. So nothing is missed, however late it was
--- committed. Owners of all domains that the worker serves are returned, and loads of the domains it asks for.
+-- `fresh` is what became ready since that look: the loads that were written by transactions which the look
+-- at `since` could not see, because they began later or were under way. So nothing is missed, however late it
+-- was committed. Owners of all domains that the worker serves are returned, and loads of the domains it asks
+-- for.
 --
 -- Each domain has an equal share, and within it each owner. Loads that fit whole into a share come first, and
--- then the others, in the order in which the worker gave the owners. `ahead` is how many commands come before.
+-- then the others, in the order in which the worker gave the owners. `ahead` is how many commands come
+-- before.
 --
 -- `places` are those of the owners' domains among the `served` ones.
 CREATE FUNCTION busload.known_turns(served text[], domains text[], since pg_snapshot, places integer[],
@@ -902,7 +904,7 @@ BEGIN
     END IF;
 END $$;
 
--- All commands of a load have the same batch, so that of its first command is looked up once for all of them.
+-- All commands of a load have the same batch, so it is looked up once for those of a load that have ended.
 -- A plan that was made while there were no commands would read all of them later, so none may.
 CREATE FUNCTION busload.fold_executions() RETURNS trigger
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
@@ -913,22 +915,22 @@ BEGIN
            array_agg(canceled) AS canceled, array_agg(troubleshooting) AS troubleshooting,
            bool_or(failed + troubleshooting > 0) AS failing
       INTO d
-      FROM (SELECT first.batch_id,
+      FROM (SELECT c.batch_id,
                    sum(completed)::bigint       AS completed,
                    sum(failed)::bigint          AS failed,
                    sum(canceled)::bigint        AS canceled,
                    sum(troubleshooting)::bigint AS troubleshooting
-              FROM (SELECT command >> 10 AS load,
+              FROM (SELECT min(command) AS command,
                            count(*) FILTER (WHERE outcome = 'COMPLETED')       AS completed,
                            count(*) FILTER (WHERE outcome = 'FAILED')          AS failed,
                            count(*) FILTER (WHERE outcome = 'CANCELED')        AS canceled,
                            count(*) FILTER (WHERE outcome = 'TROUBLESHOOTING') AS troubleshooting
                       FROM fresh
                      WHERE outcome <> 'FAILED_ATTEMPT'
-                     GROUP BY 1) AS l
+                     GROUP BY command >> 10) AS l
              CROSS JOIN LATERAL (SELECT batch_id FROM busload.command
-                                  WHERE id = l.load << 10 AND batch_id IS NOT NULL OFFSET 0) AS first
-             GROUP BY first.batch_id) AS delta;
+                                  WHERE id = l.command AND batch_id IS NOT NULL OFFSET 0) AS c
+             GROUP BY c.batch_id) AS delta;
     IF d.batches IS NOT NULL THEN
         PERFORM busload.fold(d.batches, d.completed, d.failed, d.canceled, d.troubleshooting, true);
     END IF;
