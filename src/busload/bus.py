@@ -92,7 +92,7 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
     _over_several: ClassVar[str]
     """The name of the class in `busload.shards` that is this bus over several databases."""
 
-    def __new__(cls, dsn: object = None, **_: Any) -> Self:
+    def __new__(cls, dsn: object = None, *_: Any, **__: Any) -> Self:
         """A bus over several databases, each for some domains, if a mapping names them."""
         if isinstance(dsn, Mapping) and "_over_several" in vars(cls):
             # It is made of buses like this one, so it knows this module, and not the other way round.
