@@ -121,7 +121,7 @@ def reconcile(bus: SyncCommandBus, domain: str | None, repair: bool, operator: s
         raise click.UsageError("There is no broker to compare with: set BUSLOAD_TRANSPORT_URL, or add --transport.")
 
     repair = repair and not dry_run
-    known = domains_of(bus, domain)
+    known = domains_of(bus, None)
     compared = bus.outbox.reconcile(domain=domain, repair=repair, operator=operator)
     found = [each for each in compared if each.domain in known or each.depth or each.messages]
     closed = [each for each in found if not each.looked_into]
