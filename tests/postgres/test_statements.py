@@ -19,7 +19,7 @@ from psycopg._queries import MAX_CACHED_STATEMENT_LENGTH
 
 from busload import BatchCommand
 from busload.buffers.event_table import OWN
-from busload.commands import claim, rescue, settle
+from busload.commands import claim, rescue, settle, wake
 from busload.commands.execution import COMPLETED, FAILED_ATTEMPT, TROUBLESHOOTING, Lease, Leased, Transition
 from busload.commands.load import Load
 from busload.commands.wording import counted
@@ -215,6 +215,8 @@ def hot_plans(conn: psycopg.Connection[Any]) -> dict[str, Plan[Any]]:
         "claim all": claim.claim(worker=1, domains=["payments"], limit=100, no_turns=True),
         "claim in turns": claim.claim(worker=1, domains=["tiles", "payments"], limit=100, turns={"tiles": 7}),
         "promote": claim.promote(),
+        "promote for an idle worker": claim.promote(domains=["payments", "crm"]),
+        "tell all": wake.tell_all(["payments", "crm"]),
         "settle": settlement(many),
         "settle one": settlement([one]),
         "renew": rescue.renew(worker=1, settled=timedelta(seconds=20)),
@@ -256,6 +258,8 @@ PLANS = [
     "claim all",
     "claim in turns",
     "promote",
+    "promote for an idle worker",
+    "tell all",
     "settle",
     "settle one",
     "renew",

@@ -331,12 +331,7 @@ SELECT (SELECT count(*) FROM due)::integer,
                             WHERE run_at > now() AND run_at < 'infinity') - now())::float8,
        ARRAY(SELECT batch_id FROM busload.batch
               WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL),
-       EXISTS (
-        SELECT
-          FROM unnest(%(domains)b::text[]) AS d (domain)
-         WHERE EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes = 0 OFFSET 0)
-            OR EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes > 0 OFFSET 0)
-       )
+       EXISTS (SELECT FROM unnest(%(domains)b::text[]) AS d (domain) WHERE {has_ready})
   FROM told;
 
 -- fragment: returned_parts

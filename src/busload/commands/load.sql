@@ -47,3 +47,11 @@ run_at < now() + interval '5 seconds'
 -- fragment: channel
 -- Whom to tell that some commands of the domain in `ready` are ready: one worker, or all.
 coalesce((SELECT channel FROM busload.one_listener AS l WHERE l.domain = ready.domain), 'busload_ready')
+
+-- fragment: has_ready
+-- Whether commands of the domain in `d` are ready. In the order of an index, of which this reads one entry:
+-- a plan without an order would read the table, and all that is dead at its beginning.
+EXISTS (SELECT FROM busload.queue AS q
+         WHERE q.domain = d.domain AND q.crashes = 0 ORDER BY q.priority DESC, q.fair, q.hi OFFSET 0)
+OR EXISTS (SELECT FROM busload.queue AS q
+            WHERE q.domain = d.domain AND q.crashes > 0 ORDER BY q.priority DESC, q.hi OFFSET 0)

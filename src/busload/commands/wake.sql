@@ -1,3 +1,5 @@
+-- fragments of: busload.commands.load
+
 -- name: hold_session
 -- Show for as long as this session lives that somebody listens in it.
 SELECT pg_advisory_lock(27711008, pg_backend_pid());
@@ -10,5 +12,4 @@ SELECT busload.listens(%(worker)s::bigint, %(session)s::integer);
 -- Tell all workers of these domains that commands are ready, where there still are some.
 SELECT count(pg_notify('busload_ready', d.domain))
   FROM unnest(%(domains)b::text[]) AS d (domain)
- WHERE EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes = 0 OFFSET 0)
-    OR EXISTS (SELECT FROM busload.queue AS q WHERE q.domain = d.domain AND crashes > 0 OFFSET 0);
+ WHERE {has_ready};
