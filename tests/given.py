@@ -116,13 +116,14 @@ def pending(pid: int) -> bool:
 LOCKED_OUT = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 """Connections that wait for a lock. Not by `pg_locks`, which knows those of other tests' databases, too."""
 
-LISTENERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
-"""How many connections have begun to listen, in this test's database."""
-
-END_LISTENERS = (
-    "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database()"
-    " AND query LIKE 'LISTEN%'"
+LISTENING = (
+    "pg_stat_activity WHERE datname = current_database()"
+    " AND (query LIKE 'LISTEN%' OR query LIKE 'SELECT busload.listens(%')"
 )
+"""The connections that have begun to listen, in this test's database; a worker then says where it is woken."""
+
+LISTENERS = f"SELECT count(*) FROM {LISTENING}"
+END_LISTENERS = f"SELECT pg_terminate_backend(pid, 10000) FROM {LISTENING}"
 
 
 @contextmanager

@@ -38,7 +38,7 @@ HOUR = timedelta(hours=1)
 NOTED = "SELECT coalesce(sum(hi - lo + 1), 0)::integer FROM busload.event WHERE type = 'RATE_LIMITED'"
 LISTENS = (
     "SELECT count(*) FROM pg_stat_activity"
-    " WHERE query = 'LISTEN \"busload_schedule\"' AND state = 'idle' AND datname = current_database()"
+    " WHERE query LIKE 'SELECT busload.listens(%' AND state = 'idle' AND datname = current_database()"
 )
 REASONS = "SELECT reason, sum(hi - lo + 1)::integer FROM busload.scheduled GROUP BY reason"
 

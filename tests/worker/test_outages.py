@@ -17,7 +17,7 @@ from busload.commands import rescue
 from busload.errors import DatabaseUnavailableError, DatabaseUnusableError, InvalidOperationError
 from busload.sync.plan import perform
 from tests.chaos.harness import Server, folder
-from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, until
+from tests.given import DOMAIN, LISTENING, LOCKED_OUT, Database, Given, eventually, until
 
 SHORT = timedelta(milliseconds=900)
 CONNECTIONS = "SELECT pid FROM pg_stat_activity WHERE application_name = 'busload' AND datname = current_database()"
@@ -356,8 +356,7 @@ async def test_peer_bullmq_4729(given: Given, database: Database) -> None:
     """A dead LISTEN connection is never replaced."""
     seen = given.handler()
     settings = replace(given.settings, poll_every=timedelta(hours=1), sweep_every=timedelta(hours=1))
-    listener = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%%' AND datname = current_database()"
-    listener = listener.replace("%%", "%")
+    listener = f"SELECT pid FROM {LISTENING}"
     async with given.running(settings=settings):
         for n in range(2):
             [(pid,)] = await eventually(lambda: database.rows(listener))

@@ -30,7 +30,7 @@ from busload.commands.execution import Transition
 from busload.errors import InvalidOperationError
 from busload.worker.claimer import Claimer
 from busload.worker.settlement import Settlement
-from tests.given import DOMAIN, Database, Given, eventually, raising
+from tests.given import DOMAIN, LISTENERS, LISTENING, Database, Given, eventually, raising
 
 PATIENT = timedelta(hours=1)
 
@@ -299,8 +299,7 @@ async def test_a_notification_wakes_the_worker_however_seldom_it_polls(given: Gi
 
 
 def listening(database: Database) -> bool:
-    query = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE query LIKE 'LISTEN%%' AND datname = current_database())"
-    return bool(database.value(query.replace("%%", "%")))
+    return bool(database.value(LISTENERS))
 
 
 async def test_a_poll_finds_commands_without_a_notification(given: Given, database: Database) -> None:
@@ -321,10 +320,7 @@ async def test_a_lost_listener_is_replaced(given: Given, database: Database) -> 
     settings = replace(given.settings, poll_every=PATIENT, sweep_every=PATIENT)
     async with given.running(settings=settings):
         await eventually(lambda: listening(database))
-        database.rows(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-            " WHERE query LIKE 'LISTEN%' AND datname = current_database()"
-        )
+        assert database.rows(f"SELECT pg_terminate_backend(pid) FROM {LISTENING}") == [(True,)]
         await eventually(lambda: not listening(database))
         await given.sent()
         await eventually(lambda: len(seen) == 1)
