@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -11,8 +15,8 @@ import pytest
 
 from busload import CommandBus
 from busload.postgres import prepared
-from busload.postgres.own_connection import OwnAsyncConnection
-from busload.postgres.plan import Plan, Statement, execute, perform_async
+from busload.postgres.own_connection import OwnAsyncConnection, connect_async
+from busload.postgres.plan import Plan, Savepoint, Statement, execute, perform_async
 from busload.postgres.pool import async_pool, engine_pool
 from busload.postgres.prepared import compiled
 from busload.sync.connection import OwnConnection
@@ -108,6 +112,80 @@ async def test_a_transaction_is_not_spoilt_when_the_server_has_forgotten_what_is
     assert await bus.database.in_transaction(_doubled_twice()) == 4
 
 
+async def test_a_savepoint_keeps_its_transaction_after_a_rollback_of_another(dsn: str) -> None:
+    """After a rollback psycopg has the server forget all statements, and tells nobody."""
+    async with engine_pool(dsn, 1) as pool, pool.connection() as conn:
+        for _ in range(3):
+            with pytest.raises(psycopg.errors.DivisionByZero):
+                await perform_async(conn, _failing())
+            async with conn.transaction():
+                assert await perform_async(conn, _doubled_twice()) == 4
+
+
+async def test_a_statement_that_fits_its_table_no_more_is_prepared_again(
+    dsn: str, database: Database
+) -> None:
+    """And the server does not keep the old one."""
+    async with engine_pool(dsn, 1) as pool, pool.connection() as conn:
+        database.rows("CREATE TABLE public.thing AS SELECT 1 AS n")
+        for kind in ["text", "bigint"] * 3:
+            await perform_async(conn, execute(b"SELECT * FROM public.thing"))
+            database.rows(f"ALTER TABLE public.thing ALTER n TYPE {kind} USING n::{kind}")
+            with pytest.raises(psycopg.errors.FeatureNotSupported, match="cached plan"):
+                await perform_async(conn, execute(b"SELECT * FROM public.thing"))
+        assert await perform_async(conn, execute(b"SELECT * FROM public.thing")) == [(1,)]
+        assert await _prepared(conn) == 1
+
+
+async def test_a_refused_row_leaves_its_statement_prepared(dsn: str) -> None:
+    async with engine_pool(dsn, 1) as pool, pool.connection() as conn:
+        await conn.execute("CREATE TABLE public.thing (n bigint PRIMARY KEY)")
+        add = b"INSERT INTO public.thing VALUES (%(n)s::bigint)"
+        await perform_async(conn, execute(add, n=1))
+        names = await _names(conn)
+        for _ in range(3):
+            with pytest.raises(psycopg.errors.UniqueViolation):
+                await perform_async(conn, execute(add, n=1))
+        assert await _names(conn) == names
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed is freed because nobody holds it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_connection_is_freed_when_nobody_holds_it(dsn: str) -> None:
+    conn = await connect_async(dsn, response_timeout=60.0)
+    await perform_async(conn, execute(TWICE, number=1))
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        await perform_async(conn, execute(b"SELECT 1 / %(number)s::integer", number=0))
+    await conn.close()
+    await asyncio.sleep(0)  # the loop lets go of what has woken this task
+    left = weakref.ref(conn)
+    del conn
+    assert left() is None
+
+
+async def test_on_a_closed_connection_nothing_begins(dsn: str) -> None:
+    """What had begun would have to be ended, and that fails on a closed connection."""
+    conn = await connect_async(dsn, response_timeout=60.0)
+    await conn.close()
+    begun = []
+
+    def generator() -> Iterator[int]:
+        begun.append(True)
+        yield 1
+
+    with pytest.raises(psycopg.OperationalError):
+        await conn.wait(generator())  # type: ignore[arg-type]
+    assert not begun
+
+
 async def test_a_failure_is_told_as_by_psycopg_and_the_connection_goes_on(dsn: str) -> None:
     async with async_pool(dsn, 1) as pool, pool.connection() as conn:
         for _ in range(8):
@@ -133,10 +211,26 @@ def test_threads_prepare_as_well(dsn: str) -> None:
         assert conn.execute(PREPARED).fetchone() == (1,)
 
 
+def _failing() -> Plan[None]:
+    """What psycopg has prepared, and what we have, in a transaction that is rolled back."""
+
+    def failing() -> Plan[None]:
+        yield Statement(b"SELECT 1", {}, binary=False)
+        yield from _doubled_twice()
+        yield Statement(b"SELECT 1 / %(number)s::integer", {"number": 0})
+
+    yield Savepoint(failing(), begins=True)
+
+
 def _doubled_twice() -> Plan[int]:
     [(once,)] = yield Statement(TWICE, {"number": 1})
     [(twice,)] = yield Statement(TWICE, {"number": once})
     return int(twice)
+
+
+async def _names(conn: OwnAsyncConnection) -> set[str]:
+    found = await conn.execute("SELECT name FROM pg_prepared_statements WHERE name LIKE 'busload_%'", prepare=False)
+    return {name for (name,) in await found.fetchall()}
 
 
 async def _prepared(conn: OwnAsyncConnection) -> int:

@@ -70,6 +70,7 @@ async def for_answer(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float
     After that error, `gen` can be waited for again.
     """
     global _let_others_go_at
+    socket = pgconn.socket  # an error if the connection is closed: then nothing has begun that nobody would end
     try:
         try:
             wanted = gen.send(None)
@@ -78,7 +79,7 @@ async def for_answer(gen: Generator[Any, Any, T], pgconn: PGconn, seconds: float
                 await asyncio.sleep(0)
                 _let_others_go_at = time.monotonic()
             return done.value  # type: ignore[no-any-return]
-        answer: T = await _Answer(gen, pgconn, seconds).wait(wanted)
+        answer: T = await _Answer(gen, pgconn, socket, seconds).wait(wanted)
         _let_others_go_at = time.monotonic()
         return answer
     except OSError as error:
@@ -90,8 +91,8 @@ class _Answer:
 
     __slots__ = ("_ended", "_gen", "_loop", "_pgconn", "_seconds", "_since", "_socket", "_timer", "_wanted")
 
-    def __init__(self, gen: Generator[Any, Any, Any], pgconn: PGconn, seconds: float) -> None:
-        self._gen, self._pgconn, self._socket, self._seconds = gen, pgconn, pgconn.socket, seconds
+    def __init__(self, gen: Generator[Any, Any, Any], pgconn: PGconn, socket: int, seconds: float) -> None:
+        self._gen, self._pgconn, self._socket, self._seconds = gen, pgconn, socket, seconds
         self._loop = asyncio.get_running_loop()
         self._ended: Future[Any] = self._loop.create_future()
         self._wanted = 0
@@ -105,6 +106,7 @@ class _Answer:
         finally:
             self._timer.cancel()
             self._watch(0)
+            del self._ended  # it holds its error, and the traceback of that holds this object
 
     def _watch(self, wanted: int) -> None:
         """Have the loop tell of these kinds of readiness, and of no others."""

@@ -69,11 +69,17 @@ class OwnConnection(psycopg.Connection[Any]):
     def answer(self, sql: bytes, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """Run a statement of ours, and return its rows."""
         with self.lock:
-            return self.wait(self._prepared_by_us.answer(sql, params))
+            return self.wait(self._prepared_by_us.answer(self, sql, params))
 
     def cursor(self, *args: Any, **kwargs: Any) -> Any:
         self._prepared_by_us.used_by_others()
         return super().cursor(*args, **kwargs)
+
+    def _deallocate(self, name: bytes | None) -> Generator[Any, Any, None]:
+        """Have the server forget a statement of psycopg; if it is None, all statements, and ours with them."""
+        if name is None:
+            self._prepared_by_us.forgotten()
+        return super()._deallocate(name)
 
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
