@@ -122,9 +122,7 @@ async def test_a_savepoint_keeps_its_transaction_after_a_rollback_of_another(dsn
                 assert await perform_async(conn, _doubled_twice()) == 4
 
 
-async def test_a_statement_that_fits_its_table_no_more_is_prepared_again(
-    dsn: str, database: Database
-) -> None:
+async def test_a_statement_that_fits_its_table_no_more_is_prepared_again(dsn: str, database: Database) -> None:
     """And the server does not keep the old one."""
     async with engine_pool(dsn, 1) as pool, pool.connection() as conn:
         database.rows("CREATE TABLE public.thing AS SELECT 1 AS n")
