@@ -17,6 +17,7 @@ from bench.clock import timed
 from bench.ours import DOMAIN, commands, expect, our_case
 from busload import Chunk, Command, CommandBus, Group, HandlerContext, Worker
 from busload.buffers import Buffer
+from busload.postgres.own_connection import OwnAsyncConnection
 
 EVENTS = "bench_events"
 SIZE = 1000
@@ -31,13 +32,17 @@ def buffer(bus: CommandBus) -> Buffer:
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """How many statements this process sends in the block."""
-    execute, seen = psycopg.AsyncCursor.execute, {"statements": 0}
+    execute, answer, seen = psycopg.AsyncCursor.execute, OwnAsyncConnection.answer, {"statements": 0}
 
     async def count(*statement: Any, **options: Any) -> Any:
         seen["statements"] += 1
         return await execute(*statement, **options)
 
-    with patch.object(psycopg.AsyncCursor, "execute", count):
+    async def count_too(*statement: Any) -> Any:
+        seen["statements"] += 1
+        return await answer(*statement)
+
+    with patch.object(psycopg.AsyncCursor, "execute", count), patch.object(OwnAsyncConnection, "answer", count_too):
         yield seen
 
 

@@ -29,6 +29,7 @@ from bench.clock import timed
 from busload import BatchCommand, Command, CommandBus, HandlerContext, PermanentCommandError, Worker
 from busload.dashboard import app
 from busload.jobs.job import BatchJob, Stage
+from busload.postgres.own_connection import OwnAsyncConnection
 from busload.testing import TestServer
 
 DOMAIN, ELSEWHERE = "payments", "crm"
@@ -194,17 +195,23 @@ async def count_all(bus: CommandBus, pages: Mapping[str, str]) -> dict[str, int]
 def counted() -> Iterator[list[Any]]:
     """The statements that are sent while the block lasts."""
     sent: list[Any] = []
-    execute = psycopg.AsyncCursor.execute
+    execute, answer = psycopg.AsyncCursor.execute, OwnAsyncConnection.answer
 
     async def noted(self: Any, query: Any, *args: Any, **options: Any) -> Any:
         sent.append(query)
         return await execute(self, query, *args, **options)
 
+    async def noted_too(self: Any, sql: bytes, params: dict[str, Any]) -> Any:
+        sent.append(sql)
+        return await answer(self, sql, params)
+
     psycopg.AsyncCursor.execute = noted  # type: ignore[method-assign]
+    OwnAsyncConnection.answer = noted_too  # type: ignore[method-assign]
     try:
         yield sent
     finally:
         psycopg.AsyncCursor.execute = execute  # type: ignore[method-assign]
+        OwnAsyncConnection.answer = answer  # type: ignore[method-assign]
 
 
 def table(costs: Sequence[Cost]) -> str:

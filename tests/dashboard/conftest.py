@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
+from bench.pages import counted
 from busload import CommandBus
 from busload.dashboard import app
 from tests.dashboard.site import SAME_ORIGIN, client
@@ -28,3 +30,10 @@ async def site(dashboard: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """A browser on this machine, on a page of the dashboard."""
     async with client(dashboard, **SAME_ORIGIN) as http:
         yield http
+
+
+@pytest.fixture
+def sent() -> Iterator[list[Any]]:
+    """The statements that were sent since the test began, or since the list was cleared."""
+    with counted() as statements:
+        yield statements

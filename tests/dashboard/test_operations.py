@@ -45,18 +45,10 @@ async def test_an_empty_page_says_what_to_do_next(site: httpx.AsyncClient) -> No
 
 
 async def test_every_page_tells_what_there_is(
-    site: httpx.AsyncClient, story: Story, monkeypatch: pytest.MonkeyPatch, bus: CommandBus
+    site: httpx.AsyncClient, story: Story, sent: list[Any], bus: CommandBus
 ) -> None:
     """One look at all of them: what they say, how many statements they need, and that their streams say the same."""
-    sent: list[Any] = []
-    execute = psycopg.AsyncCursor.execute
-
-    async def counted(self: Any, query: Any, *args: Any, **options: Any) -> Any:
-        sent.append(query)
-        return await execute(self, query, *args, **options)
-
     await site.get("/")
-    monkeypatch.setattr(psycopg.AsyncCursor, "execute", counted)
     [sick] = [one.reasons[0].message for one in await bus.workers.list() if one.reasons]
     job = await bus.jobs.get(None, story.job_id)
     assert job is not None

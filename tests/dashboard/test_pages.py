@@ -312,9 +312,7 @@ async def test_a_task_shows_every_attempt_at_it(site: httpx.AsyncClient, given: 
     ]
 
 
-async def test_pages_need_few_statements(
-    site: httpx.AsyncClient, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pages_need_few_statements(site: httpx.AsyncClient, given: Given, sent: list[Any]) -> None:
     batch_id, [command_id] = await given.in_troubleshooting()
     given.handler("Busy", raising(RuntimeError("again")), retry=RetryPolicy(3, (3600,)))
     busy = await given.bus.create_batch(
@@ -327,15 +325,7 @@ async def test_pages_need_few_statements(
     )
     stages = [Stage("load", [BatchCommand("Debit", run_at=LATER)]), Stage("send", [BatchCommand("Debit")])]
     of_jobs = await given.bus.jobs.create_batch(DOMAIN, [BatchJob(stages) for _ in range(5)])
-    sent: list[Any] = []
-    execute = psycopg.AsyncCursor.execute
-
-    async def counted(self: Any, query: Any, *args: Any, **options: Any) -> Any:
-        sent.append(query)
-        return await execute(self, query, *args, **options)
-
     await site.get("/")  # the first one also looks at the schema
-    monkeypatch.setattr(psycopg.AsyncCursor, "execute", counted)
     needed = {}
     batch, command = f"/batches/{batch_id}", f"/commands/{DOMAIN}/{command_id}"
     explained = [f"/batches/{one}/why" for one in (batch_id, busy, wide, of_jobs)]

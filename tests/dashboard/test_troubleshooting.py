@@ -181,21 +181,11 @@ async def test_an_empty_list_says_what_to_do_next(site: httpx.AsyncClient) -> No
     assert any(attrs.get("class") == "empty" for _, attrs in page.tags)
 
 
-async def test_the_pages_need_few_statements(
-    site: httpx.AsyncClient, story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_pages_need_few_statements(site: httpx.AsyncClient, story: Story, sent: list[Any]) -> None:
     batch_id = await story.failed("CLOSED", 3)
     path = await story.path("CLOSED")
     form = await previewed(site, path, "patch")
     [command, *_] = await story.bus.list_batch_commands(DOMAIN, batch_id)
-    sent: list[Any] = []
-    execute = psycopg.AsyncCursor.execute
-
-    async def counted(self: Any, query: Any, *args: Any, **options: Any) -> Any:
-        sent.append(query)
-        return await execute(self, query, *args, **options)
-
-    monkeypatch.setattr(psycopg.AsyncCursor, "execute", counted)
     needed = {}
     for one in ("/troubleshooting", path, f"{path}/preview?action=retry", f"{path}/preview?action=patch"):
         sent.clear()
