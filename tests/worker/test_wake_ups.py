@@ -163,7 +163,7 @@ async def test_if_the_session_of_the_chosen_worker_is_gone_all_are_told(
         await bus.send(DOMAIN, "Debit")
         [(channel, _)] = await heard(conn)
         assert channel == wake.channel_of(session)
-    await eventually(lambda: not database.rows("SELECT FROM pg_stat_activity WHERE pid = %s", session))
+    await eventually(lambda: not database.rows("SELECT FROM pg_locks WHERE pid = %s", session))
     await bus.create_batch(DOMAIN, [BatchCommand("Debit")])
     assert await heard(conn) == [(READY, DOMAIN)]
 
