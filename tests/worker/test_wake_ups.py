@@ -15,10 +15,12 @@ import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext
 from busload.commands import wake
+from busload.postgres.plan import Plan
 from busload.postgres.pool import AsyncPool, engine_pool
 from busload.worker import claimer as claiming
 from busload.worker.lifecycle import Run
 from busload.worker.sweep import sweep
+from busload.worker.wake_ups import WakeUps
 from tests.given import DOMAIN, Database, Given, closed_to_newcomers, eventually
 
 READY = "busload_ready"
@@ -169,6 +171,26 @@ async def test_if_the_session_of_the_chosen_worker_is_gone_all_are_told(
 
 
 # -- what the one does that was woken -------------------------------------------------------------------------------
+
+
+async def test_a_wake_up_during_a_claim_is_about_what_the_claim_did_not_see(
+    given: Given, database: Database, conn: psycopg.AsyncConnection
+) -> None:
+    async def perform(plan: Plan[None]) -> None:
+        database.perform(plan)
+
+    wake_ups = WakeUps(perform)
+    await given.batch(commands=1)
+    await listen(conn, [])
+    wake_ups.came(DOMAIN)
+    before = wake_ups.count
+    wake_ups.came(DOMAIN)  # while a claim is under way that finds nothing
+    wake_ups.taken([DOMAIN], before)
+    assert await wake_ups.hand_on(before) is None  # the next claim looks for it
+    await conn.execute("SELECT pg_notify('the_end', 'nobody was told')")
+    await wake_ups.hand_on(wake_ups.count)  # and does not take it
+    told = [(one.channel, one.payload) async for one in conn.notifies(timeout=10, stop_after=2)]
+    assert told == [("the_end", "nobody was told"), (READY, DOMAIN)]
 
 
 async def test_a_burst_wakes_all_that_it_can_feed(bus: CommandBus, given: Given) -> None:

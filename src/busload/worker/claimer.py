@@ -153,13 +153,14 @@ class Claimer:
         limit = self.room.limit(waiting)
         wanted, left_out = self.room.wanted(limit)
         if not wanted:
-            return Look(sooner(await self._watch_line(), await self.wake_ups.hand_on()))
+            return Look(sooner(await self._watch_line(), await self.wake_ups.hand_on(self.wake_ups.count)))
         rest = math.inf
         if self._rests and (self._line.in_hand or not everywhere):
             wanted, rest = self.room.without_resting(wanted)
         if self._broker is not None:
             self._decide_on_poll(self._broker)
         await self.newcomers.once()
+        woken = self.wake_ups.count  # what a wake-up during the claims is about, they may not have seen
         try:
             claims = [await self._claim_in_parts(domains, most) for domains, most in wanted]
         except asyncio.CancelledError:
@@ -172,7 +173,7 @@ class Claimer:
         for (_, every), want in zip(claims, wanted, strict=True):
             if every:
                 self.room.was_empty(want)
-                self.wake_ups.taken(want[0])
+                self.wake_ups.taken(want[0], woken)
             else:
                 taken_all = False
         found_nothing = not any(taken.leased or taken.contended or taken.refused for taken in found)
@@ -203,7 +204,7 @@ class Claimer:
             if left_out:
                 pause = min(pause, LONGEST_EMPTY)
         if not contended:
-            pause = sooner(pause, await self.wake_ups.hand_on())
+            pause = sooner(pause, await self.wake_ups.hand_on(woken))
         return Look(pause, found_nothing)
 
     def empty_line(self) -> None:
@@ -384,11 +385,12 @@ class Claimer:
         domains = [domain for domain in self._domains if domain not in others]
         if limit <= 0 or not domains or self._handlers.concurrency_limits or self.marks.known:
             return 0
+        woken = self.wake_ups.count
         with self._under_way.sending(paused) as under_way:
             plan = claim.claim_few(worker=self._shared.number, domains=domains, limit=limit, turns=self._turns)
             taken = await self._shared.perform(plan)
             await self._bring(taken, under_way, [], [], first=True)
-        self.wake_ups.taken({lease.domain for lease in taken.leases})
+        self.wake_ups.taken({lease.domain for lease in taken.leases}, woken)
         return len(taken.leased)
 
     async def _bring(

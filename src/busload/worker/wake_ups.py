@@ -28,20 +28,29 @@ class WakeUps:
 
     def __init__(self, perform: Callable[[Plan[None]], Awaitable[None]]) -> None:
         self._perform = perform
-        self._domains: set[str] = set()
+        self._domains: dict[str, int] = {}
+        """Each with the number of the last wake-up for it."""
+        self.count = 0
+        """How many wake-ups have come."""
         self._next_at = 0.0
 
     def came(self, domain: str) -> None:
         """This worker alone was told that commands of a domain are ready."""
-        self._domains.add(domain)
+        self.count += 1
+        self._domains[domain] = self.count
 
-    def taken(self, domains: Collection[str]) -> None:
-        """Nothing that was ready in these domains is left."""
-        self._domains.difference_update(domains)
+    def taken(self, domains: Collection[str], count: int) -> None:
+        """Nothing is left in these domains of what so many wake-ups were for: later ones are about something else."""
+        for domain in domains:
+            if self._domains.get(domain, count + 1) <= count:
+                del self._domains[domain]
 
-    async def hand_on(self) -> float | None:
-        """Tell the others of what this worker cannot take. Return the seconds until it may, if that is too soon."""
-        if not self._domains:
+    async def hand_on(self, count: int) -> float | None:
+        """Tell the others what is left of what so many wake-ups were for: this worker cannot take it.
+
+        Return the seconds until it may, if that is too soon.
+        """
+        if not any(number <= count for number in self._domains.values()):
             return None
         now = time.monotonic()
         if now < self._next_at:
@@ -52,7 +61,7 @@ class WakeUps:
     async def hand_on_at_once(self) -> None:
         """Tell the others, however short ago they were told."""
         self._next_at = time.monotonic() + SHORTEST_GAP
-        domains, self._domains = self._domains, set()
+        domains, self._domains = self._domains, {}
         await self._perform(wake.tell_all(sorted(domains)))
 
 
