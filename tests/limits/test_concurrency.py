@@ -801,6 +801,7 @@ async def test_a_worker_that_may_be_dead_begins_no_call(given: Given, database: 
     async with given.running(settings=seldom) as worker:
         await sent(given, 1)
         await eventually(lambda: len(seen) == 1)
+        run(worker)._heartbeat.stop()  # one that comes because the worker has begun to listen would say that it lives
         shared = run(worker)._shared
         lasts = shared.settings.lease_for.total_seconds()
         shared.renewed_at -= lasts

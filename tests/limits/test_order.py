@@ -491,6 +491,7 @@ async def test_a_worker_that_may_be_dead_begins_none(given: Given, database: Dat
         await sent(given, 1)
         await eventually(lambda: ledger.all_ran == 1)
         assert worker._run is not None
+        worker._run._heartbeat.stop()  # one that comes because the worker has begun to listen would say that it lives
         shared = worker._run._shared
         lasts = shared.lease_seconds
         shared.renewed_at -= lasts
