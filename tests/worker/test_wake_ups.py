@@ -193,6 +193,21 @@ async def test_a_wake_up_during_a_claim_is_about_what_the_claim_did_not_see(
     assert told == [("the_end", "nobody was told"), (READY, DOMAIN)]
 
 
+async def test_a_busy_worker_takes_what_it_has_told_all_for_no_newcomer(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    given.handler()
+    async with workers(given, 1) as [run]:
+        claimer, told = run._claimer, run.notifications
+        claimer.emptied = False  # more is ready than it can take
+        claimer.wake_ups.came(DOMAIN)
+        await claimer.wake_ups.hand_on_at_once()
+        told.hear(READY, DOMAIN)
+        assert not claimer.newcomers.expected
+        told.hear(READY, DOMAIN)  # somebody else has told all
+        assert claimer.newcomers.expected
+
+
 async def test_a_burst_wakes_all_that_it_can_feed(bus: CommandBus, given: Given) -> None:
     running, go = 0, asyncio.Event()
 

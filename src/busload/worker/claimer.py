@@ -203,7 +203,7 @@ class Claimer:
                 pause = min(pause, self._quarter_lease / 4)
             if left_out:
                 pause = min(pause, LONGEST_EMPTY)
-        if not contended:
+        if not contended and not self.newcomers.expected:  # else the claim for newcomers may take it
             pause = sooner(pause, await self.wake_ups.hand_on(woken))
         return Look(pause, found_nothing)
 

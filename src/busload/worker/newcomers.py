@@ -25,12 +25,17 @@ class Newcomers:
 
     def __init__(self, claim: Callable[[], Awaitable[int]]) -> None:
         self._claim = claim
-        self._came = False
+        self._came = self._under_way = False
         self._gap, self._next_at = SHORTEST_GAP, 0.0
 
     def came(self) -> None:
         """Something became ready."""
         self._came = True
+
+    @property
+    def expected(self) -> bool:
+        """Whether a claim for what became ready is still to come, or under way."""
+        return self._came or self._under_way
 
     async def once(self) -> float | None:
         """Claim a few commands if something became ready. Return the seconds until the gap has passed, or None."""
@@ -40,7 +45,11 @@ class Newcomers:
         if now < self._next_at:
             return self._next_at - now
         self._came, self._next_at = False, now + self._gap
-        found = await self._claim()
+        self._under_way = True
+        try:
+            found = await self._claim()
+        finally:
+            self._under_way = False
         self._gap = SHORTEST_GAP if found else min(2 * self._gap, LONGEST_GAP)
         self._next_at = now + self._gap
         return None

@@ -65,6 +65,8 @@ class Notifications:
         elif payload in self._shared.domains:
             if channel.startswith(WAKE):
                 self._claimer.wake_ups.came(payload)
+            elif not self._claimer.emptied and self._claimer.wake_ups.is_own(payload):
+                return  # it is busy, and knows what it has told the others
             if self._claimer.stopping:
                 self._hand_on()
             self._claimer.look_at_queue()

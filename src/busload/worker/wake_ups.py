@@ -15,6 +15,9 @@ from busload.postgres.own_connection import RESPONSE_TIMEOUT
 from busload.postgres.plan import Plan, perform_async
 from busload.worker.shared import Shared
 
+ECHO = 1.0
+"""Seconds in which a worker hears what it has told all workers, itself among them."""
+
 SHORTEST_GAP = 0.01
 """Seconds between two times that a worker tells the others of work that it cannot take."""
 
@@ -32,6 +35,8 @@ class WakeUps:
         """Each with the number of the last wake-up for it."""
         self.count = 0
         """How many wake-ups have come."""
+        self._told: dict[str, float] = {}
+        """The domains of which this worker has told all, and when."""
         self._next_at = 0.0
 
     def came(self, domain: str) -> None:
@@ -44,6 +49,10 @@ class WakeUps:
         for domain in domains:
             if self._domains.get(domain, count + 1) <= count:
                 del self._domains[domain]
+
+    def is_own(self, domain: str) -> bool:
+        """Whether this worker itself has told all workers of a domain: said once for each time."""
+        return time.monotonic() - self._told.pop(domain, -ECHO) < ECHO
 
     async def hand_on(self, count: int) -> float | None:
         """Tell the others what is left of what so many wake-ups were for: this worker cannot take it.
@@ -62,6 +71,7 @@ class WakeUps:
         """Tell the others, however short ago they were told."""
         self._next_at = time.monotonic() + SHORTEST_GAP
         domains, self._domains = self._domains, {}
+        self._told |= dict.fromkeys(domains, time.monotonic())
         await self._perform(wake.tell_all(sorted(domains)))
 
 
