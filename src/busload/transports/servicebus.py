@@ -375,9 +375,16 @@ class ServicebusConsumer(Consumer[ServiceBusReceivedMessage]):
 
 
 async def _ask_as_receiver(receiver: ServiceBusReceiver) -> None:
-    """Raise what is wrong with a queue: the SDK tells it only to those who would receive."""
-    for message in await receiver.receive_messages(1, max_wait_time=1):
-        await receiver.abandon_message(message)
+    """Raise what is wrong with a queue: the SDK tells it only to those who would receive.
+
+    A link must open within the time for which the SDK waits for a message. Where that is too short, we wait longer;
+    whoever calls this bounds the whole.
+    """
+    for wait in (1, 2, 4, 8, 16):
+        with suppress(OperationTimeoutError):
+            for message in await receiver.receive_messages(1, max_wait_time=wait):
+                await receiver.abandon_message(message)
+            return
 
 
 def _body(message: ServiceBusReceivedMessage) -> bytes:
