@@ -77,6 +77,7 @@ VARIANTS = {
     "traced-tenth": "traced-none",
     "traced-batch": "traced-none",
     "traced-all": "traced-none",
+    "traced-metrics": "traced-none",
     "traced-sdk": None,
     "traced-sdk-tenth": None,
     "traced-call-none": None,

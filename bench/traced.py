@@ -1,4 +1,4 @@
-"""A drain with spans of OpenTelemetry: of all commands, of one in ten, and where handlers wait for somebody.
+"""A drain with spans of OpenTelemetry: of all commands, of one in ten, and where handlers wait; and one with metrics.
 
 Beside it, the same number of spans without any command: that is the SDK's part, which busload cannot make smaller.
 """
@@ -16,6 +16,7 @@ from bench.ours import DOMAIN, commands, expect_completed, fill, nothing
 from busload import Command, CommandBus, HandlerContext, Settings, Worker
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
 
 BATCHES = 10
@@ -41,16 +42,18 @@ async def fill_sampled(dsn: str, size: int) -> None:
             await bus.create_batch(DOMAIN, commands(min(max(1, size // BATCHES), size - first)))
 
 
-async def drain_traced(dsn: str, size: int, *, share: float, waits: bool) -> Measured:
+async def drain_traced(dsn: str, size: int, *, share: float, waits: bool, measures: bool = False) -> Measured:
     """As `busload/drain`, with this share of the commands sampled. The exporter throws away what it gets."""
     provider = _provider(share) if share else None
-    async with CommandBus(dsn, settings=Settings(tracer_provider=provider)) as bus:
+    meters = _meter_provider() if measures else None
+    async with CommandBus(dsn, settings=Settings(tracer_provider=provider, meter_provider=meters)) as bus:
         bus.handler(DOMAIN, "Nothing")(call if waits else nothing)
         worker = Worker(bus)
         with timed(dsn) as lap:
             settled = await worker.drain()
-    if provider is not None:
-        provider.shutdown()
+    for one in (provider, meters):
+        if one is not None:
+            one.shutdown()
     assert settled == size, f"settled {settled} of {size}"
     expect_completed(dsn)
     return lap.measured(size)
@@ -85,6 +88,13 @@ def _provider(share: float) -> TracerProvider:
     return provider
 
 
+def _meter_provider() -> MeterProvider:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    return MeterProvider([InMemoryMetricReader()])
+
+
 def _case(metric: str, title: str, prepare: Prepare = fill, **how: Any) -> Case:
     return Case("busload", metric, title, partial(drain_traced, **how), prepare=prepare)
 
@@ -94,6 +104,7 @@ CASES = [
     _case("traced-tenth", "drain, one command in ten has a span", share=0.1, waits=False),
     _case("traced-batch", "drain, one batch in ten and there one command in ten", fill_sampled, share=0.1, waits=False),
     _case("traced-all", "drain, each command has a span", share=1.0, waits=False),
+    _case("traced-metrics", "drain, metrics and no spans", share=0.0, waits=False, measures=True),
     Case("busload", "traced-sdk", "spans of the SDK alone, no commands", partial(spans_alone, share=1.0)),
     Case("busload", "traced-sdk-tenth", "spans of the SDK alone, one in ten sampled", partial(spans_alone, share=0.1)),
     _case("traced-call-none", "drain, handlers wait 1 ms, no spans", share=0.0, waits=True),

@@ -90,6 +90,22 @@ async def test_the_headers_of_a_batch_are_kept_once_and_its_commands_have_them_b
     assert {command.data: command.headers for command in listed} == {n: wanted[n] for n in (1, 2)}
 
 
+async def test_a_handler_that_changes_its_headers_changes_those_of_no_other_command_of_the_batch(
+    bus: CommandBus, given: Given
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    @bus.handler(DOMAIN, "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        assert command.headers is not None
+        seen.append({**command.headers})
+        command.headers["mine"] = "1"
+
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit"), BatchCommand("Debit")], headers={"a": "1"})
+    await given.drained()
+    assert seen == [{"a": "1"}] * 2
+
+
 async def test_a_retry_a_reply_and_a_callback_have_the_headers(bus: CommandBus, given: Given) -> None:
     seen: list[tuple[str, int, Any]] = []
 

@@ -12,7 +12,7 @@ from opentelemetry.trace import Link, SpanKind, get_current_span
 from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import Attributes
 
-from busload import BatchCommand, Command, CommandBus, HandlerContext
+from busload import BatchCommand, Chunk, ChunkContext, Command, CommandBus, HandlerContext
 from tests.given import DOMAIN, Given
 from tests.telemetry.conftest import Telemetry
 
@@ -115,6 +115,30 @@ async def test_a_worker_with_metrics_alone_counts_everything_and_hands_the_conte
     [note] = await bus.list_commands("ledger")
     assert note.headers is not None
     assert note.headers["traceparent"].split("-")[1] == f"{telemetry.spans()[0].context.trace_id:032x}"
+
+
+async def test_a_worker_with_metrics_alone_does_not_draw_what_handlers_send_into_the_trace_of_a_batch(
+    dsn: str, bus: CommandBus, given: Given, telemetry: Telemetry
+) -> None:
+    """Nor into that of one sender among several."""
+    seen: list[bool] = []
+
+    @bus.handler(DOMAIN, "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        seen.append(get_current_span().get_span_context().is_valid)
+
+    @bus.bulk_handler(DOMAIN, "Credit", size=2)
+    async def credit(chunk: Chunk, ctx: ChunkContext) -> None:
+        seen.append(get_current_span().get_span_context().is_valid)
+
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit")])
+    await given.sent("Credit")
+    await given.sent("Credit")
+    async with CommandBus(dsn, settings=replace(bus.settings, tracer_provider=None)) as other:
+        other.handlers.become(bus.handlers)
+        await Given(other, given.database, given.settings).drained()
+    assert seen == [False, False]
+    assert telemetry.metric("messaging.client.consumed.messages") == {("process", DOMAIN): 3}
 
 
 async def test_a_worker_with_spans_alone_measures_nothing(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -373,6 +374,27 @@ async def test_a_span_ends_whatever_becomes_of_its_attempt(
         for span in telemetry.spans(PROCESS)
     }
     assert told == {"Unstorable": "TROUBLESHOOTING", "Slow": "TROUBLESHOOTING", "Stuck": "HANDED_BACK"}
+
+
+async def test_a_span_ends_when_its_handler_has_ended_however_long_its_result_waits(
+    bus: CommandBus, given: Given, telemetry: Telemetry
+) -> None:
+    ends: list[int] = []
+
+    @bus.handler(DOMAIN, "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        if ends:
+            while time.time_ns() < ends[0] + 1_000_000_000:
+                pass  # nothing else runs meanwhile, so the first result waits as long
+        ends.append(time.time_ns())
+
+    await given.sent()
+    await given.sent()
+    await given.drained()
+    first, second = sorted(telemetry.spans(PROCESS), key=lambda span: span.end_time or 0)
+    assert first.start_time is not None and first.end_time is not None and second.end_time is not None
+    assert first.start_time <= first.end_time < ends[0] + 500_000_000
+    assert ends[1] <= second.end_time
 
 
 async def test_metrics_count_what_was_sent_and_consumed_and_how_long_it_took(

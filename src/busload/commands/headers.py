@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
@@ -51,7 +52,13 @@ def joined_headers(of_batch: str | None, own: str | None) -> dict[str, str] | No
     """The headers of a command: those of its batch and its own, which win."""
     if of_batch is None:
         return decode_headers(own)
-    return (decode_headers(of_batch) or {}) | (decode_headers(own) or {}) or None
+    return _read_once(of_batch) | (decode_headers(own) or {}) or None
+
+
+@lru_cache(maxsize=64)
+def _read_once(of_batch: str) -> dict[str, str]:
+    """The headers of a batch: its commands come one after the other, and each is given a copy."""
+    return decode_headers(of_batch) or {}
 
 
 def in_context(command: NewCommand, context: Mapping[str, str], limits: InputLimits) -> NewCommand:

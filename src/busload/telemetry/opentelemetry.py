@@ -80,8 +80,12 @@ class Telemetry:
     errors, and no span is begun below it.
     """
 
-    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider, *, measures: bool) -> None:
+    def __init__(
+        self, tracer_provider: TracerProvider, meter_provider: MeterProvider, *, traces: bool, measures: bool
+    ) -> None:
         self._start = tracer_provider.get_tracer(NAME).start_span
+        self.traces = traces
+        """Whether somebody gets the spans. If not, a worker begins none."""
         self.measures = measures
         """Whether somebody gets the metrics. If not, a worker does not count for them."""
         meter = meter_provider.get_meter(NAME)
@@ -174,11 +178,16 @@ class Telemetry:
         """
         sender = NOBODY if own is None else _sender_of(own)
         batch = NOBODY if of_batch is None else _sender_of(of_batch)
-        decided = sender if sender.is_valid or not batch.is_valid else batch
-        if decided.is_valid and not decided.sampled:
+        decided = batch if batch.is_valid and not sender.is_valid else sender
+        if decided.refused:
             attach(decided.context)
             return None
-        return self._begin(domain, AboutAttempt(attempt), sender.context, batch.links, decided.context)
+        if not self.traces:
+            attach(decided.context if decided is sender else decided.baggage)
+            return None
+        span = self._start(f"process {domain}", sender.context, SpanKind.CONSUMER, AboutAttempt(attempt), batch.links)
+        attach(set_span_in_context(span, decided.context))
+        return span if span.is_recording() else None
 
     def begin_many(self, attempt: Attempt, domain: str, senders: Iterable[str | None], count: int) -> Span | None:
         """As `begin`, for one call with so many commands or events. Their senders and their batches are all linked."""
@@ -188,14 +197,12 @@ class Telemetry:
         if valid and not links:
             attach(valid[0].context)
             return None
-        around = valid[0].context if len(valid) == 1 else NOTHING
-        return self._begin(domain, AboutAttempt(attempt, count), NOTHING, links[:MOST_LINKS], around)
-
-    def _begin(
-        self, domain: str, about: Mapping[str, Any], parent: Context, links: Sequence[Link], around: Context
-    ) -> Span | None:
-        """`around` is the context whose baggage goes on."""
-        span = self._start(f"process {domain}", parent, SpanKind.CONSUMER, about, links)
+        around = valid[0].baggage if len(valid) == 1 else NOTHING
+        if not self.traces:
+            attach(around)
+            return None
+        about = AboutAttempt(attempt, count)
+        span = self._start(f"process {domain}", NOTHING, SpanKind.CONSUMER, about, links[:MOST_LINKS])
         attach(set_span_in_context(span, around))
         return span if span.is_recording() else None
 
@@ -226,7 +233,7 @@ def configured(tracer_provider: TracerProvider | None, meter_provider: MeterProv
     no_metrics = type(meters).__name__ in ("_ProxyMeterProvider", "NoOpMeterProvider")
     if no_spans and no_metrics:
         return None
-    return Telemetry(tracers, meters, measures=not no_metrics)
+    return Telemetry(tracers, meters, traces=not no_spans, measures=not no_metrics)
 
 
 def trace_id_here() -> str | None:
@@ -307,7 +314,10 @@ class Sender(NamedTuple):
     context: Context
     is_valid: bool
     """Whether there is such a span. If not, the context may still have baggage."""
-    sampled: bool
+    baggage: Context
+    """The context without the span: what goes on where a trace begins."""
+    refused: bool
+    """Whether there is such a span, and the sampler has said no to it."""
     links: tuple[Link, ...]
     """The link to that span, if somebody gets it."""
 
@@ -315,7 +325,8 @@ class Sender(NamedTuple):
 def _sender_in(context: Context) -> Sender:
     found = get_current_span(context).get_span_context()
     sampled = found.is_valid and found.trace_flags.sampled
-    return Sender(context, found.is_valid, sampled, (Link(found),) if sampled else ())
+    baggage = set_span_in_context(INVALID_SPAN, context)
+    return Sender(context, found.is_valid, baggage, found.is_valid and not sampled, (Link(found),) if sampled else ())
 
 
 NOBODY = _sender_in(NOTHING)

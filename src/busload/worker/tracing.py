@@ -6,6 +6,7 @@ command by command, whether there is any.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 POSTPONED, SUPERSEDED, HANDED_BACK = "POSTPONED", "SUPERSEDED", "HANDED_BACK"
 """How an attempt can end that has no outcome: it was put off, another worker has it, or this worker has stopped."""
 
+AT_ONCE = 50
+"""Spans that end in one round of the event loop: about a millisecond of work."""
+
 
 class Spans:
     """The spans of attempts: begun when a handler is called, ended when it is known what becomes of its command."""
@@ -43,11 +47,12 @@ class Spans:
     def begin(self) -> None:
         """Begin the span of the attempt that is about to run in this context. It goes on until `end`."""
         leased, telemetry = running.get(), self.telemetry
-        assert isinstance(leased, Leased)
-        if (span := self.open.get(leased)) is not None:
+        assert type(leased) is Leased
+        if self.open and (span := self.open.get(leased)) is not None:
             telemetry.go_on(span)  # its transaction has collided with others, and the same attempt is made again
             return
-        span = telemetry.begin(leased, leased.lease.domain, leased.headers, leased.lease.headers)
+        lease = leased.lease
+        span = telemetry.begin(leased, lease.domain, leased.headers, lease.headers)
         if span is not None or telemetry.measures:
             self.open[leased] = span
 
@@ -79,8 +84,15 @@ class Spans:
         """This is why the attempt has not succeeded."""
         self._errors[leased] = error
 
-    def end(self, leased: Leased, outcome: str, reason: str | None = None, seconds: float | None = None) -> None:
-        """The attempt has ended so, after so many seconds."""
+    def end(
+        self,
+        leased: Leased,
+        outcome: str,
+        reason: str | None = None,
+        seconds: float | None = None,
+        ended: int | None = None,
+    ) -> None:
+        """The attempt has ended so, after so many seconds, and at this time in nanoseconds; if None, it ends now."""
         error = self._errors.pop(leased, None) if self._errors else None
         if leased not in self.open:  # it has not begun, was one of many, or nobody wants to know
             return
@@ -96,7 +108,25 @@ class Spans:
         if error is not None:
             self.telemetry.note_error(span, error)
         self._ended[leased] = span.get_span_context()
-        span.end()
+        span.end(ended)
+
+    async def end_many(self, transitions: Sequence[Transition]) -> None:
+        """These attempts ended at the time that their results tell.
+
+        The SDK's work takes up to a third less if it is done for many spans in a row than between other work. The clock
+        is read before the time of day, so no span ends before it began.
+        """
+        for first in range(0, len(transitions), AT_ONCE):
+            if not self.open and not self._errors:
+                return
+            if first:
+                await asyncio.sleep(0)  # let others in between
+            clock = time.monotonic()
+            now = time.time_ns()
+            for one in transitions[first : first + AT_ONCE]:
+                leased, finished = one.leased, one.finished
+                ended = now - int(1e9 * (clock - finished))
+                self.end(leased, one.outcome, one.reason, finished - leased.started, ended)
 
     def settled(self, leased: Iterable[Leased]) -> None:
         """These have a result in the database, or never will."""
@@ -120,30 +150,33 @@ class Spans:
 class TracedHandlers(Handlers):
     """The handlers of a bus, also those that are registered later; each begins the span of its call."""
 
-    __slots__ = ("_inner", "_spans", "_traced")
+    __slots__ = ("_find", "_spans", "_traced")
 
     def __init__(self, spans: Spans, handlers: Handlers) -> None:
         self.__dict__ = handlers.__dict__
-        self._inner = handlers
+        self._find = handlers.find
         self._spans = spans
         self._traced: dict[int, tuple[Handler, Handler]] = {}
 
     def find(self, domain: str, command_type: str) -> Handler | None:
-        handler = self._inner.find(domain, command_type)
+        handler = self._find(domain, command_type)
+        known = self._traced.get(id(handler))
+        return self._add(handler) if known is None else known[1]
+
+    def _add(self, handler: Handler | None) -> Handler | None:
         if handler is None:
             return None
-        known = self._traced.get(id(handler))
-        if known is None:
-            function = self._of_many(handler) if handler.takes_many else self._of_one(handler.function)
-            known = self._traced[id(handler)] = handler, replace(handler, function=function)
-        return known[1]
+        function = self._of_many(handler) if handler.takes_many else self._of_one(handler.function)
+        traced = replace(handler, function=function)
+        self._traced[id(handler)] = handler, traced
+        return traced
 
     def _of_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The span ends when it is known what becomes of the command: see `TracedSettlement`."""
-        spans = self._spans
+        begin = self._spans.begin
 
         def call(command: Any, context: Any) -> Any:
-            spans.begin()
+            begin()
             return function(command, context)
 
         return call
@@ -164,22 +197,11 @@ class TracedHandlers(Handlers):
 
 
 class TracedSettlement(Settlement):
-    """Ends the spans of attempts as their results come in, and has a span for each settlement of them."""
+    """Ends the spans of attempts when their results are settled, and has a span for each settlement of them."""
 
     def __init__(self, spans: Spans, *station: Any) -> None:
         super().__init__(*station)
         self._spans = spans
-
-    def offer(self, transition: Transition) -> bool:
-        if not super().offer(transition):
-            return False
-        if self._spans.open:
-            self._end(transition)
-        return True
-
-    async def put(self, transition: Transition) -> None:
-        await super().put(transition)
-        self._end(transition)
 
     def settled_elsewhere(self, transition: Transition) -> None:
         leased = transition.leased
@@ -193,11 +215,8 @@ class TracedSettlement(Settlement):
         self._spans.settled([leased])
         super().superseded(leased)
 
-    def _end(self, transition: Transition) -> None:
-        leased = transition.leased
-        self._spans.end(leased, transition.outcome, transition.reason, transition.finished - leased.started)
-
     async def _settle(self, transitions: Sequence[Transition], patience: float) -> int:
+        await self._spans.end_many(transitions)
         links, telemetry = self._spans.linked(transitions), self._spans.telemetry
         if not links and not telemetry.measures:
             return await super()._settle(transitions, patience)
