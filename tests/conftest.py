@@ -32,7 +32,10 @@ hypothesis_settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis_settings.load_profile("patient")
 
 OUTSIDE = pytest.StashKey[list[str]]()
-LONGEST = ("chaos", "cluster", "browser", "test_bench.py", "test_isolation.py", "test_screenshots.py", "test_site.py")
+LONGEST = (
+    *("chaos", "cluster", "browser", "test_bench.py", "test_isolation.py", "test_screenshots.py", "test_site.py"),
+    *("test_dashboard.py", "test_demo.py", "test_interleavings.py", "test_model.py", "test_outbox.py"),
+)
 """Folders and files whose tests take longest."""
 THROWN_AWAY = {"fsync": "off", "full_page_writes": "off"}
 """For servers that no test crashes: their data need not survive a power failure."""
