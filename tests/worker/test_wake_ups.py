@@ -199,9 +199,9 @@ async def test_a_busy_worker_takes_what_it_has_told_all_for_no_newcomer(
     given.handler()
     async with workers(given, 1) as [run]:
         claimer, told = run._claimer, run.notifications
-        claimer.emptied = False  # more is ready than it can take
         claimer.wake_ups.came(DOMAIN)
         await claimer.wake_ups.hand_on_at_once()
+        claimer.emptied = False  # more is ready than it can take; the worker itself looks only in the next await
         told.hear(READY, DOMAIN)
         assert not claimer.newcomers.expected
         told.hear(READY, DOMAIN)  # somebody else has told all
