@@ -165,6 +165,31 @@ async def test_no_flush_is_larger_than_max_size() -> None:
     assert max(map(len, sink.flushes)) == 4 and len(sink.flushes) <= 14
 
 
+async def test_between_two_flushes_the_event_loop_goes_round() -> None:
+    loop = asyncio.get_running_loop()
+    rounds, flushed_in = 0, Counter[int]()
+    counting: asyncio.Handle
+
+    def count_round() -> None:
+        nonlocal rounds, counting
+        rounds += 1
+        counting = loop.call_soon(count_round)
+
+    async def flush(items: Sequence[int]) -> None:
+        flushed_in[rounds] += 1
+
+    coalescer = Coalescer(flush, max_size=1, max_interval=NEVER, capacity=100)
+    counting = loop.call_soon(count_round)
+    try:
+        for item in range(20):
+            await coalescer.put(item)
+        await eventually(lambda: flushed_in.total() == 20)
+    finally:
+        counting.cancel()
+        await coalescer.close(NEVER)
+    assert max(flushed_in.values()) == 1
+
+
 async def test_items_are_flushed_in_the_order_they_came() -> None:
     sink = Sink()
     sink.failures = 2

@@ -24,7 +24,8 @@ from busload import (
     SyncHandlerContext,
     TransientCommandError,
 )
-from busload.worker.executor import LONGEST_TURN
+from busload.worker.line import LONGEST_TURN
+from busload.worker.newcomers import SHORT_TURN
 from tests.given import DOMAIN, Database, Given, counts, eventually, raising
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -417,7 +418,8 @@ async def test_peer_oban_1022_and_good_job_832(given: Given, size: int) -> None:
     assert len(done) == 1
 
 
-async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given) -> None:
+@pytest.mark.parametrize("turn", [LONGEST_TURN, SHORT_TURN])
+async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given, turn: float) -> None:
     loop = asyncio.get_running_loop()
     rounds, begun_in = 0, Counter[int]()
     counting: asyncio.Handle
@@ -429,7 +431,7 @@ async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given) 
 
     async def busy(command: Command, ctx: HandlerContext) -> None:
         begun_in[rounds] += 1
-        until = time.monotonic() + 2 * LONGEST_TURN
+        until = time.monotonic() + 2 * turn
         while time.monotonic() < until:
             pass
 
@@ -437,7 +439,9 @@ async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given) 
     await given.batch(commands=60)
     counting = loop.call_soon(count_round)
     try:
-        assert await given.drained() == 60
+        async with given.worker()._running() as run:
+            run._line.longest_turn = turn
+            assert await run.until_drained() == 60
     finally:
         counting.cancel()
     assert max(begun_in.values()) <= 2  # the second one finds that the turn is over

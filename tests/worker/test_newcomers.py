@@ -11,19 +11,21 @@ from datetime import timedelta
 from uuid import UUID
 
 import psycopg
+import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext
 from busload.commands import claim
 from busload.commands.execution import Lease, Leased
+from busload.worker import newcomers
 from busload.worker.claimer import Claimer
 from busload.worker.lifecycle import Run
-from busload.worker.line import Claimed
-from busload.worker.newcomers import FEW, SHORTEST_GAP, split_off_few
+from busload.worker.line import LONGEST_TURN, Claimed
+from busload.worker.newcomers import FEW, SHORT_TURN, SHORTEST_GAP, split_off_few
 from tests.given import DOMAIN, Database, Given, eventually
 
 WAITING_CLAIMS = (
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    " AND query LIKE '%%busload.lease%%'"
+    " AND query LIKE 'WITH alive AS%%'"  # the server tells only the beginning of a statement
 )
 
 
@@ -240,12 +242,68 @@ async def test_newcomers_of_a_batch_that_is_held_while_they_are_claimed_do_not_b
             await asyncio.to_thread(conn.execute, "LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE")
             claimer.newcomers.came()
             claiming = asyncio.create_task(claimer.newcomers.once())
-            await eventually(lambda: database.value(WAITING_CLAIMS) > 0)
+            await eventually(lambda: claimer.sent_at is not None and database.value(WAITING_CLAIMS) > 0)
             claimer.heed_holds({small})
             conn.rollback()
         await claiming
         assert small not in batches(run._line.items)
         assert claimer.sent_at is None and run._hand_back.leaving.total() == 5
+
+
+@asynccontextmanager
+async def claiming_newcomers(claimer: Claimer, dsn: str) -> AsyncIterator[None]:
+    """A claim for newcomers is under way, and has no answer before the block ends."""
+    with psycopg.connect(dsn) as conn:
+        await asyncio.to_thread(conn.execute, "LOCK TABLE busload.lease IN SHARE ROW EXCLUSIVE MODE")
+        claimer.newcomers.came()
+        claiming = asyncio.create_task(claimer.newcomers.once())
+        await eventually(lambda: claimer.sent_at is not None)
+        yield
+        conn.rollback()
+    await claiming
+
+
+async def some_rounds() -> None:
+    """As many rounds of the event loop as anybody needs who wants a connection."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def test_slots_take_short_turns_while_newcomers_are_claimed(given: Given, dsn: str) -> None:
+    async with busy(given) as (run, claimer, _go):
+        assert run._line.longest_turn == LONGEST_TURN
+        async with claiming_newcomers(claimer, dsn):
+            assert run._line.longest_turn == SHORT_TURN
+        assert run._line.longest_turn == LONGEST_TURN
+
+
+async def test_no_settlement_and_no_other_claim_is_sent_while_newcomers_are_claimed(
+    given: Given, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newcomers, "HEAD_START", 3600.0)
+    async with busy(given) as (run, claimer, go):
+        run._settlement.flush_soon()
+        await eventually(lambda: run._settlement.waiting == 0)
+        pool = run._pool
+        async with claiming_newcomers(claimer, dsn):
+            in_use = pool.size - pool.idle
+            go.set()
+            await eventually(lambda: run._settlement.waiting > 0)
+            run._settlement.flush_soon()
+            await some_rounds()
+            assert pool.size - pool.idle == in_use
+            run._line.drop(list(run._line.ready)[1:])  # room for a claim
+            claiming = asyncio.create_task(claimer.once())
+            await some_rounds()
+            assert len(list(claimer._under_way)) == 1
+        await claiming
+
+
+async def test_others_wait_only_for_a_moment_for_newcomers(given: Given, database: Database, dsn: str) -> None:
+    """A claim that has to wait for somebody's lock, or for a server that is away, must not stop all others"""
+    async with busy(given) as (_, claimer, _go), claiming_newcomers(claimer, dsn):
+        await claimer.newcomers.let_go_first()
+        assert claimer.newcomers.expected
 
 
 async def test_everybody_runs_whatever_comes_while_a_large_batch_runs(

@@ -83,13 +83,14 @@ class Claimer:
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self.room = Room(shared, line, gatherer, settlement, self._pace)
-        self.newcomers = Newcomers(self._claim_few)
+        self.newcomers = Newcomers(self._claim_few, line)
         self.marks = Marks()
         self.wake_ups = WakeUps(shared.perform)
         self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)
         self._gate = BudgetGate(
             self._held, one_flush(shared.settings), lambda: gatherer.gathered, settlement.flush_soon
         )
+        settlement.let_newcomers_go_first = self.newcomers.let_go_first
         settlement.heed_holds = self.heed_holds
         self._promoted_at = self._claimed_at = time.monotonic()
         self._empty_at = 0.0
@@ -160,6 +161,7 @@ class Claimer:
         if self._broker is not None:
             self._decide_on_poll(self._broker)
         await self.newcomers.once()
+        await self.newcomers.let_go_first()
         woken = self.wake_ups.count  # what a wake-up during the claims is about, they may not have seen
         try:
             claims = [await self._claim_in_parts(domains, most) for domains, most in wanted]

@@ -221,6 +221,7 @@ class Coalescer(Generic[T]):
         log.debug("The %s flushed %s in %.1f ms and wrote %d", self._name, flushed, took, written)
         if self.stats.waiting < self._capacity:
             self._room.set()
+        await asyncio.sleep(0)  # to make the next flush takes a millisecond, as did this one's end: let others between
         return len(items)
 
     def _next_items(self) -> list[T]:

@@ -42,12 +42,6 @@ log = logging.getLogger("busload")
 Rest: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do for a command once its handler has begun or ended."""
 
-LONGEST_TURN = 0.0005
-"""Seconds for which slots run commands in one round of the event loop, all together, if no handler waits.
-
-Claims, settlement and notifications need the event loop too.
-"""
-
 
 class Waiting(msgspec.Struct, eq=False):
     """A handler that waits for something, and what it was given."""
@@ -158,7 +152,7 @@ class Executor:
                 if self._turn_began is None:
                     self._turn_began = taken.started
                     asyncio.get_running_loop().call_soon(self._begin_turn)
-                elif taken.started - self._turn_began > LONGEST_TURN:
+                elif taken.started - self._turn_began > line.longest_turn:
                     self._turn_is_over = True
                 if isinstance(begun, Waiting):
                     ended = await begun.suspended

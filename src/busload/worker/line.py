@@ -21,6 +21,12 @@ Key: TypeAlias = tuple[str, str, object, UUID | None]
 LEAST_URGENT = -32768
 """The lowest priority that a command can have."""
 
+LONGEST_TURN = 0.0005
+"""Seconds for which slots run commands in one round of the event loop, all together, if no handler waits.
+
+Claims, settlement and notifications need the event loop too.
+"""
+
 
 class Gathered:
     """A chunk on its way to a slot; in the line it counts as one command."""
@@ -82,6 +88,8 @@ class Line:
         """When no more than that are in hand, `on_low` is called once."""
         self.threads_wanted: int | None = None
         """When that many threads are free, `on_low` is called once."""
+        self.longest_turn = LONGEST_TURN
+        """Seconds for which slots run commands in one round of the event loop."""
         self._resting: list[asyncio.Future[None]] = []
         self.idle = asyncio.Event()
         """Set while nothing is in hand."""

@@ -105,6 +105,8 @@ class Settlement:
         self._room_wanted = False
         self.heed_holds: Callable[[Set[UUID]], None] = lambda held: None
         """Told of batches that are held, before anything may begin that waits for their results to count."""
+        self.let_newcomers_go_first: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        """Waits for a moment while newcomers are claimed."""
         self.outcomes: Counter[str] = Counter()
         self.attempts = Attempts()
         self.in_transactions = self.late = 0
@@ -314,6 +316,7 @@ class Settlement:
 
         A flush that takes too long is halved; a single result has more time.
         """
+        await self.let_newcomers_go_first()
         deadline = self._deadline if len(transitions) > 1 else 4 * self._deadline
         plan = settle.settle(transitions, now=time.monotonic(), again=False, patience=int(1000 * patience))
         async with asyncio.timeout(deadline.total_seconds()), self._pool.connection() as conn:
