@@ -1,0 +1,66 @@
+"""`python -m tests.explorer`: explore schedules of many actors for as long as asked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from busload.testing import TestServer
+from tests.explorer.schedule import Run, explore, replay, shrink, told
+from tests.explorer.world import World
+
+NAMES = ("sender", "worker 1", "worker 2", "sweeper", "operator 1", "operator 2", "relay 1", "pruner", "stranger")
+CONFIG = {"fsync": "off", "full_page_writes": "off", "autovacuum": "off", "max_connections": "60"}
+
+
+@contextmanager
+def own_world(names: Sequence[str] = NAMES) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="busload-explore-") as home:
+        Path(home).chmod(0o755)
+        with TestServer(Path(home), config=CONFIG) as server, server.database() as dsn:
+            world = World(dsn, names)
+            try:
+                yield world
+            finally:
+                world.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make explore", description=__doc__)
+    parser.add_argument("--seed", type=int, default=None, help="the first seed; drawn by chance if left out")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to explore")
+    parser.add_argument("--length", type=int, default=24, help="actions of a schedule, at most")
+    parser.add_argument("--replay", metavar="SEED", type=int, help="carry out one schedule again, and tell its story")
+    options = parser.parse_args(arguments)
+    with own_world() as world:
+        if options.replay is not None:
+            run = explore(world, options.replay, options.length)
+            print("\n".join(run.story))
+            return report(world, run, options.replay) if run.violation else 0
+        first = options.seed if options.seed is not None else int.from_bytes(os.urandom(4)) * 1000
+        began, seed, commits, actions = time.monotonic(), first, 0, 0
+        while time.monotonic() - began < options.seconds:
+            run = explore(world, seed, options.length)
+            if run.violation:
+                return report(world, run, seed)
+            seed, commits, actions = seed + 1, commits + world.commits, actions + len(run.actions)
+        print(f"{seed - first} schedules from seed {first}: {actions} actions, {commits} commits checked, no violation")
+    return 0
+
+
+def report(world: World, run: Run, seed: int) -> int:
+    again = replay(world, run.actions)
+    print(told(shrink(world, again if again.violation else run), seed), flush=True)
+    if not again.violation:
+        print("(It did not happen again when the same actions were carried out.)")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
