@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from busload.testing import TestServer
+from tests.explorer.casts import CASTS, EVERYBODY
 from tests.explorer.schedule import Run, explore, replay, shrink, told
 from tests.explorer.world import World
 
-NAMES = ("sender", "worker 1", "worker 2", "sweeper", "operator 1", "operator 2", "relay 1", "pruner", "stranger")
 CONFIG = {"fsync": "off", "full_page_writes": "off", "autovacuum": "off", "max_connections": "60"}
 
 
 @contextmanager
-def own_world(names: Sequence[str] = NAMES) -> Iterator[World]:
+def own_world(names: Sequence[str] = EVERYBODY) -> Iterator[World]:
     with tempfile.TemporaryDirectory(prefix="busload-explore-") as home:
         Path(home).chmod(0o755)
         with TestServer(Path(home), config=CONFIG) as server, server.database() as dsn:
@@ -37,26 +37,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to explore")
     parser.add_argument("--length", type=int, default=24, help="actions of a schedule, at most")
     parser.add_argument("--replay", metavar="SEED", type=int, help="carry out one schedule again, and tell its story")
+    parser.add_argument("--cast", choices=sorted(CASTS), help="who takes part; everybody if left out")
     options = parser.parse_args(arguments)
-    with own_world() as world:
+    with own_world(CASTS.get(options.cast, EVERYBODY)) as world:
         if options.replay is not None:
             run = explore(world, options.replay, options.length)
             print("\n".join(run.story))
-            return report(world, run, options.replay) if run.violation else 0
+            return report(world, run, options.replay, options) if run.violation else 0
         first = options.seed if options.seed is not None else int.from_bytes(os.urandom(4)) * 1000
         began, seed, commits, actions = time.monotonic(), first, 0, 0
         while time.monotonic() - began < options.seconds:
             run = explore(world, seed, options.length)
             if run.violation:
-                return report(world, run, seed)
+                return report(world, run, seed, options)
             seed, commits, actions = seed + 1, commits + world.commits, actions + len(run.actions)
         print(f"{seed - first} schedules from seed {first}: {actions} actions, {commits} commits checked, no violation")
     return 0
 
 
-def report(world: World, run: Run, seed: int) -> int:
+def report(world: World, run: Run, seed: int, options: argparse.Namespace) -> int:
     again = replay(world, run.actions)
-    print(told(shrink(world, again if again.violation else run), seed), flush=True)
+    cast = f"--cast {options.cast} " if options.cast else ""
+    repeat = f"{cast}--length {options.length} --replay {seed}"
+    print(told(shrink(world, again) if again.violation else run, repeat), flush=True)
     if not again.violation:
         print("(It did not happen again when the same actions were carried out.)")
     return 1

@@ -188,11 +188,9 @@ def settle_some(world: World, actor: Actor, which: str, outcome: str) -> Turns[s
     some = chosen(held_by(actor), which)
     known: dict[int, Transition] = actor.memory.setdefault("results", {})
     transitions = [known.setdefault(id(one), result_of(one, outcome)) for one in some]
-    again = any(id(one) in actor.memory.get("unknown", ()) for one in some)
     try:
-        credited = yield from each_alone(settle.settle(transitions, now=0.0, again=again))
+        credited = yield from each_alone(settle.settle(transitions, now=0.0, again=False))
     except Exception as error:
-        actor.memory.setdefault("unknown", set()).update(id(one) for one in some)
         return outcome_of(error)
     for one in some:
         held_by(actor).remove(one)
@@ -355,7 +353,12 @@ def cancel_one(world: World, actor: Actor, number: str) -> Turns[str]:
 
 def decide(world: World, actor: Actor, number: str, *, action: str) -> Turns[str]:
     decision = Decision(action=action, operator="ada", reason="x")  # type: ignore[arg-type]
-    return (yield from doing(lambda: decisions.decide_one(DOMAIN, numbered(int(number)), decision))(world, actor))
+    try:
+        yield from in_transaction(decisions.decide_one(DOMAIN, numbered(int(number)), decision))
+    except Exception as error:
+        return outcome_of(error)
+    world.decided += 1
+    return "done"
 
 
 def prune_all(world: World, actor: Actor) -> Turns[str]:
@@ -384,7 +387,10 @@ def relay(world: World, actor: Actor, broker: str) -> Turns[str]:
         pieces = [
             outbox.Piece(one.load, reason, error, published=None if reason else published % one.load.lo) for one in taken
         ]
-        ready, again = yield from each_alone(outbox.mark(me, pieces))
+        try:
+            ready, again = yield from each_alone(outbox.mark(me, pieces))
+        except LostError:
+            ready, again = yield from each_alone(outbox.mark(me, pieces))
         yield from in_transaction(creation_state.close())
     except Exception as error:
         return outcome_of(error)

@@ -39,6 +39,14 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}"),
     ("sender: create A 3!", "worker 1: claim 2!", "worker 1: settle first again!", f"{TIME}: {DUE}"),
     ("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!"),
+    ("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!", "worker 1: beat!"),
+    ("sender: create A 3!", "worker 1: claim 3!", "worker 1: settle first done!", f"worker 1 {SILENT}"),
+    ("sender: create A 3!", "worker 1: claim 3!", "worker 1: give-back first!"),
+    (
+        *("sender: create A 3!", "sender: create B 2!", "worker 1: claim 2!", "worker 2: claim 3!"),
+        *("stranger: lock batch", "worker 1: settle all done", "worker 2: settle all done"),
+    ),
+    ("sender: create A 3!", "worker 1: claim 3!", "operator 1: cancel 2", "operator 2: cancel-in-pages A"),
     ("sender: open B!", "sender: add B 2!", "worker 1: claim 2!"),
     ("sender: create A 2 outbox!",),
     ("sender: create A 2 outbox!", "relay 1: relay is-silent!", f"{TIME}: {DUE}"),
@@ -153,8 +161,9 @@ def possible(world: World, rng: random.Random, faults: bool) -> str:
     return f"{actor.name} {GOES_ON}"
 
 
-def explore(world: World, seed: int, length: int, *, faults: bool = True) -> Run:
+def explore(world: World, seed: int, length: int, *, faults: bool = True, look_every: int = 1) -> Run:
     """Draw a schedule from a seed, and carry it out."""
+    world.look_every = look_every
     rng = random.Random(seed)
     actions = [f"{name}: register!" for name in world.actors if name.startswith("worker")]
     actions += rng.choice(SETTINGS)
@@ -170,7 +179,7 @@ def explore(world: World, seed: int, length: int, *, faults: bool = True) -> Run
 
 def replay(world: World, actions: Sequence[str]) -> Run:
     """Carry out a schedule that is known."""
-    left = iter(actions)
+    world.look_every, left = 1, iter(actions)
     return carry_out(world, lambda: next(left, None))
 
 
@@ -275,11 +284,11 @@ def shrink(world: World, run: Run, *, tries: int = 400) -> Run:
     return best
 
 
-def told(run: Run, seed: int | None = None) -> str:
-    """A failing run as a story, and as a test."""
+def told(run: Run, again: str = "") -> str:
+    """A failing run as a story, and as a test; `again` are the options that repeat it."""
     lines = [f"{run.violation}", ""]
-    if seed is not None:
-        lines += [f"seed {seed}: again with `make explore EXPLORE=\"--replay {seed}\"`", ""]
+    if again:
+        lines += [f'Again: make explore EXPLORE="{again}"', ""]
     lines += [*run.story, "", "As a test:", "    replay(world, ["]
     lines += [f"        {action!r}," for action in run.actions]
     return "\n".join([*lines, "    ])"])

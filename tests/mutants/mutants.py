@@ -6,29 +6,10 @@ tries them all, each in a copy of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from tests.mutants.concurrency import EXPLORED
+from tests.mutants.mutant import ROOT, Mutant
 
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """`text` stands exactly once in `file`, which is a path below src/busload; `test` is a pytest node id."""
-
-    name: str
-    file: str
-    text: str
-    replacement: str
-    test: str
-    why: str
-
-    def planted(self, source: str) -> str:
-        found = source.count(self.text)
-        if found != 1:
-            raise LookupError(f"{self.name}: its text occurs {found} times in {self.file}, wanted once.")
-        return source.replace(self.text, self.replacement)
-
+__all__ = ["MUTANTS", "ROOT", "Mutant"]
 
 FASTAPI = "tests/integrations/test_fastapi.py::"
 SELF_OPENING = "tests/integrations/test_self_opening_bus.py::"
@@ -3124,4 +3105,5 @@ MUTANTS = [
         f"{CELERY}test_canvas_is_refused_before_anything_is_sent",
         "the rest of a chain would be lost without a word",
     ),
+    *EXPLORED,
 ]
