@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests, demo and measurements start hundreds of processes: without its cache, Python compiles busload anew in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint style types examples package sync figures servers bench chaos mutants docs screenshots clean
+.PHONY: help setup demo test lint style types examples package sync figures servers bench chaos explore mutants docs screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -49,6 +49,7 @@ sync: setup  ## Make src/busload/sync, the API without await, from the async mod
 
 figures: setup  ## Write what the docs make from the code: tables, docstrings, the changelog page and llms.txt
 	$(BIN)/python scripts/generate_figures.py
+	$(BIN)/python -m tests.explorer.crash_points
 	$(BIN)/python scripts/generate_docs.py
 
 servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers
@@ -61,6 +62,9 @@ servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, t
 
 chaos: servers  ## Long fault runs: kill workers and brokers, restart PostgreSQL, freeze processes
 	$(BIN)/python -m pytest -m chaos -p no:randomly --timeout 3600 -s
+
+explore: setup  ## Try schedules of many actors, statement by statement; options in EXPLORE="..."
+	$(BIN)/python -m tests.explorer $(EXPLORE)
 
 mutants: setup  ## Plant faults in copies of the package; each must make its test fail; some by name in MUTANTS="..."
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)

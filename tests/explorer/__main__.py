@@ -13,6 +13,7 @@ from pathlib import Path
 
 from busload.testing import TestServer
 from tests.explorer.casts import CASTS, EVERYBODY
+from tests.explorer.exhaustive import LARGER, SCOPES, explore_all
 from tests.explorer.schedule import Run, explore, replay, shrink, told
 from tests.explorer.world import World
 
@@ -38,7 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--length", type=int, default=24, help="actions of a schedule, at most")
     parser.add_argument("--replay", metavar="SEED", type=int, help="carry out one schedule again, and tell its story")
     parser.add_argument("--cast", choices=sorted(CASTS), help="who takes part; everybody if left out")
+    parser.add_argument("--exhaustive", action="store_true", help="try all orders of the small scopes, and of larger")
     options = parser.parse_args(arguments)
+    if options.exhaustive:
+        return exhaustive(options.seconds)
     with own_world(CASTS.get(options.cast, EVERYBODY)) as world:
         if options.replay is not None:
             run = explore(world, options.replay, options.length)
@@ -52,6 +56,19 @@ def main(arguments: Sequence[str]) -> int:
                 return report(world, run, seed, options)
             seed, commits, actions = seed + 1, commits + world.commits, actions + len(run.actions)
         print(f"{seed - first} schedules from seed {first}: {actions} actions, {commits} commits checked, no violation")
+    return 0
+
+
+def exhaustive(seconds: float) -> int:
+    """Each scope for as long as asked, at most."""
+    for name, scope in {**SCOPES, **LARGER}.items():
+        with own_world(scope.cast) as world:
+            explored = explore_all(world, scope, seconds=seconds)
+            if explored.failed is not None:
+                print(told(explored.failed))
+                return 1
+            whole = "all orders" if explored.complete else "not all orders"
+            print(f"{name}: {explored.states} states in {explored.schedules} schedules, {whole}", flush=True)
     return 0
 
 

@@ -18,6 +18,7 @@ from busload.commands import cancel, claim, rescue, send, settle
 from busload.commands.command import NewCommand
 from busload.commands.execution import COMPLETED, FAILED, FAILED_ATTEMPT, TROUBLESHOOTING, Leased, Transition
 from busload.dispatch import creation_state, outbox
+from busload.errors import SupersededError
 from busload.postgres.plan import Plan, Script
 from busload.retention import prune
 from busload.troubleshooting import decisions
@@ -191,7 +192,9 @@ def settle_some(world: World, actor: Actor, which: str, outcome: str) -> Turns[s
     try:
         credited = yield from each_alone(settle.settle(transitions, now=0.0, again=False))
     except Exception as error:
+        actor.memory["repeats"] = actor.doing
         return outcome_of(error)
+    actor.memory.pop("repeats", None)
     for one in some:
         held_by(actor).remove(one)
     noted(world, transitions, credited)
@@ -216,7 +219,7 @@ def result_of(one: Leased, outcome: str) -> Transition:
     )
 
 
-def chosen(held: Sequence[Leased], which: str) -> list[Leased]:
+def chosen(held: list[Leased], which: str) -> list[Leased]:
     return {"first": held[:1], "last": held[-1:]}.get(which, list(held))
 
 
@@ -259,11 +262,12 @@ def give_back(world: World, actor: Actor, which: str) -> Turns[str]:
     try:
         yield from each_alone(claim.give_back(parts))
     except Exception as error:
-        actor.memory["giving"] = True
+        actor.memory["giving"] = actor.memory["repeats"] = actor.doing
         return outcome_of(error)
     for one in some:
         held_by(actor).remove(one)
     actor.memory.pop("giving", None)
+    actor.memory.pop("repeats", None)
     return f"gave back {[one.id for one in some]}"
 
 
@@ -286,7 +290,7 @@ def transact(world: World, actor: Actor) -> Turns[str]:
         yield from settle.lock([one.lease], [])
         credited = yield from settle.settle([transition], now=0.0)
         if not credited:
-            raise decisions.SupersededError("another worker has it")
+            raise SupersededError("another worker has it")
         return credited
 
     try:
@@ -331,7 +335,7 @@ def about_batch(plan: Callable[..., Plan[Any]], **options: Any) -> Callable[...,
 def cancel_in_pages(world: World, actor: Actor, name: str) -> Turns[str]:
     """As the bus does it: the mark is one transaction, each page another."""
     about = {"reason": "x", "operator": "ada"}
-    begin = partial(cancel_batches.begin_to_cancel, DOMAIN, batch_id_of(name), in_pages=True, **about)  # type: ignore[arg-type]
+    begin = partial(cancel_batches.begin_to_cancel, DOMAIN, batch_id_of(name), in_pages=True, **about)
     try:
         begun = yield from in_transaction(begin())
         total, after = 0, cancel_batches.BEGINNING if begun.batch_ids else None
@@ -385,7 +389,8 @@ def relay(world: World, actor: Actor, broker: str) -> Turns[str]:
         reason, error = (None, None) if broker == "confirms" else ("UNCONFIRMED", "no answer")
         published = '{"transport": "explored", "publication": "%s"}'
         pieces = [
-            outbox.Piece(one.load, reason, error, published=None if reason else published % one.load.lo) for one in taken
+            outbox.Piece(one.load, reason, error, published=None if reason else published % one.load.lo)
+            for one in taken
         ]
         try:
             ready, again = yield from each_alone(outbox.mark(me, pieces))
@@ -458,7 +463,16 @@ WORKER = {
     ),
     "settle": Operation(
         settle_some,
-        ("first done", "all done", "last done", "first failed", "all again", "first again", "all parked", "first parked"),
+        (
+            "first done",
+            "all done",
+            "last done",
+            "first failed",
+            "all again",
+            "first again",
+            "all parked",
+            "first parked",
+        ),
         lambda world, actor: has_some(world, actor) and "giving" not in actor.memory,
         8,
     ),

@@ -41,7 +41,12 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!"),
     ("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!", "worker 1: beat!"),
     ("sender: create A 3!", "worker 1: claim 3!", "worker 1: settle first done!", f"worker 1 {SILENT}"),
-    ("sender: create A 3!", "worker 1: claim 3!", "worker 1: give-back first!"),
+    ("sender: create A 3!", "worker 1: claim 3!", "worker 1: give-back first", f"worker 1 {UNANSWERED}"),
+    ("sender: create A 3!", "worker 1: claim 3!", "worker 1: settle first done", f"worker 1 {UNANSWERED}"),
+    (
+        *("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!"),
+        *("worker 1: beat!", "worker 2: claim 3"),
+    ),
     (
         *("sender: create A 3!", "sender: create B 2!", "worker 1: claim 2!", "worker 2: claim 3!"),
         *("stranger: lock batch", "worker 1: settle all done", "worker 2: settle all done"),
@@ -86,9 +91,9 @@ def actor_of(world: World, action: str) -> tuple[Actor | None, str]:
     for name, actor in world.actors.items():
         for separator in (": ", " "):
             if action.startswith(name + separator):
-                return actor, action.removeprefix(name).lstrip(": ") if separator == ": " else " " + action.removeprefix(
-                    name + " "
-                )
+                return actor, action.removeprefix(name).lstrip(
+                    ": "
+                ) if separator == ": " else " " + action.removeprefix(name + " ")
     return None, action
 
 
@@ -111,16 +116,14 @@ def act(world: World, action: str) -> bool:
     if verb == DIES:
         world.die(actor)
         return True
-    if actor.turns is None or actor.waits is (verb == GOES_ON):
+    if actor.turns is None or verb == (GOES_ON if actor.waits else IMPATIENT):
         return False
     if verb == GOES_ON:
         world.go_on(actor)
-    elif verb in (LOST, UNANSWERED):
-        world.lose(actor, carried_out=verb == UNANSWERED)
-    elif actor.waits:
+    elif verb == IMPATIENT:
         world.lose_patience(actor)
     else:
-        return False
+        world.lose(actor, carried_out=verb == UNANSWERED)
     return True
 
 
@@ -132,10 +135,14 @@ def begin(world: World, actor: Actor, what: str) -> bool:
     if not operation.can(world, actor):
         return False
     world.begin(actor, what.removesuffix(AT_ONCE), operation.turns(world, actor, *words[1:]))
-    if what.endswith(AT_ONCE):
-        while actor.turns is not None and not actor.waits:
-            world.go_on(actor)
+    _take_turns(world, actor, whole=what.endswith(AT_ONCE))
     return True
+
+
+def _take_turns(world: World, actor: Actor, *, whole: bool) -> None:
+    """The first turn, or all."""
+    while actor.turns is not None and not actor.waits and (whole or actor.taken == 0):
+        world.go_on(actor)
 
 
 def possible(world: World, rng: random.Random, faults: bool) -> str:
@@ -146,9 +153,9 @@ def possible(world: World, rng: random.Random, faults: bool) -> str:
             return f"{actor.name} {rng.choice((SILENT, SILENT, DIES))}"
         if rng.random() < 0.05:
             return f"{TIME}: {DUE}"
-        operations = [
-            (name, operation) for name, operation in repertoire(actor).items() if operation.can(world, actor)
-        ]
+        if "repeats" in actor.memory and rng.random() < 0.6:
+            return f"{actor.name}: {actor.memory['repeats']}"
+        operations = [(name, operation) for name, operation in repertoire(actor).items() if operation.can(world, actor)]
         if not operations:
             return possible(world, rng, faults)
         [(name, operation)] = rng.choices(operations, [operation.weight for _, operation in operations])
@@ -224,7 +231,9 @@ def run_to_the_end(world: World) -> None:
     for _ in range(12):
         act(world, f"{TIME}: {DUE}")
         done(rescue.rescue())
-        for (batch_id,) in world.rows("SELECT batch_id FROM busload.batch WHERE held_at IS NOT NULL AND completed_at IS NULL"):
+        for (batch_id,) in world.rows(
+            "SELECT batch_id FROM busload.batch WHERE held_at IS NOT NULL AND completed_at IS NULL"
+        ):
             done(hold.resume(DOMAIN, batch_id, operator="ada"))
         done(cancel_batches.cancel_stragglers())
         done(cancel.cancel_stopping())
@@ -292,5 +301,3 @@ def told(run: Run, again: str = "") -> str:
     lines += [*run.story, "", "As a test:", "    replay(world, ["]
     lines += [f"        {action!r}," for action in run.actions]
     return "\n".join([*lines, "    ])"])
-
-

@@ -59,7 +59,7 @@ class Session:
         else:
             cursor.format = Format.BINARY if step.binary else Format.TEXT
             running = cursor._execute_gen(step.sql, step.params)
-        self._running = running  # type: ignore[assignment]
+        self._running = running
         self._resume(None)
 
     def ended(self, milliseconds: int) -> bool:

@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 from busload.testing import TestServer
 from tests.explorer.casts import CASTS
+from tests.explorer.exhaustive import SCOPES, explore_all
 from tests.explorer.schedule import explore, replay, shrink, told
-from tests.explorer.world import World
+from tests.explorer.worlds import world_of
 
-SCHEDULES = 150
-"""Of each cast, in every run: by the same seeds, so that a run that fails can be repeated."""
+SCHEDULES = {"workers": 120, "operators": 80, "strangers": 80, "relays": 80, "senders": 60}
+"""In every run, by the same seeds, so that a run that fails can be repeated."""
 LENGTH = 18
 
 
-@contextmanager
-def world_of(server: TestServer, cast: str) -> Iterator[World]:
-    with server.database() as dsn:
-        world = World(dsn, CASTS[cast])
-        try:
-            yield world
-        finally:
-            world.close()
-
-
 def explored(server: TestServer, cast: str) -> None:
-    with world_of(server, cast) as world:
-        for seed in range(SCHEDULES):
+    with world_of(server, CASTS[cast]) as world:
+        for seed in range(SCHEDULES[cast]):
             run = explore(world, seed, LENGTH, look_every=3)
             if run.violation:
                 pytest.fail(told(shrink(world, run, tries=60), f"--cast {cast} --length {LENGTH} --replay {seed}"))
 
 
+@pytest.mark.timeout(600)
 def test_workers_and_a_sweeper_lose_and_double_nothing(server: TestServer) -> None:
     explored(server, "workers")
 
 
+@pytest.mark.timeout(600)
 def test_operators_lose_and_double_nothing(server: TestServer) -> None:
     explored(server, "operators")
 
 
+@pytest.mark.timeout(600)
 def test_a_transaction_that_stays_open_loses_and_doubles_nothing(server: TestServer) -> None:
     explored(server, "strangers")
 
 
+@pytest.mark.timeout(600)
 def test_relays_lose_and_double_nothing(server: TestServer) -> None:
     explored(server, "relays")
 
 
+@pytest.mark.timeout(600)
 def test_senders_and_a_pruner_lose_and_double_nothing(server: TestServer) -> None:
     explored(server, "senders")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_all_orders_of_a_small_scope_lose_and_double_nothing(server: TestServer, scope: str) -> None:
+    with world_of(server, SCOPES[scope].cast) as world:
+        explored = explore_all(world, SCOPES[scope])
+        if explored.failed is not None:
+            pytest.fail(told(explored.failed))
+        assert explored.complete
+        assert explored.states > 30
+
+
 def test_a_schedule_is_the_same_each_time_it_is_replayed(server: TestServer) -> None:
-    with world_of(server, "operators") as world:
-        for seed in range(10):
+    with world_of(server, CASTS["operators"]) as world:
+        for seed in range(8):
             first = explore(world, seed, LENGTH)
-            story = list(first.story)
             assert first.violation is None
-            assert list(replay(world, first.actions).story) == story
+            assert replay(world, first.actions).story == first.story

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,18 +54,6 @@ CHECK = " UNION ALL ".join(
 """All invariants in one statement: each row is an offender."""
 
 
-
-def _shape(answer: list[Any] | Exception) -> str:
-    """What was answered, without ids and times, which are never the same."""
-    if isinstance(answer, Exception):
-        return type(answer).__name__
-    return repr([[x if isinstance(x, int | str | None) else type(x).__name__ for x in row] for row in answer])
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.md5("|".join(parts).encode()).hexdigest()[:12]
-
-
 NEVER_WAITS = {"claim", "claim-delivered", "promote"}
 """What passes by whatever others have locked."""
 
@@ -88,8 +75,8 @@ class Actor:
     """Its next turn, if it has begun something."""
     waits: bool = False
     """Whether its statement was sent and waits for a lock."""
-    trail: str = ""
-    """What the transaction that it has begun was answered, in short."""
+    taken: int = 0
+    """How many turns it has taken since it began."""
 
 
 class World:
@@ -98,7 +85,7 @@ class World:
     def __init__(self, dsn: str, names: Sequence[str]) -> None:
         self.dsn = dsn
         self.look_every = 1
-        """After how many commits the invariants are checked. What is wrong mostly stays so; a replay looks each time."""
+        """Invariants are checked after so many commits. What is wrong mostly stays so; a replay looks each time."""
         self.watch = psycopg.connect(dsn, autocommit=True, options=OPTIONS, prepare_threshold=0)
         self.watch.prepared_max = 1000
         self.watch.execute("SET lock_timeout = '10s'")  # nobody waits for who looks on
@@ -131,7 +118,7 @@ class World:
         self._used += 1
         if self._used % 100 == 0:  # dead rows make everything slower
             for statement in self._vacuum.split("; "):
-                self.watch.execute(statement, prepare=False)  # type: ignore[call-overload]
+                self.watch.execute(statement, prepare=False)
         self.story = []
         self.accepted: dict[UUID, bool] = {}
         """The commands that were sent: whether their sender knows that they were accepted."""
@@ -144,25 +131,22 @@ class World:
 
     def rows(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
         with self.watch.cursor() as cursor:
-            cursor.execute(query, params or None)  # type: ignore[call-overload]
+            cursor.execute(query, params or None)
             return cursor.fetchall() if cursor.description else []
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
     def begin(self, actor: Actor, doing: str, turns: Turns[str]) -> None:
-        """Somebody begins something, with its first turn."""
+        """Somebody is about to take the first turn of something."""
         assert actor.turns is None
-        actor.doing, actor.turns, actor.trail = doing, turns, ""
+        actor.doing, actor.turns, actor.taken = doing, turns, 0
         self._answer(actor, None)
-        if actor.turns is not None:
-            self.go_on(actor)
 
     def go_on(self, actor: Actor) -> None:
         """Take the next turn. It may end in waiting for a lock."""
         assert actor.next is not None and not actor.waits
         actor.session.start(actor.next.step)
-        self._look(actor)
-        if not actor.waits:
+        if not self._look(actor):
             self._answered(actor)
 
     def lose(self, actor: Actor, *, carried_out: bool) -> None:
@@ -174,8 +158,7 @@ class World:
         committed = False
         if carried_out and not actor.waits:
             actor.session.start(actor.next.step)
-            self._look(actor)
-            if not actor.waits:
+            if not self._look(actor):
                 try:
                     actor.session.answer()
                     committed = actor.next.commits
@@ -208,7 +191,6 @@ class World:
             self._cancel(actor)
         if actor.session.in_transaction:
             actor.session.perform(b"ROLLBACK")
-        actor.trail = ""
 
     def _cancel(self, actor: Actor) -> None:
         self.watch.execute("SELECT pg_cancel_backend(%s)", [actor.session.pid])
@@ -225,7 +207,7 @@ class World:
         except psycopg.Error as error:
             self._refuse_deadlock(error)
             answer = error
-        actor.trail = _digest(actor.trail, _shape(answer))
+        actor.taken += 1
         self._answer(actor, answer)
         if not actor.session.in_transaction or commits:
             self._after_transaction(commits and not isinstance(answer, Exception))
@@ -254,20 +236,21 @@ class World:
 
     # -- locks -----------------------------------------------------------------------------------------------------
 
-    def _look(self, actor: Actor) -> None:
-        """Wait until the statement has ended or is seen to wait for a lock."""
+    def _look(self, actor: Actor) -> bool:
+        """Wait until the statement has ended, or return True once it is seen to wait for a lock."""
         patience, left = SHORTLY, WITHIN
         while not actor.session.ended(patience):
             if self._is_blocked(actor):
                 actor.waits = True
                 if str(actor.doing).split()[0] in NEVER_WAITS:
                     raise ViolationError(f"{actor.doing} waits for a lock: of {self.waiting_for(actor)}")
-                return
+                return True
             left -= patience
             patience = LATER
             if left < 0:
                 raise ViolationError(f"{actor.name} never ends: {actor.doing}")
         actor.waits = False
+        return False
 
     def _is_blocked(self, actor: Actor) -> bool:
         """Whether it waits for others; those who wait for each other are parted by PostgreSQL soon."""
@@ -296,11 +279,9 @@ class World:
             if self.commits % self.look_every == 0:
                 self.check()
         for other in self.actors.values():
-            if other.waits:
-                self._look(other)
-                if not other.waits:
-                    self.tell(f"    {other.name} need not wait any more: {other.doing}")
-                    self._answered(other)
+            if other.waits and not self._look(other):
+                self.tell(f"    {other.name} need not wait any more: {other.doing}")
+                self._answered(other)
 
     def waiting_for(self, actor: Actor) -> list[str]:
         """Whom it waits for."""
@@ -328,4 +309,3 @@ class World:
             [(there,)] = self.rows("SELECT count(*) FROM busload.command WHERE command_id = ANY (%s)", known)
             if there != len(known):
                 raise ViolationError(f"{len(known) - there} accepted commands are gone")
-

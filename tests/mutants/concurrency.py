@@ -204,7 +204,8 @@ EXPLORED = [
         "noted-twice",
         "dispatch/outbox.sql",
         "       AND NOT EXISTS (SELECT FROM busload.event AS v\n"
-        "                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi AND v.type = 'PUBLISHED'\n"
+        "                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi"
+        " AND v.type = 'PUBLISHED'\n"
         "                          AND v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0)\n",
         "",
         RELAYS,
