@@ -48,10 +48,43 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
         *("worker 1: beat!", "worker 2: claim 3"),
     ),
     (
-        *("sender: create A 3!", "sender: create B 2!", "worker 1: claim 2!", "worker 2: claim 3!"),
+        *("sender: open A!", "sender: add A 1!", "sender: add A 1!", "sender: open B!", "sender: add B 1!"),
+        *("sender: add B 1!", "worker 1: claim 2!", "worker 2: claim 2!"),
         *("stranger: lock batch", "worker 1: settle all done", "worker 2: settle all done"),
     ),
     ("sender: create A 3!", "worker 1: claim 3!", "operator 1: cancel 2", "operator 2: cancel-in-pages A"),
+    (
+        *("sender: create A 3!", "operator 1: cancel 2", f"operator 1 {GOES_ON}"),
+        *("operator 2: cancel-batch A", f"operator 2 {GOES_ON}"),
+    ),
+    (
+        *("sender: create A 3!", "operator 2: cancel-in-pages A", f"operator 2 {GOES_ON}", f"operator 2 {GOES_ON}"),
+        *("operator 1: cancel 2", f"operator 1 {GOES_ON}"),
+    ),
+    ("sender: create A 3!", "operator 1: cancel 3", f"operator 1 {GOES_ON}", "worker 1: claim 1"),
+    ("sender: open B!", "sender: add B 1!", "sender: add B 1!", "worker 1: claim 1", "worker 2: claim 1"),
+    (
+        *("sender: create A 3!", "worker 2: claim 3!", f"worker 2 {SILENT}", "sweeper: rescue!", f"worker 2 {DIES}"),
+        *("worker 2: register!", "worker 1: claim 1", "worker 2: claim 1"),
+    ),
+    (
+        *("sender: create A 3!", "worker 1: claim 2!", "worker 1: settle all again!", f"{TIME}: {DUE}"),
+        *("stranger: lock scheduled", "sweeper: promote"),
+    ),
+    (
+        *("sender: create A 2 outbox!", "relay 1: relay confirms", f"relay 1 {GOES_ON}", f"relay 1 {GOES_ON}"),
+        f"relay 1 {UNANSWERED}",
+    ),
+    (
+        *("sender: create B 3 outbox!", "relay 1: relay confirms", f"relay 1 {GOES_ON}"),
+        *("worker 1: claim-delivered", f"relay 1 {GOES_ON}"),
+    ),
+    (
+        "sender: create B 3 outbox!",
+        "relay 1: relay confirms!",
+        "worker 1: claim-delivered",
+        "worker 2: claim-delivered",
+    ),
     ("sender: open B!", "sender: add B 2!", "worker 1: claim 2!"),
     ("sender: create A 2 outbox!",),
     ("sender: create A 2 outbox!", "relay 1: relay is-silent!", f"{TIME}: {DUE}"),
@@ -173,7 +206,7 @@ def explore(world: World, seed: int, length: int, *, faults: bool = True, look_e
     world.look_every = look_every
     rng = random.Random(seed)
     actions = [f"{name}: register!" for name in world.actors if name.startswith("worker")]
-    actions += rng.choice(SETTINGS)
+    actions += SETTINGS[seed % len(SETTINGS)]
     draws = iter(range(length))
 
     def next_action() -> str | None:
