@@ -440,8 +440,13 @@ def has_some(world: World, actor: Actor) -> bool:
     return bool(actor.memory.get("held")) and lives(world, actor)
 
 
-def not_yet(name: str) -> Can:
-    return lambda world, actor: not world.facts.get(name)
+def may_settle(world: World, actor: Actor) -> bool:
+    """A worker does not run what it has given back, also if it does not know whether that was carried out."""
+    return has_some(world, actor) and "giving" not in actor.memory
+
+
+def runs_some(world: World, actor: Actor) -> bool:
+    return may_settle(world, actor) and not actor.memory.get("results")
 
 
 BATCHES = ("A", "B")
@@ -473,12 +478,10 @@ WORKER = {
             "all parked",
             "first parked",
         ),
-        lambda world, actor: has_some(world, actor) and "giving" not in actor.memory,
+        may_settle,
         8,
     ),
-    "transact": Operation(
-        transact, can=lambda world, actor: has_some(world, actor) and not actor.memory.get("results"), weight=1
-    ),
+    "transact": Operation(transact, can=runs_some, weight=1),
     "give-back": Operation(
         give_back,
         ("first", "last", "all"),

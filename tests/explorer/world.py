@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from tests.explorer.session import LATER, OPTIONS, SHORTLY, Session
 from tests.explorer.turns import LostError, Turn, Turns
 from tests.given import INVARIANTS
 
-WITHIN = 60_000
+WITHIN = 30_000
 """Milliseconds after which a statement that waits for nobody must have ended."""
 
 MORE_INVARIANTS = {
@@ -282,6 +283,14 @@ class World:
             if other.waits and not self._look(other):
                 self.tell(f"    {other.name} need not wait any more: {other.doing}")
                 self._answered(other)
+
+    def look_again(self) -> bool:
+        """Whether one of those who waited need not wait any more: of two who wait for each other, one is told so."""
+        before = [actor.waits for actor in self.actors.values()]
+        deadline = time.monotonic() + WITHIN / 1000
+        while [actor.waits for actor in self.actors.values()] == before and time.monotonic() < deadline:
+            self._after_transaction(False)
+        return [actor.waits for actor in self.actors.values()] != before
 
     def waiting_for(self, actor: Actor) -> list[str]:
         """Whom it waits for."""
