@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import psycopg
+
 from busload.batches import cancel as cancel_batches
 from busload.batches import hold
 from busload.commands import cancel, claim, rescue, send, settle
@@ -45,7 +47,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("sender: create A 3!", "worker 1: claim 3!", "worker 1: settle first done", f"worker 1 {UNANSWERED}"),
     (
         *("sender: create A 3!", "worker 1: claim 3!", f"worker 1 {SILENT}", "sweeper: rescue!"),
-        *("worker 1: beat!", "worker 2: claim 3"),
+        *("worker 1: beat!", "worker 2: claim 3", "worker 1: come-back", f"worker 1 {GOES_ON}"),
     ),
     (
         *("sender: open A!", "sender: add A 1!", "sender: add A 1!", "sender: open B!", "sender: add B 1!"),
@@ -60,6 +62,10 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     (
         *("sender: create A 3!", "operator 2: cancel-in-pages A", f"operator 2 {GOES_ON}", f"operator 2 {GOES_ON}"),
         *("operator 1: cancel 2", f"operator 1 {GOES_ON}"),
+    ),
+    (
+        *("sender: create A 3!", "worker 1: claim 3!", "worker 1: settle all parked!"),
+        *("operator 1: complete 1", "operator 2: complete 1"),
     ),
     ("sender: create A 3!", "operator 1: cancel 3", f"operator 1 {GOES_ON}", "worker 1: claim 1"),
     ("sender: open B!", "sender: add B 1!", "sender: add B 1!", "worker 1: claim 1", "worker 2: claim 1"),
@@ -237,6 +243,8 @@ def carry_out(world: World, next_action: Callable[[], str | None]) -> Run:
         finish(world)
     except ViolationError as violation:
         run.violation = str(violation)
+    except psycopg.Error as error:  # what waits for nobody has failed
+        run.violation = f"{type(error).__name__}: {error}"
     return run
 
 
