@@ -10,7 +10,7 @@ from tests.explorer.exhaustive import SCOPES, explore_all
 from tests.explorer.schedule import explore, replay, shrink, told
 from tests.explorer.worlds import world_of
 
-SCHEDULES = {"workers": 120, "operators": 80, "strangers": 80, "relays": 80, "senders": 60}
+SCHEDULES = {"workers": 120, "operators": 80, "strangers": 80, "relays": 80, "senders": 80}
 """In every run, by the same seeds, so that a run that fails can be repeated."""
 LENGTH = 18
 

@@ -119,14 +119,6 @@ EXPLORED = [
         "a transaction that stays open would keep everything that is due from all workers",
     ),
     Mutant(
-        "counted-in-any-order",
-        "postgres/schema/0004_batches.sql",
-        "         WHERE batch_id = ANY (batches) ORDER BY batch_id FOR NO KEY UPDATE\n",
-        "         WHERE batch_id = ANY (batches) ORDER BY random() FOR NO KEY UPDATE\n",
-        STRANGERS,
-        "two settlements of the same batches would wait for each other",
-    ),
-    Mutant(
         "started-twice",
         "postgres/schema/0004_batches.sql",
         "                                        FOR NO KEY UPDATE SKIP LOCKED))\n",
@@ -141,14 +133,6 @@ EXPLORED = [
         "     ORDER BY t.command\n",
         OPERATORS,
         "of two operators who decide at once, the second would be told that it was done",
-    ),
-    Mutant(
-        "canceled-out-of-a-moving-load",
-        "commands/cancel.sql",
-        "LIMIT 1\nFOR UPDATE\n",
-        "LIMIT 1\n",
-        OPERATORS,
-        "a claim may be splitting the load",
     ),
     Mutant(
         "load-before-batch",
