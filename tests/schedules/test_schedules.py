@@ -390,6 +390,21 @@ async def test_what_the_code_does_not_declare_is_named_and_stays(bus: CommandBus
     assert database.count("schedule") == 3
 
 
+async def test_a_name_that_is_taken_over_from_another_domain_is_told(
+    bus: CommandBus, dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule of the other application stops without another word."""
+    scheduled(bus, "nightly", domain="shop")
+    scheduled(bus, "hourly", domain="shop")
+    await bus.schedules.sync()
+    async with CommandBus(dsn) as other:
+        scheduled(other, "nightly", domain="warehouse")
+        scheduled(other, "hourly", domain="shop", expires_in=60)
+        assert sorted(await other.schedules.sync()) == ["hourly", "nightly"]
+    assert "'nightly' was of the domain 'shop' and is of 'warehouse' now" in caplog.text
+    assert "'hourly'" not in caplog.text
+
+
 async def test_the_history_says_how_late_what_was_sent_and_how_it_ended(
     bus: CommandBus, given: Given, database: Database
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -39,6 +40,8 @@ from busload.schedules.rule import Calendar, rule
 from busload.schedules.schedule import MOST_AT_ONCE, CatchUp, CatchUpName, Policy, Schedule, ScheduledCommand
 from busload.settings import InputLimits
 from busload.sync.planned import plan_batch as plan_batch_in_thread
+
+log = logging.getLogger("busload")
 
 SQL = statements(__name__)
 
@@ -202,7 +205,15 @@ def declare(schedules: Sequence[Schedule], *, newest: bool = False) -> Plan[list
         "release": release,
     }
     rows = yield from execute(SQL.declare, **columns)
-    return [name for name, _ in rows]
+    domains = {one.name: one.domain for one in changed}
+    for name, before, _ in rows:
+        if before not in (None, domains[name]):
+            log.warning(
+                "The schedule %r was of the domain %r and is of %r now. Names of schedules are of the whole database: "
+                "if another application has declared this one, give one of the two another name",
+                *(name, before, domains[name]),
+            )
+    return [name for name, *_ in rows]
 
 
 def changes(schedules: Sequence[Schedule]) -> Plan[list[str]]:

@@ -21,7 +21,8 @@ SELECT %(release)s::text
 -- Keep schedules as they are declared now, in order, so that two releases cannot wait for each other. What a
 -- newer release has declared stays as long as a worker of that release is alive. A pause stays. If the rule
 -- is the same, so is the next due time. A due time that has come and was not fired yet is fired, though the
--- rule has changed since. Returns the names of those that are new or have changed.
+-- rule has changed since. Returns the names of those that are new or have changed, and the domain that each
+-- of them had before.
 WITH declared AS (
     INSERT INTO busload.schedule AS s (name, domain, rule, command, expires_in, catch_up, catch_up_limit,
                                        missed_after, declaration, next_due_at, release)
@@ -59,7 +60,9 @@ WITH declared AS (
        )
     RETURNING name
 )
-SELECT name, pg_notify('busload_schedule', '') FROM declared;
+SELECT name, before.domain, pg_notify('busload_schedule', '')
+  FROM declared
+  LEFT JOIN busload.schedule AS before USING (name);   -- as it was when the statement began
 
 -- name: undeclared
 -- Schedules of these domains that are not among the declared ones.

@@ -188,6 +188,10 @@ def rule(
     return made
 
 
+OF_THE_HOST = frozenset(("localtime", "posixrules", "Factory"))
+"""Names that mean another zone on each host, or none."""
+
+
 def zone(name: str) -> tzinfo:
     """The time zone of this name. UTC is itself: nothing needs to be looked up."""
     if name == "UTC":
@@ -213,7 +217,7 @@ def _wrong_form(cron: object, every: object, calendar: object) -> list[Problem]:
 
 
 def _wrong_zone(timezone: object) -> list[Problem]:
-    if isinstance(timezone, str) and timezone:
+    if isinstance(timezone, str) and timezone and timezone not in OF_THE_HOST:
         try:
             zone(timezone)
             return []
