@@ -121,6 +121,13 @@ def expect(holds: bool, what: str) -> None:
         sys.exit(f"Expected that {what}.")
 
 
+def write_bill(environment: Environment, folder: Path) -> None:
+    """The bill of materials of what pip has installed with the wheel, beside the wheel."""
+    site = environment.run("python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    command = [sys.executable, str(ROOT / "scripts/bill_of_materials.py"), site, "busload"]
+    (folder / "busload.cdx.json").write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
 def main(pythons: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="busload-package-") as folder:
         sdist, wheel = build(Path(folder) / "dist")
@@ -132,6 +139,8 @@ def main(pythons: list[str]) -> None:
             began = time.monotonic()
             environment = Environment(python, Path(folder) / str(number))
             try_core(environment, wheel)
+            if number == 0:
+                write_bill(environment, ROOT / "dist")
             try_extras(environment, wheel)
             release = environment.run("python", "--version").strip()
             print(f"{release}: help, demo and dashboard work; {time.monotonic() - began:.0f} s")

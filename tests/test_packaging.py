@@ -6,12 +6,17 @@ import ast
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 import busload
+from scripts.bill_of_materials import bill_of_materials
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(busload.__file__).parent
@@ -61,3 +66,37 @@ def test_the_classifiers_name_the_pythons_that_can_install_it() -> None:
 
 def test_the_docs_name_the_pythons_that_the_classifiers_name() -> None:
     assert "Python 3.11 to 3.14" in (ROOT / "docs/install.md").read_text()
+
+
+SITE = sysconfig.get_paths()["purelib"]
+REQUIREMENTS = {
+    one: extra
+    for extra, listed in {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}.items()
+    for one in listed
+    if not one.startswith("busload[")
+}
+
+
+def test_each_dependency_has_an_upper_bound_and_is_installed_within_it() -> None:
+    """A release that breaks us does not reach users by itself: a person tries it, and raises the bound."""
+    for text in REQUIREMENTS:
+        requirement = Requirement(text)
+        assert {one.operator for one in requirement.specifier} == {">=", "<"}, f"{text} has no bound on both sides"
+        assert requirement.specifier.contains(version(requirement.name)), f"{text}: found {version(requirement.name)}"
+
+
+def test_the_bill_of_materials_names_what_is_installed_with_the_wheel_and_its_licence() -> None:
+    bill = bill_of_materials(["busload"], SITE)
+    assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.6", 1)
+    assert bill["metadata"]["component"]["bom-ref"] == f"pkg:pypi/busload@{PROJECT['version']}"
+    found = {one["name"]: one for one in bill["components"]}
+    needed = {Requirement(one).name for one in PROJECT["dependencies"]}
+    assert needed | {"jsonpointer", "psycopg-binary"} <= set(found), "also what a dependency or an extra of it brings"
+    assert "pytest" not in found
+    for name, one in found.items():
+        assert one["purl"] == one["bom-ref"] == f"pkg:pypi/{name}@{version(name)}"
+        assert one["licenses"], f"{name} names no licence"
+    known = {bill["metadata"]["component"]["bom-ref"], *(one["bom-ref"] for one in found.values())}
+    edges = {one["ref"]: one["dependsOn"] for one in bill["dependencies"]}
+    assert set(edges) == known and {to for each in edges.values() for to in each} <= known
+    assert bill_of_materials(["busload"], SITE) == bill, "built again, it is the same"
