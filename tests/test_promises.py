@@ -46,6 +46,16 @@ REPAIRED = {"S1": 11, "S2": 6, "S3": 6, "S4": 9, "S5": 9}
 """How many defects and gaps of the documents are repaired."""
 
 
+def test_every_threat_has_a_measure_and_tests_that_exist() -> None:
+    section = (ROOT / "SECURITY.md").read_text().partition("## Threat model")[2]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
+    for threat, measure, *tests in rows:
+        named = NAMED.findall(tests[0]) if tests else []
+        assert measure and named, threat
+        assert [f"{path}::{name}" for path, name in named if name not in functions(path)] == [], threat
+
+
 def test_everything_that_the_founding_documents_asked_for_has_a_test() -> None:
     """Each number stands once, in a row of its own, with tests that exist."""
     assert sum(count for document, count in ASKED.items() if document.startswith("S")) == 157

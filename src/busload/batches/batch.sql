@@ -3,21 +3,13 @@
 -- fragment: columns
 -- In the order of `BatchMetadata`.
 batch_id, domain, name, custom_data::text, status, total_count, completed_count, failed_count,
-       canceled_count,
-       CASE batch_type WHEN 'JOBS' THEN busload.jobs_waiting(batch_id) ELSE in_troubleshooting_count END,
-       created_at, started_at, completed_at, job_id, stage::text,
+       canceled_count, in_troubleshooting_count, created_at, started_at, completed_at, job_id, stage::text,
        expires_at, held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
-       busload.failures_allowed(budget_share, budget_at_least, total_count),
-       CASE WHEN budget_per_cause
-            THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
-                   WHERE c.batch_id = batch.batch_id)
-            ELSE failed_count + in_troubleshooting_count - budget_from
-       END, fair_by, headers::text, batch_type,
-       (on_complete ->> 'command_id')::uuid, on_complete ->> 'command_type'
+       failure_budget, failure_budget_used, fair_by, headers::text, batch_type, callback_id, callback_type
 
 -- fragment: listed_batch
 -- With what a forecast of it needs to know, if that is asked for.
-SELECT {columns}, CASE WHEN %(forecast)s::boolean THEN busload.outlook(batch)::text END FROM busload.batch
+SELECT {columns}, CASE WHEN %(forecast)s::boolean THEN outlook::text END FROM busload.batch_metadata
 
 -- fragment: newest_batches
 -- The newest batch comes first; `after` is the last batch of the page before.
@@ -27,13 +19,13 @@ AND (%(name)s::text IS NULL OR strpos(lower(name), lower(%(name)s::text)) > 0)
 AND (%(created_after)s::timestamptz IS NULL OR created_at >= %(created_after)s::timestamptz)
 AND (%(created_before)s::timestamptz IS NULL OR created_at < %(created_before)s::timestamptz)
 AND (%(after)s::uuid IS NULL OR (created_at, batch_id) <
-     (SELECT created_at, batch_id FROM busload.batch WHERE batch_id = %(after)s::uuid))
+     (SELECT created_at, batch_id FROM busload.batch_metadata WHERE batch_id = %(after)s::uuid))
 ORDER BY created_at DESC, batch_id DESC
 {page}
 
 -- name: batch
 -- One batch, and what a forecast of it needs to know.
-SELECT {columns}, busload.outlook(batch)::text FROM busload.batch
+SELECT {columns}, outlook::text FROM busload.batch_metadata
  WHERE batch_id = %(batch_id)s::uuid AND (%(domain)s::text IS NULL OR domain = %(domain)s::text)
    AND pruned_at IS NULL;
 
@@ -58,5 +50,5 @@ SELECT {columns}, busload.outlook(batch)::text FROM busload.batch
 
 -- name: existing_batches
 -- The batches of these that exist: whoever waits for many batches asks once.
-SELECT {columns} FROM busload.batch
+SELECT {columns} FROM busload.batch_metadata
  WHERE batch_id = ANY (%(batch_ids)b::uuid[]);

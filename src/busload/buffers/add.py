@@ -170,15 +170,16 @@ def _add_many(
 def _add_in_parts(events: Sequence[NewEvent], rule: dict[str, Any], patience: int | None) -> Plan[list[Any]]:
     rows: list[Any] = []
     for part in _parts(events):
-        added = yield from execute(
-            SQL.add_some,
-            **rule,
-            partitions=unless_all_null(event.partition for event in part),
-            keys=unless_all_null(event.key for event in part),
-            data=[event.data for event in part],
-            patience=patience,
-        )
-        rows += added if rule["once"] else sorted(added)
+        columns: dict[str, Any] = {
+            "partitions": unless_all_null(event.partition for event in part),
+            "keys": unless_all_null(event.key for event in part),
+            "data": [event.data for event in part],
+        }
+        if rule["once"]:
+            merging = {"buffer": rule["buffer"], "last": rule["last"], "patience": patience}
+            rows += yield from execute(SQL.merge_some, **merging, **columns)
+        else:
+            rows += sorted((yield from execute(SQL.add_some, buffer=rule["buffer"], **columns)))
     return rows
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import click
+import psycopg
 
 from busload.cli import noun, options
-from busload.cli.answer import Answer, answers, would
+from busload.cli.answer import Answer, answers, open_bus, would
 from busload.cli.output import echo_json
 from busload.cli.text_table import View
+from busload.errors import DatabaseUnusableError
+from busload.postgres import grants as rights
+from busload.postgres.plan import Plan, Script
 from busload.postgres.schema import migrate as migrations
 from busload.postgres.schema import sql
 from busload.sync.bus import SyncCommandBus
@@ -83,3 +87,49 @@ def print_(since: int, as_json: bool) -> None:
         echo_json([{"version": m.version, "name": m.name, "sql": m.sql} for m in files])
     else:
         click.echo(text, nl=False)
+
+
+@schema.command()
+@click.option("--prefix", default=rights.PREFIX, show_default=True, help="What the names of the roles begin with.")
+@click.option("--sender", metavar="NAME", help="Another name for this role; so for the others.")
+@click.option("--worker", metavar="NAME")
+@click.option("--operator", metavar="NAME")
+@click.option("--reader", metavar="NAME")
+@click.option("--apply", "applies", is_flag=True, help="Run the statement in the database, as the owner of the schema.")
+@options.as_json
+def grants(prefix: str, applies: bool, as_json: bool, **names: str | None) -> None:
+    """Print the roles sender, worker, operator and reader as one SQL statement, each with its rights; or apply it.
+
+    Repeat it after each migration: it adds what is new and revokes what is too much. Then give the roles to logins:
+    GRANT busload_sender TO app. From Python: busload.schema.grants().
+
+        busload schema grants | psql postgresql://owner@db.example/shop
+        busload schema grants --apply
+        busload schema grants --prefix shop_ --worker shop_jobs
+    """
+    given = {role: name for role, name in names.items() if name is not None}
+    try:
+        text = rights.sql(prefix, given)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if applies:
+        with open_bus() as bus:
+            for shard in bus.shards:
+                with shard.pool.connection() as conn:
+                    perform(conn, _granting(text))
+    if as_json:
+        echo_json({"roles": rights.role_names(prefix, given), "sql": text})
+    elif applies:
+        click.echo(f"Granted {', '.join(rights.role_names(prefix, given).values())} what they need, and no more.")
+    else:
+        click.echo(text, nl=False)
+
+
+def _granting(text: str) -> Plan[None]:
+    try:
+        yield Script(text.encode())
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise DatabaseUnusableError(
+            f"This role may not make or grant the roles: {error.diag.message_primary}. Run "
+            "`busload schema grants` as the owner of the schema busload, who needs CREATEROLE to make roles."
+        ) from error

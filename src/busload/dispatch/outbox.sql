@@ -15,9 +15,9 @@ noted AS (
     SELECT 'PUBLISHED', p.lo, p.hi, c.batch_id, p.published::json
       FROM piece AS p JOIN busload.command AS c ON c.id = p.lo
      WHERE p.published IS NOT NULL AND p.reason IS NULL
-       AND NOT EXISTS (SELECT FROM busload.event AS v
-                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi AND v.type = 'PUBLISHED'
-                          AND v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0)
+       AND NOT EXISTS (SELECT FROM busload.publication AS v
+                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi
+                          AND v.publication = p.published::json ->> 'publication' OFFSET 0)
 )
 
 -- fragment: noted_again

@@ -17,6 +17,7 @@ from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg.waiting import Ready, Wait
 
+from busload.postgres.grants import say_who_may
 from busload.postgres.own_connection import OwnAsyncConnection
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ async def perform_async(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
             try:
                 answer = await _answer(conn, step)
             except Exception as error:
-                step = plan.throw(_as_lost(conn, error))
+                step = plan.throw(_explained(conn, step, error))
             else:
                 step = plan.send(answer)
     except StopIteration as done:
@@ -165,6 +166,15 @@ async def _answer(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
             cursor.format = Format.TEXT
         await cursor.execute(step.sql, step.params)
         return await cursor.fetchall() if cursor.rownumber is not None else []
+
+
+def _explained(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], step: Step, error: Exception) -> Exception:
+    """The error that a plan is told: a refusal says which role is missing, and a lost connection that it is lost."""
+    if isinstance(error, psycopg.errors.InsufficientPrivilege) and isinstance(step, Statement | Copy):
+        help = say_who_may(step.sql, conn.info.user)
+        if help is not None and help not in str(error):
+            error.args = (f"{str(error).strip().removesuffix('.')}. {help}", *error.args[1:])
+    return _as_lost(conn, error)
 
 
 def _as_lost(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], error: Exception) -> Exception:

@@ -17,7 +17,7 @@ from busload.postgres.plan import (
     Statement,
     Step,
     T,
-    _as_lost,
+    _explained,
     _flush,
     _in_no_transaction,
 )
@@ -31,7 +31,7 @@ def perform(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
             try:
                 answer = _answer(conn, step)
             except Exception as error:
-                step = plan.throw(_as_lost(conn, error))
+                step = plan.throw(_explained(conn, step, error))
             else:
                 step = plan.send(answer)
     except StopIteration as done:

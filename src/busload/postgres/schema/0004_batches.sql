@@ -541,12 +541,19 @@ CREATE TABLE busload.batch_cause (
 -- Begin the canary of a batch, in the transaction that has written it: all its loads wait, but for `size`
 -- commands, spread evenly over the batch, which are ready, or go to the outbox if there is a broker. The load
 -- that such a command was in is parted around it.
+--
+-- A sender may not move what waits, so the function does this with the rights of its owner, and only for a
+-- batch that this transaction has written.
 CREATE FUNCTION busload.begin_canary(guarded uuid, size integer, within interval, broker text) RETURNS void
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     b   record;
     ids bigint[];     -- the canary's commands
 BEGIN
+    IF NOT EXISTS (SELECT FROM busload.batch WHERE batch_id = guarded AND created_at = now()) THEN
+        RAISE insufficient_privilege USING MESSAGE = format(
+            'Batch %s was not written by this transaction, so no canary can begin.', guarded);
+    END IF;
     SELECT * INTO b FROM busload.ids_of(ARRAY[guarded]);
     PERFORM busload.withhold(ARRAY[guarded]);
     UPDATE busload.scheduled AS s SET reason = 'CANARY', run_at = 'infinity'
@@ -596,6 +603,7 @@ BEGIN
     SELECT id, id, domain, batch_id, priority, replies, fair
       FROM canary WHERE broker IS NULL AND (later IS NULL OR later <= now());
 END $$;
+REVOKE ALL ON FUNCTION busload.begin_canary FROM PUBLIC;
 
 -- So many of the commands that run first, for people.
 CREATE FUNCTION busload.of_canary(these integer, size integer) RETURNS text
@@ -755,8 +763,11 @@ END $$;
 -- Completion is decided here and nowhere else, in the transaction of the transition that ended the last
 -- command. The caller holds the rows of these batches. All of them are completed together; only callbacks
 -- are sent one by one.
+--
+-- Who seals a batch may not read what its callback holds, so the function has the rights of its owner.
+-- Whoever calls it, it completes only what is complete.
 CREATE FUNCTION busload.decide(batches uuid[]) RETURNS void
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     completed integer;
     awaited   uuid[];     -- those whose callback is to be sent
@@ -821,6 +832,7 @@ BEGIN
         PERFORM busload.send_callback(done, done.on_complete, (done.on_complete ->> 'command_id')::uuid);
     END LOOP;
 END $$;
+REVOKE ALL ON FUNCTION busload.decide FROM PUBLIC;
 
 -- Count what has ended. Most settlements neither start, complete nor stall a batch, so one statement locks
 -- and counts, and only batches with nothing left to run are looked at again. Batch rows are locked in the

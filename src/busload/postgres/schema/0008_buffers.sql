@@ -25,6 +25,36 @@ CREATE INDEX buffered_subject ON busload.buffered (buffer, key, created_at, id)
     WHERE group_id IS NULL AND NOT once AND key IS NOT NULL;
 CREATE UNIQUE INDEX buffered_once ON busload.buffered (buffer, key) WHERE group_id IS NULL AND once;
 
+-- Add events to a buffer whose rule is applied on arrival (`once`), in the order of the arrays: the order of
+-- their keys, so that two such calls cannot wait for each other. The event that waits for the same key takes
+-- the new one in. It is replaced if the `last` event is to be kept, and otherwise stays as it is. It is
+-- locked either way, so that no group takes it before this transaction ends. Fails if a row is held for
+-- longer than `patience`, in milliseconds. Returns null for the id of an event that was merged.
+--
+-- To take data from one row into another, PostgreSQL wants the right to read them. A sender must not read the
+-- events of others, so the function has the rights of its owner.
+CREATE FUNCTION busload.merge_events(
+    of_buffer text, partitions text[], keys text[], events text[], last boolean, patience integer
+) RETURNS TABLE (id bigint, key text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+BEGIN
+    IF patience IS NOT NULL THEN
+        PERFORM set_config('lock_timeout', patience::text, true);
+    END IF;
+    RETURN QUERY
+    INSERT INTO busload.buffered AS b (buffer, partition, key, once, data, bytes)
+    SELECT of_buffer, e.partition, e.key, true, e.data::json, octet_length(e.data)
+      FROM unnest(partitions, keys, events) WITH ORDINALITY AS e (partition, key, data, nth)
+     ORDER BY e.nth
+        ON CONFLICT (buffer, key) WHERE group_id IS NULL AND once
+        DO UPDATE
+       SET data = excluded.data, bytes = excluded.bytes, partition = excluded.partition
+     WHERE last
+    RETURNING CASE WHEN b.xmax = 0 THEN b.id END, b.key;
+END $$;
+REVOKE ALL ON FUNCTION busload.merge_events FROM PUBLIC;
+
 -- A buffer as the worker that served it last declares it, and what has happened since it was first seen.
 -- Names of columns of an application's table are kept as SQL spells them, so that a decision about a group
 -- can remove its events.

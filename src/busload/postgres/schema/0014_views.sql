@@ -138,9 +138,10 @@ SELECT c.id AS command, c.domain, c.command_id, c.batch_id, a.*
 -- How many jobs of a batch of jobs wait for a person: all that is left of their stage is in troubleshooting,
 -- or the command that is to take them on is there, or somebody has ended that command. This is found out when
 -- somebody asks, among those that are in doubt, and not kept: a job is not touched when its commands are
--- parked or decided.
+-- parked or decided. It is a number, so whoever follows a batch may ask: the function has the rights of its
+-- owner.
 CREATE FUNCTION busload.jobs_waiting(of_jobs uuid) RETURNS integer
-    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT count(*)::integer
       FROM busload.job_in_doubt AS d
       JOIN busload.job AS j ON j.job_id = d.job_id
@@ -162,6 +163,7 @@ CREATE FUNCTION busload.jobs_waiting(of_jobs uuid) RETURNS integer
                           AND c.status IN ('IN_TROUBLESHOOTING_QUEUE', 'COMPLETED', 'FAILED', 'CANCELED')
                        OFFSET 0))
 $$;
+REVOKE ALL ON FUNCTION busload.jobs_waiting FROM PUBLIC;
 
 -- Batches and commands under the names and columns of the first design of batches, for queries that were
 -- written for it. With `busload` in the search_path the names need no schema.
@@ -280,9 +282,10 @@ SELECT domain,
 -- ended, or is one of jobs. It has to be cheap, so it looks at no more than the last thousand leases, the
 -- first and the last hundred ready loads, and the last two hundred loads that wait, among the ids of the
 -- batch: they tell enough about the others. If commands of the batch are in several domains, the first one is
--- that which holds it up most, and the others are `elsewhere`.
+-- that which holds it up most, and the others are `elsewhere`. These are figures, so whoever follows a batch
+-- may ask: the function has the rights of its owner.
 CREATE FUNCTION busload.outlook(b busload.batch) RETURNS json
-    LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     oldest  bigint;
     newest  bigint;
@@ -397,3 +400,30 @@ BEGIN
         'last_planned', waiting.last_planned,
         'no_handler', waiting.no_handler));
 END $$;
+REVOKE ALL ON FUNCTION busload.outlook FROM PUBLIC;
+
+-- A batch as whoever follows it sees it: in the order of `BatchMetadata`, without the data of its callbacks.
+-- The planner puts the view in the place of its name, and computes the columns that are asked for.
+CREATE VIEW busload.batch_metadata AS
+SELECT batch_id, domain, name, custom_data, status, total_count, completed_count, failed_count,
+       canceled_count,
+       CASE batch_type WHEN 'JOBS' THEN busload.jobs_waiting(batch_id)
+            ELSE in_troubleshooting_count END AS in_troubleshooting_count,
+       created_at, started_at, completed_at, job_id, stage,
+       expires_at, held_at, held_reason, held_by, held_note, canary_count, canary_until, canary_ended_at,
+       busload.failures_allowed(budget_share, budget_at_least, total_count) AS failure_budget,
+       CASE WHEN budget_per_cause
+            THEN (SELECT coalesce(max(c.failed), 0) FROM busload.batch_cause AS c
+                   WHERE c.batch_id = batch.batch_id)
+            ELSE failed_count + in_troubleshooting_count - budget_from
+       END AS failure_budget_used,
+       fair_by, headers, batch_type,
+       (on_complete ->> 'command_id')::uuid AS callback_id,
+       on_complete ->> 'command_type' AS callback_type,
+       pruned_at,
+       busload.outlook(batch) AS outlook
+  FROM busload.batch;
+
+-- Messages that a broker has confirmed, without what else events tell.
+CREATE VIEW busload.publication AS
+SELECT lo, hi, details ->> 'publication' AS publication FROM busload.event WHERE type = 'PUBLISHED';
