@@ -350,9 +350,17 @@ def role(patient: Patient) -> Iterator[str]:
     patient.sql(f"DROP OWNED BY {name}", f"DROP ROLE {name}")
 
 
-async def test_a_role_with_few_rights_is_told_which_and_becomes_green_by_its_grants(
-    patient: Patient, role: str
-) -> None:
+@pytest.fixture
+def roles(patient: Patient) -> Iterator[None]:
+    """The roles of `busload schema grants` belong to the server, so they are taken away again."""
+    yield
+    for name in ("busload_sender", "busload_worker", "busload_operator", "busload_reader", "shop_jobs"):
+        if patient.database.rows(f"SELECT 1 FROM pg_roles WHERE rolname = '{name}'"):
+            patient.sql(f"DROP OWNED BY {name}", f"DROP ROLE {name}")
+
+
+@pytest.mark.usefixtures("roles")
+async def test_a_login_without_rights_becomes_green_by_its_role(patient: Patient, role: str) -> None:
     owner, patient.dsn = patient.dsn, make_conninfo(patient.dsn, user=role)
     found = await patient.diagnosis()
     by_code = {one.code.value: one for one in found.findings}
@@ -360,7 +368,65 @@ async def test_a_role_with_few_rights_is_told_which_and_becomes_green_by_its_gra
     assert by_code["PRIVILEGES_MISSING"].severity is CRITICAL
     assert {one.check for one in found.skipped} >= {"schema", "workers", "work", "retention"}
     assert "permission denied" in next(one.why for one in found.skipped if one.check == "work")
-    patient.sql(*by_code["PRIVILEGES_MISSING"].sql, *by_code["LITTLE_SEEN"].sql)
+    make, give = by_code["PRIVILEGES_MISSING"].run
+    patient.dsn = owner
+    done = patient.busload(*patient.words(make))
+    assert done.exit_code == 0, done.output
+    patient.dsn = make_conninfo(owner, user=role)
+    patient.sql(*by_code["LITTLE_SEEN"].sql)
+    [missing] = (await patient.is_found("PRIVILEGES_MISSING")).findings
+    assert missing.sql == (f'GRANT "busload_worker" TO "{role}";',), "the roles are there now"
+    assert give == f"psql 'DSN of the owner' -c '{missing.sql[0]}'"
+    patient.sql(*missing.sql)
+    assert (await patient.is_found()).state == "HEALTHY"
+
+
+@pytest.mark.usefixtures("roles")
+@pytest.mark.parametrize("purpose", ["sender", "worker", "operator", "reader"])
+async def test_a_login_is_judged_by_what_its_role_needs_and_is_cured_by_renewing_the_role(
+    patient: Patient, role: str, purpose: str
+) -> None:
+    options = ["--worker", "shop_jobs"] if purpose == "worker" else []
+    assert patient.busload("schema", "grants", "--apply", *options).exit_code == 0
+    group = options[-1] if options else f"busload_{purpose}"
+    patient.sql(f"GRANT pg_read_all_stats, {group} TO {role}")
+    owner, patient.dsn = patient.dsn, make_conninfo(patient.dsn, user=role)
+    await patient.is_found()
+    patient.sql(f"REVOKE SELECT ON busload.migration FROM {group}")
+    if purpose == "worker":
+        patient.sql(f"REVOKE INSERT ON busload.lease FROM {group}")
+    found = (await patient.diagnosis()).findings
+    told = "INSERT, SELECT on lease, migration" if purpose == "worker" else "SELECT on migration"
+    assert [(one.code, one.found) for one in found] == [
+        ("PRIVILEGES_MISSING", f"The login {role}, which has the role {group}, lacks {told}.")
+    ]
+    assert (found[0].sql, found[0].run) == ((), (" ".join(["busload schema grants --apply", *options]),))
+    patient.dsn = owner
+    assert patient.busload(*patient.words(found[0].run[0])).exit_code == 0
+    patient.dsn = make_conninfo(owner, user=role)
+    await patient.is_found()
+
+
+@pytest.mark.usefixtures("roles")
+async def test_a_login_with_rights_of_its_own_is_judged_by_the_role_that_has_them_or_by_all(
+    patient: Patient, role: str
+) -> None:
+    patient.sql(
+        f"GRANT pg_read_all_stats TO {role}",
+        f"GRANT USAGE ON SCHEMA busload TO {role}",
+        f"GRANT SELECT ON ALL TABLES IN SCHEMA busload TO {role}",
+        f"GRANT EXECUTE ON FUNCTION busload.outlook, busload.jobs_waiting TO {role}",
+    )
+    owner, patient.dsn = patient.dsn, make_conninfo(patient.dsn, user=role)
+    await patient.is_found()
+    patient.sql(f"GRANT INSERT ON busload.queue TO {role}")
+    [more] = (await patient.is_found("PRIVILEGES_MISSING")).findings
+    assert more.severity is CRITICAL and "EXECUTE of begin_canary, decide, merge_events" in more.found
+    patient.sql(
+        f"GRANT ALL ON ALL TABLES IN SCHEMA busload TO {role}",
+        f"GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA busload TO {role}",
+        f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA busload TO {role}",
+    )
     green = await patient.is_found()
     assert {one.check for one in green.skipped} <= {"disk"}, "its folder is the superuser's to see"
     patient.sql("ALTER TABLE busload.queue ENABLE ROW LEVEL SECURITY")
@@ -369,8 +435,20 @@ async def test_a_role_with_few_rights_is_told_which_and_becomes_green_by_its_gra
         *hidden.sql, "REVOKE INSERT ON busload.queue FROM PUBLIC", f"REVOKE INSERT ON busload.queue FROM {role}"
     )
     [writes] = (await patient.is_found("PRIVILEGES_MISSING")).findings
-    assert (writes.severity, writes.found) == (DEGRADED, f"The role {role} lacks INSERT on queue.")
+    assert (writes.severity, writes.found) == (DEGRADED, f"The login {role} lacks INSERT on queue.")
     patient.dsn = owner
+    await patient.is_found()
+
+
+@pytest.mark.usefixtures("roles")
+async def test_a_superuser_beside_the_roles_is_noted_until_the_dsn_names_a_login(patient: Patient, role: str) -> None:
+    await patient.is_found()
+    assert patient.busload("schema", "grants", "--apply").exit_code == 0
+    [superuser] = (await patient.is_found("SUPERUSER")).findings
+    assert superuser.severity is NOTICE
+    assert "give it a role of `busload schema grants`, and name it in the DSN" in superuser.cure
+    patient.sql(f"GRANT pg_read_all_stats, busload_worker TO {role}")
+    patient.dsn = make_conninfo(patient.dsn, user=role)
     await patient.is_found()
 
 

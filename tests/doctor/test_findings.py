@@ -25,6 +25,8 @@ SERVER = Server(
     in_recovery=False,
     now=NOW,
     role="app",
+    is_superuser=False,
+    by_network=True,
     database="shop",
     backend_pid=1,
     sees_all=True,
@@ -39,7 +41,7 @@ def codes(facts: Facts, thresholds: DoctorSettings = DoctorSettings()) -> list[t
 
 
 def schema(*versions: int) -> dict[str, Any]:
-    table = Table("migration", False, False, False, 0, 0, None, [])
+    table = Table("migration", False, False, False, 0, 0, None)
     applied = [(one.version, one.name) for one in MIGRATIONS if not versions or one.version in versions]
     return {"tables": [table], "objects": [Found("schema", "busload", "", True)], "migrations": applied}
 
@@ -116,6 +118,14 @@ def test_a_schema_from_another_time_is_told_apart() -> None:
     other = schema()
     other["migrations"][0] = (1, "first_design")
     assert codes(Facts(server=SERVER, **other)) == [("SCHEMA_UNRELEASED", "CRITICAL")]
+
+
+def test_a_superuser_is_found_who_comes_by_the_network() -> None:
+    """Whoever comes by the socket of an embedded server is its superuser."""
+    superuser = replace(SERVER, is_superuser=True)
+    assert ("SUPERUSER", "NOTICE") in codes(Facts(server=superuser, **schema()))
+    assert "SUPERUSER" not in dict(codes(Facts(server=replace(superuser, by_network=False), **schema())))
+    assert "SUPERUSER" not in dict(codes(Facts(server=SERVER, **schema())))
 
 
 @pytest.mark.parametrize(

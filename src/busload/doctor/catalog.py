@@ -315,7 +315,13 @@ KNOWN: dict[Code, Known] = {
         "privileges",
         (DEGRADED, CRITICAL),
         "Calls that need these rights fail with `permission denied`.",
-        "Grant them, as the owner of the schema.",
+        "As the owner of the schema, give the login the role that it needs: `busload schema grants`.",
+    ),
+    FindingCode.SUPERUSER: Known(
+        "privileges",
+        (NOTICE,),
+        "PostgreSQL checks no rights of a superuser: whoever has this login may do everything on the server.",
+        "Make a login for the application, give it a role of `busload schema grants`, and name it in the DSN.",
     ),
     # -- workers
     HealthCode.NO_WORKER: Known("workers", (DEGRADED, CRITICAL), "These commands wait until a worker comes.", _STARTS),

@@ -14,6 +14,7 @@ import psycopg
 from busload.doctor.finding import Skipped
 from busload.health.health import Condition
 from busload.postgres.connection import LOCAL_SAFE_SEARCH_PATH
+from busload.postgres.grants import RIGHTS, Right, Role, needs
 from busload.postgres.plan import Plan, Savepoint, Script, execute, many
 from busload.postgres.statements import statements
 from busload.settings import DoctorSettings
@@ -46,6 +47,11 @@ SETTINGS = (
     "track_counts",
     "transaction_timeout",
 )
+WRITES = ("INSERT", "UPDATE", "DELETE")
+ASKED = tuple(
+    {right for role in Role for right in needs(role)}
+    | {Right(each, one) for each in RIGHTS if each != "load_number" for one in WRITES}
+)
 MOST = 1000
 """Rows of a place that are looked at."""
 
@@ -65,6 +71,8 @@ class Server:
     in_recovery: bool
     now: datetime
     role: str
+    is_superuser: bool
+    by_network: bool
     database: str
     backend_pid: int
     sees_all: bool
@@ -117,13 +125,11 @@ class Table:
     dead: int
     live: int
     vacuumed_at: datetime | None
-    lacks: list[str]
-    """The rights that this role does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An index, a trigger, a function, a sequence or the schema itself, as the database has it."""
+    """An index, a trigger, a function, the schema, a role for it, or a right, as the database has it."""
 
     kind: str
     name: str
@@ -184,6 +190,12 @@ class Facts:
     def has_schema(self) -> bool:
         return any(each.kind == "schema" for each in self.objects or ())
 
+    @property
+    def rights(self) -> dict[Right, bool]:
+        """Whether this login has each right that a role needs, and each right to write."""
+        found = (each for each in self.objects or () if each.kind == "right")
+        return {Right(each.table, *each.name.split()): each.usable for each in found}
+
 
 def read(thresholds: DoctorSettings) -> Plan[Facts]:
     """Read all facts; needs a transaction of its own."""
@@ -193,11 +205,11 @@ def read(thresholds: DoctorSettings) -> Plan[Facts]:
     settings = yield from _unless_refused(facts, "settings", many(_setting, SQL.settings, names=list(SETTINGS)))
     facts.settings = None if settings is None else dict(settings)
     yield Script(GENTLE)
-    asked = time.time()
+    asked_at = time.time()
     servers = yield from _unless_refused(facts, "connection", many(Server, SQL.server))
     if servers:
         facts.server = servers[0]
-        facts.clock_ahead = _ahead(asked, facts.server.now.timestamp(), time.time())
+        facts.clock_ahead = _ahead(asked_at, facts.server.now.timestamp(), time.time())
     counted = yield from _unless_refused(facts, "connections", many(_connections, SQL.connections))
     facts.connections = counted[0] if counted else None
     snapshots = many(
@@ -211,7 +223,9 @@ def read(thresholds: DoctorSettings) -> Plan[Facts]:
     waits = many(LockWait, SQL.locks, lock_after=thresholds.lock_after)
     facts.locks = yield from _unless_refused(facts, "locks", waits)
     facts.tables = yield from _unless_refused(facts, "vacuum", many(Table, SQL.tables))
-    facts.objects = yield from _unless_refused(facts, "schema", many(Found, SQL.objects))
+    relations, privileges, columns = zip(*ASKED, strict=True)
+    asked = {"relations": list(relations), "privileges": list(privileges), "columns": list(columns)}
+    facts.objects = yield from _unless_refused(facts, "schema", many(Found, SQL.objects, **asked))
     if facts.has_schema:
         yield from _read_ours(facts, thresholds)
     return facts

@@ -9,6 +9,8 @@ SELECT current_setting('server_version_num')::integer,
        pg_is_in_recovery(),
        clock_timestamp(),
        current_user::text,
+       (SELECT rolsuper FROM pg_roles WHERE rolname = current_user),
+       inet_client_addr() IS NOT NULL,
        current_database()::text,
        pg_backend_pid(),
        pg_has_role('pg_read_all_stats', 'USAGE'),
@@ -78,7 +80,7 @@ SELECT w.pid, w.application_name, coalesce(w.waits_since, w.query_start), h.pid,
  WHERE coalesce(w.waits_since, w.query_start) < clock_timestamp() - %(lock_after)s::interval;
 
 -- name: tables
--- The tables of the schema: how they are kept, what this role may do with them, and how much vacuum has left.
+-- The tables of the schema: how they are kept, and how much vacuum has left.
 SELECT c.relname::text,
        c.relpersistence::text = 'u',
        row_security_active(c.oid),
@@ -87,12 +89,7 @@ SELECT c.relname::text,
                 false),
        coalesce(s.n_dead_tup, 0),
        coalesce(s.n_live_tup, 0),
-       greatest(s.last_autovacuum, s.last_vacuum),
-       array_remove(ARRAY[
-           CASE WHEN NOT has_table_privilege(c.oid, 'SELECT') THEN 'SELECT' END,
-           CASE WHEN NOT has_table_privilege(c.oid, 'INSERT') THEN 'INSERT' END,
-           CASE WHEN NOT has_table_privilege(c.oid, 'UPDATE') THEN 'UPDATE' END,
-           CASE WHEN NOT has_table_privilege(c.oid, 'DELETE') THEN 'DELETE' END], NULL)
+       greatest(s.last_autovacuum, s.last_vacuum)
   FROM pg_class AS c
   JOIN pg_namespace AS n ON n.oid = c.relnamespace
   LEFT JOIN pg_stat_all_tables AS s ON s.relid = c.oid
@@ -101,7 +98,9 @@ SELECT c.relname::text,
 
 -- name: objects
 -- The indexes, triggers and functions of the schema, and whether each can be used: an index is valid, a
--- trigger is enabled, a function may be called. And the schema and its sequences: whether they may be used.
+-- trigger is enabled, a function may be called. The schema itself: whether it may be used. And the roles that
+-- `busload schema grants` has made for it, with what each is for, and whether this login is a member. And whether this login has each of
+-- these rights: a table, view, sequence or column that is not there has no row.
 SELECT 'index' AS kind, i.relname::text AS name, t.relname::text AS table, x.indisvalid AS usable
   FROM pg_index AS x
   JOIN pg_class AS i ON i.oid = x.indexrelid
@@ -120,14 +119,30 @@ SELECT 'function', p.proname::text, '', has_function_privilege(p.oid, 'EXECUTE')
   JOIN pg_namespace AS n ON n.oid = p.pronamespace
  WHERE n.nspname = 'busload'
 UNION ALL
-SELECT 'sequence', c.relname::text, '', has_sequence_privilege(c.oid, 'USAGE')
-  FROM pg_class AS c
-  JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE n.nspname = 'busload' AND c.relkind = 'S'
-UNION ALL
 SELECT 'schema', n.nspname::text, '', has_schema_privilege(n.oid, 'USAGE')
   FROM pg_namespace AS n
- WHERE n.nspname = 'busload';
+ WHERE n.nspname = 'busload'
+UNION ALL
+SELECT 'role', r.rolname::text, r.purpose, r.is_member
+  FROM (SELECT o.oid, o.rolname, pg_has_role(o.oid, 'USAGE') AND NOT me.rolsuper AS is_member,
+               coalesce(substring(shobj_description(o.oid, 'pg_authid'), '^busload: (\w+)$'),
+                        substring(o.rolname::text, '^busload_(\w+)$')) AS purpose
+          FROM pg_roles AS o
+          JOIN pg_roles AS me ON me.rolname = current_user) AS r
+  JOIN pg_namespace AS n ON n.nspname = 'busload'
+ WHERE r.purpose IN ('sender', 'worker', 'operator', 'reader')
+   AND (r.is_member OR has_schema_privilege(r.oid, n.oid, 'USAGE'))
+UNION ALL
+SELECT 'right', concat_ws(' ', a.privilege, a.column_name), a.relation,
+       CASE WHEN c.relkind = 'S' THEN has_sequence_privilege(c.oid, a.privilege)
+            WHEN a.column_name IS NULL THEN has_table_privilege(c.oid, a.privilege)
+            ELSE has_column_privilege(c.oid, t.attnum, a.privilege) END
+  FROM unnest(%(relations)b::text[], %(privileges)b::text[], %(columns)b::text[])
+           AS a (relation, privilege, column_name)
+  JOIN pg_namespace AS n ON n.nspname = 'busload'
+  JOIN pg_class AS c ON c.relnamespace = n.oid AND c.relname = a.relation
+  LEFT JOIN pg_attribute AS t ON t.attrelid = c.oid AND t.attname = a.column_name AND NOT t.attisdropped
+ WHERE a.column_name IS NULL OR t.attnum IS NOT NULL;
 
 -- name: migrations
 -- Which files of the schema the database has.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 
 from busload.doctor.catalog import finding
-from busload.doctor.facts import Facts, Server, Table
+from busload.doctor.facts import WRITES, Facts, Found, Server, Table
 from busload.doctor.finding import Finding, FindingCode, Severity
-from busload.doctor.findings_of_server import name
 from busload.doctor.objects import SchemaObject, expected_here
 from busload.health.health import HealthCode
+from busload.postgres.grants import CALLS, PREFIX, Right, Role, calls, grant, needs
 from busload.postgres.schema.migrate import MIGRATIONS
 
 MIGRATE = ("busload schema migrate",)
@@ -115,29 +116,71 @@ def _judge_table(table: Table) -> Iterator[Finding]:
 
 
 def _judge_privileges(facts: Facts, server: Server) -> Iterator[Finding]:
-    role = name(server.role)
-    closed = {each.kind for each in facts.objects or () if each.kind != "index" and not each.usable}
-    closed -= {"trigger"}
-    lacking = sorted({right for table in facts.tables or () for right in table.lacks})
-    statements, words = list[str](), list[str]()
-    if "schema" in closed:
+    """A login is judged by the roles that it has, or by the one whose rights it has, or else by all of them."""
+    held = facts.rights
+    roles = [each for each in facts.objects or () if each.kind == "role"]
+    if server.is_superuser:
+        if roles or server.by_network:
+            yield finding(FindingCode.SUPERUSER, f"The login {server.role} is a superuser.")
+        return
+    members = [each for each in roles if each.usable]
+    meant = {Role(each.table) for each in members} or _role_like(held)
+    lacks = {right for right in frozenset().union(*map(needs, meant)) if not held.get(right, True)}
+    closed = {each.name for each in facts.objects or () if each.kind == "function" and not each.usable}
+    closed -= set(CALLS) - frozenset().union(*map(calls, meant))
+    words = list[str]()
+    if any(each.kind == "schema" and not each.usable for each in facts.objects or ()):
         words.append("USAGE of the schema")
-        statements.append(f"GRANT USAGE ON SCHEMA busload TO {role};")
-    if lacking:
-        some = [table.name for table in facts.tables or () if table.lacks]
-        words.append(f"{', '.join(lacking)} on {', '.join(some[:3])}{' and others' if len(some) > 3 else ''}")
-        statements.append(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA busload TO {role};")
-    if "sequence" in closed:
-        words.append("USAGE of sequences")
-        statements.append(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA busload TO {role};")
-    if "function" in closed:
-        words.append("EXECUTE of functions")
-        statements.append(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA busload TO {role};")
-    if statements:
-        only_writes = lacking and "SELECT" not in lacking and not closed
-        yield finding(
-            FindingCode.PRIVILEGES_MISSING,
-            f"The role {server.role} lacks {'; '.join(words)}.",
-            severity=Severity.DEGRADED if only_writes else Severity.CRITICAL,
-            sql=tuple(statements),
+    if lacks:
+        words.append(
+            f"{', '.join(sorted({each.privilege for each in lacks}))} on {_some({each.relation for each in lacks})}"
         )
+    if closed:
+        words.append(f"EXECUTE of {_some(closed)}")
+    if not words:
+        return
+    reads = {each.privilege for each in lacks}.isdisjoint({"SELECT", "USAGE"})
+    has = f", which has the role {' and '.join(each.name for each in members)}," if members else ""
+    cure, sql, run = _give_rights(server.role, roles, members)
+    yield finding(
+        FindingCode.PRIVILEGES_MISSING,
+        f"The login {server.role}{has} lacks {'; '.join(words)}.",
+        severity=Severity.DEGRADED if reads and len(words) == bool(lacks) else Severity.CRITICAL,
+        cure=cure,
+        sql=sql,
+        run=run,
+    )
+
+
+def _role_like(held: Mapping[Right, bool]) -> set[Role]:
+    """The role whose rights this login has without being a member, if it may write nothing beyond; or else all."""
+    writes = {right for right, has in held.items() if has and right.privilege in WRITES}
+    for role in Role:
+        wanted = needs(role)
+        if all(held.get(right, True) for right in wanted) and all(
+            right in wanted or right._replace(column=None) in wanted for right in writes
+        ):
+            return {role}
+    return set(Role)
+
+
+def _give_rights(
+    login: str, roles: Sequence[Found], members: Sequence[Found]
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """In words, in SQL and for a shell: renew the rights of the roles, or give a role to this login."""
+    named = {Role(each.table): each.name for each in [*roles, *members]}
+    others = [f" --{role} {name}" for role, name in sorted(named.items()) if name != f"{PREFIX}{role}"]
+    renew = f"busload schema grants --apply{''.join(others)}"
+    if members:
+        return "Renew the rights of the role, as the owner of the schema.", (), (renew,)
+    cure = "As the owner of the schema, give the login the role that it needs. Here it is a worker's:"
+    cure += " a login that only sends, decides or reads needs less."
+    statement = grant(named.get(Role.WORKER, f"{PREFIX}{Role.WORKER}"), login)
+    if Role.WORKER in named:
+        return cure, (statement,), ()
+    return cure, (), (renew, f"psql 'DSN of the owner' -c {shlex.quote(statement)}")
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return f"{', '.join(first)}{' and others' if len(names) > len(first) else ''}"

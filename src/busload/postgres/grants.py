@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple
+
+from psycopg.sql import Identifier
 
 
 class Role(StrEnum):
@@ -317,6 +320,32 @@ def rights(relation: str, role: Role) -> list[str]:
     return [own[each] for each in Role if each in INCLUDES[role] and each in own]
 
 
+class Right(NamedTuple):
+    """A right on a table, a view or a sequence, or on one column."""
+
+    relation: str
+    privilege: str
+    column: str | None = None
+
+
+@cache
+def needs(role: Role) -> frozenset[Right]:
+    """What a role may do, one by one."""
+    found = set[Right]()
+    for relation in RIGHTS:
+        for privilege, columns in (each for given in rights(relation, role) for each in _GIVEN.findall(given)):
+            found |= {Right(relation, privilege, column or None) for column in columns.split(", ")}
+    return frozenset(found)
+
+
+def calls(role: Role) -> frozenset[str]:
+    """The functions with the rights of their owner that a role may call."""
+    return frozenset(function for function, letters in CALLS.items() if role in roles_of(letters))
+
+
+_GIVEN = re.compile(r"(\w+)(?: \((.*?)\))?(?:, (?=[A-Z])|$)")
+
+
 def role_names(prefix: str = PREFIX, names: Mapping[str, str] | None = None) -> dict[Role, str]:
     """The name of each role: the prefix and the role, or a name of its own."""
     found = {role: (names or {}).get(role.value, f"{prefix}{role.value}") for role in Role}
@@ -409,8 +438,13 @@ def say_who_may(statement: bytes, user: str) -> str | None:
     if not roles:
         return None
     fewest = min(roles, key=lambda role: [Role.SENDER, Role.READER, Role.OPERATOR, Role.WORKER].index(role))
-    role = f"{PREFIX}{fewest}"
+    named = f"{PREFIX}{fewest}"
     return (
-        f"This call needs the role {role}. Run `busload schema grants --apply` as the owner of the schema,"
-        f' then GRANT {role} TO "{user}".'
+        f"This call needs the role that `busload schema grants` makes for {fewest}s: {named}, unless you have named it"
+        f" otherwise. Run `busload schema grants --apply` as the owner of the schema, then {grant(named, user)}"
     )
+
+
+def grant(role: str, login: str) -> str:
+    """The statement that gives a role to a login."""
+    return f"GRANT {Identifier(role).as_string(None)} TO {Identifier(login).as_string(None)};"
