@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from uuid import uuid4
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from busload.testing import TestServer
 from tests.cli.conftest import Busload
@@ -55,3 +57,46 @@ def test_print_leaves_out_what_a_database_has(offline: Busload) -> None:
     later = offline("schema", "print", "--since", str(files[-2]["version"]))
     assert f"VALUES ({files[-1]['version']}, " in later.stdout and "VALUES (1, " not in later.stdout
     assert "since must be a version" in offline("schema", "print", "--since", "9999").stderr
+
+
+def test_grants_makes_the_roles_by_the_names_that_are_given(offline: Busload, empty: str) -> None:
+    prefix = f"cli_{uuid4().hex[:8]}_"
+    names = {role: f"{prefix}{role}" for role in ("sender", "worker", "operator", "reader")} | {
+        "worker": f"{prefix}jobs"
+    }
+    words = ["schema", "grants", "--prefix", prefix, "--worker", names["worker"]]
+    refused = offline(*words, "--apply", "--dsn", empty)
+    assert refused.exit_code == 1
+    assert refused.stderr == "Error: This database has no schema busload. Run `busload schema migrate` first.\n"
+    offline("schema", "migrate", "--dsn", empty)
+    printed = offline(*words).stdout
+    assert json.loads(offline(*words, "--json").stdout) == {"roles": names, "sql": printed}
+    with psycopg.connect(empty, autocommit=True) as conn:
+        try:
+            done = offline(*words, "--apply", "--dsn", empty).stdout
+            assert done == f"Granted {', '.join(names.values())} what they need, and no more.\n"
+            made = conn.execute("SELECT rolname::text FROM pg_roles WHERE rolname LIKE %s", [f"{prefix}%"]).fetchall()
+            assert {name for (name,) in made} == set(names.values())
+            conn.execute(f"CREATE ROLE {prefix}app LOGIN; GRANT {names['sender']} TO {prefix}app".encode())
+            app = make_conninfo(empty, user=f"{prefix}app")
+            other = offline(*words, "--apply", "--dsn", app)
+            assert other.exit_code == 1
+            assert "This role may not make or grant the roles: permission denied" in other.stderr
+        finally:
+            for name in [f"{prefix}app", *names.values()]:
+                if conn.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", [name]).fetchone():
+                    conn.execute(f"DROP OWNED BY {name}; DROP ROLE {name}".encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prefix", "Bad-"), "The name of a role has small letters, digits and _"),
+        (("--sender", "x", "--reader", "x"), "Each role needs a name of its own"),
+        (("--sender", "pg_x"), "does not begin with pg_"),
+    ],
+)
+def test_names_of_roles_that_cannot_be_are_refused(offline: Busload, words: tuple[str, ...], said: str) -> None:
+    refused = offline("schema", "grants", *words)
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.stderr.split())

@@ -128,6 +128,8 @@ def grants(prefix: str, applies: bool, as_json: bool, **names: str | None) -> No
 def _granting(text: str) -> Plan[None]:
     try:
         yield Script(text.encode())
+    except psycopg.errors.RaiseException as error:
+        raise DatabaseUnusableError(f"{error.diag.message_primary} {error.diag.message_hint}") from error
     except psycopg.errors.InsufficientPrivilege as error:
         raise DatabaseUnusableError(
             f"This role may not make or grant the roles: {error.diag.message_primary}. Run "

@@ -98,9 +98,9 @@ SELECT c.relname::text,
 
 -- name: objects
 -- The indexes, triggers and functions of the schema, and whether each can be used: an index is valid, a
--- trigger is enabled, a function may be called. The schema itself: whether it may be used. And the roles that
--- `busload schema grants` has made for it, with what each is for, and whether this login is a member. And whether this login has each of
--- these rights: a table, view, sequence or column that is not there has no row.
+-- trigger is enabled, a function may be called. The schema itself: whether it may be used. The roles that
+-- `busload schema grants` has made for it, with what each is for, and whether this login is a member. And
+-- whether this login has each of these rights: what is not there, a table or a column, has no row.
 SELECT 'index' AS kind, i.relname::text AS name, t.relname::text AS table, x.indisvalid AS usable
   FROM pg_index AS x
   JOIN pg_class AS i ON i.oid = x.indexrelid
