@@ -187,10 +187,9 @@ EXPLORED = [
     Mutant(
         "noted-twice",
         "dispatch/outbox.sql",
-        "       AND NOT EXISTS (SELECT FROM busload.event AS v\n"
-        "                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi"
-        " AND v.type = 'PUBLISHED'\n"
-        "                          AND v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0)\n",
+        "       AND NOT EXISTS (SELECT FROM busload.publication AS v\n"
+        "                        WHERE v.lo >> 10 = p.lo >> 10 AND v.lo = p.lo AND v.hi = p.hi\n"
+        "                          AND v.publication = p.published::json ->> 'publication' OFFSET 0)\n",
         "",
         RELAYS,
         "a relay whose answer was lost reports again",

@@ -279,7 +279,7 @@ MUTANTS = [
         "doctor/facts.py",
         "    except psycopg.Error as error:\n        if not any(",
         "    except psycopg.OperationalError as error:\n        if not any(",
-        FAULTS + "test_a_role_with_few_rights_is_told_which_and_becomes_green_by_its_grants",
+        FAULTS + "test_a_login_without_rights_becomes_green_by_its_role",
         "A role with few rights would hear nothing at all.",
     ),
     Mutant(
@@ -1746,7 +1746,7 @@ MUTANTS = [
     Mutant(
         "news-of-a-message-counts-twice",
         "dispatch/outbox.sql",
-        "v.details ->> 'publication' = p.published::json ->> 'publication' OFFSET 0",
+        "v.publication = p.published::json ->> 'publication' OFFSET 0",
         "false OFFSET 0",
         TOLD + "test_news_that_comes_twice_is_told_once",
         "A relay whose answer was lost repeats its report: the command would have been published twice.",
