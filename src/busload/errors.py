@@ -397,7 +397,8 @@ class PublishError(TransportError):
 class SupersededError(BusloadError):
     """This execution no longer holds its command: the lease was lost and another worker may run it.
 
-    Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it, and by a tracker.
+    Raised out of `ctx.transaction()`, so that the handler's writes are rolled back with it, and by a tracker. Also
+    raised by `ctx.complete()`, there too if this execution has completed its command already in another transaction.
     """
 
 

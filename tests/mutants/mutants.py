@@ -572,8 +572,8 @@ MUTANTS = [
     Mutant(
         "repetition-is-not-expected",
         "commands/settle.py",
-        "except pg.UniqueViolation:",
-        "except pg.ExclusionViolation:",
+        "except pg.UniqueViolation:\n        # A flush",
+        "except pg.ExclusionViolation:\n        # A flush",
         COALESCING + "test_a_flush_whose_answer_is_lost_is_sent_again_and_counts_once",
         "What is in the database already looks like a result that cannot be stored.",
     ),
@@ -2616,10 +2616,71 @@ MUTANTS = [
     Mutant(
         "completion-not-fenced",
         "worker/context.py",
-        "if timed_out or not (yield from settle([transition], now=transition.finished)):",
-        "yield from settle([transition], now=transition.finished)\n    if timed_out:",
+        'if once == "LOST":',
+        "if timed_out:",
         f"{COMPLETING}test_a_handler_that_lost_its_command_is_told_so_in_its_transaction",
         "A handler that lost its command would commit its writes, beside those of the new holder.",
+    ),
+    Mutant(
+        "completed-twice",
+        "worker/context.py",
+        'if once == "COMMITTED BEFORE":',
+        "if False:",
+        f"{COMPLETING}test_a_second_transaction_of_an_attempt_is_refused_once_the_first_has_committed[alone-asyncpg]",
+        "A loop that repeats its transaction after an unclear commit would write twice.",
+    ),
+    Mutant(
+        "late-completion-is-silent",
+        "worker/context.py",
+        'if once == "COMMITTED BEFORE":',
+        "if False:",
+        f"{COMPLETING}test_what_outlives_its_handler_cannot_complete_the_command_again",
+        "What a task writes after its handler has ended would stay, and its result be dropped.",
+    ),
+    Mutant(
+        "completed-twice-in-one-transaction",
+        "worker/context.py",
+        'if once == "SAME TRANSACTION":',
+        "if False:",
+        f"{COMPLETING}test_a_second_completion_in_one_transaction_is_refused_and_the_first_counts[asyncpg]",
+        "The second result would be dropped, and nobody told.",
+    ),
+    Mutant(
+        "own-row-is-known-by-the-top-transaction-alone",
+        "commands/settle.sql",
+        "SELECT pg_xact_status((\n"
+        "           current.id - ((current.id - e.xmin::text::bigint + 2147483648) & 4294967295) + 2147483648\n"
+        "       )::text::xid8) = 'in progress'",
+        "SELECT e.xmin::text::bigint = current.id",
+        f"{COMPLETING}test_a_second_completion_in_one_transaction_is_refused_and_the_first_counts[asyncpg]",
+        "The row is written within a savepoint, which has an id of its own.",
+    ),
+    Mutant(
+        "completion-remembered-by-the-handler",
+        "worker/context.py",
+        "if isinstance(context.own_transaction, HandlerTransaction):",
+        "if context.own_transaction is not None:",
+        f"{COMPLETING}test_a_completion_that_was_rolled_back_can_be_made_again[asyncpg]",
+        "Only the database knows whether a completion was rolled back.",
+    ),
+    Mutant(
+        "second-transaction-overtaken-by-the-commit",
+        "commands/settle.py",
+        "    except pg.UniqueViolation:  # the first transaction has committed while this one waited for the lease\n"
+        '        return "COMMITTED BEFORE"\n',
+        "    except ZeroDivisionError:\n        raise\n",
+        f"{COMPLETING}test_a_second_transaction_that_waited_for_the_first_is_refused_after_its_commit"
+        "[with-others-in-its-lease]",
+        "A statement that waited for the lease does not see what was recorded meanwhile.",
+    ),
+    Mutant(
+        "held-lease-is-called-a-batch",
+        "worker/settlement.py",
+        'what = f"batch {batch_id}" if batch_id is not None else f"the lease of command {leased.command_id}"',
+        'what = f"batch {key}"',
+        "tests/worker/test_locked_batches.py::"
+        "test_of_a_lease_without_a_batch_that_somebody_holds_the_log_names_the_command",
+        "Nobody finds a batch by the id of a lease.",
     ),
     Mutant(
         "sql-send-repeats-ids",

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import BatchCommand, CommandBus
+from busload import BatchCommand, Command, CommandBus, HandlerContext
 from busload.batches import Canary
 from busload.commands import claim
 from busload.errors import InvalidOperationError
@@ -59,6 +59,29 @@ async def test_results_of_other_batches_do_not_wait_for_one_that_somebody_holds(
         await eventually(lambda: database.value(completed, held) == 300)
     assert (worker.stats.completed, worker.stats.late) == (3301, 0)
     database.check_invariants()
+
+
+async def test_of_a_lease_without_a_batch_that_somebody_holds_the_log_names_the_command(
+    bus: CommandBus, given: Given, database: Database, dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn) as conn:
+
+        @bus.handler(DOMAIN, "Debit")
+        async def handle(command: Command, ctx: HandlerContext) -> None:
+            await conn.execute("SELECT FROM busload.lease FOR UPDATE")
+
+        def told() -> list[str]:
+            return [one.getMessage() for one in caplog.records if "Another transaction holds" in one.getMessage()]
+
+        command_id = await given.sent()
+        async with given.running():
+            await eventually(told)
+            await conn.rollback()
+            status = "SELECT status FROM busload.command_status WHERE command_id = %s"
+            await eventually(lambda: database.value(status, command_id) == "COMPLETED")
+        assert [line.partition(":")[0] for line in told()] == [
+            f"Another transaction holds the lease of command {command_id}"
+        ]
 
 
 async def test_a_batch_that_somebody_holds_does_not_fill_up_the_worker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
 from psycopg import errors as pg
@@ -13,6 +14,9 @@ from busload.postgres.plan import Plan, execute
 from busload.postgres.statements import statements
 
 SQL = statements(__name__)
+
+Once: TypeAlias = Literal["RECORDED", "SAME TRANSACTION", "COMMITTED BEFORE", "LOST"]
+"""What came of recording an attempt: now, before in the same transaction, before by another one, or not at all."""
 
 
 def settle(
@@ -26,31 +30,54 @@ def settle(
     statement fails and is repeated with more care: so this is not for use within a transaction. With `patience`, in
     milliseconds, it fails by `LockNotAvailable` if others hold a lease or a batch for longer.
     """
+    columns = _columns(transitions, now, patience)
+    try:
+        rows = yield from execute(SQL.settle_again if again else SQL.settle, **columns)
+    except pg.UniqueViolation:
+        # A flush has recorded the same attempts before, but its answer was lost or came too late.
+        rows = yield from execute(SQL.settle_again, **columns)
+    recorded, canceled, _ = rows[0]
+    if recorded == len(transitions):
+        _note_canceled(transitions, canceled or ())
+        return {t.leased.id for t in transitions}
+    return (yield from credited(transitions))
+
+
+def settle_once(transition: Transition, *, now: float) -> Plan[Once]:
+    """Record an attempt within a caller's transaction; say if it was recorded before, which `settle` takes for success.
+
+    A caller's transaction holds writes beside the settlement, so a second one of the same attempt must not commit.
+    """
+    try:
+        [(recorded, *_)] = yield from execute(SQL.settle_again, **_columns([transition], now, None))
+    except pg.UniqueViolation:  # the first transaction has committed while this one waited for the lease
+        return "COMMITTED BEFORE"
+    if recorded:
+        return "RECORDED"
+    leased = transition.leased
+    rows = yield from execute(SQL.recorded_before, id=leased.id, lease_id=leased.lease.lease_id)
+    if not rows:
+        return "LOST"
+    [(same_transaction,)] = rows
+    return "SAME TRANSACTION" if same_transaction else "COMMITTED BEFORE"
+
+
+def _columns(transitions: Sequence[Transition], now: float, patience: int | None) -> dict[str, Any]:
     leased = [t.leased for t in transitions]
-    ids = [one.id for one in leased]
     leases = [one.lease for one in leased]
     ordinals = {lease: ordinal for ordinal, lease in enumerate(dict.fromkeys(leases), 1)}  # to hash an id takes longer
-    columns = {
+    return {
         "ordinals": Integers.of([ordinals[lease] for lease in leases]),
         "leases": [lease.lease_id for lease in ordinals],
-        "ids": Bigints.of(ids),
+        "ids": Bigints.of([one.id for one in leased]),
         "outcomes": _outcomes(transitions),
         "started_ago": Floats.of([now - one.started for one in leased]),
         "finished_ago": Floats.of([now - t.finished for t in transitions]),
         "details": Texts.of(unless_all_null([t.details for t in transitions])),
         "delays": Floats.of(unless_all_null([t.delay for t in transitions])),
         "reasons": Texts.of(unless_all_null([t.reason for t in transitions])),
+        "patience": patience,
     }
-    try:
-        rows = yield from execute(SQL.settle_again if again else SQL.settle, **columns, patience=patience)
-    except pg.UniqueViolation:
-        # A flush has recorded the same attempts before, but its answer was lost or came too late.
-        rows = yield from execute(SQL.settle_again, **columns, patience=patience)
-    recorded, canceled, _ = rows[0]
-    if recorded == len(transitions):
-        _note_canceled(transitions, canceled or ())
-        return set(ids)
-    return (yield from credited(transitions))
 
 
 def credited(transitions: Sequence[Transition]) -> Plan[set[int]]:

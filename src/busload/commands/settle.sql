@@ -133,6 +133,17 @@ SELECT e.command, e.outcome <> coalesce(mine.outcome, 'COMPLETED')::busload.outc
         OR mine.outcome = 'FAILED_ATTEMPT' AND e.outcome = 'CANCELED'
    );
 
+-- name: recorded_before
+-- Whether it was the same transaction that has recorded this attempt: asked when a caller's transaction could
+-- not record it. A row that this transaction sees and that is still in progress is its own, also after a
+-- savepoint. `xmin` has the lower 32 bits of an id, which is next to the current one.
+SELECT pg_xact_status((
+           current.id - ((current.id - e.xmin::text::bigint + 2147483648) & 4294967295) + 2147483648
+       )::text::xid8) = 'in progress'
+  FROM busload.execution AS e
+ CROSS JOIN (SELECT pg_current_xact_id()::text::bigint AS id) AS current
+ WHERE e.command = %(id)s::bigint AND e.lease_id = %(lease_id)s::uuid;
+
 -- name: held_batches
 -- Which of these batches are held: asked after a settlement, which may itself have exceeded their budget.
 SELECT batch_id FROM busload.batch WHERE batch_id = ANY (%(batches)b::uuid[]) AND held_at IS NOT NULL;

@@ -151,7 +151,9 @@ class SyncHandlerContext(_Context, Actions):
 
         `conn` is the connection or session that has the transaction open. Your writes and the completion commit
         together. If your transaction is rolled back, the command is not completed and is tried again. If another worker
-        has the command meanwhile, `SupersededError` is raised: let it pass, so that your transaction is rolled back.
+        has the command meanwhile, or an earlier transaction of yours has completed it, `SupersededError` is raised: let
+        it pass, so that your transaction is rolled back. So the writes of one attempt commit once, also if you repeat a
+        transaction whose commit is unclear.
 
         Call it as the last thing before your commit, since the command and its batch are locked until then, and commit
         before the handler returns. What the handler returns does not count after that.
@@ -160,8 +162,12 @@ class SyncHandlerContext(_Context, Actions):
         refuse_without_transaction(conn)
         details = None if result is None else encoded(result, "/result", self.limits.payload)
         transition = Transition(self._leased, COMPLETED, details, finished=time.monotonic())
-        self.own_transaction = SyncCallersTransaction(self.bus, transition)
-        self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
+        before, self.own_transaction = self.own_transaction, SyncCallersTransaction(self.bus, transition)
+        try:
+            self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
+        except (InvalidOperationError, SupersededError):
+            self.own_transaction = before or self.own_transaction  # it is the first that counts
+            raise
 
 
 class SyncChunkContext(_ChunkFacts, Actions):

@@ -19,7 +19,7 @@ from busload.commands.execution import COMPLETED, Lease, Leased, Transition
 from busload.commands.headers import facts_of, in_context, joined_headers
 from busload.commands.ids import new_id
 from busload.commands.send_middleware import around_send
-from busload.commands.settle import credited, lock, settle
+from busload.commands.settle import credited, lock, settle_once
 from busload.commands.task_keys import hold_task_keys
 from busload.errors import InvalidOperationError, SupersededError
 from busload.handlers.calling import Context
@@ -193,7 +193,9 @@ class HandlerContext(_Context, Actions):
 
         `conn` is the connection or session that has the transaction open. Your writes and the completion commit
         together. If your transaction is rolled back, the command is not completed and is tried again. If another worker
-        has the command meanwhile, `SupersededError` is raised: let it pass, so that your transaction is rolled back.
+        has the command meanwhile, or an earlier transaction of yours has completed it, `SupersededError` is raised: let
+        it pass, so that your transaction is rolled back. So the writes of one attempt commit once, also if you repeat a
+        transaction whose commit is unclear.
 
         Call it as the last thing before your commit, since the command and its batch are locked until then, and commit
         before the handler returns. What the handler returns does not count after that.
@@ -202,8 +204,12 @@ class HandlerContext(_Context, Actions):
         refuse_without_transaction(conn)
         details = None if result is None else encoded(result, "/result", self.limits.payload)
         transition = Transition(self._leased, COMPLETED, details, finished=time.monotonic())
-        self.own_transaction = CallersTransaction(self.bus, transition)
-        await self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
+        before, self.own_transaction = self.own_transaction, CallersTransaction(self.bus, transition)
+        try:
+            await self.bus.database.write(Write(_fenced(transition, self.timed_out)), conn)
+        except (InvalidOperationError, SupersededError):
+            self.own_transaction = before or self.own_transaction  # it is the first that counts
+            raise
 
 
 class ChunkContext(_ChunkFacts, Actions):
@@ -359,8 +365,19 @@ def _codes(error: BaseException) -> tuple[object, object]:
 
 
 def _fenced(transition: Transition, timed_out: bool) -> Plan[None]:
-    """Complete the command, if this attempt still holds it."""
-    if timed_out or not (yield from settle([transition], now=transition.finished)):
+    """Complete the command, if this attempt still holds it and was not recorded before. The database decides that."""
+    once = "LOST" if timed_out else (yield from settle_once(transition, now=transition.finished))
+    if once == "SAME TRANSACTION":
+        raise InvalidOperationError(
+            "This transaction has completed the command already: ctx.complete() can be called once in it, and the "
+            "first result counts. Commit, or roll back to a savepoint before that call."
+        )
+    if once == "COMMITTED BEFORE":
+        raise SupersededError(
+            "This attempt has completed already, in an earlier transaction or by the end of its handler. Roll this "
+            "transaction back: let this error pass through it."
+        )
+    if once == "LOST":
         raise SupersededError(
             "Another worker has this command now, or the time of the handler is up. Roll your transaction back: let "
             "this error pass through it."

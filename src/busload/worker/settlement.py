@@ -278,30 +278,33 @@ class Settlement:
             elif not transition.held_up:
                 transition.held_up = True
                 self.stats.apart += 1
-                await self._line(lease.batch_id or lease.lease_id).put(transition)
+                await self._line(transition.leased).put(transition)
         if len(rest) < len(transitions):
             self.tell_settled()  # there is room for others
         return rest
 
-    def _line(self, key: UUID) -> Coalescer[Transition]:
+    def _line(self, leased: Leased) -> Coalescer[Transition]:
         """Where the results of a batch wait that others hold; without a batch, the results of a lease."""
+        batch_id, lease_id = leased.lease.batch_id, leased.lease.lease_id
+        key = batch_id or lease_id
         line = self._held_up.get(key)
         if line is None:
+            what = f"batch {batch_id}" if batch_id is not None else f"the lease of command {leased.command_id}"
             log.warning(
-                "Another transaction holds batch %s: its results wait until that ends, all others go on. If it takes "
+                "Another transaction holds %s: its results wait until that ends, all others go on. If it takes "
                 "long, pg_stat_activity shows which one is idle in transaction.",
-                key,
+                what,
             )
-            flush = partial(self._flush_in_turn, key)
-            line = self._coalescer(f"settlement of {key}", flush, MOST_HELD_UP * self._capacity, timedelta(0))
+            flush = partial(self._flush_in_turn, what)
+            line = self._coalescer(f"settlement of {what}", flush, MOST_HELD_UP * self._capacity, timedelta(0))
             self._held_up[key] = line
         return line
 
-    async def _flush_in_turn(self, key: UUID, transitions: Sequence[Transition]) -> int:
-        """Wait for a batch that others hold, one such batch at a time: all of them together take one connection."""
+    async def _flush_in_turn(self, what: str, transitions: Sequence[Transition]) -> int:
+        """Wait for what others hold, one batch or lease at a time: all of them together take one connection."""
         while True:
             async with self._turn:
-                turn = max(SHORTEST_TURN, LONGEST_TURN / len(self._held_up or [key]))
+                turn = max(SHORTEST_TURN, LONGEST_TURN / max(1, len(self._held_up)))
                 try:
                     written = await self._settle(transitions, min(turn, self._deadline.total_seconds() / 2))
                     self.stats.written_apart(len(transitions), written)
@@ -309,7 +312,7 @@ class Settlement:
                 except LockNotAvailable:
                     refuse_cancelled()
                     results = counted(len(transitions), "result")
-                    log.debug("%s for batch %s must wait: others hold it", results, key)
+                    log.debug("%s must wait: others hold %s", results, what)
 
     async def _settle(self, transitions: Sequence[Transition], patience: float) -> int:
         """Settle these, and return how many of the results count. Safe to repeat after a lost answer.
