@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 from uuid import UUID
 
@@ -530,6 +531,45 @@ async def test_edited_data_becomes_a_patch_of_all(site: httpx.AsyncClient, story
     data = [one.data for one in await story.bus.list_batch_commands(DOMAIN, batch_id)]
     assert [one["n"] for one in data] == [0, 1, 2]
     assert {one["api_token"] for one in data} == {"canary"}
+
+
+CARDS = [{"token": "canary-A", "amount": 1, "tags": ["x"]}, {"token": "canary-B", "amount": 2, "tags": ["y"]}]
+A1, B2 = ({"token": "••••••", "amount": amount, "tags": [tag]} for amount, tag in ((1, "x"), (2, "y")))
+REARRANGED: list[tuple[list[Any], str]] = [
+    ([B2 | {"amount": 3}], "had 2 items and has 1 now"),
+    ([A1, B2, {"amount": 3}], "had 2 items and has 3 now"),
+    ([], "had 2 items and has 0 now"),
+    ([B2, A1], "has 2 items that differ"),
+    ([B2 | {"amount": 3}, A1 | {"amount": 4}], "has 2 items that differ"),
+]
+
+
+@pytest.mark.parametrize(("cards", "found"), REARRANGED)
+async def test_an_edit_never_brings_a_masked_value_to_another_item(
+    site: httpx.AsyncClient, story: Story, database: Database, cards: list[Any], found: str
+) -> None:
+    await story.failed("CLOSED", 1, deep=[{"cards": CARDS}])
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "patch")
+    before = database.everything()
+    edited = {"mode": "data", "data": json.dumps({"code": None, "n": 0, "deep": [{"cards": cards}]})}
+    shown = await posted(site, f"{path}/diff?action=patch", **form, **edited)
+    refused = await posted(site, f"{path}/decide?action=patch", 400, **form, **edited)
+    for page in (shown, refused):
+        assert f"The array at '/deep/0/cards' {found}" in page.words
+        assert "or write a JSON patch" in page.words
+    assert database.everything() == before
+
+
+async def test_an_item_beside_masked_values_is_edited_where_it_is(site: httpx.AsyncClient, story: Story) -> None:
+    batch_id = await story.failed("CLOSED", 1, cards=CARDS, plain=[1, 2, 3])
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "patch")
+    cards = [A1, B2 | {"amount": 3, "tags": []}]
+    edited = {"code": None, "n": 0, "cards": cards, "plain": [3, 1]}
+    await posted(site, f"{path}/decide?action=patch", **form, mode="data", data=json.dumps(edited))
+    [one] = await story.bus.list_batch_commands(DOMAIN, batch_id)
+    assert one.data == edited | {"cards": [CARDS[0], CARDS[1] | {"amount": 3, "tags": []}]}
 
 
 async def test_edits_of_an_example_that_somebody_else_took_are_told_and_do_not_reach_others(

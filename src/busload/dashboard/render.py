@@ -293,6 +293,15 @@ def masked(data: Any, patterns: Sequence[str]) -> Any:
     return items
 
 
+def holds_masked(data: Any, patterns: Sequence[str]) -> bool:
+    """Whether data has a key, at any depth, whose value is seen by nobody."""
+    keyed = isinstance(data, Mapping)
+    for key, value in data.items() if keyed else enumerate(data) if isinstance(data, list | tuple) else ():
+        if (keyed and hides(str(key), patterns)) or holds_masked(value, patterns):
+            return True
+    return False
+
+
 def hides(key: str, patterns: Sequence[str]) -> bool:
     """Whether the value of this key is seen by nobody."""
     return any(fnmatchcase(key.lower(), pattern.lower()) for pattern in patterns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -38,6 +38,7 @@ from busload.dashboard.render import (
     bus_of,
     dashboard_of,
     hides,
+    holds_masked,
     masked,
     principal_of,
     render,
@@ -194,6 +195,7 @@ def _written(request: Request, fields: Mapping[str, str], example: Troubleshooti
         if example is None:
             raise NotYet("The example does not wait any more. Preview again.")
         shown = masked(example.data, dashboard_of(request).mask)
+        _refuse_rearranged(example.data, shown, given, dashboard_of(request).mask)
         operations = jsonpatch.make_patch(shown, given).patch
         if not operations:
             raise NotYet("The data is as it was. Change something.")
@@ -205,6 +207,34 @@ def _written(request: Request, fields: Mapping[str, str], example: Troubleshooti
         raise NotYet(f"This is no JSON patch. {error.problems[0]}.") from None
     _refuse_masked(request, patch)
     return Written(patch, edits)
+
+
+def _refuse_rearranged(data: Any, shown: Any, given: Any, patterns: Sequence[str], at: str = "") -> None:
+    """Refuse edits after which nobody can tell to which item of an array a masked value belongs.
+
+    Its items have no names: if two have changed, they may have changed places.
+    """
+    if isinstance(given, dict) and isinstance(shown, dict):
+        for key in shown.keys() & given.keys():
+            if not hides(key, patterns):
+                _refuse_rearranged(data[key], shown[key], given[key], patterns, f"{at}/{key}")
+    if not isinstance(given, list) or not isinstance(shown, list) or given == shown:
+        return
+    if holds_masked(data, patterns):
+        changed = sum(new != old for new, old in zip(given, shown, strict=False))
+        if len(given) != len(shown):
+            found = f"had {counted(len(shown), 'item')} and has {len(given):,} now"
+        elif changed > 1:
+            found = f"has {changed:,} items that differ from before, so they may have changed places"
+        else:
+            found = ""
+        if found:
+            raise NotYet(
+                f"The array at {at or '/'!r:.200} {found}. It holds values that nobody sees here, which could come to "
+                "another item. Edit one item at a time and keep their number, or write a JSON patch."
+            )
+    for index, (item, old, new) in enumerate(zip(data, shown, given, strict=False)):
+        _refuse_rearranged(item, old, new, patterns, f"{at}/{index}")
 
 
 def _refuse_masked(request: Request, patch: Patch) -> None:
