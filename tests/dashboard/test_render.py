@@ -73,6 +73,17 @@ def test_what_stands_between_backticks_is_code() -> None:
     [
         ({"password": "x", "PassWord2": 1}, {"password": MASKED, "PassWord2": MASKED}),
         ([{"a": [{"my_password": {"b": 1}}]}], [{"a": [{"my_password": MASKED}]}]),
+        ({"op": "add", "path": "/my_password", "value": 1}, {"op": "add", "path": "/my_password", "value": MASKED}),
+        (
+            [{"op": "add", "path": "/x/password~1a/0", "value": [1]}],
+            [{"op": "add", "path": "/x/password~1a/0", "value": MASKED}],
+        ),
+        (
+            {"op": "add", "path": "/x", "value": {"password": 1}},
+            {"op": "add", "path": "/x", "value": {"password": MASKED}},
+        ),
+        ({"op": "add", "path": "/x", "value": 1}, {"op": "add", "path": "/x", "value": 1}),
+        ({"path": "/password", "value": 1}, {"path": "/password", "value": 1}),
         ("password", "password"),
         (None, None),
         ({"pass": {"word": 1}}, {"pass": {"word": 1}}),

@@ -657,6 +657,24 @@ async def test_a_failed_test_of_a_patch_does_not_repeat_the_data(site: httpx.Asy
     assert "canary" not in shown.text
 
 
+async def test_a_new_value_of_a_masked_key_is_seen_by_nobody(site: httpx.AsyncClient, story: Story) -> None:
+    await story.failed("CLOSED", 1, password="canary-old", auth={"token": "canary-old"})
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "patch")
+    patch = (
+        '[{"op": "replace", "path": "/password", "value": "canary-new"},'
+        ' {"op": "replace", "path": "/auth", "value": {"token": "canary-new"}},'
+        ' {"op": "add", "path": "/seen", "value": "sesame"}]'
+    )
+    await posted(site, f"{path}/decide?action=patch", **form, mode="patch", patch=patch)
+    page = await seen(site, f"/commands/{DOMAIN}/{form['example']}")
+    assert "Operator retried" in page.words
+    assert "canary" not in page.text
+    assert "sesame" in page.text
+    for address in ("/audit", "/audit.json", "/audit.csv", "/commands.json"):
+        assert "canary" not in (await site.get(address)).text
+
+
 # -- who may, and bad input --------------------------------------------------------------------------------------------
 
 

@@ -279,11 +279,16 @@ def tree(request: Request, data: Any) -> Tree | None:
 
 
 def masked(data: Any, patterns: Sequence[str]) -> Any:
-    """The same data, with the values of all keys that match a pattern replaced, at any depth."""
+    """The same data, with the values of all keys that match a pattern replaced, at any depth.
+
+    So are values that an operation of a JSON patch gives to such keys.
+    """
     if isinstance(data, Mapping):
-        found = {}
+        found, path = {}, data.get("path")
+        sets = "op" in data and isinstance(path, str) and any(hides(key, patterns) for key in keys_of(path))
         for key, value in data.items():  # not by a comprehension: data may be nested deeper than those would go
-            found[key] = MASKED if hides(str(key), patterns) else masked(value, patterns)
+            hidden = hides(str(key), patterns) or (sets and key == "value")
+            found[key] = MASKED if hidden else masked(value, patterns)
         return found
     if not isinstance(data, list | tuple):
         return data
@@ -291,6 +296,11 @@ def masked(data: Any, patterns: Sequence[str]) -> Any:
     for item in data:
         items.append(masked(item, patterns))
     return items
+
+
+def keys_of(pointer: str) -> list[str]:
+    """The keys and places that a JSON pointer goes through."""
+    return [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
 
 
 def holds_masked(data: Any, patterns: Sequence[str]) -> bool:

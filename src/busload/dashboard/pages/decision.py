@@ -39,6 +39,7 @@ from busload.dashboard.render import (
     dashboard_of,
     hides,
     holds_masked,
+    keys_of,
     masked,
     principal_of,
     render,
@@ -242,8 +243,7 @@ def _refuse_masked(request: Request, patch: Patch) -> None:
     patterns = dashboard_of(request).mask
     for at, operation in enumerate(patch.operations):
         read = operation["path"] if operation["op"] == "test" else operation.get("from", "")
-        keys = [part.replace("~1", "/").replace("~0", "~") for part in read.split("/")[1:]]
-        if any(hides(key, patterns) for key in keys):
+        if any(hides(key, patterns) for key in keys_of(read)):
             raise NotYet(f"Operation {at} reads {read!r:.200}, whose value nobody sees here. Use the command line.")
         if MASKED in encode(operation.get("value"), WIDEST):
             raise NotYet(f"Operation {at} writes {MASKED}, which stands for a value that nobody sees. Leave it out.")
