@@ -621,6 +621,9 @@ NO_PATCH = {
     '[{"op": "copy", "from": "/api_token", "path": "/x"}]': "whose value nobody sees",
     '[{"op": "move", "from": "/deep/password/x", "path": "/x"}]': "whose value nobody sees",
     '[{"op": "test", "path": "/api_token", "value": "guess"}]': "whose value nobody sees",
+    '[{"op": "test", "path": "/deep", "value": {"password": {"x": 1}}}]': "tests a key whose value nobody sees",
+    '[{"op": "test", "path": "", "value": [{"deep": {"PASSWORD": 1}}]}]': "tests a key whose value nobody sees",
+    '[{"op": "remove", "path": "/missing/x"}]': "does not apply to the example: operation 0 (remove): nothing is at",
     '[{"op": "add", "path": "/x", "value": ["••••••"]}]': "which stands for a value that nobody sees",
 }
 

@@ -46,6 +46,10 @@ class Patch:
             except jsonpatch.JsonPatchTestFailed:  # its message would repeat the data, which may be secret
                 path = operation["path"]
                 raise ValueError(f"operation {index} (test): another value, or none, is at {path!r:.200}") from None
+            except jsonpatch.JsonPointerException as error:  # so would this one, from "not found in" on
+                said = str(error).partition(" not found in ")[0]
+                missing = f"nothing is at {said.removeprefix('member ')}" if said != str(error) else said
+                raise ValueError(f"operation {index} ({operation['op']}): {missing:.200}{_hint(operation)}") from None
             except Exception as error:  # the library raises what Python does on data of another shape
                 raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}{_hint(operation)}") from None
         return encode(patched, self._limits, path="/data")

@@ -245,6 +245,8 @@ def _refuse_masked(request: Request, patch: Patch) -> None:
         read = operation["path"] if operation["op"] == "test" else operation.get("from", "")
         if any(hides(key, patterns) for key in keys_of(read)):
             raise NotYet(f"Operation {at} reads {read!r:.200}, whose value nobody sees here. Use the command line.")
+        if operation["op"] == "test" and holds_masked(operation.get("value"), patterns):
+            raise NotYet(f"Operation {at} tests a key whose value nobody sees here. Use the command line.")
         if MASKED in encode(operation.get("value"), WIDEST):
             raise NotYet(f"Operation {at} writes {MASKED}, which stands for a value that nobody sees. Leave it out.")
 
