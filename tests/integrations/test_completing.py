@@ -226,7 +226,8 @@ async def test_a_handler_that_lost_its_command_is_told_so_in_its_transaction(
     sent = await given.sent()
     async with given.running(settings=replace(given.settings, lease_for=timedelta(milliseconds=900))):
         await eventually(lambda: effects.count("execution"))
-    assert len(told) == 1 and "Roll your transaction back" in str(told[0])
+    # On a machine that is slower than the lease, the attempt after that may lose its command as well.
+    assert told and all("Roll your transaction back" in str(each) for each in told)
     assert effects.rows("SELECT count(*) FROM effect") == [(1,)]
     assert (await given.command_now(sent)).status == "COMPLETED"
 
