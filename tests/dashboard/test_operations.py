@@ -159,7 +159,9 @@ async def test_payloads_stay_hidden_from_readers(bus: CommandBus, story: Story, 
     texts = ""
     async with client(app(bus, authenticate=known_users(), hide_payloads=True), **signed_in(role)) as site:
         for path in story.paths:
-            texts += (await site.get(path)).text
+            answer = await site.get(path)
+            assert answer.status_code == 200, path
+            texts += answer.text
     assert ("account closed" in texts) is (role is Role.OPERATOR)
     assert ("month" in texts.replace("monthly", "")) is (role is Role.OPERATOR)
 

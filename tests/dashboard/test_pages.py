@@ -500,6 +500,13 @@ async def secrets(given: Given, bus: CommandBus) -> tuple[UUID, list[UUID]]:
     return batch_id, [command.command_id for command in await bus.list_batch_commands(DOMAIN, batch_id)]
 
 
+async def _answered(site: httpx.AsyncClient, path: str) -> str:
+    """The source of a page, with what a browser does not show."""
+    answer = await site.get(path)
+    assert answer.status_code == 200, (path, Page(answer.text).words)
+    return answer.text
+
+
 @pytest.mark.parametrize(("role", "hidden"), [(Role.READER, True), (Role.OPERATOR, False)])
 async def test_payloads_are_hidden_from_readers_on_request(
     bus: CommandBus, secrets: tuple[UUID, list[UUID]], role: Role, hidden: bool
@@ -516,14 +523,32 @@ async def test_payloads_are_hidden_from_readers_on_request(
             f"/batches/{batch_id}/why",
             "/trace?task_key=task",
         ):
-            texts += (await site.get(path)).text
+            texts += await _answered(site, path)
         for command_id in ids:
-            texts += (await site.get(f"/commands/{DOMAIN}/{command_id}")).text
+            texts += await _answered(site, f"/commands/{DOMAIN}/{command_id}")
         searched = await site.get("/commands?error=canary-message")
     found = {kind for kind in ("data", "result", "message", "details", "custom") if f"canary-{kind}" in texts}
     assert found == (set() if hidden else {"data", "result", "message", "details", "custom"})
     assert searched.status_code == (403 if hidden else 200)
     assert "CODE" in texts
+
+
+async def test_a_reader_sees_type_and_code_of_an_error_and_that_the_rest_is_hidden(
+    bus: CommandBus, given: Given
+) -> None:
+    async def lose(command: Command, ctx: HandlerContext) -> None:
+        raise ConnectionResetError("canary-message")  # an error without a code
+
+    given.handler("Lose", lose, retry=RetryPolicy(max_attempts=1))
+    await given.batch(1, "Lose")
+    _, [coded] = await given.in_troubleshooting()
+    items = await bus.troubleshooting.list(DOMAIN)
+    [plain] = [item.command_id for item in items if item.command_id != coded]
+    async with client(app(bus, authenticate=known_users(), hide_payloads=True), **signed_in(Role.READER)) as site:
+        pages = [(await seen(site, f"/commands/{DOMAIN}/{one}")).words for one in (coded, plain)]
+    for page, error in zip(pages, ("CLOSED", "ConnectionResetError"), strict=True):
+        assert f"{error} The rest is hidden from readers." in page
+        assert "canary" not in page and "account closed" not in page and "Traceback" not in page
 
 
 async def test_values_of_masked_keys_are_seen_by_nobody(bus: CommandBus, given: Given) -> None:

@@ -703,7 +703,9 @@ async def test_texts_and_data_are_hidden_from_readers_on_request(
     texts = ""
     async with client(app(bus, authenticate=known_users(), hide_payloads=True), **signed_in(role)) as site:
         for one in ("/troubleshooting", path, f"{path}/preview?action=patch"):
-            texts += (await site.get(one)).text
+            answer = await site.get(one)
+            assert answer.status_code == 200, one
+            texts += answer.text
         searched = await site.get("/troubleshooting?text=canary")
     found = {kind for kind in ("data", "message", "Traceback") if f"canary-{kind}" in texts or kind in texts}
     assert {"canary-data" in texts, "canary-message" in texts, "Traceback" in texts} == {not hidden}, found

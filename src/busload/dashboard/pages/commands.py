@@ -51,6 +51,8 @@ PLACE_OF = {
     ExecutionStatus.LOST: "LOST",
 }
 """What pages call the status of an attempt: the same words as for commands."""
+FOR_ALL, FOR_SOME = ("type", "code"), ("message", "traceback")
+"""What an error tells to everybody, and what it tells to those who see payloads."""
 ENDED = (CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED)
 
 
@@ -193,9 +195,9 @@ class ShownStep:
 def _shown(request: Request, step: Step) -> ShownStep:
     error, details = step.error, step.event.details
     if error is not None:
-        if sees_payloads(request):
-            return ShownStep(step, tree(request, error["details"]) if "details" in error else None, error, False)
-        return ShownStep(step, None, {"type": error.get("type"), "code": error.get("code")}, True)
+        seen = sees_payloads(request)
+        told = {name: error.get(name) if seen or name in FOR_ALL else None for name in (*FOR_ALL, *FOR_SOME)}
+        return ShownStep(step, tree(request, error["details"]) if "details" in error else None, told, not seen)
     if details is None:
         return ShownStep(step, None, None, False)
     return ShownStep(step, tree(request, details), None, not sees_payloads(request))
