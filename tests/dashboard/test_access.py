@@ -244,6 +244,7 @@ FORGED = {
     "null origin": {"X-Busload": "1", "Origin": "null"},
     "another origin": {"X-Busload": "1", "Origin": "http://evil.example"},
     "another port": {"X-Busload": "1", "Origin": "http://localhost:99"},
+    "a malformed origin": {"X-Busload": "1", "Origin": "http://["},
     "a similar origin": {"X-Busload": "1", "Origin": "http://localhost.evil.example"},
     "cross-site": {"X-Busload": "1", "Origin": BASE, "Sec-Fetch-Site": "cross-site"},
     "same-site": {"X-Busload": "1", "Origin": BASE, "Sec-Fetch-Site": "same-site"},

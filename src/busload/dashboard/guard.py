@@ -6,7 +6,6 @@ import inspect
 import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -130,7 +129,7 @@ class Guard:
         if request.method in ("GET", "HEAD"):
             return
         origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
-        ours = urlsplit(origin).netloc.lower() == request.headers["host"].lower()
+        ours = origin.lower().partition("://")[2] == request.headers["host"].lower()
         if request.headers.get("x-busload") != "1" or not ours or site != "same-origin":
             raise Problem(
                 403,
