@@ -178,6 +178,23 @@ async def test_trouble_is_told_and_ends(
         assert name == "values"
 
 
+async def test_a_page_lives_again_soon_after_the_database_is_back_however_long_a_failed_look_took(
+    dashboard: Starlette, given: Given, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REST", 1e9)  # one rest of that kind outlasts the test
+    batch_id = await given.batch()
+
+    async def away(*args: Any) -> Any:
+        raise psycopg.OperationalError("canary")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bus, "get_batch", away)
+        async with stream(dashboard, f"/batches/{batch_id}/live") as events:
+            assert (await asyncio.wait_for(events.get(), WITHIN))[0] == "trouble"
+            patched.undo()
+            await until(events, "completed", "0")
+
+
 async def test_every_event_agrees_with_the_database_while_a_worker_runs_at_full_speed(
     dashboard: Starlette, given: Given, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ log = logging.getLogger("busload")
 
 EVERY, REST = 1.0, 9.0
 """Seconds between two looks at the database, or so many times as long as a look has taken, if that is more."""
+AFTER_FAILURE = (1.0, 2.0)
+"""Seconds after a look that has failed, from the least to the most: a page lives again soon after the database."""
 HEARTBEAT = 15.0
 """Seconds of silence after which a comment says that the stream is alive."""
 LONGEST = 300.0
@@ -70,7 +73,10 @@ class Feed:
                     self.values, self.trouble = values, trouble
                     self.version += 1
                     self._changed.notify_all()
-            await asyncio.sleep(max(EVERY, REST * (loop.time() - began)))  # where a look is dear, there are fewer
+            if trouble is not None:
+                await asyncio.sleep(random.uniform(*AFTER_FAILURE))  # noqa: S311
+            else:
+                await asyncio.sleep(max(EVERY, REST * (loop.time() - began)))  # where a look is dear, there are fewer
 
 
 class Feeds:
