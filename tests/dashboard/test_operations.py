@@ -6,12 +6,14 @@ import asyncio
 import shlex
 from datetime import timedelta
 from html import unescape
+from importlib.resources import files
 from typing import Any
 
 import click
 import httpx
 import psycopg
 import pytest
+from jinja2 import nodes
 from starlette.applications import Starlette
 
 from busload import BatchCommand, CommandBus
@@ -19,6 +21,7 @@ from busload.cli import main as cli
 from busload.dashboard import Role, app
 from busload.dashboard.pages import dispatch
 from busload.dashboard.pages.job import Graph
+from busload.dashboard.render import _templates
 from busload.jobs.job import Stage
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, client, known_users, signed_in, stream
@@ -121,6 +124,24 @@ async def test_every_action_has_the_command_line_that_does_the_same(
     assert {noun for noun, _ in done} == {
         *("batch", "buffer", "command", "domain", "job", "limit", "outbox", "schedule", "troubleshooting", "worker")
     }
+
+
+def test_every_line_that_an_empty_page_offers_can_be_run() -> None:
+    lines = set()
+    for name in _templates().list_templates():
+        source = (files("busload.dashboard") / "templates" / name).read_text(encoding="utf-8")
+        for call in _templates().parse(source).find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr == "empty":
+                lines |= {line.as_const() for line in call.args[1:]}
+    assert {"busload demo", "busload worker app:bus"} <= lines
+    for line in (line for line in lines if line.startswith("busload ")):  # others are Python
+        noun, *rest = shlex.split(line)[1:]
+        command = cli.get_command(click.Context(cli), noun)
+        assert command is not None, line
+        verbs = command.commands if isinstance(command, click.Group) else getattr(command, "verbs", {})
+        if rest and rest[0] in verbs:
+            noun, command = rest[0], verbs[rest.pop(0)]
+        command.make_context(noun, rest)  # refuses what it does not know, and what is missing
 
 
 async def test_a_page_and_its_stream_tell_the_same(dashboard: Starlette, story: Story) -> None:
