@@ -81,7 +81,8 @@ async def test_a_worker_shows_what_it_holds_oldest_first(
     links = [link for link in page.links if link.startswith("/commands/")]
     assert links == [f"/commands/{DOMAIN}/{one.command_id}" for one in (second, first)]
     assert f"/batches/{batch_id}" in page.links
-    assert "busload worker stop given" in page.text
+    assert "At the shell busload worker stop given --reason" in page.words
+    assert page.words.endswith("At the shell busload worker ls Copy")
     database.perform(rescue.retire(worker=worker))
     assert "Stop worker" not in (await seen(site, f"/workers/{worker}")).words
 

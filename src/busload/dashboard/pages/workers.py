@@ -99,7 +99,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         held=held,
         limit=LIMIT,
         live=_one(worker, held),
-        cli=cli("worker", "stop", worker.name) if worker.state in RUNNING else cli("worker", "ls", "--all"),
+        cli=cli("worker", "ls", *([] if worker.state in RUNNING else ["--all"])),
         notice=notice,
     )
 
