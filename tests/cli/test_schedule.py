@@ -67,6 +67,8 @@ def test_a_schedule_is_paused_resumed_and_triggered_by_somebody(
     resumed = busload("schedule", "resume", "hourly").output
     assert resumed == "Resumed hourly. It has missed due times; its catch_up is all, at most 100.\n"
     assert "hourly was not paused." in busload("schedule", "resume", "hourly").output
+    done = busload("audit", "ls").output.splitlines()[1:]
+    assert len(done) == 2 and all(" hourly " in f"{line} " for line in done)
     sent = json.loads(busload("schedule", "trigger", "hourly", "--operator", "rosa", "--json").stdout)
     database.perform(fire(NO_BROKER))
     rows = json.loads(busload("schedule", "history", "hourly", "--json").stdout)

@@ -21,8 +21,8 @@ def _what(action: Action) -> str | None:
         return many if action.command_id is None else f"{many}, the last {action.command_id}"
     if action.old_tracker is not None:
         return f"{action.old_tracker} to {action.phase}"
-    named = (action.command_id, action.job_id, action.worker_name, action.limit, action.buffer, action.batch_id)
-    return next((str(name) for name in named if name is not None), None)
+    named = (action.command_id, action.job_id, action.schedule, action.worker_name, action.limit, action.buffer)
+    return next((str(name) for name in (*named, action.batch_id) if name is not None), None)
 
 
 ACTIONS = View[Action](
