@@ -267,6 +267,9 @@ async def test_a_domain_is_paused_and_resumed(bus: CommandBus, given: Given) -> 
         [pause] = await bus.domains.pauses()
         assert (pause.domain, pause.operator, pause.reason) == (DOMAIN, "operator", "down")
         assert "was paused already" in (await acted(site, "/domains/pause", domain=DOMAIN, reason="x")).words
+        refused = (await acted(site, "/domains/pause", 404, domain="paymets", reason="x")).words
+        assert "No command was ever sent to 'paymets', and no worker serves it." in refused
+        assert "paymets" not in (await seen(site, "/domains")).words
         assert "3 commands are ready in it" in (await acted(site, "/domains/resume", domain=DOMAIN)).words
         assert "was not paused" in (await acted(site, "/domains/resume", domain=DOMAIN)).words
     assert await bus.domains.pauses() == []

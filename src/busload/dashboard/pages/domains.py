@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from busload.commands.checks import check
+from busload.commands.search import known_domains
 from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.problem import not_found
 from busload.dashboard.render import bus_of, cli, number, principal_of, render
 from busload.dashboard.route import Live, action, page
 from busload.limits.pause import DomainOverview, Pause
@@ -61,7 +64,14 @@ def _when(pause: Pause) -> str:
 async def pause(request: Request) -> Response:
     fields = await asked.form(request)
     domain, reason = asked.required(fields, "domain"), asked.required(fields, "reason")
-    paused = await bus_of(request).domains.pause(domain, reason=reason, operator=principal_of(request).name)
+    bus = bus_of(request)
+    check(bus.settings.limits, writes=True, domain=domain)
+    if domain not in await bus.shard_of(domain).database.read(known_domains()):
+        raise not_found(
+            f"No command was ever sent to {domain!r:.80}, and no worker serves it. Nothing was paused.",
+            "Check the name. `busload domain pause --force` pauses a domain ahead of its first command.",
+        )
+    paused = await bus.domains.pause(domain, reason=reason, operator=principal_of(request).name)
     return await show(
         request, f"Paused {domain}. Nothing new starts in it." if paused else f"{domain} was paused already."
     )
