@@ -631,6 +631,14 @@ async def test_a_schema_that_is_too_old_is_told(dsn: str, database: Database) ->
             assert "busload schema migrate" in page.words
 
 
+async def test_a_database_without_a_schema_is_not_said_to_have_an_old_one(dsn: str, database: Database) -> None:
+    database.rows("DROP SCHEMA busload CASCADE")
+    async with CommandBus(dsn) as bus, client(app(bus)) as site:
+        page = await seen(site, "/", 503)
+    assert "There is no schema yet" in page.words and "too old" not in page.words
+    assert "busload schema migrate" in page.words
+
+
 async def test_a_role_without_rights_is_told(dsn: str, database: Database, given: Given) -> None:
     batch_id = await given.batch()
     name = "dashboard_reader_" + database.value("SELECT current_database()")[-8:].replace("-", "_")

@@ -96,6 +96,8 @@ def as_problem(error: BaseException, where: str) -> Problem:
             return Problem(400, "Wrong input", said, "Correct it and try again.")
         case InvalidOperationError():
             return Problem(409, "Not possible now", said, "Look at its state, which may have changed meanwhile.")
+        case SchemaOutdatedError(found=0):
+            return Problem(503, "There is no schema yet", said, "Run `busload schema migrate`, and reload this page.")
         case SchemaOutdatedError():
             return Problem(503, "The schema is too old", said, "Run `busload schema migrate`, and reload this page.")
         case LockWaitTimeoutError():
