@@ -21,7 +21,8 @@ log = logging.getLogger("busload")
 EVERY, REST = 1.0, 9.0
 """Seconds between two looks at the database, or so many times as long as a look has taken, if that is more."""
 AFTER_FAILURE = (1.0, 2.0)
-"""Seconds after a look that has failed, from the least to the most: a page lives again soon after the database."""
+"""Seconds after a look that has failed at once: a page lives again soon after the database. They are drawn, so that not
+all pages look together."""
 HEARTBEAT = 15.0
 """Seconds of silence after which a comment says that the stream is alive."""
 LONGEST = 300.0
@@ -73,10 +74,11 @@ class Feed:
                     self.values, self.trouble = values, trouble
                     self.version += 1
                     self._changed.notify_all()
-            if trouble is not None:
-                await asyncio.sleep(random.uniform(*AFTER_FAILURE))  # noqa: S311
+            took = loop.time() - began
+            if trouble is not None:  # a database that is slow, not away, gets half of the time to itself
+                await asyncio.sleep(max(random.uniform(*AFTER_FAILURE), took))  # noqa: S311 - spreads looks out
             else:
-                await asyncio.sleep(max(EVERY, REST * (loop.time() - began)))  # where a look is dear, there are fewer
+                await asyncio.sleep(max(EVERY, REST * took))  # where a look is dear, there are fewer
 
 
 class Feeds:
