@@ -55,10 +55,6 @@ class ServiceBus:
         """Already a token for it is refused, as for a queue that is not there."""
         self._ask("hide", queue=queue)
 
-    def keep_waiting(self, queue: str, *, nth: int) -> None:
-        """The nth link that opens to receive from the queue gets no answer."""
-        self._ask("keep_waiting", queue=queue, nth=nth)
-
     def look(self, queue: str) -> dict[str, Any]:
         """What the broker has counted, and holds."""
         found: dict[str, Any] = self._ask("look", queue=queue)

@@ -109,22 +109,14 @@ class Queue:
             self.unlock(tag, failed=True)
 
 
-class OpensNoLinks(Handshaker):  # type: ignore[misc]
-    """The broker opens links itself, or does not."""
-
-    def on_link_remote_open(self, event: Any) -> None:
-        pass
-
-
 class Broker(Handler):  # type: ignore[misc]
     """Answers what the SDK asks, and what the tests command."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.handlers = [OpensNoLinks()]
+        self.handlers = [Handshaker()]
         self.queues: dict[str, Queue] = {}
         self.hidden: set[str] = set()
-        self.kept_waiting: dict[str, int] = {}
         self.connections: set[Connection] = set()
         self.commands = EventInjector()
 
@@ -173,10 +165,6 @@ class Broker(Handler):  # type: ignore[misc]
         """One for each transfer to come: none, busy, drop-before, drop-after, silent, full."""
         self.queues[queue.lower()].faults.extend(faults)
 
-    def _command_keep_waiting(self, queue: str, nth: int) -> None:
-        """The nth link that opens to receive from the queue gets no answer."""
-        self.kept_waiting[queue.lower()] = nth
-
     def _command_look(self, queue: str) -> dict[str, Any]:
         found = self.queues[queue.lower()]
         return {
@@ -207,10 +195,6 @@ class Broker(Handler):  # type: ignore[misc]
 
     def on_link_remote_open(self, event: Any) -> None:
         link = event.link
-        if link.is_sender and node_of(link) in self.kept_waiting:
-            self.kept_waiting[node_of(link)] -= 1
-            if self.kept_waiting[node_of(link)] == 0:
-                return
         queue = self.queues.get(node_of(link).removesuffix("/$management"))
         if queue is None and not node_of(link).endswith("$cbs"):
             link.open()

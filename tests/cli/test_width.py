@@ -49,7 +49,7 @@ NIGHTLY = "nightly-billing-of-the-northern-region"
 IMPORTS = {"import celery", "import pgqueuer", "import procrastinate", "import rq"}
 WITHOUT_A_TABLE = {"dashboard", "demo", "top", "worker", "db psql", "db stop", "schedule sync", *IMPORTS}
 """They fill the screen, start or stop processes, read an application or another queue; others print what they print."""
-TO_COPY = {"completion", "doctor", "metrics", "buffer ddl", "schema print", "db info"}
+TO_COPY = {"completion", "doctor", "metrics", "buffer ddl", "schema print", "schema grants", "db info"}
 """They print SQL and paths, which are of no use in pieces. Nor are tracebacks, which come last."""
 
 
@@ -192,6 +192,7 @@ async def shop(given: Given, settings: Settings, dsn: str) -> dict[str, list[str
             "schema migrate": "",
             "schema status": "",
             "schema print": "",
+            "schema grants": "",
             "trace": TASK,
             "tracker compare": "--table legacy.task_tracker",
             "tracker selftest": "",

@@ -645,6 +645,7 @@ async def test_a_role_without_rights_is_told(dsn: str, database: Database, given
     database.rows(f'CREATE ROLE "{name}" LOGIN')
     database.rows(f'GRANT USAGE ON SCHEMA busload TO "{name}"')
     database.rows(f'GRANT SELECT ON ALL TABLES IN SCHEMA busload TO "{name}"')
+    database.rows(f'GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA busload TO "{name}"')
     try:
         their = psycopg.conninfo.make_conninfo(dsn, user=name)
         async with CommandBus(their) as bus, client(app(bus), **SAME_ORIGIN) as site:

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import CommandBus
+from busload import CommandBus, Settings
 from busload.postgres import prepared
 from busload.postgres.own_connection import OwnAsyncConnection, connect_async
 from busload.postgres.plan import Plan, Savepoint, Statement, execute, perform_async
@@ -91,14 +91,15 @@ async def test_a_connection_prepares_so_many_and_no_more(dsn: str, monkeypatch: 
 
 @pytest.mark.parametrize("forget", ["DISCARD ALL", "DEALLOCATE ALL"])
 async def test_sends_go_on_when_somebody_has_the_server_forget_what_is_prepared(
-    bus: CommandBus, database: Database, forget: str
+    dsn: str, database: Database, forget: str
 ) -> None:
-    for n in range(20):
-        await bus.send(DOMAIN, "Debit", {"n": n})
-        if n % 8 == 7:
-            async with bus.pool.connection() as conn:
-                assert await _prepared(conn) >= 1
-                await conn.execute(forget)
+    async with CommandBus(dsn, settings=Settings(pool_size=1)) as bus:  # each send is by the same connection
+        for n in range(20):
+            await bus.send(DOMAIN, "Debit", {"n": n})
+            if n % 8 == 7:
+                async with bus.pool.connection() as conn:
+                    assert await _prepared(conn) >= 1
+                    await conn.execute(forget)
     assert database.count("command") == 20
 
 

@@ -250,16 +250,6 @@ async def test_a_queue_that_does_not_exist_is_reported_with_what_to_do(
     assert "az servicebus queue create" in failed.value.refused[0].message
 
 
-async def test_a_broker_that_is_slow_to_open_a_link_still_says_that_a_queue_does_not_exist(
-    servicebus: ServiceBus, transport: Transport
-) -> None:
-    """Whoever is told that the broker is away tries again for ever; what is missing must be made."""
-    missing = f"busload.missing-{uuid4().hex}"
-    servicebus.keep_waiting(missing, nth=2)  # the first one is opened to look into the queue, the second to ask why not
-    with pytest.raises(TransportMisconfiguredError, match=missing):
-        await transport.declare([missing])
-
-
 async def test_domains_that_differ_by_capitals_have_queues_of_their_own(
     servicebus: ServiceBus, transport: Transport, queue: str
 ) -> None:
