@@ -49,6 +49,7 @@ async def wait(command, ctx):
 
 @bus.handler("payments", "Block")
 def block(command, ctx):
+    Path("begun").touch()
     threading.Event().wait()
 
 @bus.handler("payments", "Stick", timeout=0.01)
@@ -119,7 +120,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process(
 ) -> None:
     sync_bus.create_batch(DOMAIN, [BatchCommand("Block")])
     process = spawn("worker", "app:bus", "--grace", 0.1)
-    until(lambda: database.count("lease"))
+    until((tmp_path / "begun").exists)
     process.terminate()
     assert process.wait(timeout=WITHIN) == 3
     assert database.rows("SELECT hi - lo + 1, attempt FROM busload.queue") == [(1, 1)]
@@ -185,11 +186,11 @@ def test_a_worker_that_an_operator_stops_is_not_replaced(
 
 
 def test_a_thread_that_never_returns_does_not_outlive_the_request_to_stop(
-    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
 ) -> None:
     sync_bus.create_batch(DOMAIN, [BatchCommand("Block")])
     process = spawn("worker", "app:bus", "--grace", 0.1, "--processes", 2)
-    until(lambda: len(workers(database)) == 2 and database.count("lease"))
+    until(lambda: len(workers(database)) == 2 and (tmp_path / "begun").exists())
     for worker in sync_bus.workers.list():
         sync_bus.workers.stop(worker.worker)
     assert process.wait(timeout=WITHIN) == 3
