@@ -710,7 +710,7 @@ async def test_a_patch_that_does_not_apply_to_every_item_is_refused(bus: Command
     with pytest.raises(InvalidCommandError, match=f"does not apply to command {odd}: ") as refused:
         await bus.troubleshooting.retry_group(DOMAIN, a, patch=patch)
     assert refused.value.total == 1
-    with pytest.raises(InvalidCommandError, match=r"not found in .*\. Paths begin in the data: '/m'"):
+    with pytest.raises(InvalidCommandError, match=r"nothing is at 'data'\. Paths begin in the data: '/m'"):
         await bus.troubleshooting.retry_group(DOMAIN, a, patch=[{"op": "remove", "path": "/data/m"}])
     assert given.database.everything() == before
 
